@@ -1,0 +1,1 @@
+"""Running a plan on one device. One interface (`base`), one selection rule (`select`)."""

@@ -1,0 +1,83 @@
+"""The one interface of all kernels: plan a mask, run it forward, run it backward.
+
+Tensors are packed: `q [total_q, nheads_q, head_dim]`, `k [total_k, nheads_kv, head_dim]`,
+`v [total_k, nheads_kv, head_dim_v]`, with any strides on tokens and heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.slices import AttnSlices
+
+
+@dataclass(frozen=True)
+class AttnProblem:
+    """What a kernel is asked to do, without the mask and the lengths: enough to choose one and to compile it.
+
+    `device_arch` is the CUDA compute capability as (major, minor), or None on a CPU.
+    `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
+    """
+
+    device_type: str
+    device_arch: tuple[int, int] | None
+    dtype: torch.dtype
+    nheads_q: int
+    nheads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    softcap: float = 0.0
+
+    @property
+    def qhead_per_kvhead(self) -> int:
+        return self.nheads_q // self.nheads_kv
+
+
+class ForwardOutput(NamedTuple):
+    out: Tensor  # [total_q, nheads_q, head_dim_v], the dtype of q; rows that see nothing are 0
+    lse: Tensor  # [nheads_q, total_q], fp32, natural log; rows that see nothing are -inf
+
+
+class BackwardOutput(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Kernel(Protocol):
+    """One implementation of attention over slices. Instances hold no state but caches."""
+
+    name: str
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        """Every reason why this kernel can not run `problem`; empty when it can."""
+        ...
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        """How this kernel walks `slices`: int32 tensors whose shapes depend on shapes alone (not on values)
+        when the slices are on a GPU, so that nothing waits for the device. Shared by forward and backward, by all
+        layers and by all head counts. Empty where the kernel needs none."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices, plan: list[Tensor], problem: AttnProblem
+    ) -> ForwardOutput: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardOutput: ...

@@ -1,0 +1,1 @@
+"""How a kernel walks a mask: tiles, the runs of blocks in each, their order. Knows nothing of kernels' code."""
