@@ -6,6 +6,7 @@ Tensors are packed: `q [total_q, nheads_q, head_dim]`, `k [total_k, nheads_kv, h
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -53,15 +54,20 @@ class Kernel(Protocol):
     """One implementation of attention over slices. Instances hold no state but caches."""
 
     name: str
+    #: Whether the shapes of a plan depend on shapes alone, so that a graph can hold the plan as a value of its own.
+    plans_in_graph: bool
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         """Every reason why this kernel can not run `problem`; empty when it can."""
         ...
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        """How this kernel walks `slices`: int32 tensors whose shapes depend on shapes alone (not on values)
-        when the slices are on a GPU, so that nothing waits for the device. Shared by forward and backward, by all
-        layers and by all head counts. Empty where the kernel needs none."""
+        """How this kernel walks `slices`: int32 tensors, shared by forward and backward and by all layers.
+        Empty where the kernel needs none. On a GPU nothing waits for the device."""
+        ...
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        """What a plan depends on besides the slices (tile sizes): problems with equal keys share plans."""
         ...
 
     def forward(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import select
@@ -108,4 +109,172 @@ _define(
     "SymInt seqlen_k, SymInt capacity, Device device) -> (Tensor, Tensor, Tensor)",
     _mask_slices,
     _mask_slices_fake,
+)
+
+
+# plan
+
+
+def problem_of(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
+) -> AttnProblem:
+    """What packed `q`, `k`, `v` (real or fake) ask of a kernel."""
+    arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+    return AttnProblem(
+        device_type=q.device.type,
+        device_arch=arch,
+        dtype=q.dtype,
+        nheads_q=q.shape[1],
+        nheads_kv=k.shape[1],
+        head_dim=q.shape[2],
+        head_dim_v=v.shape[2],
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+    )
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ranges: Tensor,
+    k_ranges: Tensor,
+    mask_types: Tensor,
+    max_intervals: int,
+    kernel: str,
+) -> list[Tensor]:
+    slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0], max_intervals)
+    problem = problem_of(q, k, v, 1.0, 0.0)
+    return select(problem, kernel).plan(slices, problem)
+
+
+_define(
+    "plan(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, int max_intervals, "
+    "str kernel) -> Tensor[]",
+    _plan,
+    _plan,  # shapes depend on shapes alone, so the plan of fake slices is the fake plan
+)
+
+# Plans of calls that bring none, by their slices: shared by all layers and by forward and backward.
+_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _plan_of(kernel: Kernel, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+    version = (slices.q_ranges._version, slices.k_ranges._version, slices.mask_types._version)
+    key = (kernel.name, kernel.plan_key(problem), slices.seqlen_q, slices.seqlen_k, version)
+    plans = _plans.setdefault(slices.q_ranges, {})
+    if key not in plans:
+        plans[key] = kernel.plan(slices, problem)
+    return plans[key]
+
+
+# ffa_fwd, ffa_bwd
+
+
+def _ffa_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ranges: Tensor,
+    k_ranges: Tensor,
+    mask_types: Tensor,
+    plan: list[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    raise_pending()
+    problem = problem_of(q, k, v, softmax_scale, softcap)
+    chosen = select(problem, kernel or None)
+    slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
+    for calls in _recorders:
+        calls.append(RecordedCall(slices, problem, chosen.name))
+    plan = plan or _plan_of(chosen, slices, problem)
+    return chosen.forward(q, k, v, slices, plan, problem)
+
+
+def _ffa_fwd_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ranges: Tensor,
+    k_ranges: Tensor,
+    mask_types: Tensor,
+    plan: list[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    total_q, nheads_q, _ = q.shape
+    out = q.new_empty(total_q, nheads_q, v.shape[2])
+    return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
+
+
+def _ffa_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_ranges: Tensor,
+    k_ranges: Tensor,
+    mask_types: Tensor,
+    plan: list[Tensor],
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    raise_pending()
+    problem = problem_of(q, k, v, softmax_scale, softcap)
+    chosen = select(problem, kernel or None)
+    slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
+    plan = plan or _plan_of(chosen, slices, problem)
+    return chosen.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
+
+
+def _ffa_bwd_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_define(
+    "ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, Tensor[] plan, "
+    "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)",
+    _ffa_fwd,
+    _ffa_fwd_fake,
+)
+_define(
+    "ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
+    "Tensor k_ranges, Tensor mask_types, Tensor[] plan, float softmax_scale, float softcap, str kernel) "
+    "-> (Tensor, Tensor, Tensor)",
+    _ffa_bwd,
+    _ffa_bwd_fake,
+)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_ranges, k_ranges, mask_types, plan, *ctx.options = inputs
+    ctx.num_plan_tensors = len(plan)
+    ctx.save_for_backward(q, k, v, *output, q_ranges, k_ranges, mask_types, *plan)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, q_ranges, k_ranges, mask_types, *plan = ctx.saved_tensors
+    no_grads = (None, None, None, [None] * ctx.num_plan_tensors, None, None, None)
+    if dout is None and dlse is None:
+        return (None, None, None, *no_grads)
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = torch.ops.magi.ffa_bwd(
+        dout, dlse, q, k, v, out, lse, q_ranges, k_ranges, mask_types, plan, *ctx.options
+    )
+    return (*grads, *no_grads)
+
+
+torch.library.register_autograd(
+    "magi::ffa_fwd", _backward, setup_context=_save_for_backward, lib=_lib
 )
