@@ -119,10 +119,9 @@ def problem_of(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
 ) -> AttnProblem:
     """What packed `q`, `k`, `v` (real or fake) ask of a kernel."""
-    arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
     return AttnProblem(
         device_type=q.device.type,
-        device_arch=arch,
+        device_arch=_arch(q.device),
         dtype=q.dtype,
         nheads_q=q.shape[1],
         nheads_kv=k.shape[1],
@@ -133,24 +132,35 @@ def problem_of(
     )
 
 
+def _arch(device: torch.device) -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def _plan(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     q_ranges: Tensor,
     k_ranges: Tensor,
     mask_types: Tensor,
+    total_q: int,
+    total_k: int,
     max_intervals: int,
+    dtype: torch.dtype,
+    nheads_q: int,
+    nheads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
     kernel: str,
 ) -> list[Tensor]:
-    slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0], max_intervals)
-    problem = problem_of(q, k, v, 1.0, 0.0)
+    device = q_ranges.device
+    problem = AttnProblem(
+        device.type, _arch(device), dtype, nheads_q, nheads_kv, head_dim, head_dim_v, 1.0
+    )
+    slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k, max_intervals)
     return select(problem, kernel).plan(slices, problem)
 
 
 _define(
-    "plan(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, int max_intervals, "
-    "str kernel) -> Tensor[]",
+    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, int max_intervals, "
+    "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, str kernel) -> Tensor[]",
     _plan,
     _plan,  # shapes depend on shapes alone, so the plan of fake slices is the fake plan
 )
