@@ -11,13 +11,18 @@ corners cut off along the diagonal:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from magi_compile.masks import bands
+
+# Kernels add row numbers to diagonal offsets in int32 and use +-2**30 for "no diagonal".
+MAX_SEQLEN = 2**30
 
 
 class MaskType(IntEnum):
@@ -45,6 +50,8 @@ class AttnSlice(NamedTuple):
 class AttnSlices:
     """A list of slices over `seqlen_q` query rows and `seqlen_k` keys; their areas never overlap.
 
+    The constructor checks what shapes can tell; `validate` checks the values, and `from_lists` calls it.
+
     Attributes:
         q_ranges: int32 `[num_slices, 2]`, half-open row ranges.
         k_ranges: int32 `[num_slices, 2]`, half-open key ranges, on the same device.
@@ -60,3 +67,368 @@ class AttnSlices:
     mask_types: Tensor
     seqlen_q: int
     seqlen_k: int
+
+    def __post_init__(self) -> None:
+        num_slices = self.q_ranges.shape[0] if _is_table(self.q_ranges) else "num_slices"
+        for name, shape in (
+            ("q_ranges", (num_slices, 2)),
+            ("k_ranges", (num_slices, 2)),
+            ("mask_types", (num_slices,)),
+        ):
+            tensor = getattr(self, name)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+            if tensor.dtype != torch.int32:
+                raise TypeError(f"`{name}` must have dtype torch.int32, got {tensor.dtype}")
+            if tuple(tensor.shape) != shape:
+                expected = ", ".join(map(str, shape))
+                raise ValueError(f"`{name}` must have shape [{expected}], got {list(tensor.shape)}")
+            if tensor.device != self.q_ranges.device:
+                raise ValueError(
+                    f"`{name}` must be on the device of `q_ranges` ({self.q_ranges.device}), "
+                    f"got {tensor.device}"
+                )
+        for name in ("seqlen_q", "seqlen_k"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+                raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
+            if isinstance(value, int) and not 0 <= value < MAX_SEQLEN:
+                raise ValueError(f"`{name}` must be in [0, 2**30), got {value}")
+
+    # Constructors
+
+    @classmethod
+    def from_lists(
+        cls,
+        q_ranges: Sequence[Sequence[int]] | Tensor,
+        k_ranges: Sequence[Sequence[int]] | Tensor,
+        mask_types: Sequence[int] | Tensor,
+        seqlen_q: int | None = None,
+        seqlen_k: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> AttnSlices:
+        """Slices from lists or integer tensors, with every check.
+
+        Args:
+            q_ranges: `[num_slices, 2]`, half-open row ranges.
+            k_ranges: `[num_slices, 2]`, half-open key ranges.
+            mask_types: `[num_slices]`, values of `MaskType`.
+            seqlen_q: number of query rows; by default the largest row end.
+            seqlen_k: number of keys; by default the largest key end.
+            device: where the result lives; by default where `q_ranges` lives.
+
+        Raises:
+            TypeError: a wrong dtype.
+            ValueError: a wrong shape, a range out of bounds, an unknown type, or two slices that overlap.
+        """
+        if device is None and isinstance(q_ranges, Tensor):
+            device = q_ranges.device
+        tensors = [
+            _int32("q_ranges", q_ranges, (-1, 2)),
+            _int32("k_ranges", k_ranges, (-1, 2)),
+            _int32("mask_types", mask_types, (-1,)),
+        ]
+        if seqlen_q is None:
+            seqlen_q = int(tensors[0].max()) if tensors[0].numel() else 0
+        if seqlen_k is None:
+            seqlen_k = int(tensors[1].max()) if tensors[1].numel() else 0
+        slices = cls(*tensors, seqlen_q, seqlen_k)
+        slices.validate()
+        return slices.to(device) if device is not None else slices
+
+    @classmethod
+    def from_slices(
+        cls, slices: Iterable[AttnSlice], seqlen_q: int | None = None, seqlen_k: int | None = None
+    ) -> AttnSlices:
+        """Slices on the host from `AttnSlice` items; see `from_lists`."""
+        q_ranges, k_ranges, mask_types = [], [], []
+        for q_range, k_range, mask_type in slices:
+            q_ranges.append(q_range)
+            k_ranges.append(k_range)
+            mask_types.append(int(mask_type))
+        return cls.from_lists(q_ranges, k_ranges, mask_types, seqlen_q, seqlen_k)
+
+    @classmethod
+    def full(cls, seqlen_q: int, seqlen_k: int | None = None) -> AttnSlices:
+        """Every row sees every key."""
+        return cls.sliding_window(seqlen_q, seqlen_k, window=(None, None))
+
+    @classmethod
+    def causal(cls, seqlen_q: int, seqlen_k: int | None = None) -> AttnSlices:
+        """Causal, aligned bottom-right: the last row sees every key."""
+        return cls.sliding_window(seqlen_q, seqlen_k, window=(None, 0))
+
+    @classmethod
+    def sliding_window(
+        cls, seqlen_q: int, seqlen_k: int | None, window: tuple[int | None, int | None]
+    ) -> AttnSlices:
+        """One document with a window; see `from_cu_seqlens`."""
+        cu_seqlens_q = torch.tensor([0, seqlen_q])
+        cu_seqlens_k = None if seqlen_k is None else torch.tensor([0, seqlen_k])
+        return cls.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, window=window)
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        cu_seqlens_q: Tensor | Sequence[int],
+        cu_seqlens_k: Tensor | Sequence[int] | None = None,
+        *,
+        causal: bool = False,
+        window: tuple[int | None, int | None] = (None, None),
+    ) -> AttnSlices:
+        """Packed documents: row i of a document sees the keys `i + shift - left` to `i + shift + right`.
+
+        `shift = len_k - len_q` aligns windows at the bottom-right, as FlashAttention does.
+
+        Args:
+            cu_seqlens_q: integers `[num_docs + 1]`, from 0, never decreasing.
+            cu_seqlens_k: the same for the keys; by default `cu_seqlens_q`.
+            causal: no row sees keys to its right, whatever the window.
+            window: `(left, right)`; None or -1 means no limit on that side.
+        """
+        cu_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+        cu_k = cu_q if cu_seqlens_k is None else _cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+        if cu_q.shape != cu_k.shape:
+            raise ValueError(
+                f"`cu_seqlens_k` must have the length of `cu_seqlens_q` ({len(cu_q)}), got {len(cu_k)}"
+            )
+        left, right = _window(window)
+        if causal:
+            right = 0 if right is None else min(right, 0)
+        q_begin, q_end, k_begin, k_end = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
+        diagonal = k_end - (q_end - q_begin)  # the key of the first row
+        ones, zeros = torch.ones_like(q_begin), torch.zeros_like(q_begin)
+        docs = bands.Bands(
+            q_begin,
+            q_end,
+            k_begin if left is None else diagonal - left,
+            k_end if right is None else diagonal + right + 1,
+            zeros if left is None else ones,
+            zeros if right is None else ones,
+        )
+        docs = bands.clip_cols(docs, k_begin, k_end)
+        slices = cls._from_bands(bands.drop_empty(docs), int(cu_q[-1]), int(cu_k[-1]))
+        slices = slices.normalize()
+        device = cu_seqlens_q.device if isinstance(cu_seqlens_q, Tensor) else None
+        return slices.to(device) if device is not None else slices
+
+    @classmethod
+    def from_dense(cls, mask: Tensor) -> AttnSlices:
+        """Slices of a bool mask `[seqlen_q, seqlen_k]`, True where a row sees a key; in normal form."""
+        if mask.dtype != torch.bool:
+            raise TypeError(f"`mask` must have dtype torch.bool, got {mask.dtype}")
+        if mask.dim() != 2:
+            raise ValueError(f"`mask` must have shape [seqlen_q, seqlen_k], got {list(mask.shape)}")
+        host = mask.cpu()
+        padded = torch.nn.functional.pad(host.to(torch.int8), (1, 1))
+        change = padded.diff(dim=1)
+        row, lo = (change > 0).nonzero().unbind(1)
+        hi = (change < 0).nonzero()[:, 1]
+        still = torch.zeros_like(row)
+        runs = bands.Bands(row, row + 1, lo, hi, still, still)
+        slices = cls._from_bands(bands.normal_form(runs), mask.shape[0], mask.shape[1])
+        return slices.to(mask.device)
+
+    @classmethod
+    def _from_bands(cls, parts: bands.Bands, seqlen_q: int, seqlen_k: int) -> AttnSlices:
+        return cls(*bands.to_ranges(parts), seqlen_q, seqlen_k)
+
+    def _to_bands(self) -> bands.Bands:
+        host = [x.cpu() for x in (self.q_ranges, self.k_ranges, self.mask_types)]
+        return bands.from_ranges(*host)
+
+    # Checks
+
+    def validate(self) -> None:
+        """Checks the values: bounds, types, and that no two slices overlap.
+
+        Runs on the host (slices on a GPU are copied). The overlap check cuts the slices into strips of common
+        rows and compares neighbours: O(n log n) for n slices after the cuts.
+
+        Raises:
+            ValueError: names the argument, the offending slice and its value.
+        """
+        for name, seqlen_name in (("q_ranges", "seqlen_q"), ("k_ranges", "seqlen_k")):
+            ranges, seqlen = getattr(self, name).cpu(), getattr(self, seqlen_name)
+            begin, end = ranges.unbind(1)
+            bad = (begin < 0) | (begin > end) | (end > seqlen)
+            if bool(bad.any()):
+                index = int(bad.nonzero()[0])
+                raise ValueError(
+                    f"`{name}[{index}]` must satisfy 0 <= start <= end <= {seqlen_name} = {seqlen}, "
+                    f"got {ranges[index].tolist()}"
+                )
+        types = self.mask_types.cpu()
+        bad = (types < 0) | (types > 3)
+        if bool(bad.any()):
+            index = int(bad.nonzero()[0])
+            raise ValueError(
+                f"`mask_types[{index}]` must be a MaskType (0, 1, 2 or 3), got {int(types[index])}"
+            )
+        overlap = bands.find_overlap(self._to_bands())
+        if overlap is not None:
+            first, second = (f"{i}: {_describe(self[i])}" for i in overlap)
+            raise ValueError(f"slices must not overlap, but these two do: {first} and {second}")
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether some slices are empty. Waits for the device if the slices are on a GPU."""
+        return not bool(self._live().all())
+
+    def compact(self) -> AttnSlices:
+        """The same slices without the empty ones. Waits for the device if the slices are on a GPU."""
+        live = self._live()
+        return AttnSlices(
+            self.q_ranges[live],
+            self.k_ranges[live],
+            self.mask_types[live],
+            self.seqlen_q,
+            self.seqlen_k,
+        )
+
+    def _live(self) -> Tensor:
+        q_begin, q_end = self.q_ranges.unbind(1)
+        k_begin, k_end = self.k_ranges.unbind(1)
+        return (q_begin < q_end) & (k_begin < k_end)
+
+    # Views
+
+    @property
+    def device(self) -> torch.device:
+        return self.q_ranges.device
+
+    def to(self, device: torch.device | str) -> AttnSlices:
+        """The same slices on `device`."""
+        return AttnSlices(
+            self.q_ranges.to(device),
+            self.k_ranges.to(device),
+            self.mask_types.to(device),
+            self.seqlen_q,
+            self.seqlen_k,
+        )
+
+    def __len__(self) -> int:
+        """Number of slices, padding included."""
+        return self.q_ranges.shape[0]
+
+    def __getitem__(self, index: int) -> AttnSlice:
+        q_begin, q_end = self.q_ranges[index].tolist()
+        k_begin, k_end = self.k_ranges[index].tolist()
+        return AttnSlice((q_begin, q_end), (k_begin, k_end), MaskType(int(self.mask_types[index])))
+
+    def __iter__(self) -> Iterator[AttnSlice]:
+        lists = (self.q_ranges.tolist(), self.k_ranges.tolist(), self.mask_types.tolist())
+        for q_range, k_range, mask_type in zip(*lists, strict=True):
+            yield AttnSlice(tuple(q_range), tuple(k_range), MaskType(mask_type))
+
+    def __repr__(self) -> str:
+        return (
+            f"AttnSlices({len(self)} slices, seqlen_q={self.seqlen_q}, seqlen_k={self.seqlen_k}, "
+            f"device='{self.device}')"
+        )
+
+    def area(self) -> int:
+        """How many (row, key) pairs are visible; exact. Waits for the device if the slices are on a GPU."""
+        parts = bands.trim(self._to_bands())
+        rows = parts.end - parts.begin
+        width = parts.hi - parts.lo
+        slope = parts.dhi - parts.dlo
+        return int((rows * width + slope * (rows * (rows - 1) // 2)).sum())
+
+    def to_dense(self) -> Tensor:
+        """The mask as bool `[seqlen_q, seqlen_k]`, on the slices' device. For tests and small masks."""
+        row = torch.arange(self.seqlen_q, device=self.device)[:, None]
+        key = torch.arange(self.seqlen_k, device=self.device)
+        mask = torch.zeros(self.seqlen_q, self.seqlen_k, dtype=torch.bool, device=self.device)
+        for (q_begin, q_end), (k_begin, k_end), mask_type in self:
+            lo = k_begin + (row - q_begin if mask_type & 2 else 0)
+            hi = k_end - (q_end - 1 - row if mask_type & 1 else 0)
+            rows = (row >= q_begin) & (row < q_end)
+            mask |= rows & (key >= k_begin) & (key < k_end) & (key >= lo) & (key < hi)
+        return mask
+
+    # Operations. All of them run on the host: slices on a GPU are copied, the results go back.
+
+    def restrict_q(self, begin: int, end: int) -> AttnSlices:
+        """What the rows `[begin, end)` see, in the same coordinates. Exact; empty slices are dropped."""
+        _check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
+        return self._with_bands(bands.drop_empty(bands.clip_rows(self._to_bands(), begin, end)))
+
+    def restrict_k(self, begin: int, end: int) -> AttnSlices:
+        """What is seen of the keys `[begin, end)`, in the same coordinates. Exact; empty slices are dropped.
+
+        A slice with moving edges becomes up to three: where the clip binds, the edge stands still.
+        """
+        _check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
+        return self._with_bands(bands.drop_empty(bands.clip_cols(self._to_bands(), begin, end)))
+
+    def normalize(self) -> AttnSlices:
+        """The same mask in normal form: adjacent slices merged, empty ones dropped, sorted by (row, key).
+
+        It depends on the mask alone: equal masks have equal normal forms, however they were cut in slices.
+        """
+        return self._with_bands(bands.normal_form(self._to_bands()))
+
+    def content_key(self) -> Hashable:
+        """A hashable value, equal for equal masks."""
+        normal = self.normalize()
+        table = torch.cat([normal.q_ranges, normal.k_ranges, normal.mask_types[:, None]], 1)
+        return self.seqlen_q, self.seqlen_k, tuple(table.flatten().tolist())
+
+    def _with_bands(self, parts: bands.Bands) -> AttnSlices:
+        return self._from_bands(parts, self.seqlen_q, self.seqlen_k).to(self.device)
+
+
+def _describe(item: AttnSlice) -> str:
+    (q_begin, q_end), (k_begin, k_end), mask_type = item
+    return f"[{q_begin}, {q_end}) x [{k_begin}, {k_end}) {mask_type.name}"
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _int32(name: str, value: Sequence | Tensor, shape: tuple[int, ...]) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
+    if not isinstance(value, Tensor) and not tensor.numel():
+        tensor = tensor.reshape(0, *shape[1:])
+    tensor = tensor.cpu()
+    if tensor.numel() and int(tensor.abs().max()) >= MAX_SEQLEN:
+        raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor.abs().max())}")
+    return tensor.to(torch.int32)
+
+
+def _cu_seqlens(name: str, value: Tensor | Sequence[int]) -> Tensor:
+    tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
+    if tensor.dim() != 1 or len(tensor) < 1:
+        raise ValueError(f"`{name}` must have shape [num_docs + 1], got {list(tensor.shape)}")
+    if int(tensor[0]) != 0:
+        raise ValueError(f"`{name}` must start at 0, got {int(tensor[0])}")
+    drops = (tensor.diff() < 0).nonzero()
+    if len(drops):
+        index = int(drops[0])
+        raise ValueError(
+            f"`{name}` must never decrease, got {tensor[index : index + 2].tolist()} at {index}"
+        )
+    return tensor.long()
+
+
+def _window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"`window` must be (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or side < -1):
+            raise ValueError(f"`window` must hold None, -1 or lengths >= 0, got {window!r}")
+    left, right = (None if side == -1 else side for side in window)
+    return left, right
+
+
+def _check_range(name: str, begin: int, end: int, seqlen_name: str, seqlen: int) -> None:
+    if not 0 <= begin <= end <= seqlen:
+        raise ValueError(
+            f"`{name}` must satisfy 0 <= begin <= end <= {seqlen_name} = {seqlen}, got {begin}, {end}"
+        )
