@@ -1,0 +1,31 @@
+"""What a tile costs to compute, and the order in which tiles are handed out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Hundredths of an unmasked block: integers, whose sums have the same order on every device.
+BLOCK_COST = 100
+MASK_COST = 15  # what the mask adds to a block
+TILE_COST = 150  # loading the rows of the tile, storing its result
+
+
+def run_costs(num_blocks: Tensor, num_masked: Tensor) -> Tensor:
+    """What the blocks of each run cost: a block is worth 100, a masked one 115."""
+    return BLOCK_COST * num_blocks + MASK_COST * num_masked
+
+
+def tile_costs(run_cost: Tensor, run_begin: Tensor, run_end: Tensor, is_padding: Tensor) -> Tensor:
+    """What each tile costs: its runs `[run_begin, run_end)` and a constant; nothing for padding."""
+    total = torch.nn.functional.pad(run_cost.cumsum(0), (1, 0))
+    cost = total[run_end] - total[run_begin] + TILE_COST
+    return torch.where(is_padding, 0, cost)
+
+
+def longest_first(cost: Tensor) -> Tensor:
+    """The order that hands out expensive tiles first, equal ones by row.
+
+    Greedy scheduling, longest job first, ends within 4/3 of the best makespan (Graham, 1969).
+    """
+    return torch.argsort(cost, descending=True, stable=True)

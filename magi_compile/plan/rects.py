@@ -1,0 +1,97 @@
+"""Rects: slices in the form that kernels mask with, closed under transposition and clipping."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.slices import AttnSlices, MaskType
+
+NO_DIAG = 1 << 30  # a diagonal that cuts nothing; its sum with any row still fits in int32
+
+
+class Rects(NamedTuple):
+    """Rectangles with up to two corners cut off, as six int64 tensors `[num_rects]`.
+
+    Row r in `[row_begin, row_end)` sees the columns
+    `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`.
+    """
+
+    row_begin: Tensor
+    row_end: Tensor
+    col_begin: Tensor
+    col_end: Tensor
+    diag_lo: Tensor
+    diag_hi: Tensor
+
+    @classmethod
+    def from_slices(cls, slices: AttnSlices) -> Rects:
+        """The rects of `slices`, rows being queries; at least one, so that gathers have a source."""
+        q_begin, q_end = _columns(slices.q_ranges)
+        k_begin, k_end = _columns(slices.k_ranges)
+        mask_types = slices.mask_types.long()
+        if mask_types.numel() == 0:
+            q_begin = q_end = k_begin = k_end = mask_types = mask_types.new_zeros(1)
+        moves_right_edge = (mask_types & MaskType.CAUSAL) != 0
+        moves_left_edge = (mask_types & MaskType.INV_CAUSAL) != 0
+        return cls(
+            row_begin=q_begin,
+            row_end=q_end,
+            col_begin=k_begin,
+            col_end=k_end,
+            diag_lo=torch.where(moves_left_edge, k_begin - q_begin, -NO_DIAG),
+            diag_hi=torch.where(moves_right_edge, k_end - q_end + 1, NO_DIAG),
+        )
+
+    def transposed(self) -> Rects:
+        """The same area with rows and columns exchanged: c < r + d is r >= c - d + 1."""
+        return Rects(
+            row_begin=self.col_begin,
+            row_end=self.col_end,
+            col_begin=self.row_begin,
+            col_end=self.row_end,
+            diag_lo=torch.where(self.diag_hi == NO_DIAG, -NO_DIAG, 1 - self.diag_hi),
+            diag_hi=torch.where(self.diag_lo == -NO_DIAG, NO_DIAG, 1 - self.diag_lo),
+        )
+
+    def trimmed(self) -> Rects:
+        """The same area, in its one tight form.
+
+        Every row sees a column, every column is seen, and a diagonal that cuts nothing is gone.
+        A rect without area gets empty ranges at 0.
+        """
+        row_begin = torch.maximum(self.row_begin, self.col_begin - self.diag_hi + 1)
+        row_end = torch.minimum(self.row_end, self.col_end - self.diag_lo)
+        col_begin = torch.maximum(self.col_begin, row_begin + self.diag_lo)
+        col_end = torch.minimum(self.col_end, row_end - 1 + self.diag_hi)
+        live = (
+            (row_begin < row_end) & (self.col_begin < self.col_end) & (self.diag_lo < self.diag_hi)
+        )
+        cuts_left = row_end - 1 + self.diag_lo > col_begin
+        cuts_right = row_begin + self.diag_hi < col_end
+        return Rects(
+            row_begin=torch.where(live, row_begin, 0),
+            row_end=torch.where(live, row_end, 0),
+            col_begin=torch.where(live, col_begin, 0),
+            col_end=torch.where(live, col_end, 0),
+            diag_lo=torch.where(live & cuts_left, self.diag_lo, -NO_DIAG),
+            diag_hi=torch.where(live & cuts_right, self.diag_hi, NO_DIAG),
+        )
+
+    def clipped(self, row_begin: Tensor, row_end: Tensor) -> Rects:
+        """The part of each rect that lies in the rows `[row_begin, row_end)`, trimmed."""
+        return self._replace(
+            row_begin=torch.maximum(self.row_begin, row_begin),
+            row_end=torch.minimum(self.row_end, row_end),
+        ).trimmed()
+
+    def select(self, index: Tensor) -> Rects:
+        """The rects at `index`."""
+        return Rects(*(field[index] for field in self))
+
+
+def _columns(ranges: Tensor) -> tuple[Tensor, Tensor]:
+    begin, end = ranges.long().unbind(-1)
+    return begin, end

@@ -1,0 +1,261 @@
+"""TilePlan: how a kernel walks a mask, tile by tile of rows and block by block of columns.
+
+columns      first                            tile: up to `tile_rows` rows, one owner
+  |            v                              run:  the part of one slice in the tile, walked as blocks
+  |  . . . . . # # # # # # # # .              lead, trail: blocks that need the mask;
+rows . . . . . . # # # # # # # #                           between them, all is visible
+  |            [lead][    ][trail]
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._compat import assert_async
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.rects import NO_DIAG, Rects
+from magi_compile.plan.cost import longest_first, run_costs, tile_costs
+
+TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
+RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "unused0", "unused1")
+
+
+class TilePlan(NamedTuple):
+    """The walk of a mask by query tile (forward, dq) and by key tile (dk, dv), int32 tensors.
+
+    In the q walk a "row" is a query and a "column" a key; in the k walk it is the other way round.
+
+    `*_tiles [num_tiles, 4]`: `row_begin, row_end, run_begin, run_end`. The tiles cover every row once, the most
+    expensive first; a tile without runs sees nothing. Tiles without rows are padding and come last.
+
+    `*_runs [num_runs, 12]`: `row_begin, row_end, col_begin, col_end, diag_lo, diag_hi, first, num_blocks,
+    num_lead, num_trail, 0, 0`. Row r in `[row_begin, row_end)` sees the columns
+    `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`, other rows see nothing of the run. Block j
+    covers `block_cols` columns from `first + j * block_cols`. The first `num_lead` and the last `num_trail`
+    blocks need the mask, the others are visible to all rows of the tile. Every block is seen by some row, and
+    the runs of a tile do not overlap. `diag_lo` is `-NO_DIAG` and `diag_hi` is `NO_DIAG` where they cut nothing.
+    """
+
+    q_tiles: Tensor
+    q_runs: Tensor
+    k_tiles: Tensor
+    k_runs: Tensor
+
+    def to_list(self) -> list[Tensor]:
+        """The four tensors, as a custom op takes them."""
+        return list(self)
+
+
+def build_tile_plan(
+    slices: AttnSlices,
+    *,
+    q_tile_rows: int,
+    q_block_cols: int,
+    k_tile_rows: int,
+    k_block_cols: int,
+    exact: bool | None = None,
+    max_overlap: int = 16,
+) -> TilePlan:
+    """Plans the walk of `slices`, on their device.
+
+    Args:
+        slices: what may attend to what; empty slices are welcome.
+        q_tile_rows: most queries in a tile of the q walk.
+        q_block_cols: keys in a block of the q walk.
+        k_tile_rows: most keys in a tile of the k walk.
+        k_block_cols: queries in a block of the k walk.
+        exact: True for tensors of exactly the needed size, which waits for the device of the slices; False for
+            sizes that follow from the shapes of `slices` alone, padded, with no wait. By default True on a CPU.
+        max_overlap: what bounds the padded sizes: how many slices, on average over the borders between tiles,
+            reach across a border. More of them than that fail an assertion (on the device, where they live there).
+
+    Returns:
+        The plan. Its size is O(tiles + pairs of a slice and a tile that it touches), never O(blocks).
+
+    Raises:
+        ValueError: where a size is not positive.
+    """
+    sizes = {
+        "q_tile_rows": q_tile_rows,
+        "q_block_cols": q_block_cols,
+        "k_tile_rows": k_tile_rows,
+        "k_block_cols": k_block_cols,
+        "max_overlap": max_overlap,
+    }
+    for name, size in sizes.items():
+        if size <= 0:
+            raise ValueError(f"`{name}` must be positive, got {size}")
+    if exact is None:
+        exact = slices.q_ranges.device.type == "cpu"
+    overlap = None if exact else max_overlap
+    rects = Rects.from_slices(slices).trimmed()
+    return TilePlan(
+        *_walk(rects, slices.seqlen_q, q_tile_rows, q_block_cols, overlap),
+        *_walk(rects.transposed(), slices.seqlen_k, k_tile_rows, k_block_cols, overlap),
+    )
+
+
+def _walk(
+    rects: Rects, total_rows: int, tile_rows: int, block_cols: int, max_overlap: int | None
+) -> tuple[Tensor, Tensor]:
+    """The tiles and runs of one walk over trimmed `rects`; of exact size where `max_overlap` is None."""
+    tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, exact=max_overlap is None)
+    num_tiles = tile_begin.numel()
+    run_tile, runs = _meet(rects, tile_begin, tile_end, max_overlap)
+    run_tile, runs = _merge(run_tile, runs, num_tiles, exact=max_overlap is None)
+
+    # A run without rows (padding) has no blocks; `num_tiles` as its tile keeps it out of every tile.
+    is_padding = run_tile == num_tiles
+    row_of = run_tile.clamp(max=max(num_tiles - 1, 0))
+    covers_tile = torch.zeros_like(is_padding)
+    if num_tiles > 0:
+        covers_tile = (runs.row_begin == tile_begin[row_of]) & (runs.row_end == tile_end[row_of])
+    num_blocks, num_lead, num_trail = _classify(runs, covers_tile, block_cols)
+
+    tile_ids = torch.arange(num_tiles, device=run_tile.device)
+    run_begin = torch.searchsorted(run_tile, tile_ids)
+    run_end = torch.searchsorted(run_tile, tile_ids, right=True)
+    cost = tile_costs(
+        run_costs(num_blocks, num_lead + num_trail), run_begin, run_end, tile_begin == tile_end
+    )
+    tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[longest_first(cost)]
+    unused = torch.zeros_like(num_blocks)
+    walked = torch.stack(
+        [*runs, runs.col_begin, num_blocks, num_lead, num_trail, unused, unused], dim=-1
+    )
+    return tiles.int(), walked.int()
+
+
+def _cut_rows(rects: Rects, total_rows: int, tile_rows: int, exact: bool) -> tuple[Tensor, Tensor]:
+    """Cuts `[0, total_rows)` into tiles, sorted by row: `(begin, end)`, each int64 `[num_tiles]`.
+
+    The borders of the rects cut the rows into segments. A segment of at least one tile starts a region, which
+    reaches to the next long segment; each region is tiled from its start. So long documents start a tile, and
+    short ones share tiles.
+
+    No more than `1 + min(num_segments, total_rows // tile_rows)` regions exist, each has at most one tile that is
+    not full, and a region of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles: hence the padded size.
+    """
+    num_rects = rects.row_begin.numel()
+    ends = rects.row_begin.new_zeros(2)
+    ends[1:].fill_(total_rows)
+    borders = torch.cat([rects.row_begin, rects.row_end, ends]).sort().values
+    segment_begin, segment_end = borders[:-1], borders[1:]
+    starts_region = segment_end - segment_begin >= tile_rows
+    starts_region[0] = True
+
+    # The end of a region is the next start, found as a running minimum from the right.
+    next_start = (
+        torch.where(starts_region, segment_begin, total_rows).flip(0).cummin(0).values.flip(0)
+    )
+    region_end = torch.nn.functional.pad(next_start[1:], (0, 1), value=total_rows)
+    tiles_in_region = (region_end - segment_begin + tile_rows - 1) // tile_rows
+    tiles_before_end = torch.where(starts_region, tiles_in_region, 0).cumsum(0)
+
+    if exact:
+        num_tiles = int(tiles_before_end[-1])
+    else:
+        num_regions = 1 + min(2 * num_rects + 1, total_rows // tile_rows)
+        num_tiles = (total_rows + num_regions * (tile_rows - 1)) // tile_rows
+    tile = torch.arange(num_tiles, device=borders.device)
+    region = torch.searchsorted(tiles_before_end, tile, right=True).clamp(max=2 * num_rects)
+    # Beyond the last tile the rows would start past the end: such tiles are empty.
+    first_tile = tiles_before_end[region] - tiles_in_region[region]
+    begin = segment_begin[region] + (tile - first_tile) * tile_rows
+    is_padding = tile >= tiles_before_end[-1]
+    begin = torch.where(is_padding, total_rows, begin)
+    end = torch.where(is_padding, total_rows, torch.minimum(begin + tile_rows, region_end[region]))
+    return begin, end
+
+
+def _meet(
+    rects: Rects, tile_begin: Tensor, tile_end: Tensor, max_overlap: int | None
+) -> tuple[Tensor, Rects]:
+    """All pairs of a tile and a rect with rows in common: the tile, and the rect clipped to it.
+
+    A rect touches one tile more than it crosses borders between tiles. So the pairs are as many as the rects plus
+    the crossings, and no more than `num_rects + overlap * (num_tiles - 1)` where the rects across a border are
+    `overlap` on average. Each border is crossed by at most all rects, so `overlap <= num_rects`.
+    """
+    num_rects, num_tiles = rects.row_begin.numel(), tile_begin.numel()
+    is_live = rects.row_begin < rects.row_end
+    first_tile = torch.searchsorted(tile_begin, rects.row_begin, right=True) - 1
+    last_tile = torch.searchsorted(tile_begin, rects.row_end - 1, right=True) - 1
+    num_touched = torch.where(is_live, last_tile - first_tile + 1, 0)
+    pairs_before_end = num_touched.cumsum(0)
+
+    if max_overlap is None:
+        num_pairs = int(pairs_before_end[-1])
+    elif num_tiles == 0:
+        num_pairs = 0
+    else:
+        num_pairs = num_rects + min(max_overlap, num_rects) * (num_tiles - 1)
+        assert_async(
+            pairs_before_end[-1] <= num_pairs,
+            f"more than `max_overlap` = {max_overlap} slices reach across the average border between tiles",
+        )
+    pair = torch.arange(num_pairs, device=tile_begin.device)
+    rect = torch.searchsorted(pairs_before_end, pair, right=True).clamp(max=num_rects - 1)
+    tile = first_tile[rect] + pair - (pairs_before_end - num_touched)[rect]
+    is_padding = pair >= pairs_before_end[-1]
+    tile = torch.where(is_padding, 0, tile)
+    clipped = rects.select(rect).clipped(
+        torch.where(is_padding, 0, tile_begin[tile]), torch.where(is_padding, 0, tile_end[tile])
+    )
+    return torch.where(is_padding, num_tiles, tile), clipped
+
+
+def _merge(run_tile: Tensor, runs: Rects, num_tiles: int, exact: bool) -> tuple[Tensor, Rects]:
+    """Sorts runs by tile, row and column, and joins neighbours whose union is one rect.
+
+    Two runs of the same rows join where one ends in the column where the other begins and no diagonal cuts them
+    there: the full and the causal slice of one document become one run. Padding has `num_tiles` as its tile.
+    """
+    # Tiles are ordered by row, so the first row of a run also orders its tile.
+    num_cols = 1 << 31
+    key = torch.where(
+        run_tile == num_tiles, num_cols**2 - 1, runs.row_begin * num_cols + runs.col_begin
+    )
+    order = key.argsort(stable=True)
+    run_tile, runs = run_tile[order], runs.select(order)
+
+    joins = torch.zeros_like(run_tile, dtype=torch.bool)
+    joins[1:] = (
+        (run_tile[1:] == run_tile[:-1])
+        & (runs.row_begin[1:] == runs.row_begin[:-1])
+        & (runs.row_end[1:] == runs.row_end[:-1])
+        & (runs.col_begin[1:] == runs.col_end[:-1])
+        & (runs.diag_lo[1:] == -NO_DIAG)
+        & (runs.diag_hi[:-1] == NO_DIAG)
+        & (run_tile[1:] != num_tiles)
+    )
+    group_of = (~joins).cumsum(0) - 1
+    num_pairs = run_tile.numel()
+    group = torch.arange(
+        int(group_of[-1]) + 1 if exact and num_pairs else num_pairs, device=order.device
+    )
+    head = torch.searchsorted(group_of, group).clamp(max=max(num_pairs - 1, 0))
+    tail = torch.searchsorted(group_of, group, right=True) - 1
+    merged = runs.select(head)._replace(col_end=runs.col_end[tail], diag_hi=runs.diag_hi[tail])
+    # What merging has freed at the end is padding.
+    is_freed = group > group_of[-1:]
+    run_tile = torch.where(is_freed, num_tiles, run_tile[head])
+    return run_tile, Rects(*(torch.where(is_freed, 0, field) for field in merged))
+
+
+def _classify(runs: Rects, covers_tile: Tensor, block_cols: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How many blocks each run has, and how many of the first and of the last of them need the mask.
+
+    All rows see the columns between the left edge of the last row and the right edge of the first; the blocks
+    inside need no mask, if no row of the tile lies outside the run.
+    """
+    num_blocks = (runs.col_end - runs.col_begin + block_cols - 1) // block_cols
+    left = torch.maximum(runs.col_begin, runs.row_end - 1 + runs.diag_lo) - runs.col_begin
+    right = torch.minimum(runs.col_end, runs.row_begin + runs.diag_hi) - runs.col_begin
+    right = torch.where(covers_tile, right, 0)
+    num_trail = num_blocks - right // block_cols
+    num_lead = torch.minimum((left + block_cols - 1) // block_cols, num_blocks - num_trail)
+    return num_blocks, num_lead, num_trail
