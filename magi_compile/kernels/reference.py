@@ -1,0 +1,180 @@
+"""The one oracle: attention over slices as dense fp64 arithmetic, written to be read.
+
+    scores = softmax_scale * q @ k.T            (then softcap * tanh(scores / softcap) where there is a softcap)
+    lse    = logsumexp(scores where visible)
+    p      = exp(scores - lse) where visible
+    out    = p @ v
+
+One key-value head at a time, so memory is O(qhead_per_kvhead * seqlen_q * seqlen_k).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.masks.slices import AttnSlices, MaskType
+
+
+def dense_mask(slices: AttnSlices) -> Tensor:
+    """Where `slices` let a row see a key: bool `[seqlen_q, seqlen_k]`."""
+    visible = torch.zeros(
+        slices.seqlen_q, slices.seqlen_k, dtype=torch.bool, device=slices.q_ranges.device
+    )
+    row = torch.arange(slices.seqlen_q, device=visible.device)[:, None]
+    col = torch.arange(slices.seqlen_k, device=visible.device)[None, :]
+    for (q_start, q_end), (k_start, k_end), mask_type in zip(
+        slices.q_ranges.tolist(),
+        slices.k_ranges.tolist(),
+        slices.mask_types.tolist(),
+        strict=True,
+    ):
+        q, k = row[q_start:q_end], col[:, k_start:k_end]
+        right_edge = q - q_end if mask_type & MaskType.CAUSAL else -1
+        left_edge = q - q_start if mask_type & MaskType.INV_CAUSAL else 0
+        visible[q_start:q_end, k_start:k_end] |= (k - k_end <= right_edge) & (
+            k - k_start >= left_edge
+        )
+    return visible
+
+
+def exact_forward(
+    q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices, softmax_scale: float, softcap: float = 0.0
+) -> ForwardOutput:
+    """Forward in fp64.
+
+    Args:
+        q: `[seqlen_q, nheads_q, head_dim]`, any floating dtype.
+        k: `[seqlen_k, nheads_kv, head_dim]`.
+        v: `[seqlen_k, nheads_kv, head_dim_v]`.
+        slices: what each row sees, on the device of `q`.
+        softmax_scale: factor of the scores.
+        softcap: 0.0 for none.
+
+    Returns:
+        out `[seqlen_q, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_q]`, both fp64.
+    """
+    visible = dense_mask(slices)
+    out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
+    lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float64)
+    for kv_head, q_heads in _head_groups(q, k):
+        scores, _ = _scores(q[:, q_heads], k[:, kv_head], visible, softmax_scale, softcap)
+        lse[q_heads] = torch.logsumexp(scores, -1)
+        p = _probabilities(scores, lse[q_heads])
+        out[:, q_heads] = torch.einsum("gqk,kd->qgd", p, v[:, kv_head].double())
+    return ForwardOutput(out, lse)
+
+
+def exact_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slices: AttnSlices,
+    softmax_scale: float,
+    softcap: float = 0.0,
+) -> BackwardOutput:
+    """Backward in fp64, from the `out` and `lse` it is given: those of a larger mask give its share of a sum.
+
+    Args:
+        dout: `[seqlen_q, nheads_q, head_dim_v]`.
+        dlse: `[nheads_q, seqlen_q]`, or None where the loss does not read lse.
+        q: as in `exact_forward`, like `k`, `v`, `slices`, `softmax_scale` and `softcap`.
+        k: see `q`.
+        v: see `q`.
+        out: the forward's result, any floating dtype.
+        lse: the forward's result, any floating dtype.
+        slices: see `q`.
+        softmax_scale: see `q`.
+        softcap: see `q`.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v, all fp64.
+    """
+    visible = dense_mask(slices)
+    dq = torch.zeros_like(q, dtype=torch.float64)
+    dk = torch.zeros_like(k, dtype=torch.float64)
+    dv = torch.zeros_like(v, dtype=torch.float64)
+    delta = torch.einsum("qhd,qhd->hq", dout.double(), out.double())
+    if dlse is not None:
+        # d lse / d scores = p, so lse's gradient enters the scores' like a constant of the row.
+        delta = delta - dlse.double()
+    for kv_head, q_heads in _head_groups(q, k):
+        scores, dcap = _scores(q[:, q_heads], k[:, kv_head], visible, softmax_scale, softcap)
+        p = _probabilities(scores, lse[q_heads].double())
+        dout_heads = dout[:, q_heads].double()
+        dp = torch.einsum("qgd,kd->gqk", dout_heads, v[:, kv_head].double())
+        dscores = p * (dp - delta[q_heads, :, None]) * dcap * softmax_scale
+        dq[:, q_heads] = torch.einsum("gqk,kd->qgd", dscores, k[:, kv_head].double())
+        dk[:, kv_head] = torch.einsum("gqk,qgd->kd", dscores, q[:, q_heads].double())
+        dv[:, kv_head] = torch.einsum("gqk,qgd->kd", p, dout_heads)
+    return BackwardOutput(dq, dk, dv)
+
+
+class ReferenceKernel:
+    """The oracle behind the kernel interface: any device, dtype and head size, as far as memory goes."""
+
+    name = "reference"
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        return []
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        return []
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> ForwardOutput:
+        out, lse = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
+        return ForwardOutput(out.to(q.dtype), lse.float())
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardOutput:
+        dq, dk, dv = exact_backward(
+            dout, dlse, q, k, v, out, lse, slices, problem.softmax_scale, problem.softcap
+        )
+        return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+
+
+def _head_groups(q: Tensor, k: Tensor) -> list[tuple[int, slice]]:
+    """Each key-value head with the query heads that read it."""
+    group = q.shape[1] // k.shape[1]
+    return [(head, slice(head * group, (head + 1) * group)) for head in range(k.shape[1])]
+
+
+def _scores(
+    q: Tensor, k: Tensor, visible: Tensor, softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor | float]:
+    """Masked scores `[group, seqlen_q, seqlen_k]`, and their derivative by the scores before the cap."""
+    scores = torch.einsum("qgd,kd->gqk", q.double(), k.double()) * softmax_scale
+    dcap: Tensor | float = 1.0
+    if softcap:
+        tanh = torch.tanh(scores / softcap)
+        scores, dcap = softcap * tanh, 1 - tanh.square()
+    return scores.masked_fill(~visible, -torch.inf), dcap
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), and 0 in rows that see nothing, where both are -inf."""
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])

@@ -1,0 +1,75 @@
+"""Which kernel runs a problem: the first of `KERNELS` that refuses nothing."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+from magi_compile.kernels.base import AttnProblem, Kernel
+
+# "module:Class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
+KERNELS: dict[str, str] = {
+    "cuda": "magi_compile.kernels.cuda:CudaKernel",
+    "triton": "magi_compile.kernels.triton:TritonKernel",
+    "cpu": "magi_compile.kernels.cpu:CpuKernel",
+    "reference": "magi_compile.kernels.reference:ReferenceKernel",
+}
+
+# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix.
+ONLY_IF_FORCED = frozenset({"reference"})
+
+
+def select(problem: AttnProblem, force: str | None = None) -> Kernel:
+    """The kernel that runs `problem`.
+
+    Args:
+        problem: what is asked for.
+        force: the name of the only kernel to consider; None considers all but the oracle.
+
+    Returns:
+        The kernel; the same instance every time.
+
+    Raises:
+        ValueError: if `force` names no kernel.
+        NotImplementedError: if every considered kernel refuses; the message lists all reasons.
+    """
+    if force is None:
+        considered = [name for name in KERNELS if name not in ONLY_IF_FORCED]
+    elif force in KERNELS:
+        considered = [force]
+    else:
+        raise ValueError(f"`force` must be one of {', '.join(KERNELS)}, got {force!r}")
+    reasons = {}
+    for name in considered:
+        reasons[name] = _refusals(name, problem)
+        if not reasons[name]:
+            return load(name)
+    listed = "\n".join(f"  {name}: {why}" for name, whys in reasons.items() for why in whys)
+    raise NotImplementedError(f"no kernel can run {problem}:\n{listed}")
+
+
+def refusals_by_kernel(problem: AttnProblem) -> dict[str, list[str]]:
+    """Every kernel's reasons against `problem`, in order of preference; an empty list means it can run it."""
+    return {name: _refusals(name, problem) for name in KERNELS}
+
+
+@cache
+def load(name: str) -> Kernel:
+    """The one instance of the kernel called `name` in `KERNELS`.
+
+    Raises:
+        ImportError: if something the kernel needs is not installed.
+    """
+    module_name, _, class_name = KERNELS[name].partition(":")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, class_name):
+        raise ImportError(f"cannot import name {class_name!r} from {module_name!r}")
+    return getattr(module, class_name)()
+
+
+def _refusals(name: str, problem: AttnProblem) -> list[str]:
+    try:
+        kernel = load(name)
+    except ImportError as error:
+        return [f"can not be imported: {error}"]
+    return kernel.refusals(problem)

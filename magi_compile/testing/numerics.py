@@ -1,0 +1,198 @@
+"""What counts as correct: the error against the fp64 oracle, compared with that of plain PyTorch.
+
+A kernel may be at most twice as far from the truth as plain PyTorch in the same dtype, plus one rounding step, in
+the largest error and in the root mean square. The rounding step is one of the result's dtype on the largest result
+plus one of fp32 on the largest sum of absolute terms, because exact results near 0 can be differences of large terms.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.reference import dense_mask, exact_backward, exact_forward
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.testing.cases import AttentionInputs
+
+
+class AttentionResults(NamedTuple):
+    """Forward and backward of one attention; a None is not checked."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+
+
+def run_kernel(
+    kernel: Kernel,
+    inputs: AttentionInputs,
+    slices: AttnSlices,
+    problem: AttnProblem,
+    with_dlse: bool = True,
+) -> AttentionResults:
+    """Plan, forward and backward of `kernel`; the backward sees `inputs.dlse` only if `with_dlse`."""
+    q, k, v, dout, dlse = inputs
+    plan = kernel.plan(slices, problem)
+    out, lse = kernel.forward(q, k, v, slices, plan, problem)
+    grads = kernel.backward(
+        dout, dlse if with_dlse else None, q, k, v, out, lse, slices, plan, problem
+    )
+    return AttentionResults(out, lse, *grads)
+
+
+def assert_attention_close(
+    actual: AttentionResults,
+    inputs: AttentionInputs,
+    slices: AttnSlices,
+    problem: AttnProblem,
+    with_dlse: bool = True,
+) -> None:
+    """Hold `actual` to the rule of this module, and its dtypes and shapes to the kernel interface.
+
+    Args:
+        actual: what a kernel computed from `inputs`; members that are None are left out.
+        inputs: as given to the kernel.
+        slices: the mask.
+        problem: heads, scale and soft-cap.
+        with_dlse: whether `inputs.dlse` is the gradient of lse, or that is 0.
+
+    Raises:
+        AssertionError: with every result that is off, by how much, and where.
+    """
+    q, k, v, dout, dlse = inputs
+    dlse = dlse if with_dlse else torch.zeros_like(dlse)
+    scale, softcap = problem.softmax_scale, problem.softcap
+    forward = exact_forward(q, k, v, slices, scale, softcap)
+    backward = exact_backward(dout, dlse, q, k, v, *forward, slices, scale, softcap)
+    exact = AttentionResults(*forward, *backward)
+    plain = plain_attention(q, k, v, dout, dlse, slices, problem)
+    terms = _largest_terms(q, k, v, dout, dlse, exact, slices, problem)
+    dtypes = AttentionResults(q.dtype, torch.float32, q.dtype, k.dtype, v.dtype)
+    failures = [
+        failure
+        for name in AttentionResults._fields
+        if getattr(actual, name) is not None
+        for failure in [
+            _failure(name, *(getattr(r, name) for r in (actual, exact, plain, terms, dtypes)))
+        ]
+        if failure
+    ]
+    if failures:
+        raise AssertionError("\n".join(failures))
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    slices: AttnSlices,
+    problem: AttnProblem,
+) -> AttentionResults:
+    """Masked softmax attention in a few PyTorch operations and its autograd, all in the dtype of `q`."""
+    visible = dense_mask(slices)
+    sees_something = visible.any(-1)
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    group = problem.qhead_per_kvhead
+    k_heads, v_heads = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, k_heads) * problem.softmax_scale
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    # Rows that see nothing get finite scores here and zeros below: a softmax over -inf alone has no gradient.
+    scores = scores.masked_fill(~visible & sees_something[:, None], -math.inf)
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    lse = torch.logsumexp(scores.to(wide), -1).masked_fill(~sees_something, -math.inf)
+    p = torch.softmax(scores, -1).masked_fill(~sees_something[:, None], 0.0)
+    out = torch.einsum("hqk,khd->qhd", p, v_heads)
+    dlse = dlse.masked_fill(~sees_something, 0.0)
+    dq, dk, dv = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    return AttentionResults(out.detach(), lse.detach(), dq, dk, dv)
+
+
+def _largest_terms(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    exact: AttentionResults,
+    slices: AttnSlices,
+    problem: AttnProblem,
+) -> AttentionResults:
+    """The formulas of the oracle with every term made positive: what fp32 sums round at, elementwise."""
+    visible = dense_mask(slices)
+    scale, group = problem.softmax_scale, problem.qhead_per_kvhead
+    q_abs, dout_abs = q.double().abs(), dout.double().abs()
+    k_abs, v_abs = (x.double().abs().repeat_interleave(group, 1) for x in (k, v))
+    scores = (
+        torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(group, 1)) * scale
+    )
+    if problem.softcap:
+        scores = problem.softcap * torch.tanh(scores / problem.softcap)
+    p = torch.exp(scores - exact.lse[..., None]).masked_fill(~visible, 0.0)
+    score_terms = torch.einsum("qhd,khd->hqk", q_abs, k_abs) * scale
+    lse = score_terms.masked_fill(~visible, 0.0).amax(-1) if visible.numel() else exact.lse
+    dp = torch.einsum("qhd,khd->hqk", dout_abs, v_abs)
+    dscores = p * (dp + (p * dp).sum(-1, keepdim=True) + dlse.double().abs()[..., None]) * scale
+    # A rounded score moves p, so the terms of out and of the gradients carry the size of the scores.
+    out = torch.einsum("hqk,khd->qhd", p * (1 + score_terms), v_abs)
+    dscores = dscores * (1 + score_terms)
+    dq = torch.einsum("hqk,khd->qhd", dscores, k_abs)
+    dk = torch.einsum("hqk,qhd->khd", dscores, q_abs)
+    dv = torch.einsum("hqk,qhd->khd", p * (1 + score_terms), dout_abs)
+    return AttentionResults(out, lse, dq, _sum_groups(dk, group), _sum_groups(dv, group))
+
+
+def _sum_groups(x: Tensor, group: int) -> Tensor:
+    return x.unflatten(1, (-1, group)).sum(2)
+
+
+def _failure(
+    name: str, actual: Tensor, exact: Tensor, plain: Tensor, terms: Tensor, dtype: torch.dtype
+) -> str | None:
+    """Why `actual` is not close to `exact`, in one line, or None."""
+    if actual.shape != exact.shape or actual.dtype != dtype:
+        return f"{name}: {actual.dtype} {list(actual.shape)}, expected {dtype} {list(exact.shape)}"
+    if not actual.numel():
+        return None
+    nothing = exact == -math.inf
+    wrong = (actual == -math.inf) != nothing
+    wrong |= ~nothing & ~actual.isfinite()
+    if wrong.any():
+        where = _first(wrong)
+        return (
+            f"{name}: {int(wrong.sum())} of {wrong.numel()} values are wrongly finite or not finite, "
+            f"first {name}{where} = {actual[where].item():.6g}, expected {exact[where].item():.6g}"
+        )
+    actual, exact, plain = (x.double().masked_fill(nothing, 0.0) for x in (actual, exact, plain))
+    error, plain_error = (actual - exact).abs(), (plain - exact).abs()
+    for norm, size in (("largest", _largest), ("root mean square", _root_mean_square)):
+        step = torch.finfo(dtype).eps * size(exact) + torch.finfo(torch.float32).eps * size(terms)
+        allowed = 2 * size(plain_error) + step
+        if size(error) > allowed:
+            where = _first(error == error.max())
+            return (
+                f"{name}: {norm} error {size(error):.3g} > {allowed:.3g} "
+                f"(plain PyTorch {size(plain_error):.3g}, rounding step {step:.3g}), "
+                f"worst {name}{where} = {actual[where].item():.6g}, expected {exact[where].item():.6g}"
+            )
+    return None
+
+
+def _first(where: Tensor) -> tuple[int, ...]:
+    return tuple(where.nonzero()[0].tolist())
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _root_mean_square(x: Tensor) -> float:
+    return x.square().mean().sqrt().item()

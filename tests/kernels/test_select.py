@@ -1,0 +1,109 @@
+"""Selection: the first kernel without refusals, and every reason where there is none."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from magi_compile.kernels import select as select_module
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.select import KERNELS, load, refusals_by_kernel, select
+
+PROBLEM = AttnProblem(
+    device_type="cpu",
+    device_arch=None,
+    dtype=torch.float32,
+    nheads_q=2,
+    nheads_kv=1,
+    head_dim=64,
+    head_dim_v=64,
+    softmax_scale=0.125,
+)
+
+
+class Picky:
+    name = "picky"
+
+    def refusals(self, problem):
+        return ["needs a Tuesday", "needs a full moon"]
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Replaces the registry by the given entries."""
+
+    def install(**entries):
+        monkeypatch.setattr(select_module, "KERNELS", entries)
+
+    load.cache_clear()
+    yield install
+    load.cache_clear()
+
+
+PICKY = f"{__name__}:Picky"
+MISSING = "magi_compile.kernels.no_such_module:Kernel"
+NO_CLASS = "magi_compile.kernels.base:NoSuchKernel"
+ORACLE = KERNELS["reference"]
+
+
+def test_first_kernel_without_refusals(registry):
+    registry(picky=PICKY, oracle=ORACLE)
+    assert select(PROBLEM).name == "reference"
+    assert select(PROBLEM) is select(PROBLEM)
+
+
+def test_cpu_problem_gets_the_cpu_kernel():
+    assert select(PROBLEM).name == "cpu"
+
+
+def test_the_oracle_runs_only_if_forced(registry):
+    registry(picky=PICKY, reference=ORACLE)
+    with pytest.raises(NotImplementedError, match="picky: needs a Tuesday"):
+        select(PROBLEM)
+    assert select(PROBLEM, force="reference").name == "reference"
+
+
+def test_all_reasons_are_listed(registry):
+    registry(picky=PICKY, missing=MISSING, no_class=NO_CLASS)
+    with pytest.raises(NotImplementedError) as error:
+        select(PROBLEM)
+    message = str(error.value)
+    assert "head_dim=64" in message
+    for reason in (
+        "picky: needs a Tuesday",
+        "picky: needs a full moon",
+        "missing: can not be imported: No module named 'magi_compile.kernels.no_such_module'",
+        "no_class: can not be imported: cannot import name 'NoSuchKernel'",
+    ):
+        assert reason in message
+
+
+def test_forced_kernel_that_refuses(registry):
+    registry(picky=PICKY, oracle=ORACLE)
+    with pytest.raises(NotImplementedError, match="needs a full moon"):
+        select(PROBLEM, force="picky")
+
+
+def test_forced_kernel_that_does_not_exist():
+    with pytest.raises(
+        ValueError, match=r"`force` must be one of cuda, triton, cpu, .* got 'fast'"
+    ):
+        select(PROBLEM, force="fast")
+
+
+def test_refusals_by_kernel(registry):
+    registry(picky=PICKY, oracle=ORACLE)
+    assert refusals_by_kernel(PROBLEM) == {
+        "picky": ["needs a Tuesday", "needs a full moon"],
+        "oracle": [],
+    }
+
+
+def test_import_loads_no_kernel():
+    code = (
+        "import sys, magi_compile.kernels.select as s; "
+        "print([m for m in sys.modules if m in {e.split(':')[0] for e in s.KERNELS.values()}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
