@@ -2,10 +2,88 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
 
+#: The block size of a BlockMask that stands for "no block list".
+LARGE_SPARSE_BLOCK_SIZE = 1 << 30
+
 
 def assert_async(condition: Tensor, message: str) -> None:
-    """Fails with `message` where the one-element `condition` is false, on its device and without waiting for it."""
+    """Fails with `message` where `condition` (one bool) is false, on its device, without a wait."""
     torch._assert_async(condition, message)
+
+
+def fake_mode_of(tensor: Tensor) -> Any:
+    """The FakeTensorMode that `tensor` belongs to, as a context manager."""
+    return tensor.fake_mode  # type: ignore[attr-defined]
+
+
+def source_name(placeholder: torch.fx.Node) -> str:
+    """How the user's program calls the value of a placeholder of a Dynamo graph, or the placeholder's own name."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return placeholder.name
+    name = source.name
+    return name() if callable(name) else name  # a method up to torch 2.11, then a property
+
+
+def allow_flex_attention_training_on_cpu() -> None:
+    """Lifts `flex_attention`'s refusal of CPU tensors that require gradients, which the lowering makes good."""
+    from torch.nn.attention import flex_attention as flex
+
+    if getattr(flex._validate_device, "allows_cpu_training", False):
+        return
+    validate_device = flex._validate_device
+
+    def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
+        if query.device.type != "cpu":
+            validate_device(query, key, value)
+
+    validate.allows_cpu_training = True  # type: ignore[attr-defined]
+    flex._validate_device = validate
+
+
+@cache
+def _pre_grad_pass_class() -> type:
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class PreGradPass(CustomGraphPass):
+        def __init__(self, rewrite: Callable[[torch.fx.GraphModule], object], identity: str):
+            self.rewrite, self.identity = rewrite, identity
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self.rewrite(graph.owning_module)
+
+        def uuid(self) -> str:
+            return self.identity
+
+    return PreGradPass
+
+
+def pre_grad_pass(rewrite: Callable[[torch.fx.GraphModule], object], identity: str) -> Any:
+    """A pass over Dynamo's graphs for `install_pre_grad_pass`; Inductor's caches key on `identity`."""
+    return _pre_grad_pass_class()(rewrite, identity)
+
+
+def installed_pre_grad_pass() -> Any:
+    """Inductor's `pre_grad_custom_pass`, or None."""
+    import torch._inductor.config as config
+
+    return config.pre_grad_custom_pass
+
+
+def install_pre_grad_pass(graph_pass: Any) -> None:
+    """Makes `graph_pass` (or None) Inductor's `pre_grad_custom_pass`."""
+    import torch._inductor.config as config
+
+    config.pre_grad_custom_pass = graph_pass
+
+
+def is_pre_grad_pass_of_ours(graph_pass: Any) -> bool:
+    """Whether `graph_pass` was made by `pre_grad_pass`."""
+    return isinstance(graph_pass, _pre_grad_pass_class())

@@ -1,10 +1,13 @@
-"""TilePlan: how a kernel walks a mask, tile by tile of rows and block by block of columns.
+"""TilePlan: how a kernel walks a mask, a tile of rows at a time, block by block of columns.
 
-columns      first                            tile: up to `tile_rows` rows, one owner
-  |            v                              run:  the part of one slice in the tile, walked as blocks
-  |  . . . . . # # # # # # # # .              lead, trail: blocks that need the mask;
-rows . . . . . . # # # # # # # #                           between them, all is visible
-  |            [lead][    ][trail]
+A tile is some rows, computed by one owner. A run is the part of one slice in a tile:
+
+                 first
+                   v
+         . . . . . # # # # # # # # . .
+    rows . . . . . . # # # # # # # # .
+         . . . . . . . # # # # # # # #
+                   [lead][   ][ trail]      blocks: the first and the last need the mask
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from torch import Tensor
 
 from magi_compile._compat import assert_async
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.rects import NO_DIAG, Rects
 from magi_compile.plan.cost import longest_first, run_costs, tile_costs
+from magi_compile.plan.rects import NO_DIAG, Rects
 
 TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
 RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "unused0", "unused1")
@@ -28,15 +31,15 @@ class TilePlan(NamedTuple):
 
     In the q walk a "row" is a query and a "column" a key; in the k walk it is the other way round.
 
-    `*_tiles [num_tiles, 4]`: `row_begin, row_end, run_begin, run_end`. The tiles cover every row once, the most
-    expensive first; a tile without runs sees nothing. Tiles without rows are padding and come last.
+    `*_tiles [num_tiles, 4]` hold `TILE_FIELDS`. The tiles cover every row once, the most expensive
+    first; a tile without runs sees nothing. Tiles without rows are padding and come last.
 
-    `*_runs [num_runs, 12]`: `row_begin, row_end, col_begin, col_end, diag_lo, diag_hi, first, num_blocks,
-    num_lead, num_trail, 0, 0`. Row r in `[row_begin, row_end)` sees the columns
-    `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`, other rows see nothing of the run. Block j
-    covers `block_cols` columns from `first + j * block_cols`. The first `num_lead` and the last `num_trail`
-    blocks need the mask, the others are visible to all rows of the tile. Every block is seen by some row, and
-    the runs of a tile do not overlap. `diag_lo` is `-NO_DIAG` and `diag_hi` is `NO_DIAG` where they cut nothing.
+    `*_runs [num_runs, 12]` hold `RUN_FIELDS`. Row r in `[row_begin, row_end)` sees the columns
+    `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`, other rows see nothing of the
+    run; `diag_lo` is `-NO_DIAG` and `diag_hi` is `NO_DIAG` where they cut nothing. The run is walked
+    in `num_blocks` blocks of `block_cols` columns, the first of which starts at `first`. The first
+    `num_lead` and the last `num_trail` blocks need the mask, the others are visible to all rows of
+    the tile. Every block is seen by some row, and the runs of a tile do not overlap.
     """
 
     q_tiles: Tensor
@@ -67,16 +70,17 @@ def build_tile_plan(
         q_block_cols: keys in a block of the q walk.
         k_tile_rows: most keys in a tile of the k walk.
         k_block_cols: queries in a block of the k walk.
-        exact: True for tensors of exactly the needed size, which waits for the device of the slices; False for
-            sizes that follow from the shapes of `slices` alone, padded, with no wait. By default True on a CPU.
-        max_overlap: what bounds the padded sizes: how many slices, on average over the borders between tiles,
-            reach across a border. More of them than that fail an assertion (on the device, where they live there).
+        exact: True for tensors of exactly the needed size, which waits for the device of the slices;
+            False for padded ones, whose sizes follow from shapes alone. By default True on a CPU.
+        max_overlap: bounds the padded sizes: how many slices reach across a border between tiles, on
+            average over the borders. More of them fail an assertion, on the device of the slices.
 
     Returns:
-        The plan. Its size is O(tiles + pairs of a slice and a tile that it touches), never O(blocks).
+        The plan. Its size is O(tiles + pairs of a tile and a slice in it), never O(blocks).
 
     Raises:
         ValueError: where a size is not positive.
+        RuntimeError: where more slices overlap than padded tensors can hold, on a CPU.
     """
     sizes = {
         "q_tile_rows": q_tile_rows,
@@ -101,13 +105,13 @@ def build_tile_plan(
 def _walk(
     rects: Rects, total_rows: int, tile_rows: int, block_cols: int, max_overlap: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The tiles and runs of one walk over trimmed `rects`; of exact size where `max_overlap` is None."""
+    """The tiles and runs of one walk over `rects`; of exact size where `max_overlap` is None."""
     tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, exact=max_overlap is None)
     num_tiles = tile_begin.numel()
     run_tile, runs = _meet(rects, tile_begin, tile_end, max_overlap)
     run_tile, runs = _merge(run_tile, runs, num_tiles, exact=max_overlap is None)
 
-    # A run without rows (padding) has no blocks; `num_tiles` as its tile keeps it out of every tile.
+    # Padding has no blocks, and `num_tiles` as its tile, which keeps it out of every tile.
     is_padding = run_tile == num_tiles
     row_of = run_tile.clamp(max=max(num_tiles - 1, 0))
     covers_tile = torch.zeros_like(is_padding)
@@ -132,12 +136,12 @@ def _walk(
 def _cut_rows(rects: Rects, total_rows: int, tile_rows: int, exact: bool) -> tuple[Tensor, Tensor]:
     """Cuts `[0, total_rows)` into tiles, sorted by row: `(begin, end)`, each int64 `[num_tiles]`.
 
-    The borders of the rects cut the rows into segments. A segment of at least one tile starts a region, which
-    reaches to the next long segment; each region is tiled from its start. So long documents start a tile, and
-    short ones share tiles.
+    The borders of the rects cut the rows into segments. A segment of at least one tile starts a
+    region, which reaches to the next long segment; each region is tiled from its start. So long
+    documents start a tile, and short ones share tiles.
 
-    No more than `1 + min(num_segments, total_rows // tile_rows)` regions exist, each has at most one tile that is
-    not full, and a region of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles: hence the padded size.
+    The padded size: there are at most `1 + min(num_segments, total_rows // tile_rows)` regions, and
+    one of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles.
     """
     num_rects = rects.row_begin.numel()
     ends = rects.row_begin.new_zeros(2)
@@ -176,9 +180,9 @@ def _meet(
 ) -> tuple[Tensor, Rects]:
     """All pairs of a tile and a rect with rows in common: the tile, and the rect clipped to it.
 
-    A rect touches one tile more than it crosses borders between tiles. So the pairs are as many as the rects plus
-    the crossings, and no more than `num_rects + overlap * (num_tiles - 1)` where the rects across a border are
-    `overlap` on average. Each border is crossed by at most all rects, so `overlap <= num_rects`.
+    The padded size: a rect touches one tile more than it crosses borders between tiles. So there
+    are at most `num_rects + overlap * (num_tiles - 1)` pairs, `overlap` being the number of rects
+    across a border, averaged over the borders; it is at most `num_rects`.
     """
     num_rects, num_tiles = rects.row_begin.numel(), tile_begin.numel()
     is_live = rects.row_begin < rects.row_end
@@ -195,7 +199,7 @@ def _meet(
         num_pairs = num_rects + min(max_overlap, num_rects) * (num_tiles - 1)
         assert_async(
             pairs_before_end[-1] <= num_pairs,
-            f"more than `max_overlap` = {max_overlap} slices reach across the average border between tiles",
+            f"more than `max_overlap` = {max_overlap} slices reach across the average tile border",
         )
     pair = torch.arange(num_pairs, device=tile_begin.device)
     rect = torch.searchsorted(pairs_before_end, pair, right=True).clamp(max=num_rects - 1)
@@ -211,8 +215,9 @@ def _meet(
 def _merge(run_tile: Tensor, runs: Rects, num_tiles: int, exact: bool) -> tuple[Tensor, Rects]:
     """Sorts runs by tile, row and column, and joins neighbours whose union is one rect.
 
-    Two runs of the same rows join where one ends in the column where the other begins and no diagonal cuts them
-    there: the full and the causal slice of one document become one run. Padding has `num_tiles` as its tile.
+    Two runs of the same rows join where one ends in the column where the other begins and no
+    diagonal cuts them there: the full and the causal slice of one document become one run.
+    Padding has `num_tiles` as its tile.
     """
     # Tiles are ordered by row, so the first row of a run also orders its tile.
     num_cols = 1 << 31
@@ -247,10 +252,10 @@ def _merge(run_tile: Tensor, runs: Rects, num_tiles: int, exact: bool) -> tuple[
 
 
 def _classify(runs: Rects, covers_tile: Tensor, block_cols: int) -> tuple[Tensor, Tensor, Tensor]:
-    """How many blocks each run has, and how many of the first and of the last of them need the mask.
+    """How many blocks each run has, and how many of the first and of the last need the mask.
 
-    All rows see the columns between the left edge of the last row and the right edge of the first; the blocks
-    inside need no mask, if no row of the tile lies outside the run.
+    All rows of a run see the columns between the left edge of its last row and the right edge of
+    its first. The blocks inside need no mask, if no row of the tile lies outside the run.
     """
     num_blocks = (runs.col_end - runs.col_begin + block_cols - 1) // block_cols
     left = torch.maximum(runs.col_begin, runs.row_end - 1 + runs.diag_lo) - runs.col_begin

@@ -49,7 +49,7 @@ def without_overlap(rows, seqlen_q, seqlen_k):
 
 
 def walk(tiles, runs, num_rows, num_cols, tile_rows, block_cols):
-    """Walks one half of a plan as a kernel does, checks every promise on the way, returns the dense counts."""
+    """Walks half a plan as a kernel does, checks its promises on the way, returns dense counts."""
     counts = torch.zeros(num_rows, num_cols, dtype=torch.int32)
     owners = torch.zeros(num_rows, dtype=torch.int32)
     last_cost = float("inf")
