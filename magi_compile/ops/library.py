@@ -8,9 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,29 +29,6 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
     _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _lib.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"magi::{name}", fake, lib=_lib)
-
-
-@dataclass(frozen=True)
-class RecordedCall:
-    """One forward call of attention as it ran: the slices it saw and the kernel that ran it."""
-
-    slices: AttnSlices
-    problem: AttnProblem
-    kernel: str
-
-
-_recorders: list[list[RecordedCall]] = []
-
-
-@contextmanager
-def record_calls() -> Iterator[list[RecordedCall]]:
-    """Collects every forward call made inside the block, for `explain` and for tests."""
-    calls: list[RecordedCall] = []
-    _recorders.append(calls)
-    try:
-        yield calls
-    finally:
-        _recorders.remove(calls)
 
 
 # mask_slices
@@ -197,8 +172,6 @@ def _ffa_fwd(
     problem = problem_of(q, k, v, softmax_scale, softcap)
     chosen = select(problem, kernel or None)
     slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
-    for calls in _recorders:
-        calls.append(RecordedCall(slices, problem, chosen.name))
     plan = plan or _plan_of(chosen, slices, problem)
     return chosen.forward(q, k, v, slices, plan, problem)
 

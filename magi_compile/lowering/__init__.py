@@ -1,0 +1,1 @@
+"""Finding FlexAttention in a graph and replacing it. Knows nothing of distribution."""

@@ -1,0 +1,91 @@
+"""The two front doors of the lowering: the Dynamo backend "magi", and stock Inductor with a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+import magi_compile
+from magi_compile import _compat
+from magi_compile.lowering.flex import lower_flex_attention
+from magi_compile.lowering.options import LoweringOptions, split_options
+
+_compat.allow_flex_attention_training_on_cpu()
+
+
+def make_backend(
+    inner: str | Callable[..., Any] = "inductor", options: LoweringOptions = LoweringOptions()
+) -> Callable[..., Any]:
+    """A Dynamo backend that lowers FlexAttention and hands the graph to `inner`.
+
+    Args:
+        inner: another backend, by name or as a callable; "inductor" takes torch.compile's `mode` and `options`.
+        options: what torch.compile's `options={"magi.*": ...}` override.
+    """
+
+    def backend(
+        gm: GraphModule,
+        example_inputs: list[torch.Tensor],
+        *,
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> Callable[..., Any]:
+        ours, rest = split_options({**defaults, **(options or {})})
+        lower_flex_attention(gm, ours)
+        if inner == "inductor":
+            settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
+            return torch._inductor.compile(gm, example_inputs, options=settings)
+        if mode or rest:
+            raise ValueError(f"`mode` and `options` need the inner backend 'inductor', got {inner!r}")
+        compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+        return compiler(gm, example_inputs)
+
+    defaults = {f"magi.{name}": value for name, value in asdict(options).items()}
+    return backend
+
+
+magi = make_backend()
+
+
+@contextmanager
+def enabled(**options: Any) -> Iterator[None]:
+    """`enable(**options)` for the length of a block."""
+    previous = _compat.installed_pre_grad_pass()
+    enable(**options)
+    try:
+        yield
+    finally:
+        _compat.install_pre_grad_pass(previous)
+
+
+def enable(**options: Any) -> None:
+    """Lowers FlexAttention in everything that stock Inductor compiles from now on (`torch.compile(model)`).
+
+    For code where somebody else calls torch.compile. Graphs that are compiled already stay as they are.
+
+    Args:
+        **options: the fields of `LoweringOptions`.
+
+    Raises:
+        RuntimeError: another pass is installed as Inductor's `pre_grad_custom_pass`.
+    """
+    previous = _compat.installed_pre_grad_pass()
+    if previous is not None and not _compat.is_pre_grad_pass_of_ours(previous):
+        raise RuntimeError(f"Inductor's `pre_grad_custom_pass` must be free, got {previous!r}")
+    chosen = LoweringOptions(**options)
+    # Inductor's caches key on this: it changes with everything that changes what the pass does.
+    identity = f"magi_compile {magi_compile.__version__} {chosen}"
+    _compat.install_pre_grad_pass(
+        _compat.pre_grad_pass(lambda gm: lower_flex_attention(gm, chosen), identity)
+    )
+
+
+def disable() -> None:
+    """Undoes `enable()`."""
+    if _compat.is_pre_grad_pass_of_ours(_compat.installed_pre_grad_pass()):
+        _compat.install_pre_grad_pass(None)

@@ -1,0 +1,108 @@
+"""`explain`: what would become of every attention of a model, on given inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from magi_compile import _compat
+from magi_compile.lowering.flex import LoweredCall, lower_flex_attention
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.report import Decision, LoweringReport
+from magi_compile.masks import AttnSlices, MaskType
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention as it ran: what was decided when it was compiled, and the slices its mask gave."""
+
+    decision: Decision
+    slices: AttnSlices | None
+
+    @property
+    def density(self) -> float:
+        """The visible share of the score matrices of all batch entries."""
+        if self.slices is None:
+            raise ValueError("`density` needs slices; this attention stays on FlexAttention")
+        batch, _, seqlen_q, _ = self.decision.q_shape
+        return self.slices.area() / max(1, batch * seqlen_q * self.decision.k_shape[2])
+
+    def __str__(self) -> str:
+        decision = self.decision
+        lines = [f"{decision.shape}" + (f"  ({decision.location})" if decision.location else "")]
+        if decision.mask:
+            lines.append(f"mask     {decision.mask}")
+        if self.slices is not None:
+            types = self.slices.mask_types.tolist()
+            kinds = ", ".join(f"{types.count(t)} {t.name}" for t in MaskType if t in types)
+            lines.append(f"slices   {len(types)} ({kinds})" if types else "slices   0")
+            lines.append(f"area     {self.slices.area():,} pairs, density {self.density:.4f}")
+        if decision.kernel:
+            lines.append(f"kernel   {decision.kernel}")
+            lines.extend(f"         not {name}: {'; '.join(why)}" for name, why in decision.passed_over)
+        else:
+            lines.append("kernel   none of ours; it stays on FlexAttention because")
+            lines.extend(f"         - {reason}" for reason in decision.reasons)
+        return "\n".join(lines)
+
+
+@dataclass
+class Explanation:
+    """Every attention of one run, in order."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+    report: LoweringReport = field(default_factory=LoweringReport)
+
+    def __str__(self) -> str:
+        blocks = [f"[{i}] " + str(call).replace("\n", "\n    ") for i, call in enumerate(self.calls)]
+        return "\n".join([*blocks, str(self.report)])
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Runs `fn(*args, **kwargs)` once and tells what backend="magi" makes of every attention in it.
+
+    The run is without gradients and without compiling anything; attentions that stay on FlexAttention run in its
+    eager form, which needs the whole score matrix.
+
+    Args:
+        fn: a model or a function that calls FlexAttention.
+        *args: its arguments; masks are explained as these make them.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        An `Explanation`: print it, or read its `calls`.
+    """
+    _compat.allow_flex_attention_training_on_cpu()
+    explanation = Explanation()
+
+    def backend(gm: GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        calls = lower_flex_attention(gm, LoweringOptions(), explanation.report)
+        for call in calls:
+            call.node.target = _recording(call, explanation)
+        for module in gm.modules():
+            if isinstance(module, GraphModule):
+                module.recompile()
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    return explanation
+
+
+def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any]:
+    """The target of the call's node, which also writes the call down."""
+    target = call.node.target
+
+    def attention(*args: Any) -> Any:
+        slices = None
+        if call.decision.kernel:
+            q, k, _, q_ranges, k_ranges, mask_types, *_ = args
+            slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0]).compact()
+        explanation.calls.append(AttentionCall(call.decision, slices))
+        return target(*args)
+
+    return attention

@@ -1,0 +1,348 @@
+"""The rewrite: FlexAttention calls of a Dynamo graph become attention over slices.
+
+It runs before autograd, so one rewrite serves forward and backward, training and inference:
+
+    flex_attention(q, k, v, block_mask)   ->   slices = mask_slices(captured tables, "the mask's expression")
+                                               plan   = plan(slices)
+                                               out    = ffa_fwd(q, k, v, slices, plan)
+
+Calls with the same mask share the slices and the plan. Values of captured tensors are read when the graph runs:
+a new document layout each step compiles nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from magi_compile import _compat
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.select import load, refusals_by_kernel, select
+from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
+from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_graph
+from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
+
+ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
+MIN_CAPACITY = 256
+
+
+@dataclass(frozen=True)
+class FlexCall:
+    """The arguments of one FlexAttention call, as every supported version of torch lays them out."""
+
+    node: Node
+    q: Node
+    k: Node
+    v: Node
+    score_mod: GraphModule
+    block_mask: tuple[Any, ...]
+    mask_mod: GraphModule
+    scale: float
+    kernel_options: dict[str, Any]
+    score_buffers: tuple[Any, ...]
+    mask_buffers: tuple[Any, ...]
+
+    @classmethod
+    def parse(cls, gm: GraphModule, node: Node) -> FlexCall:
+        q, k, v, score_mod, block_mask, scale, options, *buffers = node.args
+        score_buffers, mask_buffers = (*buffers, (), ())[:2]
+        return cls(
+            node=node,
+            q=q,
+            k=k,
+            v=v,
+            score_mod=getattr(gm, score_mod.target),
+            block_mask=block_mask,
+            mask_mod=getattr(gm, block_mask[-1].target),
+            scale=scale,
+            kernel_options=dict(options),
+            score_buffers=tuple(score_buffers),
+            mask_buffers=tuple(mask_buffers),
+        )
+
+    @property
+    def location(self) -> str:
+        """The innermost line of the model in the call's stack."""
+        lines = (self.node.meta.get("stack_trace") or "").strip().splitlines()
+        frames = [line.strip() for line in lines if line.strip().startswith('File "')]
+        frames = [frame for frame in frames if "torch/nn/attention" not in frame]
+        if not frames:
+            return ""
+        path, line, function = frames[-1].removeprefix('File "').split(", ", 2)
+        return f"{path.rstrip(chr(34))}:{line.removeprefix('line ')} {function}"
+
+
+@dataclass
+class Analysis:
+    """Whether and how one call can be lowered."""
+
+    reasons: list[str] = field(default_factory=list)
+    program: MaskProgram | None = None
+    score: ScoreMod = field(default_factory=ScoreMod)
+    problem: AttnProblem | None = None
+    kernel: str | None = None
+
+
+def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
+    """Collects everything that speaks against lowering `call`, and what is needed to do it."""
+    found = Analysis()
+    q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
+    backend = call.kernel_options.get("BACKEND", "AUTO")
+    if backend != "AUTO":
+        found.reasons.append(f"kernel_options asks for BACKEND={backend!r}")
+    if call.kernel_options.get("OUTPUT_MAX"):
+        found.reasons.append("max_scores is asked for, which the kernels do not return")
+    if not q.dtype == k.dtype == v.dtype:
+        found.reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.shape[0] != k.shape[0]:
+        found.reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
+    try:
+        found.score = trace_score_mod(call.score_mod, len(call.score_buffers))
+    except UnsupportedScoreModError as error:
+        found.reasons.append(str(error))
+    kinds = [
+        "table" if isinstance(value_of(buffer), torch.Tensor) else "symbol" for buffer in call.mask_buffers
+    ]
+    try:
+        found.program = trace_graph(call.mask_mod, kinds)
+    except UnsupportedMaskError as error:
+        found.reasons.extend(error.reasons)
+    if found.program is not None and found.program.is_always_true and _has_block_lists(call):
+        found.reasons.append(
+            "the BlockMask comes from raw block lists without a mask_mod; "
+            "convert it with magi_compile.masks.slices_from_block_mask"
+        )
+    found.problem = _problem(call, found.score)
+    try:
+        found.kernel = select(found.problem, options.kernel).name
+    except NotImplementedError as error:
+        found.reasons.append(str(error))
+    return found
+
+
+def _has_block_lists(call: FlexCall) -> bool:
+    return any(size < _compat.LARGE_SPARSE_BLOCK_SIZE for size in call.block_mask[-3:-1])
+
+
+def _problem(call: FlexCall, score: ScoreMod) -> AttnProblem:
+    q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
+    arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+    return AttnProblem(
+        device_type=q.device.type,
+        device_arch=arch,
+        dtype=_out_dtype(call),
+        nheads_q=q.shape[1],
+        nheads_kv=k.shape[1],
+        head_dim=q.shape[3],
+        head_dim_v=v.shape[3],
+        softmax_scale=call.scale * score.scale,
+        softcap=score.softcap,
+    )
+
+
+def _out_dtype(call: FlexCall) -> torch.dtype:
+    """Under autocast the call computes in the autocast dtype, not in that of q."""
+    return value_of(call.node)[0].dtype
+
+
+@dataclass
+class Mask:
+    """The nodes of a mask that calls of one graph share."""
+
+    slices: tuple[Node, Node, Node]
+    plans: dict[Any, Node] = field(default_factory=dict)
+
+
+def emit_mask(emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions) -> Mask:
+    """Derives the slices of the mask, for the packed rows of all batch entries."""
+    batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
+    tables = [buffer for buffer in call.mask_buffers if isinstance(value_of(buffer), torch.Tensor)]
+    symbols = [buffer for buffer in call.mask_buffers if not isinstance(value_of(buffer), torch.Tensor)]
+    if options.slice_capacity is not None:
+        capacity: Any = options.slice_capacity
+    else:
+        rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
+        capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
+        capacity = emit.arithmetic(operator.mul, capacity, program.max_intervals)
+    capacity = emit.arithmetic(operator.mul, capacity, batch)
+    slices = emit.call(
+        torch.ops.magi.mask_slices.default,
+        tables,
+        symbols,
+        str(program),
+        "\n".join(_compat.source_name(table) for table in tables),
+        batch,
+        seqlen_q,
+        emit.size(call.k, 2),
+        capacity,
+        value_of(call.q).device,
+    )
+    q_ranges, k_ranges, mask_types = (emit.call(operator.getitem, slices, i) for i in range(3))
+    return Mask((q_ranges, k_ranges, mask_types))
+
+
+def emit_attention(
+    emit: Emitter, call: FlexCall, found: Analysis, mask: Mask
+) -> tuple[Node, Node, Node]:
+    """Emits the attention itself.
+
+    Returns:
+        The node that runs it, its out `[B, Hq, Sq, Dv]` and its lse `[B, Hq, Sq]`, in the units of the call.
+    """
+    problem, program = found.problem, found.program
+    assert problem is not None and program is not None and found.kernel is not None
+    batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
+    q, k, v = (_packed(emit, node, problem.dtype) for node in (call.q, call.k, call.v))
+    plan: Any = []
+    kernel = load(found.kernel)
+    if kernel.plans_in_graph:
+        key = (kernel.name, kernel.plan_key(problem))
+        if key not in mask.plans:
+            heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
+            totals = (emit.size(q, 0), emit.size(k, 0))
+            mask.plans[key] = emit.call(
+                torch.ops.magi.plan.default,
+                *mask.slices,
+                *totals,
+                program.max_intervals,
+                problem.dtype,
+                *heads,
+                kernel.name,
+            )
+        node = mask.plans[key]
+        plan = [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
+    result = emit.call(
+        torch.ops.magi.ffa_fwd.default,
+        q,
+        k,
+        v,
+        *mask.slices,
+        plan,
+        problem.softmax_scale,
+        problem.softcap,
+        kernel.name,
+    )
+    out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
+    out = emit.call(torch.reshape, out, (batch, seqlen_q, problem.nheads_q, problem.head_dim_v))
+    out = emit.call(torch.transpose, out, 1, 2)
+    if value_of(call.node)[0].is_contiguous() and not value_of(out).is_contiguous():
+        # The call promises the layout of q; code after it may rely on it.
+        out = emit.call(torch.clone, out, memory_format=torch.contiguous_format)
+    lse = emit.call(torch.reshape, lse, (problem.nheads_q, batch, seqlen_q))
+    lse = emit.call(torch.transpose, lse, 0, 1)
+    lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
+    return result, out, lse
+
+
+def _packed(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:
+    """`[B, H, S, D]` as `[B * S, H, D]`: a view wherever the strides allow."""
+    if value_of(node).dtype != dtype:
+        node = emit.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
+    _, nheads, _, head_dim = value_of(node).shape
+    return emit.call(torch.reshape, emit.call(torch.transpose, node, 1, 2), (-1, nheads, head_dim))
+
+
+class LoweredCall(NamedTuple):
+    """A decision, and the node that now runs the attention: `ffa_fwd`, or FlexAttention where it was refused."""
+
+    decision: Decision
+    node: Node
+
+
+def lower_flex_attention(
+    root: GraphModule,
+    options: LoweringOptions = LoweringOptions(),
+    report: LoweringReport = REPORT,
+) -> list[LoweredCall]:
+    """Replaces the FlexAttention calls of `root` and of the graphs inside it (checkpointed regions), in place.
+
+    Args:
+        root: a graph as Dynamo hands it to a backend.
+        options: see `LoweringOptions`.
+        report: where the decisions are written.
+
+    Returns:
+        What became of every FlexAttention call.
+
+    Raises:
+        LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
+            where FlexAttention has none.
+    """
+    modules = [module for module in root.modules() if isinstance(module, GraphModule)]
+    calls = [call for module in modules for call in _lower_graph(module, options, report)]
+    report.num_graphs += bool(calls)
+    return calls
+
+
+def _lower_graph(
+    gm: GraphModule, options: LoweringOptions, report: LoweringReport
+) -> list[LoweredCall]:
+    hop = torch.ops.higher_order.flex_attention
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is hop]
+    masks: dict[Any, Mask] = {}
+    lowered = []
+    for node in nodes:
+        call = FlexCall.parse(gm, node)
+        found = analyze(call, options)
+        decision = _decision(call, found)
+        report.add(decision)
+        if not found.reasons:
+            node = _replace(call, found, masks, options)
+        elif options.strict or _needs_cpu_gradients(call):
+            raise LoweringRefusedError(str(decision))
+        lowered.append(LoweredCall(decision, node))
+    if nodes:
+        # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).
+        gm.graph.lint()
+        gm.recompile()
+    return lowered
+
+
+def _decision(call: FlexCall, found: Analysis) -> Decision:
+    shapes = (value_of(node).shape for node in (call.q, call.k))
+    q_shape, k_shape = (tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes)
+    passed_over = []
+    for name, why in refusals_by_kernel(found.problem).items():
+        if name == found.kernel:
+            break
+        passed_over.append((name, tuple(why)))
+    return Decision(
+        call.location,
+        q_shape,
+        k_shape,
+        str(found.program) if found.program else "",
+        None if found.reasons else found.kernel,
+        tuple(found.reasons),
+        tuple(passed_over),
+    )
+
+
+def _needs_cpu_gradients(call: FlexCall) -> bool:
+    tensors = [value_of(node) for node in (call.q, call.k, call.v)]
+    return tensors[0].device.type == "cpu" and any(tensor.requires_grad for tensor in tensors)
+
+
+def _replace(
+    call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
+) -> Node:
+    assert found.program is not None
+    emit = Emitter(call.node.graph, call.node)
+    sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
+    key = (str(found.program), call.mask_buffers, str(sizes))
+    if key not in masks:
+        masks[key] = emit_mask(emit, call, found.program, options)
+    attention, *outputs = emit_attention(emit, call, found, masks[key])
+    for user in list(call.node.users):
+        assert user.target is operator.getitem, user
+        if user.users:
+            user.replace_all_uses_with(outputs[user.args[1]])
+        call.node.graph.erase_node(user)
+    call.node.graph.erase_node(call.node)
+    return attention

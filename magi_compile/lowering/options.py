@@ -1,0 +1,53 @@
+"""What a user can choose about the lowering."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+PREFIX = "magi."
+
+
+@dataclass(frozen=True)
+class LoweringOptions:
+    """Options of `backend="magi"` (as `options={"magi.strict": True}`) and of `enable()` (as keywords).
+
+    Attributes:
+        strict: raise where an attention cannot be lowered, instead of leaving it on FlexAttention.
+        kernel: the only kernel to use ("cuda", "triton", "cpu", "reference"); None chooses by device and problem.
+        slice_capacity: how many slices a mask derived inside a graph may have, per batch entry. None stands for
+            one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that needs
+            more raises `MaskDataError` when it runs.
+    """
+
+    strict: bool = False
+    kernel: str | None = None
+    slice_capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slice_capacity is not None and self.slice_capacity < 1:
+            raise ValueError(f"`slice_capacity` must be at least 1, got {self.slice_capacity}")
+        from magi_compile.kernels.select import KERNELS
+
+        if self.kernel is not None and self.kernel not in KERNELS:
+            raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+
+
+def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
+    """The `magi.*` entries of torch.compile's `options`, and the rest, which is the inner backend's.
+
+    Raises:
+        ValueError: an entry begins with `magi.` and names no option.
+    """
+    known = {field.name for field in fields(LoweringOptions)}
+    ours, rest = {}, {}
+    for key, value in (options or {}).items():
+        if not key.startswith(PREFIX):
+            rest[key] = value
+            continue
+        name = key.removeprefix(PREFIX)
+        if name not in known:
+            allowed = ", ".join(PREFIX + option for option in sorted(known))
+            raise ValueError(f"`options` has no entry {key!r}; the entries of this backend are {allowed}")
+        ours[name] = value
+    return LoweringOptions(**ours), rest

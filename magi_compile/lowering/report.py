@@ -1,0 +1,96 @@
+"""What the lowering did and declined, and why: one record per attention call of a graph."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+logger = logging.getLogger("magi_compile")
+
+
+class LoweringRefusedError(NotImplementedError):
+    """An attention could not be lowered and nothing else can run it, or `strict` asked for an error."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One FlexAttention call of one graph.
+
+    Attributes:
+        location: where the model calls it, as `file:line in function`, or "" where the graph does not say.
+        q_shape: `[B, Hq, Sq, D]`; a size that is dynamic in the graph by its symbol.
+        k_shape: `[B, Hk, Sk, D]`.
+        mask: the mask as an expression, or "" where it could not be read.
+        kernel: the kernel that runs it, or None where it stays on FlexAttention.
+        reasons: every reason for staying; empty where it was lowered.
+        passed_over: the kernels of higher preference and why they refused.
+    """
+
+    location: str
+    q_shape: tuple[int | str, ...]
+    k_shape: tuple[int | str, ...]
+    mask: str
+    kernel: str | None
+    reasons: tuple[str, ...] = ()
+    passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @property
+    def shape(self) -> str:
+        q, k = (", ".join(map(str, sizes)) for sizes in (self.q_shape, self.k_shape))
+        return f"q [{q}], k [{k}]"
+
+    def __str__(self) -> str:
+        where = f" at {self.location}" if self.location else ""
+        if self.kernel:
+            return f"lowered to {self.kernel}{where}: {self.shape}, mask {self.mask}"
+        reasons = "".join(f"\n  - {reason}" for reason in self.reasons)
+        return f"kept on FlexAttention{where}: {self.shape}{reasons}"
+
+
+@dataclass
+class LoweringReport:
+    """Everything lowered and refused since the start of the process, or since `clear()`."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    num_graphs: int = 0  # graphs with attention that were compiled, recompilations included
+    _warned: set[tuple[str, tuple[str, ...]]] = field(default_factory=set)
+
+    @property
+    def lowered(self) -> list[Decision]:
+        return [decision for decision in self.decisions if decision.kernel]
+
+    @property
+    def refused(self) -> list[Decision]:
+        return [decision for decision in self.decisions if not decision.kernel]
+
+    def add(self, decision: Decision) -> None:
+        """Keeps `decision` and logs it: a refusal as a warning, once for each place and reason."""
+        self.decisions.append(decision)
+        if decision.kernel:
+            logger.info("%s", decision)
+            return
+        key = (decision.location, decision.reasons)
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning("%s", decision)
+
+    def clear(self) -> None:
+        self.decisions.clear()
+        self._warned.clear()
+        self.num_graphs = 0
+
+    def __str__(self) -> str:
+        kernels = sorted({decision.kernel for decision in self.lowered if decision.kernel})
+        to = f" to {', '.join(kernels)}" if kernels else ""
+        graphs = f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"
+        return (
+            f"{len(self.lowered)} of {len(self.decisions)} FlexAttention calls lowered{to}, {graphs} compiled"
+        )
+
+
+REPORT = LoweringReport()
+
+
+def lowering_report() -> LoweringReport:
+    """The record of this process."""
+    return REPORT

@@ -1,0 +1,239 @@
+"""The public attention functions: `flex_flash_attention` on packed tensors and slices, and `flex_attention`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.select import KERNELS
+from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.ops.score_mod import trace_score_mod
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+class AttnOutput(NamedTuple):
+    """The result of attention over packed rows.
+
+    Attributes:
+        out: `[total_q, nheads_q, head_dim_v]`, the dtype of q; rows that see nothing are 0.
+        lse: `[nheads_q, total_q]`, fp32, natural logarithm of the sum of exponentiated scores; -inf for rows that
+            see nothing. Differentiable.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def flex_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+) -> AttnOutput:
+    """Attention of packed tokens over a list of slices.
+
+    Equivalent to `softmax(where(slices.to_dense(), q @ k.T * softmax_scale, -inf)) @ v` for every head, without
+    the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
+
+    Args:
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16.
+        k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
+        v: `[total_k, nheads_kv, head_dim_v]`.
+        slices: what each row sees, on the device of q; see `AttnSlices`.
+        softmax_scale: factor of the scores; None stands for `head_dim ** -0.5`.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
+        kernel: the only kernel to use ("cuda", "triton", "cpu", "reference"); None chooses.
+
+    Returns:
+        `AttnOutput(out, lse)`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
+        NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
+    """
+    _check_packed(q, k, v, slices)
+    if softcap < 0:
+        raise ValueError(f"`softcap` must not be negative, got {softcap}")
+    if kernel is not None and kernel not in KERNELS:
+        raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    if softmax_scale is None:
+        softmax_scale = q.shape[2] ** -0.5
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    out, lse = torch.ops.magi.ffa_fwd(
+        q, k, v, *lists, [], float(softmax_scale), float(softcap), kernel or ""
+    )
+    return AttnOutput(out, lse)
+
+
+def _check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3:
+            raise ValueError(f"`{name}` must be [total, nheads, head_dim], got shape {list(tensor.shape)}")
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {tensor.dtype}")
+        if tensor.device != q.device:
+            raise ValueError(f"`{name}` must be on the device of `q`, {q.device}, got {tensor.device}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"`k` must have the head_dim of `q`, {q.shape[2]}, got {k.shape[2]}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"`q` must have a multiple of the heads of `k`, {k.shape[1]}, got {q.shape[1]} heads"
+        )
+    if not isinstance(slices, AttnSlices):
+        raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
+    if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
+        raise ValueError(
+            f"`slices` must cover {q.shape[0]} query rows and {k.shape[0]} keys, "
+            f"got {slices.seqlen_q} and {slices.seqlen_k}"
+        )
+    if slices.q_ranges.device != q.device:
+        raise ValueError(
+            f"`slices` must be on the device of `q`, {q.device}, got {slices.q_ranges.device}; "
+            "move it with slices.to(device)"
+        )
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention` on our kernels, for eager code, on any device.
+
+    Same signature, same results. Inside torch.compile it is PyTorch's own operator, for the lowering to find. The
+    slices of a BlockMask are derived once and kept as long as the BlockMask lives.
+
+    Args:
+        query: `[B, Hq, L, E]`, fp32, bf16 or fp16.
+        key: `[B, Hkv, S, E]`.
+        value: `[B, Hkv, S, Ev]`.
+        score_mod: None, a scale, a soft-cap or a composition of them.
+        block_mask: what may attend to what; None for everything.
+        scale: factor of the scores; None stands for `E ** -0.5`.
+        enable_gqa: allows Hkv to be a divisor of Hq.
+        return_lse: whether to return the log-sum-exp of the scores as well.
+        kernel_options: PyTorch's tuning options; they change nothing here.
+        return_aux: `AuxRequest(lse=True)` for an `AuxOutput` beside the output.
+
+    Returns:
+        out `[B, Hq, L, Ev]`; with return_lse `(out, lse [B, Hq, L])`; with return_aux `(out, AuxOutput)`.
+
+    Raises:
+        ValueError: shapes do not fit together.
+        NotImplementedError: the mask or the score_mod is not one of ours; the message lists the reasons.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    if torch.compiler.is_dynamo_compiling():
+        return flex.flex_attention(
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse,
+            kernel_options,
+            return_aux=return_aux,
+        )
+    _check_padded(query, key, value, block_mask, enable_gqa)
+    if return_aux is not None and return_lse:
+        raise ValueError("`return_lse` and `return_aux` must not both be given")
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("`return_aux` asks for max_scores, which the kernels do not return")
+    score = trace_score_mod(score_mod)
+    batch, nheads_q, seqlen_q, head_dim = query.shape
+    softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
+    slices = _slices(block_mask, batch, seqlen_q, key.shape[2], query.device)
+    result = flex_flash_attention(
+        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        slices,
+        softmax_scale=softmax_scale,
+        softcap=score.softcap,
+    )
+    out = result.out.view(batch, seqlen_q, nheads_q, -1).transpose(1, 2)
+    lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1)
+    if return_aux is not None:
+        return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+_slices_of_masks: WeakKeyDictionary[Any, dict[Any, AttnSlices]] = WeakKeyDictionary()
+
+
+def _slices(
+    block_mask: BlockMask | None,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+) -> AttnSlices:
+    if block_mask is None:
+        q_ranges = [(b * seqlen_q, (b + 1) * seqlen_q) for b in range(batch)]
+        k_ranges = [(b * seqlen_k, (b + 1) * seqlen_k) for b in range(batch)]
+        return AttnSlices.from_lists(
+            q_ranges, k_ranges, [0] * batch, batch * seqlen_q, batch * seqlen_k, device=device
+        )
+    known = _slices_of_masks.setdefault(block_mask, {})
+    if batch not in known:
+        known[batch] = slices_from_block_mask(block_mask, batch=batch)
+    return known[batch]
+
+
+def _check_padded(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.ndim != 4:
+            raise ValueError(f"`{name}` must be [B, H, S, D], got shape {list(tensor.shape)}")
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"`{name}` must have the batch size of `query`, {query.shape[0]}, got {tensor.shape[0]}"
+            )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
+            "set enable_gqa=True for grouped queries"
+        )
+    if block_mask is None:
+        return
+    lengths = tuple(block_mask.seq_lengths)
+    if lengths != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"`block_mask` must be made for {query.shape[2]} queries and {key.shape[2]} keys, got {lengths}"
+        )
+    if block_mask.shape[0] not in (1, query.shape[0]):
+        raise ValueError(
+            f"`block_mask` must have batch size 1 or {query.shape[0]}, got {block_mask.shape[0]}"
+        )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(
+            f"`block_mask` must be on the device of `query`, {query.device}, "
+            f"got {block_mask.kv_num_blocks.device}"
+        )

@@ -1,0 +1,73 @@
+"""The arrows go one way: masks -> plan -> kernels -> ops -> lowering -> dtensor -> integrations."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "magi_compile"
+LAYERS = ["masks", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
+# Beside the layers: `_compat` is a leaf that anybody may import; nobody in the package imports the others.
+ASIDE = {"testing", "bench"}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """The `magi_compile.*` modules that a file imports anywhere, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path} uses a relative import"
+            found.add(node.module)
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == PACKAGE.name}
+
+
+def layered_files() -> list[Path]:
+    return [path for layer in LAYERS for path in sorted((PACKAGE / layer).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", layered_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_only_from_the_left(path):
+    own = LAYERS.index(path.relative_to(PACKAGE).parts[0])
+    for name in imported_modules(path):
+        parts = name.split(".")
+        layer = parts[1] if len(parts) > 1 else ""
+        assert layer not in ASIDE, f"{path} imports {name}"
+        if layer in LAYERS:
+            assert LAYERS.index(layer) <= own, f"{path} imports {name}, a layer to its right"
+
+
+def test_compat_imports_nothing_of_ours():
+    assert imported_modules(PACKAGE / "_compat.py") == set()
+
+
+def test_private_torch_names_only_in_compat():
+    """`torch._dynamo.lookup_backend`, `torch._inductor.compile` and `list_mode_options` are documented."""
+    documented = {"torch._dynamo.lookup_backend", "torch._inductor.compile", "torch._inductor.list_mode_options"}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name == "_compat.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                name = ast.unparse(node)
+                parts = name.split(".")
+                if parts[0] != "torch" or not any(p.startswith("_") and not p.startswith("__") for p in parts):
+                    continue
+                private = any(name.startswith(d) or d.startswith(name) for d in documented)
+                assert private, f"{path}: {name} belongs in _compat.py"
+
+
+def test_import_touches_no_gpu_and_no_kernel():
+    program = (
+        "import sys, torch, magi_compile\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not [m for m in sys.modules if m.startswith('magi_compile.')], 'not lazy'\n"
+        "import magi_compile.kernels.select, magi_compile.ops\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'triton' not in sys.modules and 'cuda.bindings' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
