@@ -1,0 +1,40 @@
+"""`explain` tells slices, kernels and reasons of every attention of a model."""
+
+import torch
+from torch import nn
+
+from magi_compile import explain
+
+from .conftest import BATCH, Attention, block_mask, document_causal
+
+
+def by_head(b, h, q, kv):
+    return (q >= kv) & (h > 0)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Attention(), Attention()
+
+    def forward(self, x, masks):
+        return self.second(x + self.first(x, masks[0])[0], masks[1])[0]
+
+
+def test_explain_counts_slices_and_lists_reasons():
+    document = torch.arange(96) // 48
+    masks = (document_causal(document.expand(BATCH, -1).contiguous()), by_head)
+    result = explain(Model(), torch.randn(BATCH, 96, 32), [block_mask(m, 96) for m in masks])
+    first, second = result.calls
+    assert first.decision.kernel == "cpu"
+    assert len(first.slices) == 2 * BATCH
+    assert first.slices.area() == 2 * BATCH * 48 * 49 // 2
+    assert first.density == 2 * (48 * 49 // 2) / 96**2
+    assert second.slices is None
+    assert "head" in second.decision.reasons[0]
+    text = str(result)
+    assert "slices   4 (4 CAUSAL)" in text
+    assert "not cuda:" in text
+    assert "stays on FlexAttention because" in text
+    assert "test_explain" not in text or "conftest.py" in text
+    assert text.endswith("1 of 2 FlexAttention calls lowered to cpu, 1 graph compiled")

@@ -1,0 +1,186 @@
+"""The lowering in training and inference: values, gradients, recompilations, layouts."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks, flex_attention, or_masks
+
+from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.report import REPORT
+
+from .conftest import (
+    BATCH,
+    Attention,
+    assert_same,
+    block_mask,
+    document_causal,
+    documents,
+    values_and_grads,
+)
+
+
+def num_graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def run(model, compiled, seqlen, count, seed):
+    x = torch.randn(BATCH, seqlen, 32, generator=torch.Generator().manual_seed(seed))
+    mask_mod = document_causal(documents(seqlen, count, seed))
+    ours = values_and_grads(model, *compiled(x, block_mask(mask_mod, seqlen)))
+    assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
+
+
+def test_training_matches_dense(backend):
+    model = Attention()
+    run(model, torch.compile(model, backend=backend, fullgraph=True), 192, 5, 0)
+    assert [decision.kernel for decision in REPORT.decisions] == ["cpu"]
+
+
+def test_new_documents_do_not_recompile(backend):
+    model = Attention()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for seed, count in enumerate((3, 7, 1, 40)):
+        run(model, compiled, 192, count, seed)
+    assert num_graphs() == 1
+
+
+def test_dynamic_lengths_share_one_graph():
+    model = Attention()
+    compiled = torch.compile(model, backend=make_backend("aot_eager"), fullgraph=True, dynamic=True)
+    for seed, seqlen in enumerate((192, 320, 129, 256)):
+        run(model, compiled, seqlen, 5, seed)
+    assert num_graphs() == 1
+
+
+def test_inductor_trains_like_dense():
+    model = Attention()
+    compiled = torch.compile(model, backend="magi", fullgraph=True)
+    for seed, count in enumerate((3, 9)):
+        run(model, compiled, 192, count, seed)
+    assert num_graphs() == 1
+
+
+def test_inductor_with_dynamic_lengths():
+    model = Attention()
+    compiled = torch.compile(model, backend="magi", fullgraph=True, dynamic=True)
+    for seed, seqlen in enumerate((192, 320)):
+        run(model, compiled, seqlen, 5, seed)
+    assert num_graphs() == 1
+
+
+def window(b, h, q, kv):
+    return (q >= kv) & (q - kv <= 31)
+
+
+def prefix(b, h, q, kv):
+    return kv < 40
+
+
+class Sink:
+    def __init__(self, size):
+        self.size = size
+
+    def __call__(self, b, h, q, kv):
+        return kv < self.size
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [window, or_masks(window, prefix), and_masks(prefix, window), or_masks(Sink(4), window)],
+    ids=["window", "or_masks", "and_masks", "callable"],
+)
+def test_masks_without_data(backend, mask_mod):
+    model = Attention()
+    x = torch.randn(BATCH, 160, 32)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    ours = values_and_grads(model, *compiled(x, block_mask(mask_mod, 160)))
+    assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
+    assert len(REPORT.lowered) == 1
+
+
+def test_no_block_mask_is_full_attention(backend):
+    model = Attention()
+    x = torch.randn(BATCH, 80, 32)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    ours = values_and_grads(model, *compiled(x, None))
+    assert_same(ours, values_and_grads(model, *model.dense(x, lambda b, h, q, kv: q >= 0)))
+
+
+def test_rows_that_see_nothing(backend):
+    lengths = torch.tensor([100, 17])
+
+    def padded(b, h, q, kv):
+        return (q >= kv) & (kv < lengths[b]) & (q < lengths[b])
+
+    model = Attention()
+    x = torch.randn(BATCH, 128, 32)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    out, lse = compiled(x, block_mask(padded, 128))
+    assert torch.isneginf(lse[1, :, 17:]).all()
+    with torch.no_grad():
+        assert_same([out, lse], list(model.dense(x, padded)))
+
+
+def test_softcap_and_scale(backend):
+    def softcap(score, b, h, q, kv):
+        return 5.0 * torch.tanh(score / 5.0)
+
+    model = Attention(softcap)
+    x = torch.randn(BATCH, 96, 32)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    ours = values_and_grads(model, *compiled(x, block_mask(window, 96)))
+    assert_same(ours, values_and_grads(model, *model.dense(x, window, softcap=5.0)))
+    assert len(REPORT.lowered) == 1
+
+
+def test_inference_matches_training(backend):
+    model = Attention()
+    x = torch.randn(BATCH, 96, 32)
+    mask = block_mask(window, 96)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        out, lse = compiled(x, mask)
+    assert not out.requires_grad
+    assert_same([out, lse], list(compiled(x, mask)))
+
+
+def test_autocast_computes_in_its_dtype(backend):
+    def attend(x, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            return flex_attention(x, x, x, block_mask=mask)
+
+    x = torch.randn(BATCH, 2, 96, 16)
+    out = torch.compile(attend, backend=backend, fullgraph=True)(x, block_mask(window, 96))
+    assert out.dtype == torch.bfloat16
+    expected = attend(x, block_mask(window, 96))
+    torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_output_keeps_the_layout_of_the_query(backend, layout):
+    x = torch.randn(BATCH, 96, 2, 16).transpose(1, 2)
+    x = x.contiguous() if layout == "BHSD" else x
+    mask = block_mask(window, 96)
+    ours = torch.compile(flex_attention, backend=backend, fullgraph=True)(x, x, x, block_mask=mask)
+    stock = torch.compile(flex_attention, backend="eager", fullgraph=True)(x, x, x, block_mask=mask)
+    assert ours.stride() == stock.stride()
+
+
+def test_layers_with_one_mask_share_its_slices():
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    layers = torch.nn.ModuleList(Attention() for _ in range(3))
+
+    def model(x, mask):
+        for layer in layers:
+            x = x + layer(x, mask)[0]
+        return x
+
+    mask = block_mask(document_causal(documents(96, 3)), 96)
+    torch.compile(model, backend=make_backend(keep), fullgraph=True)(torch.randn(BATCH, 96, 32), mask)
+    targets = [node.target for node in graphs[0].graph.nodes]
+    assert targets.count(torch.ops.magi.mask_slices.default) == 1
+    assert targets.count(torch.ops.magi.ffa_fwd.default) == 3

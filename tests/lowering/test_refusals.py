@@ -1,0 +1,112 @@
+"""What is not lowered stays on FlexAttention with all reasons, or raises where nothing else can run it."""
+
+import logging
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+from magi_compile import LoweringRefusedError
+from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.report import REPORT
+
+from .conftest import BATCH, Attention, assert_same, block_mask
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def by_head(b, h, q, kv):
+    return (q >= kv) & (h > 0)
+
+
+def dilated(b, h, q, kv):
+    return (q - kv) % 2 == 0
+
+
+def alibi(score, b, h, q, kv):
+    return score + (kv - q) * 0.1
+
+
+def attend(x, mask, score_mod=None, **options):
+    return flex_attention(x, x, x, block_mask=mask, score_mod=score_mod, **options)
+
+
+def compiled(strict=False):
+    backend = make_backend("eager", LoweringOptions(strict=strict))
+    return torch.compile(attend, backend=backend, fullgraph=True)
+
+
+CASES = {
+    "score_mod": (dict(mask=causal, score_mod=alibi), "score_mod applies `add`|score_mod depends on"),
+    "per-head": (dict(mask=by_head), "head"),
+    "dilated": (dict(mask=dilated), "%"),
+    "backend": (dict(mask=causal, kernel_options={"BACKEND": "TRITON"}), "BACKEND='TRITON'"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refused_calls_stay_exact(name, caplog):
+    options, reason = CASES[name]
+    x = torch.randn(BATCH, 2, 96, 16)
+    arguments = dict(options, mask=block_mask(options["mask"], 96))
+    with caplog.at_level(logging.WARNING, "magi_compile"), torch.no_grad():
+        ours = compiled()(x, **arguments)
+        compiled()(x, **arguments)
+    stock = torch.compile(attend, backend="eager", fullgraph=True)(x, **arguments)
+    assert_same(ours, stock)
+    assert not REPORT.lowered
+    assert len(caplog.records) == 1, "one warning, once"
+    caplog_text = caplog.records[0].getMessage()
+    assert "kept on FlexAttention" in caplog_text
+    with pytest.raises(Exception, match=reason):
+        raise AssertionError(caplog_text)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_strict_raises_with_the_reason(name):
+    options, reason = CASES[name]
+    x = torch.randn(BATCH, 2, 96, 16)
+    with pytest.raises(Exception, match=reason) as error:
+        compiled(strict=True)(x, **dict(options, mask=block_mask(options["mask"], 96)))
+    assert isinstance(getattr(error.value, "inner_exception", error.value), LoweringRefusedError)
+
+
+def test_all_reasons_are_listed():
+    x = torch.randn(BATCH, 2, 96, 16)
+    with torch.no_grad():
+        compiled()(x, block_mask(by_head, 96), score_mod=alibi)
+    (decision,) = REPORT.refused
+    assert len(decision.reasons) == 2
+
+
+def test_training_on_a_cpu_cannot_fall_back():
+    x = torch.randn(BATCH, 2, 96, 16, requires_grad=True)
+    with pytest.raises(Exception, match="kept on FlexAttention"):
+        compiled()(x, block_mask(by_head, 96))
+
+
+def test_max_scores_is_refused():
+    x = torch.randn(BATCH, 2, 96, 16)
+    with torch.no_grad():
+        compiled()(x, block_mask(causal, 96), return_aux=AuxRequest(max_scores=True))
+    (decision,) = REPORT.refused
+    assert "max_scores" in decision.reasons[0]
+
+
+def test_lowered_and_refused_calls_mix():
+    lowered, refused = Attention(), Attention(alibi)
+
+    def model(x, mask):
+        return lowered(x, mask)[0] + refused(x, mask)[0]
+
+    x = torch.randn(BATCH, 96, 32)
+    mask = block_mask(causal, 96)
+    with torch.no_grad():
+        ours = torch.compile(model, backend=make_backend("eager"), fullgraph=True)(x, mask)
+        stock = torch.compile(model, backend="eager", fullgraph=True)(x, mask)
+    assert_same(ours, stock)
+    assert (len(REPORT.lowered), len(REPORT.refused)) == (1, 1)
+    assert str(REPORT) == "1 of 2 FlexAttention calls lowered to cpu, 1 graph compiled"

@@ -1,0 +1,162 @@
+"""The public functions: values against the oracle, and one error for each way to misuse them."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
+
+from magi_compile import AttnSlices, flex_attention, flex_flash_attention
+from magi_compile.kernels.reference import exact_backward, exact_forward
+
+TOTAL_Q, TOTAL_K = 70, 90
+
+
+@pytest.fixture
+def slices():
+    return AttnSlices.from_lists([(0, 30), (30, 64)], [(0, 40), (40, 90)], [1, 3], TOTAL_Q, TOTAL_K)
+
+
+def packed(nheads_q=4, nheads_kv=2, head_dim=16, dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    shapes = [(TOTAL_Q, nheads_q, head_dim), *[(TOTAL_K, nheads_kv, head_dim)] * 2]
+    return [torch.randn(shape, dtype=dtype, **options) for shape in shapes]
+
+
+def test_packed_values_and_gradients(slices):
+    q, k, v = packed(requires_grad=True)
+    out, lse = flex_flash_attention(q, k, v, slices, softmax_scale=0.3, softcap=4.0)
+    exact = exact_forward(q, k, v, slices, 0.3, 4.0)
+    torch.testing.assert_close(out.double(), exact.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
+    dout = torch.randn_like(out)
+    dlse = torch.where(lse == -torch.inf, 0.0, torch.randn_like(lse))
+    grads = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
+    expected = exact_backward(dout, dlse, q, k, v, exact.out, exact.lse, slices, 0.3, 4.0)
+    for grad, expect in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.double(), expect, atol=2e-5, rtol=2e-5)
+
+
+def test_gradient_of_lse_alone(slices):
+    q, k, v = packed(requires_grad=True)
+    _, lse = flex_flash_attention(q, k, v, slices)
+    (grad,) = torch.autograd.grad(lse[:, :30].sum(), [q])
+    exact = exact_forward(q, k, v, slices, 0.25)
+    dlse = torch.zeros_like(lse)
+    dlse[:, :30] = 1.0
+    dout = torch.zeros_like(exact.out)
+    expected = exact_backward(dout, dlse, q, k, v, exact.out, exact.lse, slices, 0.25)
+    torch.testing.assert_close(grad.double(), expected.dq, atol=1e-5, rtol=1e-5)
+
+
+def wrong(**changes):
+    """The packed arguments with some of them replaced."""
+    arguments = dict(zip("qkv", packed(), strict=True))
+    arguments.update(changes)
+    return arguments
+
+
+ERRORS = {
+    "q 2-d": (lambda: wrong(q=torch.randn(70, 16)), r"`q` must be \[total, nheads, head_dim\], got shape \[70, 16\]"),
+    "q int": (lambda: wrong(q=torch.ones(70, 4, 16, dtype=torch.int32)), "`q` must be float32.*got torch.int32"),
+    "k dtype": (lambda: wrong(k=packed()[1].half()), "`k` must have the dtype of `q`, torch.float32, got torch.float16"),
+    "k device": (lambda: wrong(k=packed()[1].to("meta")), "`k` must be on the device of `q`, cpu, got meta"),
+    "k head_dim": (lambda: wrong(k=torch.randn(90, 2, 8)), "`k` must have the head_dim of `q`, 16, got 8"),
+    "v heads": (lambda: wrong(v=torch.randn(90, 4, 16)), r"`v` must have the tokens and heads of `k`, \[90, 2\], got \[90, 4\]"),
+    "q heads": (lambda: wrong(q=torch.randn(70, 3, 16)), "`q` must have a multiple of the heads of `k`, 2, got 3 heads"),
+    "q tokens": (lambda: wrong(q=torch.randn(71, 4, 16)), "`slices` must cover 71 query rows and 90 keys, got 70 and 90"),
+    "softcap": (lambda: wrong(softcap=-1.0), "`softcap` must not be negative, got -1.0"),
+    "kernel": (lambda: wrong(kernel="fa3"), "`kernel` must be one of .*, got 'fa3'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_bad_packed_input(name, slices):
+    arguments, message = ERRORS[name]
+    with pytest.raises(ValueError, match=message):
+        flex_flash_attention(slices=slices, **arguments())
+
+
+def test_slices_of_another_type():
+    with pytest.raises(TypeError, match="`slices` must be AttnSlices, got list"):
+        flex_flash_attention(*packed(), [(0, 1)])
+
+
+def test_slices_on_another_device(slices):
+    with pytest.raises(ValueError, match=r"`slices` must be on the device of `q`, cpu, got meta"):
+        flex_flash_attention(*packed(), slices.to("meta"))
+
+
+def test_forced_kernel_that_refuses_says_why(slices):
+    with pytest.raises(NotImplementedError, match="cuda: "):
+        flex_flash_attention(*packed(), slices, kernel="cuda")
+
+
+def causal(b, h, q, kv):
+    return q + 5 >= kv
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_flex_attention_equals_pytorch(masked, batch):
+    torch.manual_seed(0)
+    q = torch.randn(batch, 4, 70, 16)
+    k, v = torch.randn(2, batch, 2, 90, 16)
+    mask = create_block_mask(causal, None, None, 70, 90, device="cpu") if masked else None
+    options = dict(block_mask=mask, scale=0.2, enable_gqa=True, return_aux=AuxRequest(lse=True))
+    out, aux = flex_attention(q, k, v, **options)
+    expected, expected_aux = torch.compile(torch_flex_attention, backend="eager")(q, k, v, **options)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(aux.lse, expected_aux.lse, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_attention_trains_on_any_device():
+    q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu")
+    ours = torch.autograd.grad(flex_attention(q, k, v, block_mask=mask).sin().sum(), [q, k, v])
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    expected = torch.autograd.grad(dense.sin().sum(), [q, k, v])
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_flex_attention_inside_compile_is_the_operator():
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    x = torch.randn(1, 2, 64, 16)
+    torch.compile(flex_attention, backend=keep, fullgraph=True)(x, x, x)
+    targets = [node.target for node in graphs[0].graph.nodes]
+    assert torch.ops.higher_order.flex_attention in targets
+
+
+PADDED_ERRORS = {
+    "rank": (lambda x, m: dict(query=x[0]), r"`query` must be \[B, H, S, D\], got shape \[2, 64, 16\]"),
+    "batch": (lambda x, m: dict(key=x.repeat(2, 1, 1, 1)), "`key` must have the batch size of `query`, 1, got 2"),
+    "gqa": (lambda x, m: dict(key=x[:, :1], value=x[:, :1]), "`key` must have the heads of `query`, 2, got 1; set enable_gqa"),
+    "length": (lambda x, m: dict(query=x[:, :, :32], block_mask=m), r"`block_mask` must be made for 32 queries and 64 keys"),
+    "aux": (lambda x, m: dict(return_lse=True, return_aux=AuxRequest(lse=True)), "`return_lse` and `return_aux` must not both"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PADDED_ERRORS)
+def test_bad_padded_input(name):
+    changes, message = PADDED_ERRORS[name]
+    x = torch.randn(1, 2, 64, 16)
+    mask = create_block_mask(causal, None, None, 64, 64, device="cpu")
+    with pytest.raises(ValueError, match=message):
+        flex_attention(**{**dict(query=x, key=x, value=x), **changes(x, mask)})
+
+
+def test_mask_of_another_batch_size():
+    x = torch.randn(2, 2, 64, 16)
+    mask = create_block_mask(causal, 3, None, 64, 64, device="cpu")
+    with pytest.raises(ValueError, match="`block_mask` must have batch size 1 or 2, got 3"):
+        flex_attention(x, x, x, block_mask=mask)
+
+
+def test_max_scores_is_not_returned():
+    x = torch.randn(1, 2, 64, 16)
+    with pytest.raises(NotImplementedError, match="max_scores"):
+        flex_attention(x, x, x, return_aux=AuxRequest(max_scores=True))

@@ -1,0 +1,56 @@
+"""The custom ops pass torch's own checks: schema, fakes, autograd, dynamic shapes."""
+
+import pytest
+import torch
+
+from magi_compile import AttnSlices
+
+LISTS = ("q_ranges", "k_ranges", "mask_types")
+
+
+@pytest.fixture
+def arguments():
+    torch.manual_seed(0)
+    slices = AttnSlices.from_lists([(0, 20), (20, 40)], [(0, 20), (20, 40)], [1, 0], 48, 48)
+    lists = [getattr(slices, name) for name in LISTS]
+    return [torch.randn(48, heads, 16) for heads in (4, 2, 2)], lists
+
+
+def test_forward(arguments):
+    tensors, lists = arguments
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, *lists, [], 0.25, 0.0, ""))
+
+
+def test_forward_with_a_plan(arguments):
+    """A plan travels as a list of tensors that have no gradients."""
+    tensors, lists = arguments
+    tensors = [tensor.requires_grad_() for tensor in tensors]
+    plan = [torch.zeros(1, dtype=torch.int32)]
+    torch.library.opcheck(
+        torch.ops.magi.ffa_fwd, (*tensors, *lists, plan, 0.25, 0.0, "reference")
+    )
+
+
+@pytest.mark.parametrize("with_dlse", [True, False])
+def test_backward(arguments, with_dlse):
+    (q, k, v), lists = arguments
+    out, lse = torch.ops.magi.ffa_fwd(q, k, v, *lists, [], 0.25, 0.0, "")
+    dlse = torch.randn_like(lse) if with_dlse else None
+    torch.library.opcheck(
+        torch.ops.magi.ffa_bwd,
+        (torch.randn_like(out), dlse, q, k, v, out, lse, *lists, [], 0.25, 0.0, ""),
+    )
+
+
+def test_mask_slices():
+    document = torch.arange(64) // 20
+    program = "(q >= kv) & (t0[q] == t0[kv])"
+    options = (1, 64, 64, 16, torch.device("cpu"))
+    arguments = ([document], [], program, "document", *options)
+    torch.library.opcheck(torch.ops.magi.mask_slices, arguments)
+    q_ranges, k_ranges, mask_types = torch.ops.magi.mask_slices(*arguments)
+    found = AttnSlices(q_ranges, k_ranges, mask_types, 64, 64).compact()
+    assert [tuple(s) for s in found] == [
+        ((a, b), (a, b), 1) for a, b in ((0, 20), (20, 40), (40, 60), (60, 64))
+    ]
