@@ -24,29 +24,37 @@ class PlanTiles(NamedTuple):
 class ForwardConfig:
     """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd.cuh`.
 
-    A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each.
+    A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. `stages`
+    counts the buffers of K and of V, `q_stages` those of Q; with a single one the output leaves through it.
     """
 
-    tile_rows: int
+    num_consumers: int
     block_cols: int
     stages: int
-    num_consumers: int
+    q_stages: int
     producer_registers: int
     consumer_registers: int
+
+    @property
+    def tile_rows(self) -> int:
+        return 64 * self.num_consumers
 
     @property
     def num_threads(self) -> int:
         return 128 * (self.num_consumers + 1)
 
 
-# The largest blocks whose Q tile and two stages of K and V fit in 227 KB, and whose accumulators fit in registers.
+# By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(192, 128, 2, 3, 32, 160),
-    96: ForwardConfig(128, 128, 2, 2, 24, 240),
-    128: ForwardConfig(128, 128, 2, 2, 24, 240),
-    192: ForwardConfig(128, 96, 2, 2, 24, 240),
-    256: ForwardConfig(128, 80, 2, 2, 24, 240),
+    64: ForwardConfig(3, 128, 4, 2, 32, 160),
+    96: ForwardConfig(2, 128, 2, 2, 40, 232),
+    128: ForwardConfig(2, 128, 2, 2, 40, 232),
+    192: ForwardConfig(2, 96, 2, 1, 40, 232),
+    256: ForwardConfig(2, 64, 2, 1, 40, 232),
 }
+
+# Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
+_L2_SECTION_BYTES = 32 * 2**20
 
 FORWARD_HEAD_DIMS = tuple(_FORWARD)
 
@@ -62,7 +70,52 @@ def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
         forward = forward_config(problem)
         return PlanTiles(forward.tile_rows, forward.block_cols, k_tile_rows=128, k_block_cols=64)
     if kernel == "triton":
-        # Triton's blocks are powers of two.
-        block_cols = 64 if problem.head_dim <= 128 else 32
-        return PlanTiles(128, block_cols, k_tile_rows=block_cols, k_block_cols=64)
+        triton = triton_config(problem)
+        return PlanTiles(
+            triton.q_tile_rows, triton.q_block_cols, triton.k_tile_rows, triton.k_block_cols
+        )
     raise ValueError(f'`kernel` must be "cuda" or "triton", got {kernel!r}')
+
+
+class Launch(NamedTuple):
+    """How Triton compiles one kernel."""
+
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class TritonConfig:
+    """The tiles of the Triton kernels, powers of two, and how each kernel is compiled."""
+
+    q_tile_rows: int
+    q_block_cols: int
+    k_tile_rows: int
+    k_block_cols: int
+    forward: Launch
+    dq: Launch
+    dkdv: Launch
+
+
+DELTA_ROWS = 64  # rows of a program of the kernel before the backward, which only streams
+
+# 16-bit inputs, by head dimension, where a thread block has at least 163 KB of shared memory.
+_TRITON = {
+    64: TritonConfig(128, 64, 128, 64, Launch(4, 3), Launch(8, 3), Launch(8, 3)),
+    128: TritonConfig(128, 64, 128, 64, Launch(8, 3), Launch(8, 3), Launch(8, 2)),
+    256: TritonConfig(64, 32, 64, 32, Launch(4, 2), Launch(4, 2), Launch(8, 2)),
+}
+_TRITON_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
+
+# Wide elements, and the 99 KB of the other GPUs.
+_TRITON_SMALL = TritonConfig(64, 32, 32, 32, Launch(4, 2), Launch(4, 2), Launch(4, 2))
+_TRITON_SMALLEST = TritonConfig(32, 16, 16, 16, Launch(4, 1), Launch(4, 1), Launch(4, 1))
+
+
+def triton_config(problem: AttnProblem) -> TritonConfig:
+    """The Triton kernels for `problem`: the largest tiles that fit in shared memory and in registers."""
+    head_dim = max(problem.head_dim, problem.head_dim_v)
+    is_wide = problem.dtype.itemsize > 2
+    if is_wide or problem.device_arch not in _TRITON_LARGE_SHARED_MEMORY:
+        return _TRITON_SMALLEST if is_wide and head_dim > 128 else _TRITON_SMALL
+    return next(config for size, config in _TRITON.items() if head_dim <= size)

@@ -1,0 +1,16 @@
+// One forward kernel. The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
+// magi_compile/kernels/heuristics.py through the compiler's command line.
+#include "fwd.cuh"
+
+namespace ffa {
+
+using Config = ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_STAGES, FFA_Q_STAGES, FFA_CONSUMERS,
+                             FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP>;
+
+
+}  // namespace ffa
+
+extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
+    ffa_forward(const __grid_constant__ ffa::ForwardParams params) {
+    ffa::forward<ffa::Config>(params);
+}

@@ -1,0 +1,268 @@
+// The sm_90a instructions these kernels use, one function each, named after the instruction.
+// NVRTC compiles this without any system header, so the integer types are spelled out here.
+#pragma once
+
+namespace ffa {
+
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using uint64_t = unsigned long long;
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+
+struct bfloat16 {
+    uint16_t bits;
+};
+struct float16 {
+    uint16_t bits;
+};
+
+// A CUtensorMap, passed by value inside a __grid_constant__ parameter.
+struct alignas(64) TensorMap {
+    uint64_t opaque[16];
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- mbarrier
+
+__device__ __forceinline__ void mbarrier_init(uint64_t& barrier, uint32_t arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t& barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t& barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+                 : "memory");
+}
+
+__device__ __forceinline__ bool mbarrier_try_wait(uint64_t& barrier, uint32_t phase) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier)), "r"(phase)
+        : "memory");
+    return done;
+}
+
+__device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t phase) {
+    while (!mbarrier_try_wait(barrier, phase)) {
+    }
+}
+
+// ---- named barriers
+
+__device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// ---- TMA
+
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+__device__ __forceinline__ void tma_load_3d(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y,
+                                            int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+        "[%2];" ::"r"(shared_address(destination)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void cp_async_bulk_load(void* destination, const void* source, uint32_t bytes,
+                                                   uint64_t& barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     shared_address(destination)),
+                 "l"(source), "r"(bytes), "r"(shared_address(&barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void tma_store_3d(const TensorMap& map, const void* source, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(shared_address(source)), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Orders this thread's shared-memory stores before reads by wgmma and TMA.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- registers and conversions
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+__device__ __forceinline__ float ex2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float tanh_approx(float x) {
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high);
+
+template <>
+__device__ __forceinline__ uint32_t pack<bfloat16>(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+template <>
+__device__ __forceinline__ uint32_t pack<float16>(float low, float high) {
+    uint32_t packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+                 "r"(c), "r"(d)
+                 : "memory");
+}
+
+// ---- wgmma
+
+__device__ __forceinline__ void wgmma_fence() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit_group() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_group() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Pins registers that a wgmma reads or writes: without it the compiler moves their uses into the asynchronous window.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&registers)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        asm volatile("" : "+f"(registers[i])::"memory");
+    }
+}
+
+// A shared-memory operand in 128-byte swizzle; `leading_bytes` is the stride between 64-column slabs where the
+// operand is read along its rows (MN-major), and unused where it is read along its columns (K-major).
+__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
+    constexpr uint64_t kSwizzle128 = 1ull << 62;
+    constexpr uint64_t kEightRows = 8 * 128;
+    return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
+           (shared_address(tile) & 0x3FFFF) >> 4;
+}
+
+enum class Major { K = 0, MN = 1 };
+
+// D[64, N] (+)= A[64, 16] B[16, N] in fp32, A from shared memory (ss) or from registers (rs).
+template <class Element, int kN>
+struct Wgmma;
+
+#define FFA_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define FFA_F16(d, i) FFA_F4(d, i), FFA_F4(d, i + 4), FFA_F4(d, i + 8), FFA_F4(d, i + 12)
+#define FFA_F32(d) FFA_F16(d, 0), FFA_F16(d, 16)
+#define FFA_F48(d) FFA_F32(d), FFA_F16(d, 32)
+#define FFA_F64(d) FFA_F48(d), FFA_F16(d, 48)
+#define FFA_F96(d) FFA_F64(d), FFA_F16(d, 64), FFA_F16(d, 80)
+#define FFA_F128(d) FFA_F96(d), FFA_F16(d, 96), FFA_F16(d, 112)
+#define FFA_R32                                                                                                  \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
+    "%29,%30,%31"
+#define FFA_R48 FFA_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define FFA_R64 FFA_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define FFA_R96                                                                                                      \
+    FFA_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+            ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define FFA_R128                                                                                                     \
+    FFA_R96 ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+            ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+
+// X0.. are the operand numbers after the accumulators.
+#define FFA_WGMMA(ELEMENT, TYPE, N, REGISTERS, OPERANDS, X0, X1, X2, X3, X4, X5, X6)                                  \
+    template <>                                                                                                      \
+    struct Wgmma<ELEMENT, N> {                                                                                       \
+        template <Major kMajorA, Major kMajorB>                                                                      \
+        static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {       \
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X2                                                      \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+                         X0 ", " X1 ", p, 1, 1, " X3 ", " X4 ";\n}"                                                  \
+                         : OPERANDS(d)                                                                               \
+                         : "l"(a), "l"(b), "r"(accumulate), "n"(int(kMajorA)), "n"(int(kMajorB)));                   \
+        }                                                                                                            \
+        template <Major kMajorB>                                                                                     \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {\
+            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X5                                                      \
+                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" \
+                         X0 "," X1 "," X2 "," X3 "}, " X4 ", p, 1, 1, " X6 ";\n}"                                    \
+                         : OPERANDS(d)                                                                               \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kMajorB)));  \
+        }                                                                                                            \
+    };
+#define FFA_WGMMA_SIZES(ELEMENT, TYPE)                                                                      \
+    FFA_WGMMA(ELEMENT, TYPE, 64, FFA_R32, FFA_F32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")         \
+    FFA_WGMMA(ELEMENT, TYPE, 96, FFA_R48, FFA_F48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")         \
+    FFA_WGMMA(ELEMENT, TYPE, 128, FFA_R64, FFA_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")        \
+    FFA_WGMMA(ELEMENT, TYPE, 192, FFA_R96, FFA_F96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")     \
+    FFA_WGMMA(ELEMENT, TYPE, 256, FFA_R128, FFA_F128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+FFA_WGMMA_SIZES(bfloat16, "bf16")
+FFA_WGMMA_SIZES(float16, "f16")
+#undef FFA_WGMMA_SIZES
+#undef FFA_WGMMA
+#undef FFA_R128
+#undef FFA_R96
+#undef FFA_R64
+#undef FFA_R48
+#undef FFA_R32
+#undef FFA_F128
+#undef FFA_F96
+#undef FFA_F64
+#undef FFA_F48
+#undef FFA_F32
+#undef FFA_F16
+#undef FFA_F4
+
+}  // namespace ffa

@@ -1,0 +1,62 @@
+// Which (tile, head) a thread block works on next: the plan's tiles, longest first, for one L2 section of heads after
+// another. The first item of a block is its index; the others are drawn from a counter, so that no block waits while
+// another has work left.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace ffa {
+
+// A tile of the plan, as it lies in memory.
+struct Tile {
+    int row_begin, row_end, run_begin, run_end;
+};
+
+struct Schedule {
+    const Tile* tiles;       // [num_tiles]
+    int* ticket;             // [1], zero at launch; unused where every block has one item at most
+    int num_tiles;
+    int num_heads;
+    int heads_per_section;   // divides num_heads
+};
+
+struct WorkItem {
+    int tile;
+    int head;
+};
+
+class Scheduler {
+public:
+    __device__ __forceinline__ explicit Scheduler(const Schedule& schedule)
+        : schedule_(schedule), item_(blockIdx.x), num_items_(schedule.num_tiles * schedule.num_heads) {}
+
+    __device__ __forceinline__ bool has_work() const { return item_ < num_items_; }
+
+    __device__ __forceinline__ WorkItem item() const {
+        const int items_per_section = schedule_.num_tiles * schedule_.heads_per_section;
+        const int section = item_ / items_per_section;
+        const int within = item_ - section * items_per_section;
+        const int tile = within / schedule_.heads_per_section;
+        return {tile, section * schedule_.heads_per_section + within - tile * schedule_.heads_per_section};
+    }
+
+    // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
+    __device__ __forceinline__ void leave_section() {
+        const int items_per_section = schedule_.num_tiles * schedule_.heads_per_section;
+        const int next_section = (item_ / items_per_section + 1) * items_per_section;
+        if (num_items_ > gridDim.x) {
+            atomicMax(schedule_.ticket, next_section - static_cast<int>(gridDim.x));
+        }
+    }
+
+    __device__ __forceinline__ void advance() {
+        item_ = gridDim.x < num_items_ ? gridDim.x + atomicAdd(schedule_.ticket, 1) : num_items_;
+    }
+
+private:
+    const Schedule& schedule_;
+    int item_;
+    int num_items_;
+};
+
+}  // namespace ffa

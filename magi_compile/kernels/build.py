@@ -1,0 +1,40 @@
+"""Compile every variant of the CUDA kernels into the cache: `python -m magi_compile.kernels.build`.
+
+Needs NVRTC but no GPU. Exits with an error if a variant does not compile, spills registers or serialises wgmma.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
+from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
+from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS
+
+
+def variants() -> Iterator[Variant]:
+    """Every variant that some problem needs."""
+    for head_dim, dtype, softcap in itertools.product(FORWARD_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
+        problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
+        yield forward_variant(problem)
+
+
+def main() -> int:
+    failures = []
+    for variant in variants():
+        start = time.perf_counter()
+        try:
+            compile_variant(variant)
+        except CompileError as error:
+            failures.append(str(error))
+        print(f"{time.perf_counter() - start:6.2f} s  {variant.entry} {dict(variant.defines)}")
+    print("\n\n".join(failures), file=sys.stderr)
+    return len(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

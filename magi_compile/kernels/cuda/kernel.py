@@ -1,0 +1,71 @@
+"""Attention on Hopper GPUs: the kernels of `csrc/sm90`, compiled at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.cuda.forward import ELEMENTS, forward
+from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS, plan_tiles
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.tiles import build_tile_plan
+
+
+class CudaKernel:
+    """Warp-specialised attention for sm_90a; see `Kernel` for the interface."""
+
+    name = "cuda"
+    plans_in_graph = True
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        if problem.device_type != "cuda":
+            return [f"needs a CUDA device, got {problem.device_type!r}"]
+        reasons = []
+        if problem.device_arch != (9, 0):
+            reasons.append(f"needs compute capability 9.0, got {problem.device_arch}")
+        if problem.dtype not in ELEMENTS:
+            reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
+        if problem.head_dim not in FORWARD_HEAD_DIMS:
+            reasons.append(f"needs a head_dim of {FORWARD_HEAD_DIMS}, got {problem.head_dim}")
+        if problem.head_dim_v != problem.head_dim:
+            reasons.append(
+                f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
+            )
+        if not problem.softmax_scale > 0:
+            reasons.append(f"needs a positive softmax_scale, got {problem.softmax_scale}")
+        return reasons
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        return build_tile_plan(slices, **plan_tiles(problem)._asdict()).to_list()
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        return plan_tiles(problem)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> ForwardOutput:
+        q_tiles, q_runs, _, _ = plan
+        return forward(q, k, v, q_tiles, q_runs, problem)
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardOutput:
+        raise NotImplementedError("the cuda kernel has no backward pass")

@@ -1,0 +1,109 @@
+"""Loading cubins, describing tensors to TMA, and launching on torch's current stream."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+
+import torch
+from cuda.bindings import driver
+from torch import Tensor
+
+from magi_compile.kernels.cuda.nvrtc import Variant, compile_variant
+
+# Each thread block asks for all the shared memory that an sm_90 chip gives to one.
+SHARED_BYTES = 227 * 1024
+TENSOR_MAP_BYTES = 128
+
+_DTYPES = {
+    torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+    torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+}
+
+
+@cache
+def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
+    """Compile `variant` if need be and load it on a device, which is to be the current one."""
+    torch.cuda.current_stream(device_index)  # makes torch create the device's context
+    library = check(driver.cuLibraryLoadData(compile_variant(variant), [], [], 0, [], [], 0))
+    kernel = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
+    function = check(driver.cuKernelGetFunction(kernel))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(driver.cuFuncSetAttribute(function, attribute, SHARED_BYTES))
+    return function
+
+
+@cache
+def num_sms(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def tma_compatible(x: Tensor) -> Tensor:
+    """`x [rows, heads, head_dim]` itself if TMA can read it, else a copy."""
+    aligned = x.data_ptr() % 16 == 0 and x.stride(2) == 1
+    for dim in (0, 1):
+        stride = x.stride(dim) * x.element_size()
+        aligned = aligned and (x.shape[dim] == 1 or (stride > 0 and stride % 16 == 0))
+    return x if aligned else x.contiguous(memory_format=torch.contiguous_format).clone()
+
+
+def tensor_map(x: Tensor, box_rows: int) -> bytes:
+    """The TMA descriptor of `x [rows, heads, head_dim]`, in boxes of `box_rows` rows and 128 bytes of one head."""
+    return _encode(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box_rows)
+
+
+@lru_cache(maxsize=4096)
+def _encode(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box_rows: int
+) -> bytes:
+    rows, heads, head_dim = shape
+    size = dtype.itemsize
+    # The stride of a dimension of size 1 is never used, and may be anything.
+    strides = [stride[i] * size if shape[i] > 1 else head_dim * size for i in (0, 1)]
+    encoded = driver.cuTensorMapEncodeTiled(
+        _DTYPES[dtype],
+        3,
+        address,
+        [driver.cuuint64_t(n) for n in (head_dim, rows, heads)],
+        [driver.cuuint64_t(n) for n in strides],
+        [driver.cuuint32_t(n) for n in (128 // size, box_rows, 1)],
+        [driver.cuuint32_t(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    return ctypes.string_at(check(encoded).getPtr(), TENSOR_MAP_BYTES)
+
+
+def launch(
+    function: driver.CUfunction, grid: int, block: int, params: bytearray, stream: int
+) -> None:
+    """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies."""
+    struct = (ctypes.c_char * len(params)).from_buffer(params)
+    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+    check(
+        driver.cuLaunchKernel(
+            function, grid, 1, 1, block, 1, 1, SHARED_BYTES, stream, ctypes.addressof(arguments), 0
+        )
+    )
+
+
+def zero_word(stream: int, device: torch.device) -> Tensor:
+    """An int32 that is zero when work behind it on `stream` starts."""
+    word = torch.empty(1, dtype=torch.int32, device=device)
+    check(driver.cuMemsetD32Async(word.data_ptr(), 0, 1, stream))
+    return word
+
+
+def check(result):
+    """The values of a driver call.
+
+    Raises:
+        RuntimeError: with the driver's name of the error and its description.
+    """
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        _, text = driver.cuGetErrorString(status)
+        raise RuntimeError(f"{status.name}: {text.decode() if text else 'unknown error'}")
+    return values[0] if len(values) == 1 else values
