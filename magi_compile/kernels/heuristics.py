@@ -64,6 +64,15 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
     return _FORWARD[problem.head_dim]
 
 
+def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:
+    """How many query heads are worked on at a time, so that their K and V stay in the L2 cache."""
+    kv_bytes = 2 * seqlen_k * problem.head_dim * problem.dtype.itemsize
+    kv_heads = min(problem.nheads_kv, max(1, _L2_SECTION_BYTES // max(kv_bytes, 1)))
+    while problem.nheads_kv % kv_heads:
+        kv_heads -= 1
+    return kv_heads * problem.qhead_per_kvhead
+
+
 def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
     """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda" or "triton")."""
     if kernel == "cuda":
