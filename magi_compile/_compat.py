@@ -87,3 +87,34 @@ def install_pre_grad_pass(graph_pass: Any) -> None:
 def is_pre_grad_pass_of_ours(graph_pass: Any) -> bool:
     """Whether `graph_pass` was made by `pre_grad_pass`."""
     return isinstance(graph_pass, _pre_grad_pass_class())
+
+
+def cpu_flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, softmax_scale: float
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's flash attention for CPUs: `(out, lse)` of `[batch, nheads, seqlen, head_dim]` tensors.
+
+    All of one head_dim, whose stride is 1. `mask` is added to the scores: `[seqlen_q, seqlen_k]`, the dtype of `q`.
+    A row that sees nothing gets a wrong lse. `is_causal` lets row r see the keys up to r.
+    """
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, attn_mask=mask, scale=softmax_scale
+    )
+
+
+def cpu_flash_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `cpu_flash_forward`. It takes `out` and `lse` as they come: those of a row over more keys
+    than these give the share of these keys. It reads `out` only for the row sums of `dout * out`."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=softmax_scale
+    )

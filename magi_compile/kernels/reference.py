@@ -10,6 +10,8 @@ One key-value head at a time, so memory is O(qhead_per_kvhead * seqlen_q * seqle
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 from torch import Tensor
 
@@ -119,12 +121,16 @@ class ReferenceKernel:
     """The oracle behind the kernel interface: any device, dtype and head size, as far as memory goes."""
 
     name = "reference"
+    plans_in_graph = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         return []
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         return []
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        return None
 
     def forward(
         self,

@@ -1,0 +1,141 @@
+"""How the CPU kernel cuts slices: into pieces that are one call of PyTorch's flash attention each.
+
+That op knows rectangles, squares that are causal from their first row, and masks given as a tensor:
+
+    FULL: 1 rectangle    CAUSAL: 1 rectangle      BI_CAUSAL (and INV_CAUSAL): blocks of rows with a mask
+                         and 1 causal square
+          # # # #               # #|# . .                # # # . . .
+          # # # #               # #|# # .                . # # # . .
+          # # # #               # #|# # #                ------------
+                                                             # # # .
+                                                             . # # #
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.slices import AttnSlices, MaskType
+
+NO_LOWER, NO_UPPER = -(2**30), 2**30
+
+# A block of rows with this many keys or fewer is one masked call; a longer one masks its edges only.
+MAX_MASKED_KEYS = 4096
+
+
+class Piece(NamedTuple):
+    """Row r of `[q_begin, q_end)` sees the keys `max(k_begin, r + diag_lo) <= c < min(k_end, r + diag_hi)`, at least
+    one. `is_first`: no piece before this one in the plan has any of its rows."""
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    diag_lo: int = NO_LOWER
+    diag_hi: int = NO_UPPER
+    is_first: bool = False
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.q_begin, self.q_end)
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.k_begin, self.k_end)
+
+    @property
+    def cuts_lower(self) -> bool:
+        """Whether some row does not see the first key."""
+        return self.q_end - 1 + self.diag_lo > self.k_begin
+
+    @property
+    def cuts_upper(self) -> bool:
+        """Whether some row does not see the last key."""
+        return self.q_begin + self.diag_hi < self.k_end
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether the piece is a square whose first row sees one key and whose last row sees all."""
+        return (
+            not self.cuts_lower
+            and self.q_begin + self.diag_hi == self.k_begin + 1
+            and self.q_end - self.q_begin == self.k_end - self.k_begin
+        )
+
+
+def plan_pieces(slices: AttnSlices) -> Tensor:
+    """The pieces of `slices` in order of rows: int32 `[num_pieces, 7]`, the fields of `Piece`."""
+    table = torch.cat([slices.q_ranges, slices.k_ranges, slices.mask_types[:, None]], 1)
+    live = (table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])
+    pieces = [piece for row in table[live].tolist() for piece in _pieces(*row)]
+    pieces.sort(key=lambda piece: (piece.q_begin, -piece.q_end, piece.k_begin))
+    rows_seen = 0
+    for i, piece in enumerate(pieces):
+        pieces[i] = piece._replace(is_first=piece.q_begin >= rows_seen)
+        rows_seen = max(rows_seen, piece.q_end)
+    return torch.tensor(pieces, dtype=torch.int32).view(-1, len(Piece._fields))
+
+
+def cut(piece: Piece, max_rows: int, max_keys: int) -> Iterator[Piece]:
+    """`piece` in tiles of a bounded size, by rows; tiles in which no row sees a key are left out. In the others some
+    rows may see none, unlike in a `Piece`."""
+    for q_begin in range(piece.q_begin, piece.q_end, max_rows):
+        q_end = min(q_begin + max_rows, piece.q_end)
+        k_first = max(piece.k_begin, q_begin + piece.diag_lo)
+        k_last = min(piece.k_end, q_end - 1 + piece.diag_hi)
+        for k_begin in range(k_first, k_last, max_keys):
+            k_end = min(k_begin + max_keys, k_last)
+            yield Piece(q_begin, q_end, k_begin, k_end, piece.diag_lo, piece.diag_hi)
+
+
+@lru_cache(maxsize=8)
+def additive_mask(
+    seqlen_q: int, seqlen_k: int, diag_lo: int, diag_hi: int, dtype: torch.dtype
+) -> Tensor:
+    """0 where `r + diag_lo <= c < r + diag_hi` and -inf elsewhere: `[seqlen_q, seqlen_k]`. Not to be written to."""
+    offset = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
+    visible = (offset >= diag_lo) & (offset < diag_hi)
+    return torch.where(visible, 0.0, -torch.inf).to(dtype)
+
+
+def _pieces(q_begin: int, q_end: int, k_begin: int, k_end: int, mask_type: int) -> Iterator[Piece]:
+    seqlen_q, seqlen_k = q_end - q_begin, k_end - k_begin
+    square = min(seqlen_q, seqlen_k)
+    if mask_type == MaskType.FULL:
+        yield Piece(q_begin, q_end, k_begin, k_end)
+    elif mask_type == MaskType.CAUSAL:
+        q_begin, split = q_end - square, k_end - square
+        if k_begin < split:
+            yield Piece(q_begin, q_end, k_begin, split)
+        yield Piece(q_begin, q_end, split, k_end, diag_hi=split - q_begin + 1)
+    elif mask_type == MaskType.INV_CAUSAL:
+        band = Piece(q_begin, q_begin + square, k_begin, k_end, diag_lo=k_begin - q_begin)
+        yield from _masked_blocks(band, max_rows=256)
+    elif seqlen_k >= seqlen_q:
+        window = seqlen_k - seqlen_q + 1
+        diag_lo = k_begin - q_begin
+        band = Piece(q_begin, q_end, k_begin, k_end, diag_lo, diag_lo + window)
+        # Each block computes max_rows - 1 keys a row more than it needs, so short windows want short blocks.
+        yield from _masked_blocks(band, max_rows=min(max(64, window // 2), 256))
+
+
+def _masked_blocks(band: Piece, max_rows: int) -> Iterator[Piece]:
+    """A band in blocks of rows; where a block has many keys, the edges that need a mask are pieces of their own."""
+    for block in cut(band, max_rows, max_keys=band.k_end - band.k_begin):
+        q_begin, q_end, k_begin, k_end, *_ = block
+        if k_end - k_begin <= MAX_MASKED_KEYS:
+            yield block
+            continue
+        seqlen_q = q_end - q_begin
+        if block.cuts_lower:
+            yield Piece(q_begin, q_end, k_begin, k_begin + seqlen_q, diag_lo=band.diag_lo)
+            k_begin += seqlen_q
+        if block.cuts_upper:
+            yield Piece(q_begin, q_end, k_end - seqlen_q, k_end, diag_hi=band.diag_hi)
+            k_end -= seqlen_q
+        yield Piece(q_begin, q_end, k_begin, k_end)

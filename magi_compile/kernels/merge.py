@@ -1,0 +1,34 @@
+"""Putting partial attention results together: each is exact for its own keys, lse says how much it weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The attention over the union of disjoint sets of keys, from the attention over each.
+
+    Args:
+        outs: partial outputs `[..., head_dim_v]`, any floating dtype; a row that sees nothing is 0.
+        lses: their logsumexps `[...]`, natural log; -inf in rows that see nothing. A kernel's
+            `[nheads_q, total_q]` is passed transposed.
+
+    Returns:
+        out `[..., head_dim_v]` and lse `[...]`, both fp32, or fp64 where an input is. A row that sees nothing in
+        any part gives out 0 and lse -inf.
+    """
+    parts = torch.stack([lse.to(_accumulator(lse)) for lse in lses])
+    lse = torch.logsumexp(parts, 0)
+    # Where all parts are -inf, exp(-inf - 0) = 0 keeps the row at 0.
+    weights = torch.exp(parts - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
+    out = outs[0].to(_accumulator(outs[0])) * weights[0]
+    for partial, weight in zip(outs[1:], weights[1:], strict=True):
+        out = torch.addcmul(out, partial.to(out.dtype), weight)
+    return out, lse
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
