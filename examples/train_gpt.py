@@ -94,7 +94,10 @@ def packed_documents(seqlen: int, seed: int):
         tokens.extend(text)
         documents.extend([number] * len(text))
         while len(tokens) > seqlen:
-            pack, document = torch.tensor(tokens[: seqlen + 1]), torch.tensor(documents[: seqlen + 1])
+            pack, document = (
+                torch.tensor(tokens[: seqlen + 1]),
+                torch.tensor(documents[: seqlen + 1]),
+            )
             # The last byte of a document has no next byte to predict.
             targets = torch.where(document[1:] == document[:-1], pack[1:], -1)
             yield pack[None, :-1], targets[None], document[:-1]
@@ -150,7 +153,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    print(f"{args.steps} steps of {args.seqlen} packed bytes on {args.device}, torch {torch.__version__}")
+    print(
+        f"{args.steps} steps of {args.seqlen} packed bytes on {args.device}, torch {torch.__version__}"
+    )
     ours = train('backend="magi"', args, block_mask, backend="magi")
     print(magi_compile.lowering_report())
     dense = train("dense-mask SDPA", args, dense_mask, backend=None)

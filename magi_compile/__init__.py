@@ -1,6 +1,6 @@
 """magi_compile: attention for training on long, irregularly masked sequences.
 
-    model = torch.compile(model, backend="magi")   # every flex_attention in it runs on our kernels
+model = torch.compile(model, backend="magi")   # every flex_attention in it runs on our kernels
 """
 
 from importlib import import_module

@@ -13,13 +13,13 @@ from torch.fx import GraphModule
 import magi_compile
 from magi_compile import _compat
 from magi_compile.lowering.flex import lower_flex_attention
-from magi_compile.lowering.options import LoweringOptions, split_options
+from magi_compile.lowering.options import DEFAULTS, LoweringOptions, split_options
 
 _compat.allow_flex_attention_training_on_cpu()
 
 
 def make_backend(
-    inner: str | Callable[..., Any] = "inductor", options: LoweringOptions = LoweringOptions()
+    inner: str | Callable[..., Any] = "inductor", options: LoweringOptions = DEFAULTS
 ) -> Callable[..., Any]:
     """A Dynamo backend that lowers FlexAttention and hands the graph to `inner`.
 
@@ -41,7 +41,9 @@ def make_backend(
             settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
             return torch._inductor.compile(gm, example_inputs, options=settings)
         if mode or rest:
-            raise ValueError(f"`mode` and `options` need the inner backend 'inductor', got {inner!r}")
+            raise ValueError(
+                f"`mode` and `options` need the inner backend 'inductor', got {inner!r}"
+            )
         compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
         return compiler(gm, example_inputs)
 

@@ -39,7 +39,9 @@ class Emitter:
     def size(self, tensor: Node, dim: int) -> Node | int:
         """The size of `tensor` along `dim`: an int where it is static, else a node."""
         size = value_of(tensor).shape[dim]
-        return size if isinstance(size, int) else self.call(torch.ops.aten.sym_size.int, tensor, dim)
+        return (
+            size if isinstance(size, int) else self.call(torch.ops.aten.sym_size.int, tensor, dim)
+        )
 
     def arithmetic(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` on ints, evaluated now, or as a node where one of them is a node."""

@@ -43,7 +43,9 @@ class AttentionCall:
             lines.append(f"area     {self.slices.area():,} pairs, density {self.density:.4f}")
         if decision.kernel:
             lines.append(f"kernel   {decision.kernel}")
-            lines.extend(f"         not {name}: {'; '.join(why)}" for name, why in decision.passed_over)
+            lines.extend(
+                f"         not {name}: {'; '.join(why)}" for name, why in decision.passed_over
+            )
         else:
             lines.append("kernel   none of ours; it stays on FlexAttention because")
             lines.extend(f"         - {reason}" for reason in decision.reasons)
@@ -58,7 +60,9 @@ class Explanation:
     report: LoweringReport = field(default_factory=LoweringReport)
 
     def __str__(self) -> str:
-        blocks = [f"[{i}] " + str(call).replace("\n", "\n    ") for i, call in enumerate(self.calls)]
+        blocks = [
+            f"[{i}] " + str(call).replace("\n", "\n    ") for i, call in enumerate(self.calls)
+        ]
         return "\n".join([*blocks, str(self.report)])
 
 

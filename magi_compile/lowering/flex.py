@@ -24,7 +24,7 @@ from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import load, refusals_by_kernel, select
 from magi_compile.lowering.emit import Emitter, value_of
-from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
@@ -108,7 +108,8 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     except UnsupportedScoreModError as error:
         found.reasons.append(str(error))
     kinds = [
-        "table" if isinstance(value_of(buffer), torch.Tensor) else "symbol" for buffer in call.mask_buffers
+        "table" if isinstance(value_of(buffer), torch.Tensor) else "symbol"
+        for buffer in call.mask_buffers
     ]
     try:
         found.program = trace_graph(call.mask_mod, kinds)
@@ -160,11 +161,15 @@ class Mask:
     plans: dict[Any, Node] = field(default_factory=dict)
 
 
-def emit_mask(emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions) -> Mask:
+def emit_mask(
+    emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions
+) -> Mask:
     """Derives the slices of the mask, for the packed rows of all batch entries."""
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     tables = [buffer for buffer in call.mask_buffers if isinstance(value_of(buffer), torch.Tensor)]
-    symbols = [buffer for buffer in call.mask_buffers if not isinstance(value_of(buffer), torch.Tensor)]
+    symbols = [
+        buffer for buffer in call.mask_buffers if not isinstance(value_of(buffer), torch.Tensor)
+    ]
     if options.slice_capacity is not None:
         capacity: Any = options.slice_capacity
     else:
@@ -211,7 +216,6 @@ def emit_attention(
                 torch.ops.magi.plan.default,
                 *mask.slices,
                 *totals,
-                program.max_intervals,
                 problem.dtype,
                 *heads,
                 kernel.name,
@@ -258,7 +262,7 @@ class LoweredCall(NamedTuple):
 
 def lower_flex_attention(
     root: GraphModule,
-    options: LoweringOptions = LoweringOptions(),
+    options: LoweringOptions = DEFAULTS,
     report: LoweringReport = REPORT,
 ) -> list[LoweredCall]:
     """Replaces the FlexAttention calls of `root` and of the graphs inside it (checkpointed regions), in place.
@@ -307,7 +311,9 @@ def _lower_graph(
 
 def _decision(call: FlexCall, found: Analysis) -> Decision:
     shapes = (value_of(node).shape for node in (call.q, call.k))
-    q_shape, k_shape = (tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes)
+    q_shape, k_shape = (
+        tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes
+    )
     passed_over = []
     for name, why in refusals_by_kernel(found.problem).items():
         if name == found.kernel:

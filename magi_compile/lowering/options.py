@@ -33,6 +33,9 @@ class LoweringOptions:
             raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
 
 
+DEFAULTS = LoweringOptions()
+
+
 def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
     """The `magi.*` entries of torch.compile's `options`, and the rest, which is the inner backend's.
 
@@ -48,6 +51,8 @@ def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict
         name = key.removeprefix(PREFIX)
         if name not in known:
             allowed = ", ".join(PREFIX + option for option in sorted(known))
-            raise ValueError(f"`options` has no entry {key!r}; the entries of this backend are {allowed}")
+            raise ValueError(
+                f"`options` has no entry {key!r}; the entries of this backend are {allowed}"
+            )
         ours[name] = value
     return LoweringOptions(**ours), rest

@@ -83,9 +83,7 @@ class LoweringReport:
         kernels = sorted({decision.kernel for decision in self.lowered if decision.kernel})
         to = f" to {', '.join(kernels)}" if kernels else ""
         graphs = f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"
-        return (
-            f"{len(self.lowered)} of {len(self.decisions)} FlexAttention calls lowered{to}, {graphs} compiled"
-        )
+        return f"{len(self.lowered)} of {len(self.decisions)} FlexAttention calls lowered{to}, {graphs} compiled"
 
 
 REPORT = LoweringReport()

@@ -79,13 +79,17 @@ def flex_flash_attention(
 def _check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 3:
-            raise ValueError(f"`{name}` must be [total, nheads, head_dim], got shape {list(tensor.shape)}")
+            raise ValueError(
+                f"`{name}` must be [total, nheads, head_dim], got shape {list(tensor.shape)}"
+            )
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}")
         if tensor.dtype != q.dtype:
             raise ValueError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {tensor.dtype}")
         if tensor.device != q.device:
-            raise ValueError(f"`{name}` must be on the device of `q`, {q.device}, got {tensor.device}")
+            raise ValueError(
+                f"`{name}` must be on the device of `q`, {q.device}, got {tensor.device}"
+            )
     if k.shape[2] != q.shape[2]:
         raise ValueError(f"`k` must have the head_dim of `q`, {q.shape[2]}, got {k.shape[2]}")
     if v.shape[:2] != k.shape[:2]:
@@ -166,7 +170,9 @@ def flex_attention(
     if return_aux is not None and return_lse:
         raise ValueError("`return_lse` and `return_aux` must not both be given")
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError("`return_aux` asks for max_scores, which the kernels do not return")
+        raise NotImplementedError(
+            "`return_aux` asks for max_scores, which the kernels do not return"
+        )
     score = trace_score_mod(score_mod)
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)

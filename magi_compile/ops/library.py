@@ -1,9 +1,9 @@
 """The custom ops: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
-    magi::mask_slices  program + captured tables -> slices of a fixed capacity
-    magi::plan         slices -> how the chosen kernel walks them
-    magi::ffa_fwd      attention over slices -> (out, lse)
-    magi::ffa_bwd      its gradients -> (dq, dk, dv)
+magi::mask_slices  program + captured tables -> slices of a fixed capacity
+magi::plan         slices -> how the chosen kernel walks them
+magi::ffa_fwd      attention over slices -> (out, lse)
+magi::ffa_bwd      its gradients -> (dq, dk, dv)
 """
 
 from __future__ import annotations
@@ -51,7 +51,13 @@ def _mask_slices(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     intervals = row_intervals(
-        _parse(program), tables, symbols, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
+        _parse(program),
+        tables,
+        symbols,
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        device=device,
     )
     slices, fits = slices_from_intervals(intervals, capacity=capacity)
     checks = [*intervals.checks, fits]
@@ -117,7 +123,6 @@ def _plan(
     mask_types: Tensor,
     total_q: int,
     total_k: int,
-    max_intervals: int,
     dtype: torch.dtype,
     nheads_q: int,
     nheads_kv: int,
@@ -129,12 +134,12 @@ def _plan(
     problem = AttnProblem(
         device.type, _arch(device), dtype, nheads_q, nheads_kv, head_dim, head_dim_v, 1.0
     )
-    slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k, max_intervals)
+    slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k)
     return select(problem, kernel).plan(slices, problem)
 
 
 _define(
-    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, int max_intervals, "
+    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
     "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, str kernel) -> Tensor[]",
     _plan,
     _plan,  # shapes depend on shapes alone, so the plan of fake slices is the fake plan

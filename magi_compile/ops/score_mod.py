@@ -43,7 +43,9 @@ class _Score:
 
     def __truediv__(self, other: Any) -> _Score:
         if not isinstance(other, (int, float)) or other == 0:
-            raise UnsupportedScoreModError("score_mod divides the score by something else than a constant")
+            raise UnsupportedScoreModError(
+                "score_mod divides the score by something else than a constant"
+            )
         return self._times(1.0 / other)
 
     def __neg__(self) -> _Score:
@@ -64,7 +66,9 @@ class _Score:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", str(func)).strip("_")
-        method = {"mul": "mul", "multiply": "mul", "rmul": "mul", "tanh": "tanh", "neg": "neg"}.get(name)
+        method = {"mul": "mul", "multiply": "mul", "rmul": "mul", "tanh": "tanh", "neg": "neg"}.get(
+            name
+        )
         if name in ("truediv", "div", "divide", "true_divide"):
             method = "div"
         if method is None or kwargs:
@@ -86,8 +90,12 @@ class _Unused:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedScoreModError(f"score_mod depends on {self._what}")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
-    __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __neg__ = __index__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
+        _refuse
+    )
+    __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __neg__ = __index__ = (
+        _refuse
+    )
     __floordiv__ = __mod__ = __pow__ = __bool__ = __invert__ = _refuse
 
     def __getattr__(self, name: str) -> Any:

@@ -3,7 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
 
 import magi_compile
 from magi_compile.lowering.backend import make_backend

@@ -57,7 +57,9 @@ def test_mode_and_options_reach_inductor(case, monkeypatch):
     monkeypatch.setattr(torch._inductor, "compile", compile_fx)
     torch.compile(model, backend="magi", mode="max-autotune")(x, mask)
     torch._dynamo.reset()
-    torch.compile(model, backend="magi", options={"magi.strict": True, "epilogue_fusion": False})(x, mask)
+    torch.compile(model, backend="magi", options={"magi.strict": True, "epilogue_fusion": False})(
+        x, mask
+    )
     assert seen[0]["max_autotune"] is True
     assert seen[1] == {"epilogue_fusion": False}
 

@@ -180,7 +180,9 @@ def test_layers_with_one_mask_share_its_slices():
         return x
 
     mask = block_mask(document_causal(documents(96, 3)), 96)
-    torch.compile(model, backend=make_backend(keep), fullgraph=True)(torch.randn(BATCH, 96, 32), mask)
+    torch.compile(model, backend=make_backend(keep), fullgraph=True)(
+        torch.randn(BATCH, 96, 32), mask
+    )
     targets = [node.target for node in graphs[0].graph.nodes]
     assert targets.count(torch.ops.magi.mask_slices.default) == 1
     assert targets.count(torch.ops.magi.ffa_fwd.default) == 3

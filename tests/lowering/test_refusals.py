@@ -40,7 +40,10 @@ def compiled(strict=False):
 
 
 CASES = {
-    "score_mod": (dict(mask=causal, score_mod=alibi), "score_mod applies `add`|score_mod depends on"),
+    "score_mod": (
+        dict(mask=causal, score_mod=alibi),
+        "score_mod applies `add`|score_mod depends on",
+    ),
     "per-head": (dict(mask=by_head), "head"),
     "dilated": (dict(mask=dilated), "%"),
     "backend": (dict(mask=causal, kernel_options={"BACKEND": "TRITON"}), "BACKEND='TRITON'"),

@@ -104,7 +104,9 @@ def test_flex_attention_equals_pytorch(masked, batch):
     mask = create_block_mask(causal, None, None, 70, 90, device="cpu") if masked else None
     options = dict(block_mask=mask, scale=0.2, enable_gqa=True, return_aux=AuxRequest(lse=True))
     out, aux = flex_attention(q, k, v, **options)
-    expected, expected_aux = torch.compile(torch_flex_attention, backend="eager")(q, k, v, **options)
+    expected, expected_aux = torch.compile(torch_flex_attention, backend="eager")(
+        q, k, v, **options
+    )
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(aux.lse, expected_aux.lse, atol=1e-5, rtol=1e-5)
 

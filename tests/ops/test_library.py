@@ -27,9 +27,7 @@ def test_forward_with_a_plan(arguments):
     tensors, lists = arguments
     tensors = [tensor.requires_grad_() for tensor in tensors]
     plan = [torch.zeros(1, dtype=torch.int32)]
-    torch.library.opcheck(
-        torch.ops.magi.ffa_fwd, (*tensors, *lists, plan, 0.25, 0.0, "reference")
-    )
+    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, *lists, plan, 0.25, 0.0, "reference"))
 
 
 @pytest.mark.parametrize("with_dlse", [True, False])

@@ -15,7 +15,10 @@ FOLDED = {
     "negative": (lambda s, b, h, q, k: -s, ScoreMod(scale=-1.0)),
     "softcap": (lambda s, b, h, q, k: 20 * torch.tanh(s / 20), ScoreMod(1.0, 20.0)),
     "method": (lambda s, b, h, q, k: s.div(20).tanh().mul(20), ScoreMod(1.0, 20.0)),
-    "operator": (lambda s, b, h, q, k: operator.mul(torch.mul(s, 0.5).tanh(), 4), ScoreMod(2.0, 4.0)),
+    "operator": (
+        lambda s, b, h, q, k: operator.mul(torch.mul(s, 0.5).tanh(), 4),
+        ScoreMod(2.0, 4.0),
+    ),
 }
 
 
