@@ -21,9 +21,13 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
         any part gives out 0 and lse -inf.
     """
     parts = torch.stack([lse.to(_accumulator(lse)) for lse in lses])
-    lse = torch.logsumexp(parts, 0)
-    # Where all parts are -inf, exp(-inf - 0) = 0 keeps the row at 0.
-    weights = torch.exp(parts - lse.masked_fill(lse == -torch.inf, 0.0)).unsqueeze(-1)
+    # Relative to the largest: exp(lse_i - lse) would carry the rounding of a large lse into the weights.
+    peak = parts.amax(0)
+    peak = peak.masked_fill(peak == -torch.inf, 0.0)
+    weights = torch.exp(parts - peak)
+    total = weights.sum(0)
+    lse = peak + torch.log(total)
+    weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
     out = outs[0].to(_accumulator(outs[0])) * weights[0]
     for partial, weight in zip(outs[1:], weights[1:], strict=True):
         out = torch.addcmul(out, partial.to(out.dtype), weight)

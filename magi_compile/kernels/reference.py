@@ -16,29 +16,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
-from magi_compile.masks.slices import AttnSlices, MaskType
-
-
-def dense_mask(slices: AttnSlices) -> Tensor:
-    """Where `slices` let a row see a key: bool `[seqlen_q, seqlen_k]`."""
-    visible = torch.zeros(
-        slices.seqlen_q, slices.seqlen_k, dtype=torch.bool, device=slices.q_ranges.device
-    )
-    row = torch.arange(slices.seqlen_q, device=visible.device)[:, None]
-    col = torch.arange(slices.seqlen_k, device=visible.device)[None, :]
-    for (q_start, q_end), (k_start, k_end), mask_type in zip(
-        slices.q_ranges.tolist(),
-        slices.k_ranges.tolist(),
-        slices.mask_types.tolist(),
-        strict=True,
-    ):
-        q, k = row[q_start:q_end], col[:, k_start:k_end]
-        right_edge = q - q_end if mask_type & MaskType.CAUSAL else -1
-        left_edge = q - q_start if mask_type & MaskType.INV_CAUSAL else 0
-        visible[q_start:q_end, k_start:k_end] |= (k - k_end <= right_edge) & (
-            k - k_start >= left_edge
-        )
-    return visible
+from magi_compile.masks.slices import AttnSlices
 
 
 def exact_forward(
@@ -57,7 +35,7 @@ def exact_forward(
     Returns:
         out `[seqlen_q, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_q]`, both fp64.
     """
-    visible = dense_mask(slices)
+    visible = slices.to_dense()
     out = q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
     lse = q.new_zeros(q.shape[1], q.shape[0], dtype=torch.float64)
     for kv_head, q_heads in _head_groups(q, k):
@@ -97,7 +75,7 @@ def exact_backward(
     Returns:
         dq, dk, dv in the shapes of q, k, v, all fp64.
     """
-    visible = dense_mask(slices)
+    visible = slices.to_dense()
     dq = torch.zeros_like(q, dtype=torch.float64)
     dk = torch.zeros_like(k, dtype=torch.float64)
     dv = torch.zeros_like(v, dtype=torch.float64)

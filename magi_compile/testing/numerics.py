@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.reference import dense_mask, exact_backward, exact_forward
+from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import AttentionInputs
 
@@ -97,7 +97,7 @@ def plain_attention(
     problem: AttnProblem,
 ) -> AttentionResults:
     """Masked softmax attention in a few PyTorch operations and its autograd, all in the dtype of `q`."""
-    visible = dense_mask(slices)
+    visible = slices.to_dense()
     sees_something = visible.any(-1)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     group = problem.qhead_per_kvhead
@@ -126,28 +126,28 @@ def _largest_terms(
     slices: AttnSlices,
     problem: AttnProblem,
 ) -> AttentionResults:
-    """The formulas of the oracle with every term made positive: what fp32 sums round at, elementwise."""
-    visible = dense_mask(slices)
+    """The oracle's formulas with every term made positive: what sums in fp32 are rounded at. Itself in fp32."""
     scale, group = problem.softmax_scale, problem.qhead_per_kvhead
-    q_abs, dout_abs = q.double().abs(), dout.double().abs()
-    k_abs, v_abs = (x.double().abs().repeat_interleave(group, 1) for x in (k, v))
-    scores = (
-        torch.einsum("qhd,khd->hqk", q.double(), k.double().repeat_interleave(group, 1)) * scale
-    )
+    visible = slices.to_dense()
+    q, dout, dlse = q.float(), dout.float().abs(), dlse.abs()
+    k, v = (x.float().repeat_interleave(group, 1) for x in (k, v.abs()))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if problem.softcap:
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
-    p = torch.exp(scores - exact.lse[..., None]).masked_fill(~visible, 0.0)
-    score_terms = torch.einsum("qhd,khd->hqk", q_abs, k_abs) * scale
-    lse = score_terms.masked_fill(~visible, 0.0).amax(-1) if visible.numel() else exact.lse
-    dp = torch.einsum("qhd,khd->hqk", dout_abs, v_abs)
-    dscores = p * (dp + (p * dp).sum(-1, keepdim=True) + dlse.double().abs()[..., None]) * scale
-    # A rounded score moves p, so the terms of out and of the gradients carry the size of the scores.
-    out = torch.einsum("hqk,khd->qhd", p * (1 + score_terms), v_abs)
-    dscores = dscores * (1 + score_terms)
-    dq = torch.einsum("hqk,khd->qhd", dscores, k_abs)
-    dk = torch.einsum("hqk,qhd->khd", dscores, q_abs)
-    dv = torch.einsum("hqk,qhd->khd", p * (1 + score_terms), dout_abs)
-    return AttentionResults(out, lse, dq, _sum_groups(dk, group), _sum_groups(dv, group))
+    q, k = q.abs(), k.abs()
+    score_terms = torch.einsum("qhd,khd->hqk", q, k).mul_(scale).masked_fill_(~visible, 0.0)
+    lse = score_terms.amax(-1) if visible.numel() else exact.lse
+    p = scores.sub_(exact.lse.float()[..., None]).exp_().masked_fill_(~visible, 0.0)
+    dp = torch.einsum("qhd,khd->hqk", dout, v)
+    dscores = dp.add_((p * dp).sum(-1, keepdim=True)).add_(dlse[..., None]).mul_(p).mul_(scale)
+    # A rounded score moves p, so the terms of out and of the gradients carry the size of the scores too.
+    amplified = score_terms.add_(1)
+    p, dscores = p.mul_(amplified), dscores.mul_(amplified)
+    out = torch.einsum("hqk,khd->qhd", p, v)
+    dq = torch.einsum("hqk,khd->qhd", dscores, k)
+    dk = _sum_groups(torch.einsum("hqk,qhd->khd", dscores, q), group)
+    dv = _sum_groups(torch.einsum("hqk,qhd->khd", p, dout), group)
+    return AttentionResults(out, lse, dq, dk, dv)
 
 
 def _sum_groups(x: Tensor, group: int) -> Tensor:

@@ -1,0 +1,44 @@
+"""Merging partial results: exact arithmetic, and rows that see nothing in some or all parts."""
+
+import pytest
+import torch
+
+from magi_compile.kernels.merge import merge_partials
+
+INF = torch.inf
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 4])
+def test_equals_the_whole_softmax(num_parts):
+    generator = torch.Generator().manual_seed(0)
+    scores = 10 * torch.randn(3, 5, 64, generator=generator, dtype=torch.float64)
+    v = torch.randn(64, 7, generator=generator, dtype=torch.float64)
+    parts = list(zip(scores.chunk(num_parts, -1), v.chunk(num_parts), strict=True))
+    out, lse = merge_partials(
+        [torch.softmax(s, -1) @ x for s, x in parts], [torch.logsumexp(s, -1) for s, _ in parts]
+    )
+    torch.testing.assert_close(out, torch.softmax(scores, -1) @ v)
+    torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
+
+
+def test_rows_that_see_nothing():
+    outs = [torch.tensor([[2.0], [0.0], [0.0]]), torch.tensor([[0.0], [4.0], [0.0]])]
+    lses = [torch.tensor([1.0, -INF, -INF]), torch.tensor([-INF, 3.0, -INF])]
+    out, lse = merge_partials(outs, lses)
+    assert torch.equal(out, torch.tensor([[2.0], [4.0], [0.0]]))
+    assert torch.equal(lse, torch.tensor([1.0, 3.0, -INF]))
+
+
+def test_large_lse_does_not_overflow():
+    out, lse = merge_partials([torch.ones(1, 1), 3 * torch.ones(1, 1)], 2 * [torch.tensor([1e4])])
+    assert out.item() == 2
+    assert lse.item() == pytest.approx(1e4 + 0.6931, abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_is_merged_in_fp32(dtype):
+    outs, lses = [torch.ones(2, 3, dtype=dtype)] * 2, [torch.zeros(2)] * 2
+    out, lse = merge_partials(outs, lses)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(out, torch.ones(2, 3))
+    torch.testing.assert_close(lse, torch.full((2,), 0.6931472))
