@@ -1,5 +1,20 @@
 """What may attend to what. Knows nothing of tiles, kernels or torch.compile."""
 
+from magi_compile.masks.convert import padded_slices_from_intervals, slices_from_intervals
+from magi_compile.masks.intervals import MaskCheck, RowIntervals, row_intervals
+from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+from magi_compile.masks.solve import UnsupportedMaskError
 
-__all__ = ["AttnSlice", "AttnSlices", "MaskType"]
+__all__ = [
+    "AttnSlice",
+    "AttnSlices",
+    "MaskCheck",
+    "MaskProgram",
+    "MaskType",
+    "RowIntervals",
+    "UnsupportedMaskError",
+    "padded_slices_from_intervals",
+    "row_intervals",
+    "slices_from_intervals",
+]

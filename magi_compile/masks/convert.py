@@ -1,0 +1,117 @@
+"""Row intervals to slices.
+
+A slice is a run of rows whose intervals change the same way from row to row: each edge stands still or moves
+by one. Batch entries lie one after the other: row q of entry b is row `b * seqlen_q + q` of the slices, key kv
+is key `b * seqlen_k + kv`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.intervals import MaskCheck, RowIntervals
+from magi_compile.masks.slices import MAX_SEQLEN, AttnSlices
+
+
+class _Runs(NamedTuple):
+    """Maximal runs of rows, each interval number on its own; all `[num_intervals * batch * seqlen_q]`, in the
+    order of (interval number, row)."""
+
+    starts: Tensor  # bool: a run starts here
+    ends: Tensor  # bool: a run has its last row here
+    mask_type: Tensor  # int8, where a run starts: how it goes on
+
+
+def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
+    """The slices of row intervals, in normal form: no list is shorter per chain of rows.
+
+    Does not look at `intervals.checks`. Waits for the device if the intervals are on a GPU.
+    """
+    runs = _runs(intervals)
+    first, last = runs.starts.nonzero().flatten(), runs.ends.nonzero().flatten()
+    slices = AttnSlices(*_gather_runs(intervals, runs, first, last), *_totals(intervals))
+    return slices.normalize()
+
+
+def padded_slices_from_intervals(
+    intervals: RowIntervals, capacity: int
+) -> tuple[AttnSlices, MaskCheck]:
+    """The slices of row intervals as lists of `capacity` entries, empty slices at the end.
+
+    Shapes depend on shapes alone, and nothing waits for the device. Usually as short as the normal form.
+
+    Args:
+        intervals: row intervals; their checks are not looked at.
+        capacity: room for slices.
+
+    Returns:
+        The slices, and the check that they all fit; without room the first `capacity` of them are there.
+    """
+    if capacity < 1:
+        raise ValueError(f"`capacity` must be at least 1, got {capacity}")
+    runs = _runs(intervals)
+    places = []
+    for flags in (runs.starts, runs.ends):
+        number = flags.cumsum(0, dtype=torch.int32)
+        wanted = torch.arange(1, capacity + 1, dtype=torch.int32, device=flags.device)
+        places.append(torch.searchsorted(number, wanted))
+    count = number[-1] if number.numel() else number.sum()
+    total = runs.starts.shape[0]
+    if total:
+        is_used = places[0] < total
+        fields = _gather_runs(intervals, runs, *(place.clamp(max=total - 1) for place in places))
+        fields = [
+            torch.where(is_used.view(-1, *(1,) * (field.dim() - 1)), field, 0) for field in fields
+        ]
+    else:
+        zeros = torch.zeros(capacity, 2, dtype=torch.int32, device=runs.starts.device)
+        fields = [zeros, zeros, zeros[:, 0]]
+    check = MaskCheck(
+        count <= capacity,
+        f"the mask must fit in {capacity} slices",
+        "it has {}",
+        (count,),
+    )
+    return AttnSlices(*fields, *_totals(intervals)), check
+
+
+def _totals(intervals: RowIntervals) -> tuple[int, int]:
+    totals = (intervals.batch * intervals.seqlen_q, intervals.batch * intervals.seqlen_k)
+    for name, total in zip(("seqlen_q", "seqlen_k"), totals, strict=True):
+        if isinstance(total, int) and total >= MAX_SEQLEN:
+            raise ValueError(f"`batch * {name}` must be below 2**30, got {total}")
+    return totals
+
+
+def _runs(intervals: RowIntervals) -> _Runs:
+    lo, hi = intervals.lo, intervals.hi
+    is_live = lo < hi
+    dlo, dhi = lo[..., 1:] - lo[..., :-1], hi[..., 1:] - hi[..., :-1]
+    goes_on = is_live[..., 1:] & is_live[..., :-1]
+    goes_on &= ((dlo | dhi) & ~1) == 0  # both are 0 or 1
+    # How the run changes from this row to the next one, -1 where it ends.
+    change = torch.where(goes_on, dhi + 2 * dlo, -1).to(torch.int8)
+    change = torch.nn.functional.pad(change, (1, 1), value=-1)
+    before, after = change[..., :-1], change[..., 1:]
+    # A run that has two rows already must go on as it did. (Where one that has a single row could have gone
+    # on, because the change into it was cut, this cuts more than the normal form.)
+    is_cut = (before >= 0) & (after >= 0) & (before != after)
+    starts = is_live & ((before < 0) | torch.nn.functional.pad(is_cut[..., :-1], (1, 0)))
+    ends = is_live & ((after < 0) | is_cut)
+    mask_type = torch.where(ends, 0, after)
+    return _Runs(starts.flatten(), ends.flatten(), mask_type.flatten())
+
+
+def _gather_runs(intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor):
+    """Ranges and types of the runs from row number `first` to row number `last`."""
+    rows_per_interval = intervals.batch * intervals.seqlen_q
+    row, last_row = first % rows_per_interval, last % rows_per_interval
+    shift = row // intervals.seqlen_q * intervals.seqlen_k
+    q_ranges = torch.stack([row, last_row + 1], -1)
+    k_begin, k_end = intervals.lo.flatten()[first], intervals.hi.flatten()[last]
+    k_ranges = torch.stack([k_begin + shift, k_end + shift], -1)
+    ranges = (q_ranges.to(torch.int32), k_ranges.to(torch.int32))
+    return [*ranges, runs.mask_type[first].to(torch.int32)]

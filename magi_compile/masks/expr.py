@@ -1,0 +1,464 @@
+"""Mask expressions: what a mask_mod computes, as a small immutable tree with a readable printed form.
+
+    (q >= kv) & (t0[b, q] == t0[b, kv])
+
+Variables are `b`, `h`, `q`, `kv`; `t{i}` are captured tensors, looked up at every index they have; `s{i}` are
+captured integers that are known only when the mask is evaluated. Integers are unbounded, `//` and `%` floor,
+as in Python and PyTorch.
+
+Trees are made by `build` alone, which folds constants and sorts sums, so that equal trees compare equal and
+`parse(str(expr)) == expr`.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+VARIABLES = ("b", "h", "q", "kv")
+
+
+class ExprError(ValueError):
+    """An operation that mask expressions do not have, or a text that is not a mask expression."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Expr:
+    """One node. `args` holds sub-expressions, but for the leaves:
+
+    int (value), bool (value), var (name), symbol (number), table (number, *indices), unsupported (reason).
+    """
+
+    op: str
+    args: tuple
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.op, self.args))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Expr):
+            return NotImplemented
+        same = self._hash == other._hash and self.op == other.op
+        return same and self.args == other.args
+
+    @property
+    def children(self) -> tuple[Expr, ...]:
+        return tuple(arg for arg in self.args if isinstance(arg, Expr))
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """The variables that occur in it."""
+        if self.op == "var":
+            return frozenset(self.args)
+        return frozenset().union(*(child.variables for child in self.children))
+
+    @cached_property
+    def kind(self) -> str:
+        """ "int", "bool", or "any" where that depends on the dtype of a captured tensor."""
+        if self.op in _KINDS:
+            return _KINDS[self.op]
+        kinds = {
+            child.kind for child in self.children[-2:]
+        }  # the condition of a `where` does not count
+        return kinds.pop() if len(kinds) == 1 else "any"
+
+    def walk(self):
+        """The node and all nodes below it, parents first."""
+        yield self
+        for child in self.children:
+            yield from child.walk()
+
+    def __str__(self) -> str:
+        return _show(self, 0)
+
+    def __repr__(self) -> str:
+        return f"Expr({self})"
+
+
+_COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_KINDS = {
+    **dict.fromkeys(
+        ("int", "var", "symbol", "add", "sub", "neg", "mul", "floordiv", "mod", "abs"), "int"
+    ),
+    **dict.fromkeys(("group_begin", "group_end", "upper_bound"), "int"),
+    **dict.fromkeys((*_COMPARISONS, "bool", "and", "or", "xor", "not"), "bool"),
+    **dict.fromkeys(("table", "unsupported"), "any"),
+}
+
+TRUE, FALSE = Expr("bool", (True,)), Expr("bool", (False,))
+ZERO, ONE = Expr("int", (0,)), Expr("int", (1,))
+END = Expr("int", (2**31 - 1,))  # behind every key
+
+
+def const(value: int | bool) -> Expr:
+    if isinstance(value, bool):
+        return TRUE if value else FALSE
+    return Expr("int", (value,))
+
+
+def var(name: str) -> Expr:
+    return Expr("var", (name,))
+
+
+def symbol(index: int) -> Expr:
+    return Expr("symbol", (index,))
+
+
+def table(index: int, *indices: Expr) -> Expr:
+    """The captured tensor `t{index}` at `indices`."""
+    return Expr("table", (index, *indices))
+
+
+def unsupported(reason: str) -> Expr:
+    """What a mask_mod computes and mask expressions can not say; `reason` reaches the user."""
+    return Expr("unsupported", (reason,))
+
+
+def int_value(expr: Expr) -> int | None:
+    """The value of an integer constant, None for everything else."""
+    return expr.args[0] if expr.op == "int" else None
+
+
+def build(op: str, *args: Expr) -> Expr:
+    """The expression `op(*args)`, simplified.
+
+    Raises:
+        ExprError: `op` does not exist for operands of these kinds.
+    """
+    return _BUILDERS[op](*args)
+
+
+# Sums. They are kept as one term after the other in order of appearance, the constant last.
+
+
+def linear(expr: Expr) -> tuple[dict[Expr, int], int]:
+    """`expr` as integer multiples of terms plus a constant."""
+    if expr.op == "int":
+        return {}, expr.args[0]
+    if expr.op in ("add", "sub"):
+        left, right = (linear(arg) for arg in expr.args)
+        return _combine(left, right, -1 if expr.op == "sub" else 1)
+    if expr.op == "neg":
+        return _combine(({}, 0), linear(expr.args[0]), -1)
+    if expr.op == "mul" and expr.args[1].op == "int":
+        return _combine(({}, 0), linear(expr.args[0]), expr.args[1].args[0])
+    return {expr: 1}, 0
+
+
+def _combine(left: tuple[dict[Expr, int], int], right: tuple[dict[Expr, int], int], factor: int):
+    terms = dict(left[0])
+    for term, count in right[0].items():
+        terms[term] = terms.get(term, 0) + factor * count
+        if not terms[term]:
+            del terms[term]
+    return terms, left[1] + factor * right[1]
+
+
+def _sum(terms: dict[Expr, int], constant: int) -> Expr:
+    total: Expr | None = None
+    for term, count in terms.items():
+        size = term if abs(count) == 1 else Expr("mul", (term, const(abs(count))))
+        if total is None:
+            total = size if count > 0 else Expr("neg", (size,))
+        else:
+            total = Expr("add" if count > 0 else "sub", (total, size))
+    if total is None:
+        return const(constant)
+    if constant:
+        total = Expr("add" if constant > 0 else "sub", (total, const(abs(constant))))
+    return total
+
+
+def _add(x: Expr, y: Expr) -> Expr:
+    if x.kind == y.kind == "bool":
+        return _or(x, y)
+    _want_int("+", x, y)
+    return _sum(*_combine(linear(x), linear(y), 1))
+
+
+def _sub(x: Expr, y: Expr) -> Expr:
+    _want_int("-", x, y)
+    return _sum(*_combine(linear(x), linear(y), -1))
+
+
+def _neg(x: Expr) -> Expr:
+    return _sub(const(0), x)
+
+
+def _mul(x: Expr, y: Expr) -> Expr:
+    if x.kind == y.kind == "bool":
+        return _and(x, y)
+    _want_int("*", x, y)
+    if x.op == "int":
+        x, y = y, x
+    if y.op == "int":
+        return _sum(*_combine(({}, 0), linear(x), y.args[0])) if y.args[0] else y
+    return Expr("mul", (x, y))
+
+
+def _floordiv(x: Expr, y: Expr) -> Expr:
+    _want_int("//", x, y)
+    if int_value(y) == 0:
+        raise ExprError("division by zero")
+    if int_value(y) == 1:
+        return x
+    if x.op == y.op == "int":
+        return const(x.args[0] // y.args[0])
+    return Expr("floordiv", (x, y))
+
+
+def _mod(x: Expr, y: Expr) -> Expr:
+    _want_int("%", x, y)
+    if int_value(y) == 0:
+        raise ExprError("division by zero")
+    if x.op == y.op == "int":
+        return const(x.args[0] % y.args[0])
+    return const(0) if int_value(y) == 1 else Expr("mod", (x, y))
+
+
+def _abs(x: Expr) -> Expr:
+    _want_int("abs", x)
+    return const(abs(x.args[0])) if x.op == "int" else Expr("abs", (x,))
+
+
+def is_le(x: Expr, y: Expr) -> bool:
+    """Whether `x <= y` can be seen without values, for every row and key."""
+    if x == y or y == END:
+        return True
+    if x.op == "max":
+        return all(is_le(arg, y) for arg in x.args)
+    if y.op == "min":
+        return all(is_le(x, arg) for arg in y.args)
+    if x.op == "min" and any(is_le(arg, y) for arg in x.args):
+        return True
+    if y.op == "max" and any(is_le(x, arg) for arg in y.args):
+        return True
+    terms, constant = _combine(linear(y), linear(x), -1)
+    return constant >= 0 and all(n > 0 and _is_natural(term) for term, n in terms.items())
+
+
+def _is_natural(term: Expr) -> bool:
+    """Whether a term is at least 0 by what it is."""
+    return term.op in ("var", "abs", "group_begin", "group_end", "upper_bound") or (
+        term.op in ("mod", "floordiv")
+        and (int_value(term.args[1]) or 0) > 0
+        and (term.op == "mod" or is_le(const(0), term.args[0]))
+    )
+
+
+def _min(x: Expr, y: Expr) -> Expr:
+    _want_int("min", x, y)
+    if is_le(x, y):
+        return x
+    return y if is_le(y, x) else Expr("min", (x, y))
+
+
+def _max(x: Expr, y: Expr) -> Expr:
+    _want_int("max", x, y)
+    if is_le(x, y):
+        return y
+    return x if is_le(y, x) else Expr("max", (x, y))
+
+
+# Truth
+
+
+def _and(x: Expr, y: Expr) -> Expr:
+    _want_bool("&", x, y)
+    if x in (y, FALSE) or y == TRUE:
+        return x
+    return y if x == TRUE or y == FALSE else Expr("and", (x, y))
+
+
+def _or(x: Expr, y: Expr) -> Expr:
+    _want_bool("|", x, y)
+    if x in (y, TRUE) or y == FALSE:
+        return x
+    return y if x == FALSE or y == TRUE else Expr("or", (x, y))
+
+
+def _xor(x: Expr, y: Expr) -> Expr:
+    _want_bool("^", x, y)
+    if x == y:
+        return FALSE
+    for one, other in ((x, y), (y, x)):
+        if one.op == "bool":
+            return _not(other) if one == TRUE else other
+    return Expr("xor", (x, y))
+
+
+def _not(x: Expr) -> Expr:
+    _want_bool("~", x)
+    if x.op == "bool":
+        return const(not x.args[0])
+    return x.args[0] if x.op == "not" else Expr("not", (x,))
+
+
+def _comparison(op: str) -> Callable[[Expr, Expr], Expr]:
+    compute = getattr(operator, op)
+
+    def compare(x: Expr, y: Expr) -> Expr:
+        if "bool" in (x.kind, y.kind):
+            if op not in ("eq", "ne") or "int" in (x.kind, y.kind):
+                raise ExprError(f"`{_COMPARISONS[op]}` between {_kinds(x, y)}")
+            return _xor(x, y) if op == "ne" else _not(_xor(x, y))
+        if x.op == y.op == "int":
+            return const(compute(*x.args, *y.args))
+        return const(compute(0, 0)) if x == y else Expr(op, (x, y))
+
+    return compare
+
+
+def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
+    _want_bool("where", condition)
+    if {x.kind, y.kind} == {"int", "bool"}:
+        raise ExprError(f"`where` between {_kinds(x, y)}")
+    if condition.op == "bool":
+        return x if condition == TRUE else y
+    if x == y:
+        return x
+    if x.op == "bool":
+        return _or(condition, y) if x == TRUE else _and(_not(condition), y)
+    if y.op == "bool":
+        return _or(_not(condition), x) if y == TRUE else _and(condition, x)
+    return Expr("where", (condition, x, y))
+
+
+def _want_int(op: str, *args: Expr) -> None:
+    if any(arg.kind == "bool" for arg in args):
+        raise ExprError(f"`{op}` of {_kinds(*args)}")
+
+
+def _want_bool(op: str, *args: Expr) -> None:
+    if any(arg.kind == "int" for arg in args):
+        raise ExprError(f"`{op}` of {_kinds(*args)}")
+
+
+def _kinds(*args: Expr) -> str:
+    names = {"int": "integer", "bool": "truth value", "any": "captured value"}
+    return " and ".join(f"{names[arg.kind]} `{arg}`" for arg in args)
+
+
+_BUILDERS: dict[str, Callable[..., Expr]] = {
+    "add": _add,
+    "sub": _sub,
+    "neg": _neg,
+    "mul": _mul,
+    "floordiv": _floordiv,
+    "mod": _mod,
+    "abs": _abs,
+    "min": _min,
+    "max": _max,
+    "and": _and,
+    "or": _or,
+    "xor": _xor,
+    "not": _not,
+    "where": _where,
+    **{op: _comparison(op) for op in _COMPARISONS},
+}
+
+# Text. Precedence is Python's, so that Python's own parser reads it.
+
+_INFIX = {
+    **{op: (sign, 1) for op, sign in _COMPARISONS.items()},
+    "or": ("|", 2),
+    "xor": ("^", 3),
+    "and": ("&", 4),
+    "add": ("+", 5),
+    "sub": ("-", 5),
+    "mul": ("*", 6),
+    "floordiv": ("//", 6),
+    "mod": ("%", 6),
+}
+_PREFIX = {"neg": "-", "not": "~"}
+_PREFIX_LEVEL = 7
+
+
+def _show(expr: Expr, level: int) -> str:
+    op, args = expr.op, expr.args
+    if op in ("int", "bool", "var"):
+        text = str(args[0])
+        return f"({text})" if op == "int" and args[0] < 0 and level else text
+    if op == "symbol":
+        return f"s{args[0]}"
+    if op == "table":
+        return f"t{args[0]}" + (f"[{', '.join(map(str, args[1:]))}]" if len(args) > 1 else "")
+    if op in _PREFIX:
+        text, own = _PREFIX[op] + _show(args[0], _PREFIX_LEVEL), _PREFIX_LEVEL
+    elif op in _INFIX:
+        sign, own = _INFIX[op]
+        # Comparisons do not chain, the other operators group to the left.
+        left = _show(args[0], own + 1 if op in _COMPARISONS else own)
+        text = f"{left} {sign} {_show(args[1], own + 1)}"
+    else:
+        return f"{op}({', '.join(map(str, args))})"
+    return f"({text})" if own < level else text
+
+
+_AST_OPS: dict[type, str] = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.FloorDiv: "floordiv",
+    ast.Mod: "mod",
+    ast.BitAnd: "and",
+    ast.BitOr: "or",
+    ast.BitXor: "xor",
+    ast.USub: "neg",
+    ast.Invert: "not",
+    ast.Lt: "lt",
+    ast.LtE: "le",
+    ast.Gt: "gt",
+    ast.GtE: "ge",
+    ast.Eq: "eq",
+    ast.NotEq: "ne",
+}
+_CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3}
+
+
+def parse(text: str) -> Expr:
+    """Reads what `str(expr)` wrote.
+
+    Raises:
+        ExprError: `text` is not a mask expression.
+    """
+    try:
+        return _read(ast.parse(text.strip(), mode="eval").body)
+    except SyntaxError as error:
+        raise ExprError(f"not a mask expression: {text!r} ({error.msg})") from None
+
+
+def _read(node: ast.expr) -> Expr:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return const(node.value)
+    if isinstance(node, ast.Name):
+        if node.id in VARIABLES:
+            return var(node.id)
+        number = node.id[1:]
+        if node.id[0] in "st" and number.isdecimal():
+            return symbol(int(number)) if node.id[0] == "s" else table(int(number))
+    if isinstance(node, ast.Subscript):
+        base = _read(node.value)
+        items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if base.op == "table":
+            return table(*base.args, *map(_read, items))
+    if isinstance(node, ast.BinOp) and type(node.op) in _AST_OPS:
+        return build(_AST_OPS[type(node.op)], _read(node.left), _read(node.right))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _AST_OPS:
+        return build(_AST_OPS[type(node.op)], _read(node.operand))
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _AST_OPS:
+        return build(_AST_OPS[type(node.ops[0])], _read(node.left), _read(node.comparators[0]))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        name = node.func.id
+        if _CALLS.get(name) == len(node.args):
+            return build(name, *map(_read, node.args))
+    raise ExprError(f"not a mask expression: {ast.unparse(node)!r}")

@@ -1,0 +1,92 @@
+"""MaskProgram: a whole mask as one string, and what it needs to be evaluated."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from magi_compile.masks.expr import Expr, ExprError, parse
+from magi_compile.masks.solve import KeySet, solve
+
+_UNSAFE_IN_NAME = re.compile(r"[^\w.\[\]]+")
+
+
+@dataclass(frozen=True)
+class MaskProgram:
+    """A mask as an expression of b, q, kv, of captured tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
+
+    `str(program)` and `MaskProgram.parse` are inverse; tensors that have names carry them as a comment:
+
+        (q >= kv) & (t0[q] == t0[kv])  # t0: document_ids
+
+    Attributes:
+        expr: the mask.
+        names: what the user calls the captured tensors, for messages; may be shorter than `num_tables`.
+    """
+
+    expr: Expr
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = tuple(_UNSAFE_IN_NAME.sub("_", name) for name in self.names)
+        object.__setattr__(self, "names", names)
+
+    def __str__(self) -> str:
+        if not self.names:
+            return str(self.expr)
+        names = ", ".join(f"t{i}: {name}" for i, name in enumerate(self.names))
+        return f"{self.expr}  # {names}"
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def parse(text: str) -> MaskProgram:
+        """Reads what `str(program)` wrote.
+
+        Raises:
+            ExprError: `text` is not a mask program.
+        """
+        body, has_names, comment = text.partition("#")
+        names = []
+        for item in comment.split(",") if has_names else ():
+            label, _, name = item.strip().partition(": ")
+            if label != f"t{len(names)}" or not name:
+                raise ExprError(f"not a list of names: {comment.strip()!r}")
+            names.append(name)
+        return MaskProgram(parse(body), tuple(names))
+
+    @cached_property
+    def num_tables(self) -> int:
+        """How many captured tensors it takes: one more than the highest number in it."""
+        return self._highest("table") + 1
+
+    @cached_property
+    def num_symbols(self) -> int:
+        """How many captured ints it takes."""
+        return self._highest("symbol") + 1
+
+    def _highest(self, op: str) -> int:
+        return max((node.args[0] for node in self.expr.walk() if node.op == op), default=-1)
+
+    @cached_property
+    def keys(self) -> KeySet:
+        """The key intervals of a row, as expressions.
+
+        Raises:
+            UnsupportedMaskError: with all reasons.
+        """
+        return solve(self.expr)
+
+    @property
+    def max_intervals(self) -> int:
+        """How many key intervals a row may see; known without data. Raises as `keys` does."""
+        return len(self.keys.lanes)
+
+    def describe(self, expr: Expr) -> str:
+        """A part of the mask, with the captured tensors under the user's names."""
+
+        def name(match: re.Match[str]) -> str:
+            index = int(match[1])
+            return self.names[index] if index < len(self.names) else match[0]
+
+        return re.sub(r"\bt(\d+)\b", name, str(expr))
