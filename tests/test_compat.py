@@ -1,0 +1,51 @@
+"""Private PyTorch names do what `_compat` says they do."""
+
+import pytest
+import torch
+
+from magi_compile import _compat
+
+
+def causal_mask(seqlen_q: int, seqlen_k: int) -> torch.Tensor:
+    return torch.full((seqlen_q, seqlen_k), -torch.inf).triu(1)
+
+
+def formula(q, k, v, mask, softmax_scale):
+    scores = q @ k.mT * softmax_scale + mask
+    return torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+
+
+@pytest.mark.parametrize("how", ["full", "is_causal", "mask"])
+def test_cpu_flash(how):
+    """Forward and backward, keys expanded over a group of heads."""
+    torch.manual_seed(0)
+    q = torch.randn(2, 3, 70, 24)
+    k, v = torch.randn(2, 2, 1, 70, 24).expand(2, 2, 3, 70, 24)
+    mask = torch.zeros(70, 70) if how == "full" else causal_mask(70, 70)
+    options = (mask if how == "mask" else None, how == "is_causal", 0.3)
+    out, lse = _compat.cpu_flash_forward(q, k, v, *options)
+    dout = torch.randn_like(out)
+    grads = _compat.cpu_flash_backward(dout, q, k, v, out, lse, *options)
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected_out, expected_lse = formula(*leaves, mask, 0.3)
+    expected_grads = torch.autograd.grad(expected_out, leaves, dout)
+    torch.testing.assert_close(
+        (out, lse, *grads), (expected_out, expected_lse, *expected_grads), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_cpu_flash_backward_uses_the_out_and_lse_it_is_given():
+    """The gradients of two halves of the keys, with the out and lse of the whole, are those of the whole."""
+    torch.manual_seed(0)
+    q, k, v, dout = torch.randn(4, 1, 2, 40, 16)
+    out, lse = _compat.cpu_flash_forward(q, k, v, None, False, 0.25)
+    dq, dk, dv = _compat.cpu_flash_backward(dout, q, k, v, out, lse, None, False, 0.25)
+    halves = [
+        _compat.cpu_flash_backward(dout, q, k_half, v_half, out, lse, None, False, 0.25)
+        for k_half, v_half in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)
+    ]
+    dq_parts, dk_parts, dv_parts = zip(*halves, strict=True)
+    torch.testing.assert_close(sum(dq_parts), dq)
+    torch.testing.assert_close(torch.cat(dk_parts, 2), dk)
+    torch.testing.assert_close(torch.cat(dv_parts, 2), dv)
