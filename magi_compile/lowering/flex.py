@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_graph
+from magi_compile.masks.expr import TRUE
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
@@ -68,6 +69,16 @@ class FlexCall:
         )
 
     @property
+    def mask_tables(self) -> list[Node]:
+        """The captured tensors of the mask, in order."""
+        return [buffer for buffer in self.mask_buffers if _is_tensor(buffer)]
+
+    @property
+    def mask_symbols(self) -> list[Any]:
+        """The captured ints of the mask, in order."""
+        return [buffer for buffer in self.mask_buffers if not _is_tensor(buffer)]
+
+    @property
     def location(self) -> str:
         """The innermost line of the model in the call's stack."""
         lines = (self.node.meta.get("stack_trace") or "").strip().splitlines()
@@ -77,6 +88,10 @@ class FlexCall:
             return ""
         path, line, function = frames[-1].removeprefix('File "').split(", ", 2)
         return f"{path.rstrip(chr(34))}:{line.removeprefix('line ')} {function}"
+
+
+def _is_tensor(buffer: Any) -> bool:
+    return isinstance(value_of(buffer), torch.Tensor)
 
 
 @dataclass
@@ -107,15 +122,15 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         found.score = trace_score_mod(call.score_mod, len(call.score_buffers))
     except UnsupportedScoreModError as error:
         found.reasons.append(str(error))
-    kinds = [
-        "table" if isinstance(value_of(buffer), torch.Tensor) else "symbol"
-        for buffer in call.mask_buffers
-    ]
+    kinds = ["table" if _is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
     try:
-        found.program = trace_graph(call.mask_mod, kinds)
+        program = trace_graph(call.mask_mod, kinds)
+        found.program = replace(
+            program, names=tuple(_compat.source_name(t) for t in call.mask_tables)
+        )
     except UnsupportedMaskError as error:
         found.reasons.extend(error.reasons)
-    if found.program is not None and found.program.is_always_true and _has_block_lists(call):
+    if found.program is not None and found.program.expr == TRUE and _has_block_lists(call):
         found.reasons.append(
             "the BlockMask comes from raw block lists without a mask_mod; "
             "convert it with magi_compile.masks.slices_from_block_mask"
@@ -166,23 +181,18 @@ def emit_mask(
 ) -> Mask:
     """Derives the slices of the mask, for the packed rows of all batch entries."""
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
-    tables = [buffer for buffer in call.mask_buffers if isinstance(value_of(buffer), torch.Tensor)]
-    symbols = [
-        buffer for buffer in call.mask_buffers if not isinstance(value_of(buffer), torch.Tensor)
-    ]
     if options.slice_capacity is not None:
         capacity: Any = options.slice_capacity
     else:
         rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
         capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
-        capacity = emit.arithmetic(operator.mul, capacity, program.max_intervals)
+        capacity = emit.arithmetic(operator.mul, capacity, max(1, program.max_intervals))
     capacity = emit.arithmetic(operator.mul, capacity, batch)
     slices = emit.call(
         torch.ops.magi.mask_slices.default,
-        tables,
-        symbols,
+        call.mask_tables,
+        call.mask_symbols,
         str(program),
-        "\n".join(_compat.source_name(table) for table in tables),
         batch,
         seqlen_q,
         emit.size(call.k, 2),

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+
+from magi_compile.masks import MaskCheck
 
 
 class MaskDataError(ValueError):
@@ -31,10 +32,9 @@ class _DeviceFlags:
         # Messages beyond the capacity share the last slot, which names the newest of them.
         return self.slots.setdefault(message, min(len(self.slots), self.CAPACITY - 1))
 
-    def submit(self, oks: Sequence[Tensor], messages: Sequence[str]) -> None:
-        slots = [self.slot(message) for message in messages]
-        for ok, slot in zip(oks, slots, strict=True):
-            self.failed[slot].logical_or_(ok.logical_not())
+    def submit(self, checks: Sequence[MaskCheck]) -> None:
+        for check in checks:
+            self.failed[self.slot(check.message)].logical_or_(check.ok.logical_not())
         self.mirror.copy_(self.failed, non_blocking=True)
 
     def take_failures(self) -> list[str]:
@@ -48,20 +48,21 @@ class _DeviceFlags:
 _flags: dict[torch.device, _DeviceFlags] = {}
 
 
-def require(oks: Sequence[Tensor], messages: Sequence[str]) -> None:
-    """Raises `MaskDataError` when one of the 0-d bool tensors `oks` is false: now on a CPU, later on a GPU."""
+def require(checks: Sequence[MaskCheck]) -> None:
+    """Raises `MaskDataError` for the first check that fails: now on a CPU, later on a GPU."""
     raise_pending()
-    if not oks:
-        return
-    device = oks[0].device
-    if device.type != "cuda":
-        failures = [message for ok, message in zip(oks, messages, strict=True) if not bool(ok)]
-        if failures:
-            raise MaskDataError("; ".join(failures))
-        return
-    if device not in _flags:
-        _flags[device] = _DeviceFlags(device)
-    _flags[device].submit(oks, messages)
+    on_cpu = [check for check in checks if check.ok.device.type != "cuda"]
+    on_gpu = [check for check in checks if check.ok.device.type == "cuda"]
+    for check in on_cpu:
+        try:
+            check.raise_if_broken()
+        except ValueError as error:
+            raise MaskDataError(str(error)) from None
+    if on_gpu:
+        device = on_gpu[0].ok.device
+        if device not in _flags:
+            _flags[device] = _DeviceFlags(device)
+        _flags[device].submit(on_gpu)
 
 
 def raise_pending() -> None:

@@ -9,7 +9,6 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import select
-from magi_compile.masks import AttnSlices, MaskProgram, row_intervals, slices_from_intervals
+from magi_compile.masks import AttnSlices, padded_slices_from_intervals, row_intervals
 from magi_compile.ops.checks import raise_pending, require
 
 _lib = torch.library.Library("magi", "DEF")
@@ -34,16 +33,10 @@ def _define(schema: str, implementation: Callable[..., Any], fake: Callable[...,
 # mask_slices
 
 
-@lru_cache(maxsize=256)
-def _parse(program: str) -> MaskProgram:
-    return MaskProgram.parse(program)
-
-
 def _mask_slices(
     tables: Sequence[Tensor],
     symbols: Sequence[int],
     program: str,
-    names: str,
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
@@ -51,7 +44,7 @@ def _mask_slices(
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     intervals = row_intervals(
-        _parse(program),
+        program,
         tables,
         symbols,
         batch=batch,
@@ -59,12 +52,9 @@ def _mask_slices(
         seqlen_k=seqlen_k,
         device=device,
     )
-    slices, fits = slices_from_intervals(intervals, capacity=capacity)
-    checks = [*intervals.checks, fits]
-    messages = [check.message for check in checks]
-    for i, name in enumerate(names.split("\n") if names else []):
-        messages = [message.replace(f"t{i}", f"`{name}`") for message in messages]
-    require([check.ok for check in checks], messages)
+    slices, fits = padded_slices_from_intervals(intervals, capacity)
+    fits = fits._replace(message=f"{fits.message} (`slice_capacity`)")
+    require([*intervals.checks, fits])
     return slices.q_ranges, slices.k_ranges, slices.mask_types
 
 
@@ -72,7 +62,6 @@ def _mask_slices_fake(
     tables: Sequence[Tensor],
     symbols: Sequence[int],
     program: str,
-    names: str,
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
@@ -86,7 +75,7 @@ def _mask_slices_fake(
 
 
 _define(
-    "mask_slices(Tensor[] tables, SymInt[] symbols, str program, str names, SymInt batch, SymInt seqlen_q, "
+    "mask_slices(Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, "
     "SymInt seqlen_k, SymInt capacity, Device device) -> (Tensor, Tensor, Tensor)",
     _mask_slices,
     _mask_slices_fake,
