@@ -28,8 +28,8 @@ class Emitter:
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """Inserts `target(*args, **kwargs)` and computes its fake value from theirs."""
-        values = torch.fx.map_aggregate(args, value_of)
-        keyword_values = torch.fx.map_aggregate(kwargs, value_of)
+        values = torch.fx.map_arg(args, value_of)
+        keyword_values = torch.fx.map_arg(kwargs, value_of)
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:

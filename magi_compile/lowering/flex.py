@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +26,9 @@ from magi_compile.kernels.select import load, refusals_by_kernel, select
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
-from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_graph
+from magi_compile.masks import MaskProgram, UnsupportedMaskError
 from magi_compile.masks.expr import TRUE
+from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
@@ -124,10 +125,8 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         found.reasons.append(str(error))
     kinds = ["table" if _is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
     try:
-        program = trace_graph(call.mask_mod, kinds)
-        found.program = replace(
-            program, names=tuple(_compat.source_name(t) for t in call.mask_tables)
-        )
+        names = [_compat.source_name(table) for table in call.mask_tables]
+        found.program = trace_graph(call.mask_mod, kinds, names)
     except UnsupportedMaskError as error:
         found.reasons.extend(error.reasons)
     if found.program is not None and found.program.expr == TRUE and _has_block_lists(call):
