@@ -192,9 +192,8 @@ def forward_kernel(
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
         run = runs_ptr + index * RUN_FIELDS
         interval = row_interval(run, rows)
-        for phase in tl.static_range(2):
-            IS_MASKED: tl.constexpr = phase == 1
-            for block in range(count_blocks(run, IS_MASKED)):
+        for is_masked in tl.static_range(2):
+            for block in range(count_blocks(run, is_masked)):
                 acc, row_sum, row_max = attend_block(
                     acc,
                     row_sum,
@@ -204,14 +203,14 @@ def forward_kernel(
                     k_strides,
                     v_base,
                     v_strides,
-                    block_start(run, block, BLOCK_COLS, IS_MASKED),
+                    block_start(run, block, BLOCK_COLS, is_masked),
                     interval,
                     factors,
                     BLOCK_COLS,
                     DIM,
                     DIM_V,
                     HAS_SOFTCAP,
-                    IS_MASKED,
+                    is_masked,
                 )
 
     sees_nothing = row_sum == 0.0
@@ -342,9 +341,8 @@ def dq_kernel(
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
         run = runs_ptr + index * RUN_FIELDS
         interval = row_interval(run, rows)
-        for phase in tl.static_range(2):
-            IS_MASKED: tl.constexpr = phase == 1
-            for block in range(count_blocks(run, IS_MASKED)):
+        for is_masked in tl.static_range(2):
+            for block in range(count_blocks(run, is_masked)):
                 dq = dq_block(
                     dq,
                     q,
@@ -355,14 +353,14 @@ def dq_kernel(
                     k_strides,
                     v_base,
                     v_strides,
-                    block_start(run, block, BLOCK_COLS, IS_MASKED),
+                    block_start(run, block, BLOCK_COLS, is_masked),
                     interval,
                     factors,
                     BLOCK_COLS,
                     DIM,
                     DIM_V,
                     HAS_SOFTCAP,
-                    IS_MASKED,
+                    is_masked,
                 )
 
     dq *= softmax_scale
@@ -473,9 +471,8 @@ def dkdv_kernel(
         for index in range(run_begin, run_end):
             run = runs_ptr + index * RUN_FIELDS
             interval = row_interval(run, rows)
-            for phase in tl.static_range(2):
-                IS_MASKED: tl.constexpr = phase == 1
-                for block in range(count_blocks(run, IS_MASKED)):
+            for is_masked in tl.static_range(2):
+                for block in range(count_blocks(run, is_masked)):
                     dk, dv = dkdv_block(
                         dk,
                         dv,
@@ -487,14 +484,14 @@ def dkdv_kernel(
                         dout_strides,
                         lse_ptr + head * total_q,
                         delta_ptr + head * total_q,
-                        block_start(run, block, BLOCK_COLS, IS_MASKED),
+                        block_start(run, block, BLOCK_COLS, is_masked),
                         interval,
                         factors,
                         BLOCK_COLS,
                         DIM,
                         DIM_V,
                         HAS_SOFTCAP,
-                        IS_MASKED,
+                        is_masked,
                     )
 
     dk *= softmax_scale

@@ -18,7 +18,7 @@ def run_costs(num_blocks: Tensor, num_masked: Tensor) -> Tensor:
 
 def tile_costs(run_cost: Tensor, run_begin: Tensor, run_end: Tensor, is_padding: Tensor) -> Tensor:
     """What each tile costs: its runs `[run_begin, run_end)` and a constant; nothing for padding."""
-    total = torch.nn.functional.pad(run_cost.cumsum(0), (1, 0))
+    total = torch.cat([run_cost.new_zeros(1), run_cost.cumsum(0)])
     cost = total[run_end] - total[run_begin] + TILE_COST
     return torch.where(is_padding, 0, cost)
 

@@ -149,20 +149,20 @@ def _cut_rows(rects: Rects, total_rows: int, tile_rows: int, exact: bool) -> tup
     borders = torch.cat([rects.row_begin, rects.row_end, ends]).sort().values
     segment_begin, segment_end = borders[:-1], borders[1:]
     starts_region = segment_end - segment_begin >= tile_rows
-    starts_region[0] = True
+    starts_region[:1].fill_(True)
 
     # The end of a region is the next start, found as a running minimum from the right.
     next_start = (
         torch.where(starts_region, segment_begin, total_rows).flip(0).cummin(0).values.flip(0)
     )
-    region_end = torch.nn.functional.pad(next_start[1:], (0, 1), value=total_rows)
+    region_end = torch.cat([next_start[1:], ends[1:]])
     tiles_in_region = (region_end - segment_begin + tile_rows - 1) // tile_rows
     tiles_before_end = torch.where(starts_region, tiles_in_region, 0).cumsum(0)
 
     if exact:
         num_tiles = int(tiles_before_end[-1])
     else:
-        num_regions = 1 + min(2 * num_rects + 1, total_rows // tile_rows)
+        num_regions = 1 + torch.sym_min(2 * num_rects + 1, total_rows // tile_rows)
         num_tiles = (total_rows + num_regions * (tile_rows - 1)) // tile_rows
     tile = torch.arange(num_tiles, device=borders.device)
     region = torch.searchsorted(tiles_before_end, tile, right=True).clamp(max=2 * num_rects)
@@ -196,7 +196,7 @@ def _meet(
     elif num_tiles == 0:
         num_pairs = 0
     else:
-        num_pairs = num_rects + min(max_overlap, num_rects) * (num_tiles - 1)
+        num_pairs = num_rects + torch.sym_min(max_overlap, num_rects) * (num_tiles - 1)
         assert_async(
             pairs_before_end[-1] <= num_pairs,
             f"more than `max_overlap` = {max_overlap} slices reach across the average tile border",

@@ -6,6 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.rects import NO_DIAG
@@ -186,6 +192,34 @@ def test_padded_sizes_follow_from_shapes_alone(mask, other):
     empty = make_slices([(0, 0, 0, 0, FULL)] * len(rows), seqlen_q, seqlen_k)
     shapes = [t.shape for t in build_tile_plan(make_slices(*mask), **SIZES, exact=False)]
     assert shapes == [t.shape for t in build_tile_plan(empty, **SIZES, exact=False)]
+
+
+def test_padded_plan_under_dynamic_shapes():
+    """One graph serves all lengths and all numbers of slices: sizes stay symbolic, no value is read."""
+    rows, seqlen_q, seqlen_k = NAMED["mixed_documents"]
+    slices = make_slices(rows, seqlen_q, seqlen_k)
+    shape_env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shape_env)
+
+    def fake(tensor):
+        dynamic = [DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * (tensor.dim() - 1)
+        context = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        return mode.from_tensor(tensor, symbolic_context=context)
+
+    with mode:
+        fake_slices = AttnSlices(
+            fake(slices.q_ranges),
+            fake(slices.k_ranges),
+            fake(slices.mask_types),
+            fake(torch.empty(seqlen_q)).shape[0],
+            fake(torch.empty(seqlen_k)).shape[0],
+        )
+        plan = build_tile_plan(fake_slices, **SIZES, exact=False)
+    expected = build_tile_plan(slices, **SIZES, exact=False)
+    for symbolic, real in zip(plan, expected, strict=True):
+        assert not isinstance(symbolic.shape[0], int)
+        assert not symbolic.shape[0].node.expr.is_number
+        assert [int(size) for size in symbolic.shape] == list(real.shape)
 
 
 def test_order_of_slices_does_not_matter():

@@ -1,0 +1,106 @@
+"""Time and size of tile plans: packed causal documents, 64K to 1M tokens.
+
+python benchmarks/tile_plan.py [--device cuda] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.plan.tiles import TilePlan, build_tile_plan
+
+TILES = {"q_tile_rows": 128, "q_block_cols": 128, "k_tile_rows": 128, "k_block_cols": 64}
+WORKLOADS = [(1 << 16, 100), (1 << 20, 1), (1 << 20, 1000), (1 << 20, 4000)]  # tokens, documents
+
+
+def causal_documents(seqlen: int, num_documents: int, device: str) -> AttnSlices:
+    """Documents of random lengths, each attending to itself causally."""
+    generator = torch.Generator().manual_seed(0)
+    inner = torch.randperm(seqlen - 1, generator=generator)[: num_documents - 1] + 1
+    borders = torch.tensor([0, *inner.sort().values.tolist(), seqlen], dtype=torch.int32)
+    ranges = torch.stack([borders[:-1], borders[1:]], dim=-1).to(device)
+    types = torch.full((num_documents,), MaskType.CAUSAL, dtype=torch.int32, device=device)
+    return AttnSlices(ranges, ranges.clone(), types, seqlen, seqlen)
+
+
+def median_ms(build: Callable[[], TilePlan], device: str, num_runs: int = 20) -> float:
+    """Median wall-clock milliseconds of `build`, after three warm-up runs."""
+
+    def once() -> float:
+        begin = time.perf_counter()
+        build()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - begin)
+
+    return statistics.median([once() for _ in range(num_runs + 3)][3:])
+
+
+def captured(build: Callable[[], TilePlan]) -> Callable[[], None]:
+    """`build` as a CUDA graph."""
+    build()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        build()
+    return graph.replay
+
+
+def measure(seqlen: int, num_documents: int, device: str) -> list[dict]:
+    slices = causal_documents(seqlen, num_documents, device)
+    rows = []
+
+    def add(how: str, build: Callable[[], TilePlan], plan: TilePlan) -> None:
+        rows.append(
+            {
+                "seqlen": seqlen,
+                "num_documents": num_documents,
+                "how": how,
+                "ms": round(median_ms(build, device), 3),
+                "bytes": sum(tensor.nbytes for tensor in plan),
+            }
+        )
+
+    for exact in (True, False):
+        plan = build_tile_plan(slices, **TILES, exact=exact)
+        add(
+            "exact" if exact else "padded",
+            lambda exact=exact: build_tile_plan(slices, **TILES, exact=exact),
+            plan,
+        )
+    if device == "cuda":
+        add("padded, CUDA graph", captured(lambda: build_tile_plan(slices, **TILES)), plan)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for workload in WORKLOADS for row in measure(*workload, args.device)]
+    print("| tokens | documents | plan | ms | bytes |\n|---|---|---|---|---|")
+    for row in rows:
+        print("| {seqlen} | {num_documents} | {how} | {ms} | {bytes} |".format(**row))
+    if args.json:
+        is_cuda = args.device == "cuda"
+        context = {
+            "device": torch.cuda.get_device_name() if is_cuda else platform.processor(),
+            "threads": 1,
+            "torch": torch.__version__,
+            "tiles": TILES,
+        }
+        args.json.write_text(json.dumps({"context": context, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
