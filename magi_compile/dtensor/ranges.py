@@ -1,0 +1,70 @@
+"""Half-open ranges of many owners at once: the integer geometry that dispatch and communication plans share.
+
+Everything is a flat int64 CPU tensor with one entry per range, so a plan for hundreds of ranks costs a few
+dozen tensor operations and no Python loop over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Ranges(NamedTuple):
+    """`[lo, hi)` of `owner`, three int64 tensors `[num_ranges]`."""
+
+    owner: Tensor
+    lo: Tensor
+    hi: Tensor
+
+    def take(self, index: Tensor) -> Ranges:
+        return Ranges(*(field[index] for field in self))
+
+
+def unite(ranges: Ranges, span: int) -> Ranges:
+    """The union of each owner's ranges: sorted by (owner, lo), disjoint, never adjacent.
+
+    Args:
+        ranges: in any order, overlapping or not; empty ones vanish.
+        span: an upper bound of every `hi`.
+    """
+    ranges = ranges.take(ranges.lo < ranges.hi)
+    if not len(ranges.lo):
+        return ranges
+    # Owners are laid out one after another with a hole in between, which makes this one problem, not many.
+    stride = span + 1
+    begin, order = torch.sort(ranges.owner * stride + ranges.lo)
+    reach = torch.cummax((ranges.owner * stride + ranges.hi)[order], 0).values
+    is_first = torch.ones(len(begin), dtype=torch.bool)
+    torch.gt(begin[1:], reach[:-1], out=is_first[1:])
+    lo = begin[is_first]
+    owner = lo.div(stride, rounding_mode="floor")
+    hi = reach[torch.cat([is_first[1:], is_first[:1]])]
+    return Ranges(owner, lo - owner * stride, hi - owner * stride)
+
+
+def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """For `counts[i]` items of each i: `(i, number of the item within i)` of all items, in order."""
+    index = torch.repeat_interleave(counts)
+    first = counts.cumsum(0) - counts
+    return index, torch.arange(len(index)) - first[index]
+
+
+def split_at_multiples(ranges: Ranges, size: int) -> tuple[Ranges, Tensor]:
+    """The ranges cut at every multiple of `size`, and the block `lo // size` each piece lies in."""
+    first = ranges.lo.div(size, rounding_mode="floor")
+    last = (ranges.hi - 1).div(size, rounding_mode="floor")
+    index, step = expand((last - first + 1).clamp_(min=0))
+    block = first[index] + step
+    lo = torch.maximum(ranges.lo[index], block * size)
+    hi = torch.minimum(ranges.hi[index], (block + 1) * size)
+    return Ranges(ranges.owner[index], lo, hi), block
+
+
+def total_by_owner(ranges: Ranges, num_owners: int) -> Tensor:
+    """How many rows each owner's ranges hold together, int64 `[num_owners]`."""
+    return torch.zeros(num_owners, dtype=torch.int64).index_add_(
+        0, ranges.owner, ranges.hi - ranges.lo
+    )
