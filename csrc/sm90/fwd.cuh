@@ -260,50 +260,58 @@ private:
             out[i] = 0.f;
         }
 
-        bool is_last = tile.is_empty;
-        while (!is_last) {
-            Visibility sees = wait_for_k(tile);
-            is_last = is_last_block();
+        is_last_block_ = tile.is_empty;
+        Visibility sees = next_block(tile);
+        while (sees != kEnd) {
             if (sees == kNothing) {
                 skip_block();
+                sees = next_block(tile);
                 continue;
             }
 
             // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
             wait_turn();
-            issue_scores(scores);
+            issue_scores(scores, q_operand(), k_operand());
             pass_turn();
             wgmma_wait_group<0>();
             pin(scores);
-            finish_scores(scores, sees, tile);
-            softmax.update(scores, rescale);
-            scale_rows(out, rescale);
+            cap_and_mask(scores, sees, tile);
+            release_k();
+            if (softmax.move_max(scores, rescale)) {
+                scale_rows(out, rescale);
+            }
+            sees = next_block(tile);
+            softmax.exponentiate(scores);
             round(scores, probs);
+            wait_for_v();
 
-            while (!is_last) {
-                sees = wait_for_k(tile);
-                if (sees == kNothing) {
-                    break;
-                }
-                is_last = is_last_block();
+            while (sees == kPart || sees == kAll) {
+                const uint32_t q = q_operand();
+                const uint32_t k = k_operand();
+                const uint32_t v = v_operand();
                 wait_turn();
-                issue_scores(scores);
-                wait_for_v();
-                issue_out(out, probs);
+                issue_scores(scores, q, k);
+                issue_out(out, probs, v);
                 pass_turn();
                 wgmma_wait_group<1>();
                 pin(scores);
-                finish_scores(scores, sees, tile);
-                softmax.update(scores, rescale);
+                cap_and_mask(scores, sees, tile);
+                release_k();
+                const bool moves = softmax.move_max(scores, rescale);
                 wgmma_wait_group<0>();
                 pin(out);
                 release_v();
-                scale_rows(out, rescale);
+                if (moves) {
+                    scale_rows(out, rescale);
+                }
+                // Exponentials take long and wait for nothing: whatever has to be waited for comes before them.
+                sees = next_block(tile);
+                wait_for_v();
+                softmax.exponentiate(scores);
                 round(scores, probs);
             }
 
-            wait_for_v();
-            issue_out(out, probs);
+            issue_out(out, probs, v_operand());
             wgmma_wait_group<0>();
             pin(out);
             release_v();
@@ -323,9 +331,15 @@ private:
 
     // ---- the matmuls
 
-    __device__ __forceinline__ void issue_scores(Scores& scores) {
-        const uint64_t q = wgmma_descriptor(smem_.q[q_.slot][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-        const uint64_t k = wgmma_descriptor(smem_.k[k_.slot], 0);
+    __device__ __forceinline__ uint32_t q_operand() const {
+        return wgmma_descriptor(smem_.q[q_.slot][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+    }
+
+    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[k_.slot], 0); }
+
+    __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
+
+    __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
         pin(scores);
@@ -340,8 +354,7 @@ private:
         wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void issue_out(Out& out, const Probs& probs) {
-        const uint64_t v = wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes);
+    __device__ __forceinline__ void issue_out(Out& out, const Probs& probs, uint32_t v) {
         constexpr int kStepBytes = 16 * 128;
         pin(out);
         wgmma_fence();
@@ -355,7 +368,7 @@ private:
 
     // ---- scores to probabilities
 
-    __device__ __forceinline__ void finish_scores(Scores& scores, Visibility sees, const TileOfHead& tile) {
+    __device__ __forceinline__ void cap_and_mask(Scores& scores, Visibility sees, const TileOfHead& tile) {
         if constexpr (Config::kHasSoftcap) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
@@ -366,7 +379,6 @@ private:
             const Block& block = smem_.blocks[k_.slot];
             apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
         }
-        release_k();
     }
 
     // An accumulator of 16 columns is, packed, the A operand of the next matmul.
@@ -466,10 +478,14 @@ private:
         barrier_arrive(kTurn + next, 2 * Config::kWarpgroup);
     }
 
-    // Waits for the next block and tells what this warpgroup sees of it.
-    __device__ __forceinline__ Visibility wait_for_k(const TileOfHead& tile) {
+    // Waits for the next block of the tile, if there is one, and tells what this warpgroup sees of it.
+    __device__ __forceinline__ Visibility next_block(const TileOfHead& tile) {
+        if (is_last_block_) {
+            return kEnd;
+        }
         mbarrier_wait(smem_.k_full[k_.slot], k_.phase);
         const Block& block = smem_.blocks[k_.slot];
+        is_last_block_ = block.flags & Block::kIsLastOfTile;
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
         if (row_begin >= row_end) {
@@ -477,10 +493,6 @@ private:
         }
         const bool is_edge = block.flags & Block::kIsEdge;
         return is_edge ? visibility(block.run, row_begin, row_end, block.first, Config::kBlockCols) : kAll;
-    }
-
-    __device__ __forceinline__ bool is_last_block() const {
-        return smem_.blocks[k_.slot].flags & Block::kIsLastOfTile;
     }
 
     __device__ __forceinline__ void wait_for_v() { mbarrier_wait(smem_.v_full[v_.slot], v_.phase); }
@@ -537,6 +549,7 @@ private:
     const int lane_;
     Position<Config::kQStages> q_;
     Position<Config::kStages> k_, v_;
+    bool is_last_block_;
 };
 
 template <class Config>
@@ -560,7 +573,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
     auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);
-    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / Config::kWarpgroup, 0);
+    const int warpgroup = threadIdx.x / Config::kWarpgroup;
     if (threadIdx.x == 0) {
         init_barriers(smem);
     }

@@ -16,8 +16,8 @@ struct alignas(16) Run {
     __device__ __forceinline__ int visible_end(int row) const { return min(col_end, row + diag_hi); }
 };
 
-// What a warpgroup does with a block.
-enum Visibility : uint32_t { kNothing = 0, kPart = 1, kAll = 2 };
+// What a warpgroup sees of a block; kEnd: there is none left.
+enum Visibility : uint32_t { kNothing, kPart, kAll, kEnd };
 
 // Both ends of a row's interval move right with the row, so the outermost rows decide.
 __device__ __forceinline__ Visibility visibility(const Run& run, int row_begin, int row_end, int first, int num_cols) {

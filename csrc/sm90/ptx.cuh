@@ -187,14 +187,16 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
     }
 }
 
-// A shared-memory operand in 128-byte swizzle; `leading_bytes` is the stride between 64-column slabs where the
-// operand is read along its rows (MN-major), and unused where it is read along its columns (K-major).
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
-    constexpr uint64_t kSwizzle128 = 1ull << 62;
-    constexpr uint64_t kEightRows = 8 * 128;
-    return kSwizzle128 | (kEightRows >> 4) << 32 | static_cast<uint64_t>(leading_bytes >> 4) << 16 |
-           (shared_address(tile) & 0x3FFFF) >> 4;
+// The low word of the descriptor of a shared-memory operand in 128-byte swizzle: its address, and the stride between
+// 64-column slabs where it is read along its rows (MN-major; unused where it is read along its columns, K-major).
+// Steps inside the operand are added as bytes / 16. wgmma takes descriptors from uniform registers, and the reduction
+// over the warp is what tells the compiler that this one may live there.
+__device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
+    return __reduce_max_sync(0xffffffff, (leading_bytes >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4);
 }
+
+// The high word of all of them: 128-byte swizzle, groups of 8 rows of 128 bytes.
+constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;
 
 enum class Major { K = 0, MN = 1 };
 
@@ -222,32 +224,34 @@ struct Wgmma;
             ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // X0.. are the operand numbers after the accumulators.
-#define FFA_WGMMA(ELEMENT, TYPE, N, REGISTERS, OPERANDS, X0, X1, X2, X3, X4, X5, X6)                                  \
+#define FFA_WGMMA(ELEMENT, TYPE, N, REGISTERS, OPERANDS, X0, X1, X2, X3, X4, X5, X6, X7)                                  \
     template <>                                                                                                      \
     struct Wgmma<ELEMENT, N> {                                                                                       \
         template <Major kMajorA, Major kMajorB>                                                                      \
-        static __device__ __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {       \
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X2                                                      \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
-                         X0 ", " X1 ", p, 1, 1, " X3 ", " X4 ";\n}"                                                  \
+        static __device__ __forceinline__ void ss(float (&d)[N / 2], uint32_t a, uint32_t b, int accumulate) {       \
+            asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, " X2                                    \
+                         ", 0;\nmov.b64 a, {" X0 ", " X5 "};\nmov.b64 b, {" X1 ", " X5 "};\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
+                         "a, b, p, 1, 1, " X3 ", " X4 ";\n}"                                                         \
                          : OPERANDS(d)                                                                               \
-                         : "l"(a), "l"(b), "r"(accumulate), "n"(int(kMajorA)), "n"(int(kMajorB)));                   \
+                         : "r"(a), "r"(b), "r"(accumulate), "n"(int(kMajorA)), "n"(int(kMajorB)),                    \
+                           "r"(kDescriptorHigh));                                                                    \
         }                                                                                                            \
         template <Major kMajorB>                                                                                     \
-        static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {\
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X5                                                      \
-                         ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" \
-                         X0 "," X1 "," X2 "," X3 "}, " X4 ", p, 1, 1, " X6 ";\n}"                                    \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint32_t b, int accumulate) {\
+            asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, " X5                                       \
+                         ", 0;\nmov.b64 b, {" X4 ", " X7 "};\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" \
+                         X0 "," X1 "," X2 "," X3 "}, b, p, 1, 1, " X6 ";\n}"                                         \
                          : OPERANDS(d)                                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(int(kMajorB)));  \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(int(kMajorB)),   \
+                           "r"(kDescriptorHigh));                                                                    \
         }                                                                                                            \
     };
 #define FFA_WGMMA_SIZES(ELEMENT, TYPE)                                                                      \
-    FFA_WGMMA(ELEMENT, TYPE, 64, FFA_R32, FFA_F32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")         \
-    FFA_WGMMA(ELEMENT, TYPE, 96, FFA_R48, FFA_F48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")         \
-    FFA_WGMMA(ELEMENT, TYPE, 128, FFA_R64, FFA_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")        \
-    FFA_WGMMA(ELEMENT, TYPE, 192, FFA_R96, FFA_F96, "%96", "%97", "%98", "%99", "%100", "%101", "%102")     \
-    FFA_WGMMA(ELEMENT, TYPE, 256, FFA_R128, FFA_F128, "%128", "%129", "%130", "%131", "%132", "%133", "%134")
+    FFA_WGMMA(ELEMENT, TYPE, 64, FFA_R32, FFA_F32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39")         \
+    FFA_WGMMA(ELEMENT, TYPE, 96, FFA_R48, FFA_F48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55")         \
+    FFA_WGMMA(ELEMENT, TYPE, 128, FFA_R64, FFA_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")        \
+    FFA_WGMMA(ELEMENT, TYPE, 192, FFA_R96, FFA_F96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103")     \
+    FFA_WGMMA(ELEMENT, TYPE, 256, FFA_R128, FFA_F128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135")
 FFA_WGMMA_SIZES(bfloat16, "bf16")
 FFA_WGMMA_SIZES(float16, "f16")
 #undef FFA_WGMMA_SIZES
