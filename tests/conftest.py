@@ -1,5 +1,17 @@
 import os
 
+import pytest
+import torch
+
 # Some virtual machines announce AMX and fault on its first instruction, in PyTorch's own bf16 matmul. Results do not
 # depend on it, so tests run without; oneDNN reads this at its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+
+
+def pytest_collection_modifyitems(items):
+    """GPU tests skip with a reason where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.select import KERNELS
-from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.masks import AttnSlices
+from magi_compile.masks.block_mask import slices_from_block_mask
 from magi_compile.ops.score_mod import trace_score_mod
 
 if TYPE_CHECKING:

@@ -81,6 +81,20 @@ class _Score:
         return getattr(first, method)(*rest)
 
 
+def _refuse_operator(name: str) -> Callable[..., Any]:
+    def refuse(self: _Score, *_: Any) -> Any:
+        raise UnsupportedScoreModError(f"score_mod applies `{name}` to the score")
+
+    return refuse
+
+
+for _name in ("add", "sub", "pow", "floordiv", "mod", "matmul"):
+    for _form in (f"__{_name}__", f"__r{_name}__"):
+        setattr(_Score, _form, _refuse_operator(_name))
+for _name in ("rtruediv", "lt", "le", "gt", "ge", "abs", "bool", "float", "invert", "getitem"):
+    setattr(_Score, f"__{_name}__", _refuse_operator(_name))
+
+
 class _Unused:
     """Stands for an index or a captured buffer: any use of it is a reason to refuse."""
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import magi_compile
+from magi_compile import _compat
 from magi_compile.lowering.options import LoweringOptions, split_options
 from magi_compile.lowering.report import REPORT
 
@@ -32,18 +33,16 @@ def test_enabled_ends_with_its_block(case):
     with magi_compile.enabled(strict=True):
         torch.compile(model, fullgraph=True)(x, mask)
     assert len(REPORT.lowered) == 1
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(model, fullgraph=True)(x, mask)
-    assert len(REPORT.decisions) == 1
+    assert _compat.installed_pre_grad_pass() is None
 
 
-def test_enable_refuses_to_replace_another_pass(monkeypatch):
-    import torch._inductor.config as config
-
-    monkeypatch.setattr(config, "pre_grad_custom_pass", lambda graph: None)
-    with pytest.raises(RuntimeError, match="pre_grad_custom_pass` must be free"):
-        magi_compile.enable()
+def test_enable_refuses_to_replace_another_pass():
+    _compat.install_pre_grad_pass(lambda graph: None)
+    try:
+        with pytest.raises(RuntimeError, match="pre_grad_custom_pass` must be free"):
+            magi_compile.enable()
+    finally:
+        _compat.install_pre_grad_pass(None)
 
 
 def test_mode_and_options_reach_inductor(case, monkeypatch):

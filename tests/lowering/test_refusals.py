@@ -1,6 +1,7 @@
 """What is not lowered stays on FlexAttention with all reasons, or raises where nothing else can run it."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -61,11 +62,9 @@ def test_refused_calls_stay_exact(name, caplog):
     stock = torch.compile(attend, backend="eager", fullgraph=True)(x, **arguments)
     assert_same(ours, stock)
     assert not REPORT.lowered
-    assert len(caplog.records) == 1, "one warning, once"
-    caplog_text = caplog.records[0].getMessage()
-    assert "kept on FlexAttention" in caplog_text
-    with pytest.raises(Exception, match=reason):
-        raise AssertionError(caplog_text)
+    (warning,) = (r.getMessage() for r in caplog.records if r.name == "magi_compile")
+    assert "kept on FlexAttention" in warning
+    assert re.search(reason, warning)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -91,10 +90,12 @@ def test_training_on_a_cpu_cannot_fall_back():
         compiled()(x, block_mask(by_head, 96))
 
 
+@pytest.mark.gpu
 def test_max_scores_is_refused():
-    x = torch.randn(BATCH, 2, 96, 16)
+    """PyTorch itself refuses them on a CPU."""
+    x = torch.randn(BATCH, 2, 96, 16, device="cuda")
     with torch.no_grad():
-        compiled()(x, block_mask(causal, 96), return_aux=AuxRequest(max_scores=True))
+        compiled()(x, None, return_aux=AuxRequest(max_scores=True))
     (decision,) = REPORT.refused
     assert "max_scores" in decision.reasons[0]
 

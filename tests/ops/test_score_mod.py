@@ -37,7 +37,10 @@ def test_folded(name):
 
 bias = torch.zeros(8)
 REFUSED = {
-    "bias": (lambda s, b, h, q, k: s + 1.0, "`add`|`__add__`"),
+    "bias": (lambda s, b, h, q, k: s + 1.0, "applies `add`"),
+    "bias left": (lambda s, b, h, q, k: 1.0 - s, "applies `sub`"),
+    "function": (lambda s, b, h, q, k: torch.add(s, 1.0), "applies `add`"),
+    "branch": (lambda s, b, h, q, k: s if s > 0 else -s, "applies `gt`"),
     "position": (lambda s, b, h, q, k: s * (q - k), "depends on the query index"),
     "table": (lambda s, b, h, q, k: s * bias[h], "depends on the head index|traced"),
     "tanh twice": (lambda s, b, h, q, k: s.tanh().tanh(), "applies tanh twice"),
