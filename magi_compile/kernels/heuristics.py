@@ -110,14 +110,14 @@ DELTA_ROWS = 64  # rows of a program of the kernel before the backward, which on
 
 # 16-bit inputs, by head dimension, where a thread block has at least 163 KB of shared memory.
 _TRITON = {
-    64: TritonConfig(128, 64, 128, 64, Launch(4, 3), Launch(8, 3), Launch(8, 3)),
+    64: TritonConfig(128, 64, 64, 64, Launch(4, 3), Launch(4, 3), Launch(4, 3)),
     128: TritonConfig(128, 64, 128, 64, Launch(8, 3), Launch(8, 3), Launch(8, 2)),
     256: TritonConfig(64, 32, 64, 32, Launch(4, 2), Launch(4, 2), Launch(8, 2)),
 }
 _TRITON_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
 
 # Wide elements, and the 99 KB of the other GPUs.
-_TRITON_SMALL = TritonConfig(64, 32, 32, 32, Launch(4, 2), Launch(4, 2), Launch(4, 2))
+_TRITON_SMALL = TritonConfig(64, 32, 32, 32, Launch(4, 2), Launch(4, 1), Launch(4, 2))
 _TRITON_SMALLEST = TritonConfig(32, 16, 16, 16, Launch(4, 1), Launch(4, 1), Launch(4, 1))
 
 
