@@ -8,6 +8,7 @@ from the same seed, is trained beside it: the loss curves agree.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sysconfig
 import time
@@ -69,6 +70,7 @@ class GPT(nn.Module):
     def __init__(self, dim: int, nlayers: int, nheads_q: int, nheads_kv: int):
         super().__init__()
         self.embedding = nn.Embedding(256, dim)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(dim, nheads_q, nheads_kv) for _ in range(nlayers))
         self.norm = nn.RMSNorm(dim)
         half = dim // nheads_q // 2
@@ -85,19 +87,21 @@ class GPT(nn.Module):
 
 
 def packed_documents(seqlen: int, seed: int):
-    """Yields (tokens [1, S], targets [1, S], document of each token [S]): whole files, cut where a pack is full."""
+    """Yields (tokens [1, S], targets [1, S], document of each token [S]).
+
+    Files longer than a quarter of a pack are split into documents of that length; a document is cut where a pack ends.
+    """
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     random.Random(seed).shuffle(paths)
+    texts = (path.read_bytes() for path in itertools.cycle(paths))
+    pieces = (text[i : i + seqlen // 4] for text in texts for i in range(0, len(text), seqlen // 4))
     tokens, documents = [], []
-    for number in range(10**9):
-        text = paths[number % len(paths)].read_bytes()
-        tokens.extend(text)
-        documents.extend([number] * len(text))
+    for number, piece in enumerate(pieces):
+        tokens.extend(piece)
+        documents.extend([number] * len(piece))
         while len(tokens) > seqlen:
-            pack, document = (
-                torch.tensor(tokens[: seqlen + 1]),
-                torch.tensor(documents[: seqlen + 1]),
-            )
+            pack = torch.tensor(tokens[: seqlen + 1])
+            document = torch.tensor(documents[: seqlen + 1])
             # The last byte of a document has no next byte to predict.
             targets = torch.where(document[1:] == document[:-1], pack[1:], -1)
             yield pack[None, :-1], targets[None], document[:-1]
@@ -140,6 +144,15 @@ def train(name: str, args: argparse.Namespace, make_mask, backend: str | None) -
     return losses
 
 
+def explain(args: argparse.Namespace) -> None:
+    """Prints what becomes of every attention of the model on the first pack."""
+    tokens, targets, document = (
+        t.to(args.device) for t in next(packed_documents(args.seqlen, args.seed))
+    )
+    model = GPT(args.dim, args.layers, args.heads, args.kv_heads).to(args.device)
+    print(magi_compile.explain(model, tokens, targets, block_mask(document)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -151,7 +164,12 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--explain", action="store_true", help="tell what becomes of each attention"
+    )
     args = parser.parse_args()
+    if args.explain:
+        return explain(args)
 
     print(
         f"{args.steps} steps of {args.seqlen} packed bytes on {args.device}, torch {torch.__version__}"

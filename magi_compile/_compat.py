@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -28,8 +29,8 @@ def source_name(placeholder: torch.fx.Node) -> str:
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return placeholder.name
-    name = source.name
-    return name() if callable(name) else name  # a method up to torch 2.11, then a property
+    name = source.name() if callable(source.name) else source.name  # a property since torch 2.12
+    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
 
 
 def allow_flex_attention_training_on_cpu() -> None:

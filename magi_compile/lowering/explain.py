@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -60,9 +61,12 @@ class Explanation:
     report: LoweringReport = field(default_factory=LoweringReport)
 
     def __str__(self) -> str:
-        blocks = [
-            f"[{i}] " + str(call).replace("\n", "\n    ") for i, call in enumerate(self.calls)
-        ]
+        """The calls, those that read the same in a row as one."""
+        blocks = []
+        for text, group in groupby(enumerate(self.calls), key=lambda item: str(item[1])):
+            numbers = [number for number, _ in group]
+            label = f"[{numbers[0]}]" if len(numbers) == 1 else f"[{numbers[0]}-{numbers[-1]}]"
+            blocks.append(f"{label} " + text.replace("\n", "\n    "))
         return "\n".join([*blocks, str(self.report)])
 
 
