@@ -1,6 +1,5 @@
 """Masks that several tests of this directory share."""
 
-from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import varlen
 
 

@@ -1,0 +1,280 @@
+"""Communication plan: which key rows each rank needs, in which stage, and from whom.
+
+Exact and without redundancy: a rank receives a row if and only if one of its queries sees it, and receives it
+once. The plan of all ranks is one table of pieces; every rank computes the same table and reads its part.
+
+A stage is one attention call over some of the keys. With degree 0 there is one stage, over everything, behind one
+cast. With degree d there are d + 1: the first over the keys a rank holds itself, and d more over its remote keys,
+cut into d equal parts, whose casts run while the stage before is being computed.
+
+    degree 0    | cast everything | attend everything                           |
+    degree 2    | cast 1 | cast 2 |
+                | attend local    | attend 1       | attend 2       | merged by lse
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.dispatch import Dispatch
+from magi_compile.dtensor.ranges import Ranges, expand, split_at_multiples, total_by_owner, unite
+from magi_compile.masks import bands
+from magi_compile.masks.bands import Bands
+from magi_compile.masks.slices import AttnSlices
+
+
+@dataclass(frozen=True, eq=False)
+class RankRows:
+    """The mask, cut where neighbouring rows live on different ranks.
+
+    Attributes:
+        parts: bands in coordinates of the sequence; each has rows of one rank, and a key in every row.
+        rank: int64 `[num_parts]`, the rank that holds the rows.
+        offset: int64 `[num_parts]`, local row minus row of the sequence.
+    """
+
+    parts: Bands
+    rank: Tensor
+    offset: Tensor
+
+    @staticmethod
+    def of(slices: AttnSlices, dispatch: Dispatch) -> RankRows:
+        whole = bands.drop_empty(bands.trim(slice_bands(slices)))
+        size, rank = dispatch.chunk_size, dispatch.rank_of_chunk()
+        is_cut = (rank[1:] != rank[:-1]).nonzero().flatten() + 1
+        parts, _ = bands.cut_at(whole, is_cut * size)
+        chunk = parts.begin.div(size, rounding_mode="floor")
+        offset = (dispatch.slot_of_chunk()[chunk] - chunk) * size
+        return RankRows(parts, rank[chunk], offset)
+
+    def take(self, index: Tensor) -> RankRows:
+        return RankRows(self.parts.take(index), self.rank[index], self.offset[index])
+
+    def needs(self) -> Ranges:
+        """The keys each part sees; `owner` is the rank."""
+        _, hi = self.parts.at(self.parts.end - 1)
+        return Ranges(self.rank, self.parts.lo, hi)
+
+
+class Pieces(NamedTuple):
+    """Key rows on their way, one entry for each run of rows from one chunk; int64 `[num_pieces]` each.
+
+    Sorted by (stage, receiver, key). Rows of a receiver and stage lie in its buffer in this order.
+    """
+
+    stage: Tensor
+    receiver: Tensor
+    sender: Tensor  # may be the receiver itself
+    lo: Tensor  # rows of the sequence
+    hi: Tensor
+    source_row: Tensor  # the row `lo` on the sender
+    buffer_row: Tensor  # the row `lo` in the receiver's buffer of the stage
+
+    def take(self, index: Tensor) -> Pieces:
+        return Pieces(*(field[index] for field in self))
+
+    @property
+    def rows(self) -> Tensor:
+        return self.hi - self.lo
+
+
+class Transfer(NamedTuple):
+    """One rank's share of one cast. Ranges are int64 `[num_ranges, 2]`: first row, number of rows.
+
+    A reduce is the same transfer backwards.
+    """
+
+    send_ranges: Tensor  # local rows, ordered by receiver
+    recv_ranges: Tensor  # buffer rows, ordered by sender
+    send_counts: list[int]  # rows for each rank
+    recv_counts: list[int]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the buffer."""
+        return sum(self.recv_counts)
+
+
+class Stage(NamedTuple):
+    """One attention call of one rank: its local rows against the keys of a buffer, or its own keys in place."""
+
+    slices: AttnSlices
+    transfer: Transfer | None  # None: the keys are the rank's own, in place
+
+
+@dataclass(frozen=True, eq=False)
+class CommPlan:
+    """The communication of all ranks.
+
+    Attributes:
+        dispatch: who holds what.
+        rows: the mask by rank.
+        degree: 0 for one merged stage, otherwise the number of remote stages.
+        pieces: everything that moves, and what each rank needs of its own keys.
+    """
+
+    dispatch: Dispatch
+    rows: RankRows
+    degree: int
+    pieces: Pieces
+
+    @property
+    def num_stages(self) -> int:
+        """The same on all ranks. Remote stages in which nothing moves at all do not exist."""
+        return 1 + int(self.pieces.stage.max()) if len(self.pieces.stage) else 1
+
+    def stage(self, rank: int, stage: int) -> Stage:
+        """What `rank` does in `stage`; tensors are on the CPU."""
+        in_stage = self.pieces.stage == stage
+        mine = self.pieces.take(in_stage & (self.pieces.receiver == rank))
+        is_local = self.degree > 0 and stage == 0
+        offset = (mine.source_row if is_local else mine.buffer_row) - mine.lo
+        seqlen_k = self.dispatch.seqlen_local if is_local else int(mine.rows.sum())
+        slices = self._slices(rank, mine, offset, seqlen_k)
+        if is_local:
+            return Stage(slices, None)
+        theirs = self.pieces.take(in_stage & (self.pieces.sender == rank))
+        by_sender = torch.argsort(mine.sender, stable=True)
+        return Stage(
+            slices,
+            Transfer(
+                torch.stack([theirs.source_row, theirs.rows], 1),
+                torch.stack([mine.buffer_row, mine.rows], 1)[by_sender],
+                self._counts(theirs.receiver, theirs.rows),
+                self._counts(mine.sender, mine.rows),
+            ),
+        )
+
+    def _counts(self, rank: Tensor, rows: Tensor) -> list[int]:
+        counts = torch.zeros(self.dispatch.cp_size, dtype=torch.int64)
+        return counts.index_add_(0, rank, rows).tolist()
+
+    def _slices(self, rank: int, mine: Pieces, offset: Tensor, seqlen_k: int) -> AttnSlices:
+        rows = self.rows.take(self.rows.rank == rank)
+        # Neighbouring pieces are neighbours in the buffer too, unless a chunk of another stage lies in between.
+        keys = unite(
+            Ranges(torch.zeros_like(mine.lo), mine.lo, mine.hi), self.dispatch.total_padded
+        )
+        first = torch.searchsorted(mine.lo, keys.lo)
+        nobody = torch.zeros_like(rows.rank)
+        clipped, part, key = clip_to(rows.parts, nobody, keys, self.dispatch.total_padded)
+        row_shift, key_shift = rows.offset[part], offset[first[key]]
+        local = clipped._replace(
+            begin=clipped.begin + row_shift,
+            end=clipped.end + row_shift,
+            lo=clipped.lo + key_shift,
+            hi=clipped.hi + key_shift,
+        )
+        return AttnSlices(*bands.to_ranges(local), self.dispatch.seqlen_local, seqlen_k)
+
+
+def plan_communication(rows: RankRows, dispatch: Dispatch, degree: int) -> CommPlan:
+    """The communication of all ranks in all stages.
+
+    Args:
+        rows: the mask by rank.
+        dispatch: who holds what.
+        degree: number of remote stages, 0 for one stage with everything.
+
+    Raises:
+        ValueError: if `degree` is negative.
+    """
+    if degree < 0:
+        raise ValueError(f"`degree` must not be negative, got {degree}")
+    size, rank = dispatch.chunk_size, dispatch.rank_of_chunk()
+    needs = unite(rows.needs(), dispatch.total_padded)
+    pieces, chunk = split_at_multiples(needs, size)
+    sender = rank[chunk]
+    stage = _stages(pieces, sender != pieces.owner, dispatch.cp_size, degree)
+    order = torch.argsort(stage, stable=True)
+    stage, pieces, chunk, sender = stage[order], pieces.take(order), chunk[order], sender[order]
+    rows_before = (pieces.hi - pieces.lo).cumsum(0) - (pieces.hi - pieces.lo)
+    group = stage * dispatch.cp_size + pieces.owner
+    is_first = torch.ones(len(group), dtype=torch.bool)
+    torch.ne(group[1:], group[:-1], out=is_first[1:])
+    group_start = rows_before[is_first][is_first.cumsum(0) - 1]
+    source_row = pieces.lo + (dispatch.slot_of_chunk()[chunk] - chunk) * size
+    table = Pieces(
+        stage, pieces.owner, sender, pieces.lo, pieces.hi, source_row, rows_before - group_start
+    )
+    return CommPlan(dispatch, rows, degree, table)
+
+
+def _stages(pieces: Ranges, is_remote: Tensor, cp_size: int, degree: int) -> Tensor:
+    """The stage of each piece: equal parts of every receiver's remote rows, in the order of keys."""
+    if degree == 0:
+        return torch.zeros_like(pieces.owner)
+    rows = torch.where(is_remote, pieces.hi - pieces.lo, 0)
+    total = torch.zeros(cp_size, dtype=torch.int64).index_add_(0, pieces.owner, rows)
+    before = rows.cumsum(0) - rows - (total.cumsum(0) - total)[pieces.owner]
+    part = (2 * before + rows) * degree // (2 * total[pieces.owner]).clamp(min=1)
+    return torch.where(is_remote, 1 + part.clamp(max=degree - 1), 0)
+
+
+def clip_to(parts: Bands, owner: Tensor, ranges: Ranges, span: int) -> tuple[Bands, Tensor, Tensor]:
+    """Intersects every part with all key ranges of its owner.
+
+    Args:
+        parts: bands with a key in every row.
+        owner: int64 `[num_parts]`.
+        ranges: sorted by (owner, lo) and disjoint.
+        span: an upper bound of all keys.
+
+    Returns:
+        The intersections that are not empty, and of each the index of its part and of its range.
+    """
+    stride = span + 1
+    _, last_hi = parts.at(parts.end - 1)
+    first = torch.searchsorted(
+        ranges.owner * stride + ranges.hi, owner * stride + parts.lo, right=True
+    )
+    last = torch.searchsorted(ranges.owner * stride + ranges.lo, owner * stride + last_hi)
+    part, step = expand((last - first).clamp(min=0))
+    which = first[part] + step
+    clipped = bands.clip_cols(parts.take(part), ranges.lo[which], ranges.hi[which])
+    copies = len(clipped.begin) // max(len(part), 1)
+    live = clipped.end > clipped.begin
+    return clipped.take(live), part.repeat(copies)[live], which.repeat(copies)[live]
+
+
+class StageLoads(NamedTuple):
+    """What the choice of a degree depends on, of every rank: int64 `[cp_size]` each."""
+
+    area: Tensor  # visible (row, key) pairs
+    local_area: Tensor  # those whose keys are on the same rank
+    recv_rows: Tensor  # remote key rows
+    send_rows: Tensor
+
+    @staticmethod
+    def of(rows: RankRows, dispatch: Dispatch) -> StageLoads:
+        cp_size, total = dispatch.cp_size, dispatch.total_padded
+        rank = dispatch.rank_of_chunk()
+        needs = unite(rows.needs(), total)
+        pieces, chunk = split_at_multiples(needs, dispatch.chunk_size)
+        sender = rank[chunk]
+        is_remote = sender != pieces.owner
+        remote = pieces.take(is_remote)
+        local = unite(pieces.take(~is_remote), total)
+        local_parts, part, _ = clip_to(rows.parts, rows.rank, local, total)
+        return StageLoads(
+            _area_by_owner(rows.parts, rows.rank, cp_size),
+            _area_by_owner(local_parts, rows.rank[part], cp_size),
+            total_by_owner(remote, cp_size),
+            total_by_owner(remote._replace(owner=sender[is_remote]), cp_size),
+        )
+
+
+def _area_by_owner(parts: Bands, owner: Tensor, num_owners: int) -> Tensor:
+    rows = parts.end - parts.begin
+    area = rows * (parts.hi - parts.lo) + (parts.dhi - parts.dlo) * (rows * (rows - 1) // 2)
+    return torch.zeros(num_owners, dtype=torch.int64).index_add_(0, owner, area)
+
+
+def slice_bands(slices: AttnSlices) -> Bands:
+    """The slices as bands on the CPU."""
+    host = (x.cpu() for x in (slices.q_ranges, slices.k_ranges, slices.mask_types))
+    return bands.from_ranges(*host)
