@@ -58,8 +58,9 @@ class CpuKernel:
         pieces = _pieces(plan, problem)
         merges = not all(piece.is_first for piece in pieces)
         dtype = torch.float32 if merges or problem.softcap else q.dtype
-        out = q.new_zeros(*q.shape[:2], problem.head_dim_v, dtype=dtype)
-        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+        total_q, nheads_q, _ = q.shape
+        out = torch.zeros(total_q, nheads_q, problem.head_dim_v, dtype=dtype)
+        lse = torch.full((nheads_q, total_q), -torch.inf)
 
         width = max(problem.head_dim, problem.head_dim_v)
         q_heads, k_heads, v_heads = (_by_head(_widen(x, width), problem) for x in (q, k, v))
@@ -93,7 +94,7 @@ class CpuKernel:
         problem: AttnProblem,
     ) -> BackwardOutput:
         # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
-        dq, dk, dv = (torch.zeros_like(x, dtype=torch.float32).contiguous() for x in (q, k, v))
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
         width = max(problem.head_dim, problem.head_dim_v)
         if dlse is not None:
             # The op computes delta = sum(dout * out) itself and needs delta - dlse: one more column, of 1 in dout
@@ -120,9 +121,9 @@ class CpuKernel:
                 piece,
                 problem,
             )
-            dq_heads[:, :, rows] += dq_part[..., : problem.head_dim]
-            dk_heads[:, keys] += _sum_group(dk_part[..., : problem.head_dim])
-            dv_heads[:, keys] += _sum_group(dv_part[..., : problem.head_dim_v])
+            dq_heads[:, :, rows].add_(dq_part[..., : problem.head_dim])
+            dk_heads[:, keys].add_(_sum_group(dk_part[..., : problem.head_dim]))
+            dv_heads[:, keys].add_(_sum_group(dv_part[..., : problem.head_dim_v]))
         return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 

@@ -1,0 +1,241 @@
+"""The CPU kernel against `scaled_dot_product_attention` with the same mask as a dense tensor, at 4096 tokens.
+
+python benchmarks/cpu_kernel.py [--threads 2] [--repeats 7] [--only NAME] [--out benchmarks/results]
+
+Both read the same memory, `[heads, tokens, head_dim]` contiguous, as FlexAttention models have it. The dense side gets
+what suits it best: an additive mask of its own dtype made beforehand, `is_causal` instead of a mask where the mask is
+causal, grouped heads through `enable_gqa`.
+The two sides run in turns; a time is the median. Every cell is compared with the dense result before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import random
+import re
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magi_compile.kernels.cpu import CpuKernel
+from magi_compile.masks.slices import MaskType
+from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
+
+SEQLEN = 4096
+HEADS = [Heads(8, 8, 64, 64), Heads(8, 2, 64, 64)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def lognormal_lengths(median: float, sigma: float, seed: int = 0) -> list[int]:
+    """Lengths that fill SEQLEN tokens, the last one cut."""
+    rng, lengths = random.Random(seed), []
+    while sum(lengths) < SEQLEN:
+        lengths.append(max(1, round(rng.lognormvariate(0, sigma) * median)))
+    lengths[-1] -= sum(lengths) - SEQLEN
+    return lengths
+
+
+def documents(name: str, lengths: list[int]) -> Case:
+    return varlen(f"documents {name}", lengths, MaskType.CAUSAL)
+
+
+def window(left: int) -> Case:
+    case = sliding_window(SEQLEN, left)
+    return Case(f"window {left}", SEQLEN, SEQLEN, case.rows)
+
+
+MASKS = [
+    one(MaskType.CAUSAL, SEQLEN, name="causal"),
+    documents("2 x 2048", [2048] * 2),
+    documents("4 x 1024", [1024] * 4),
+    documents("16 x 256", [256] * 16),
+    documents("128 x 32", [32] * 128),
+    documents("one long, many short", [2048] + [64] * 32),
+    documents("lognormal 200", lognormal_lengths(200, 1.3)),
+    documents("lognormal 1000", lognormal_lengths(1000, 1.0)),
+    window(128),
+    window(512),
+    window(1024),
+]
+
+
+def dense(case: Case, dtype: torch.dtype, inputs: tuple[Tensor, ...], scale: float) -> list:
+    """Closures for the forward and the backward of dense-mask SDPA, and for its results."""
+    q, k, v, dout = (x.transpose(0, 1)[None].detach() for x in inputs)
+    for x in (q, k, v):
+        x.requires_grad_()
+    mask = torch.where(case.slices().to_dense(), 0.0, -torch.inf).to(dtype)
+    if len(case.rows) == 1 and case.rows[0][-1] == MaskType.CAUSAL:
+        mask = None
+
+    def attend() -> Tensor:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] > k.shape[1]
+        )
+
+    out = attend()
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    def backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    def results() -> list[Tensor]:
+        return [x[0].transpose(0, 1) for x in (out.detach(), *backward())]
+
+    return [forward, backward, results]
+
+
+def ours(case: Case, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list:
+    """Closures for the plan, the forward and the backward of the CPU kernel, and for its results."""
+    kernel, slices, problem = CpuKernel(), case.slices(), case.problem(dtype)
+    q, k, v, dout = inputs
+    plan = kernel.plan(slices, problem)
+    out, lse = kernel.forward(q, k, v, slices, plan, problem)
+
+    def make_plan() -> list[Tensor]:
+        return kernel.plan(slices, problem)
+
+    def forward() -> tuple[Tensor, ...]:
+        return kernel.forward(q, k, v, slices, plan, problem)
+
+    def backward() -> tuple[Tensor, ...]:
+        return kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem)
+
+    def results() -> list[Tensor]:
+        return [out, *backward()]
+
+    return [make_plan, forward, backward, results]
+
+
+def in_turns(functions: list[Callable[[], object]], repeats: int) -> list[float]:
+    """The median milliseconds of each function; they run one after the other in every repeat."""
+    times: list[list[float]] = [[] for _ in functions]
+    for repeat in range(repeats + 1):
+        for function, its_times in zip(functions, times, strict=True):
+            begin = time.perf_counter()
+            function()
+            if repeat:
+                its_times.append(1e3 * (time.perf_counter() - begin))
+    return [statistics.median(its_times) for its_times in times]
+
+
+def measure(case: Case, heads: Heads, dtype: torch.dtype, repeats: int) -> dict:
+    case = Case(case.name, case.seqlen_q, case.seqlen_k, case.rows, heads)
+    inputs = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in case.inputs(dtype)[:4])
+    dense_forward, dense_backward, dense_results = dense(
+        case, dtype, inputs, case.problem(dtype).softmax_scale
+    )
+    plan, forward, backward, results = ours(case, dtype, inputs)
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    for actual, expected in zip(results(), dense_results(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    dense_fwd, fwd, dense_bwd, bwd, plan_ms = in_turns(
+        [dense_forward, forward, dense_backward, backward, plan], repeats
+    )
+    return {
+        "mask": case.name,
+        "nheads_q": heads.nheads_q,
+        "nheads_kv": heads.nheads_kv,
+        "dtype": str(dtype).removeprefix("torch."),
+        "density": case.slices().area() / SEQLEN**2,
+        "dense_forward_ms": dense_fwd,
+        "forward_ms": fwd,
+        "dense_backward_ms": dense_bwd,
+        "backward_ms": bwd,
+        "plan_ms": plan_ms,
+    }
+
+
+HEADER = """\
+| mask | density | heads | dtype | dense fwd ms | fwd ms | ratio | dense bwd ms | bwd ms | ratio | plan ms |
+|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def line(row: dict) -> str:
+    return (
+        f"| {row['mask']} | {row['density']:.3f} | {row['nheads_q']}:{row['nheads_kv']} | {row['dtype']} "
+        f"| {row['dense_forward_ms']:.1f} | {row['forward_ms']:.1f} "
+        f"| {row['dense_forward_ms'] / row['forward_ms']:.1f} "
+        f"| {row['dense_backward_ms']:.1f} | {row['backward_ms']:.1f} "
+        f"| {row['dense_backward_ms'] / row['backward_ms']:.1f} | {row['plan_ms']:.2f} |"
+    )
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    fields = dict(
+        re.findall(r"^(.+?)\s*: (.*)$", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
+    )
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    family = f"family {fields.get('cpu family')} model {fields.get('model')}"
+    return f"{fields['model name']}, {family}"
+
+
+def settings(args: argparse.Namespace) -> dict:
+    environment = {
+        name: os.environ[name]
+        for name in ("OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
+        if name in os.environ
+    }
+    prefix = [f"{name}={value}" for name, value in environment.items()]
+    return {
+        "command": shlex.join([*prefix, "python", *sys.argv]),
+        "date": datetime.date.today().isoformat(),
+        "cpu": cpu_name(),
+        "threads": args.threads,
+        "repeats": args.repeats,
+        "head_dim": HEADS[0].head_dim,
+        "seqlen": SEQLEN,
+        "torch": torch.__version__,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "load_average_before": os.getloadavg()[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", default="", help="masks whose name contains this")
+    parser.add_argument("--out", type=Path, help="folder for the results as .json and .md")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    about, rows = settings(args), []
+    print(HEADER)
+    for case in MASKS:
+        for heads in HEADS:
+            for dtype in DTYPES:
+                if args.only in case.name:
+                    rows.append(measure(case, heads, dtype, args.repeats))
+                    print(line(rows[-1]), flush=True)
+    about["load_average_after"] = os.getloadavg()[0]
+    if args.out:
+        slug = re.sub(r"[^a-z0-9]+", "-", about["cpu"].lower()).strip("-")
+        stem = args.out / f"cpu_kernel_{slug}_{about['date']}"
+        stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        table = "\n".join([HEADER, *map(line, rows)])
+        lines = "\n".join(f"- {name}: {value}" for name, value in about.items())
+        stem.with_suffix(".md").write_text(
+            f"# The CPU kernel and dense-mask SDPA\n\n{lines}\n\n{table}\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
