@@ -31,14 +31,15 @@ struct ForwardParams {
 
 static_assert(sizeof(ForwardParams) == 640, "packed by magi_compile/kernels/cuda/launch.py");
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kQStages_, int kConsumers_,
-          int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_>
+template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, bool kOutSharesQ_,
+          int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockCols = kBlockCols_;
-    static constexpr int kStages = kStages_;
-    static constexpr int kQStages = kQStages_;
+    static constexpr int kKStages = kKStages_;
+    static constexpr int kVStages = kVStages_;
+    static constexpr bool kOutSharesQ = kOutSharesQ_;   // O leaves from Q's buffer, where there is no room for another
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
@@ -52,13 +53,11 @@ struct ForwardConfig {
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
-    // O leaves from a buffer of its own where there is room for one, else from Q's.
-    static constexpr bool kOutSharesQ = kQStages == 1;
 
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
     static_assert(kBlockCols % 16 == 0, "P V takes 16 columns a step");
-    //////static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroup <= 65536, "one register file");
+    static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroup <= 65536, "one register file");
 };
 
 // What the producer says about a block of K.
@@ -81,16 +80,16 @@ struct TileOfHead {
 template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
-    static constexpr int kQBuffers = Config::kQStages + (Config::kOutSharesQ ? 0 : 1);
+    static constexpr int kQBuffers = Config::kOutSharesQ ? 1 : 2;
 
     Element q[kQBuffers][Config::kSlabs][Config::kQSlab];   // the last one is O's
-    Element k[Config::kStages][Config::kSlabs][Config::kKSlab];
-    Element v[Config::kStages][Config::kSlabs][Config::kKSlab];
-    Block blocks[Config::kStages];   // travel with k
-    TileOfHead tiles[Config::kQStages];   // travel with q
-    uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
-    uint64_t k_full[Config::kStages], k_empty[Config::kStages];
-    uint64_t v_full[Config::kStages], v_empty[Config::kStages];
+    Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
+    Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
+    Block blocks[Config::kKStages];   // travel with k
+    TileOfHead tile;                  // travels with q
+    uint64_t q_full, q_empty;
+    uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
+    uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
 };
 
 // What a thread block of this chip can have; the host asks for all of it.
@@ -129,9 +128,9 @@ public:
                 scheduler.leave_section();
             }
         }
-        mbarrier_wait(smem_.q_empty[q_.slot], q_.phase ^ 1);
-        smem_.tiles[q_.slot].row_begin = TileOfHead::kNoMoreWork;
-        mbarrier_arrive(smem_.q_full[q_.slot]);
+        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
+        smem_.tile.row_begin = TileOfHead::kNoMoreWork;
+        mbarrier_arrive(smem_.q_full);
     }
 
 private:
@@ -168,19 +167,18 @@ private:
     }
 
     __device__ __forceinline__ void announce_empty(const Tile& tile, int head) {
-        mbarrier_wait(smem_.q_empty[q_.slot], q_.phase ^ 1);
-        smem_.tiles[q_.slot] = {tile.row_begin, tile.row_end, head, true};
-        mbarrier_arrive(smem_.q_full[q_.slot]);
-        q_.advance();
+        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
+        smem_.tile = {tile.row_begin, tile.row_end, head, true};
+        mbarrier_arrive(smem_.q_full);
+        q_phase_ ^= 1;
     }
 
     __device__ __forceinline__ void load_q(const Tile& tile, int head) {
-        mbarrier_wait(smem_.q_empty[q_.slot], q_.phase ^ 1);
-        smem_.tiles[q_.slot] = {tile.row_begin, tile.row_end, head, false};
-        uint64_t& full = smem_.q_full[q_.slot];
-        mbarrier_arrive_expect_tx(full, sizeof(smem_.q[0]));
-        load(smem_.q[q_.slot], params_.q, full, tile.row_begin, head);
-        q_.advance();
+        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
+        smem_.tile = {tile.row_begin, tile.row_end, head, false};
+        mbarrier_arrive_expect_tx(smem_.q_full, sizeof(smem_.q[0]));
+        load(smem_.q[0], params_.q, smem_.q_full, tile.row_begin, head);
+        q_phase_ ^= 1;
     }
 
     // `edge` is the run whose edge the block lies on, if it does; it travels with the block.
@@ -216,8 +214,9 @@ private:
 
     const ForwardParams& params_;
     SharedStorage<Config>& smem_;
-    Position<Config::kQStages> q_;
-    Position<Config::kStages> k_, v_;
+    uint32_t q_phase_ = 0;
+    Position<Config::kKStages> k_;
+    Position<Config::kVStages> v_;
 };
 
 // A warpgroup that owns 64 rows of each tile.
@@ -232,8 +231,9 @@ public:
             pass_turn();   // the first turn is warpgroup 0's
         }
         while (true) {
-            mbarrier_wait(smem_.q_full[q_.slot], q_.phase);
-            const TileOfHead tile = smem_.tiles[q_.slot];
+            mbarrier_wait(smem_.q_full, q_phase_);
+            q_phase_ ^= 1;
+            const TileOfHead tile = smem_.tile;
             if (tile.row_begin == TileOfHead::kNoMoreWork) {
                 break;
             }
@@ -260,6 +260,7 @@ private:
             out[i] = 0.f;
         }
 
+        holds_q_ = true;
         is_last_block_ = tile.is_empty;
         Visibility sees = next_block(tile);
         while (sees != kEnd) {
@@ -271,32 +272,33 @@ private:
 
             // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
             wait_turn();
-            issue_scores(scores, q_operand(), k_operand());
+            issue_scores(scores);
             pass_turn();
+            Visibility next = next_block(tile);
             wgmma_wait_group<0>();
             pin(scores);
             cap_and_mask(scores, sees, tile);
-            release_k();
+            release_k_and_q(next);
             if (softmax.move_max(scores, rescale)) {
                 scale_rows(out, rescale);
             }
-            sees = next_block(tile);
+            bool is_v_there = test_v();
             softmax.exponentiate(scores);
             round(scores, probs);
-            wait_for_v();
+            sees = next;
 
             while (sees == kPart || sees == kAll) {
-                const uint32_t q = q_operand();
-                const uint32_t k = k_operand();
+                wait_for_v(is_v_there);
                 const uint32_t v = v_operand();
                 wait_turn();
-                issue_scores(scores, q, k);
+                issue_scores(scores);
                 issue_out(out, probs, v);
                 pass_turn();
+                next = next_block(tile);   // while the scores are on their way
                 wgmma_wait_group<1>();
                 pin(scores);
                 cap_and_mask(scores, sees, tile);
-                release_k();
+                release_k_and_q(next);
                 const bool moves = softmax.move_max(scores, rescale);
                 wgmma_wait_group<0>();
                 pin(out);
@@ -304,13 +306,13 @@ private:
                 if (moves) {
                     scale_rows(out, rescale);
                 }
-                // Exponentials take long and wait for nothing: whatever has to be waited for comes before them.
-                sees = next_block(tile);
-                wait_for_v();
+                is_v_there = test_v();
                 softmax.exponentiate(scores);
                 round(scores, probs);
+                sees = next;
             }
 
+            wait_for_v(is_v_there);
             issue_out(out, probs, v_operand());
             wgmma_wait_group<0>();
             pin(out);
@@ -320,26 +322,22 @@ private:
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
         scale_rows(out, normalize);
-        if constexpr (!Config::kOutSharesQ) {
-            release_q();
-        }
         store(out, lse, tile);
-        if constexpr (Config::kOutSharesQ) {
-            release_q_after_store();
+        if (Config::kOutSharesQ) {
+            if (lane_ == 0) {
+                cp_async_bulk_wait_group_read<0>();
+            }
+            release(smem_.q_empty);
+        } else if (holds_q_) {
+            release(smem_.q_empty);
         }
     }
 
     // ---- the matmuls
 
-    __device__ __forceinline__ uint32_t q_operand() const {
-        return wgmma_descriptor(smem_.q[q_.slot][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-    }
-
-    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[k_.slot], 0); }
-
     __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
 
-    __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
+    __device__ __forceinline__ void issue_scores(Scores& scores) {
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
         pin(scores);
@@ -349,7 +347,8 @@ private:
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                scores, q + ((slab * kQSlabBytes + within) >> 4), k + ((slab * kKSlabBytes + within) >> 4), step != 0);
+                scores, q_operand_ + ((slab * kQSlabBytes + within) >> 4),
+                k_operand_ + ((slab * kKSlabBytes + within) >> 4), step != 0);
         }
         wgmma_commit_group();
     }
@@ -376,7 +375,7 @@ private:
             }
         }
         if (sees == kPart) {
-            const Block& block = smem_.blocks[k_.slot];
+            const Block& block = smem_.blocks[scored_.slot];
             apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
         }
     }
@@ -403,7 +402,7 @@ private:
     __device__ __forceinline__ void store(const Out& out, const float (&lse)[2], const TileOfHead& tile) {
         const int row_in_tile = warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
         Element* const staging =
-            smem_.q[Config::kOutSharesQ ? q_.slot : Config::kQStages][0] + row_in_tile * Config::kSlabCols;
+            smem_.q[SharedStorage<Config>::kQBuffers - 1][0] + row_in_tile * Config::kSlabCols;
         if constexpr (Config::kOutSharesQ) {
             barrier_sync(kWarpgroupDone + warpgroup_, Config::kWarpgroup);   // all four warps have read Q
         } else {
@@ -484,7 +483,10 @@ private:
             return kEnd;
         }
         mbarrier_wait(smem_.k_full[k_.slot], k_.phase);
+        q_operand_ = wgmma_descriptor(smem_.q[0][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+        k_operand_ = wgmma_descriptor(smem_.k[k_.slot], 0);
         const Block& block = smem_.blocks[k_.slot];
+        k_.advance();
         is_last_block_ = block.flags & Block::kIsLastOfTile;
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
@@ -495,11 +497,26 @@ private:
         return is_edge ? visibility(block.run, row_begin, row_end, block.first, Config::kBlockCols) : kAll;
     }
 
-    __device__ __forceinline__ void wait_for_v() { mbarrier_wait(smem_.v_full[v_.slot], v_.phase); }
+    __device__ __forceinline__ bool test_v() { return mbarrier_test_wait(smem_.v_full[v_.slot], v_.phase); }
+
+    __device__ __forceinline__ void wait_for_v(bool is_there) {
+        if (!is_there) {
+            mbarrier_wait(smem_.v_full[v_.slot], v_.phase);
+        }
+    }
+
+    // After the scores of a block are there; behind those of the last one nobody needs Q.
+    __device__ __forceinline__ void release_k_and_q(Visibility next) {
+        release_k();
+        if (!Config::kOutSharesQ && next == kEnd) {
+            release(smem_.q_empty);
+            holds_q_ = false;
+        }
+    }
 
     __device__ __forceinline__ void release_k() {
-        release(smem_.k_empty[k_.slot]);
-        k_.advance();
+        release(smem_.k_empty[scored_.slot]);
+        scored_.advance();
     }
 
     __device__ __forceinline__ void release_v() {
@@ -507,24 +524,12 @@ private:
         v_.advance();
     }
 
-    __device__ __forceinline__ void release_q() {
-        release(smem_.q_empty[q_.slot]);
-        q_.advance();
-    }
-
-    __device__ __forceinline__ void release_q_after_store() {
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();
-        }
-        release_q();
-    }
-
     // Every warpgroup takes every turn and releases every buffer, in order, also those it does not use.
     __device__ __forceinline__ void skip_block() {
         wait_turn();
         pass_turn();
         release_k();
-        wait_for_v();
+        wait_for_v(false);
         release_v();
     }
 
@@ -547,21 +552,25 @@ private:
     const int warpgroup_;
     const int warp_;
     const int lane_;
-    Position<Config::kQStages> q_;
-    Position<Config::kStages> k_, v_;
+    uint32_t q_phase_ = 0;
+    Position<Config::kKStages> k_;        // of the block to look at next
+    Position<Config::kKStages> scored_;   // of the block in work
+    Position<Config::kVStages> v_;
+    uint32_t q_operand_, k_operand_;
     bool is_last_block_;
+    bool holds_q_;
 };
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
-    for (int i = 0; i < Config::kQStages; ++i) {
-        mbarrier_init(smem.q_full[i], 1);
-        mbarrier_init(smem.q_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < Config::kStages; ++i) {
+    mbarrier_init(smem.q_full, 1);
+    mbarrier_init(smem.q_empty, kConsumerWarps);
+    for (int i = 0; i < Config::kKStages; ++i) {
         mbarrier_init(smem.k_full[i], 1);
         mbarrier_init(smem.k_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < Config::kVStages; ++i) {
         mbarrier_init(smem.v_full[i], 1);
         mbarrier_init(smem.v_empty[i], kConsumerWarps);
     }

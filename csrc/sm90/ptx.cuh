@@ -57,6 +57,19 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint64_t& barrier, uint32_t ph
     return done;
 }
 
+// Does not suspend the thread, as try_wait may.
+__device__ __forceinline__ bool mbarrier_test_wait(uint64_t& barrier, uint32_t phase) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier)), "r"(phase)
+        : "memory");
+    return done;
+}
+
 __device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t phase) {
     while (!mbarrier_try_wait(barrier, phase)) {
     }

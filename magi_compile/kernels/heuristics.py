@@ -24,14 +24,15 @@ class PlanTiles(NamedTuple):
 class ForwardConfig:
     """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd.cuh`.
 
-    A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. `stages`
-    counts the buffers of K and of V, `q_stages` those of Q; with a single one the output leaves through it.
+    A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. The output
+    leaves through the buffer of Q where shared memory has no room for another one.
     """
 
     num_consumers: int
     block_cols: int
-    stages: int
-    q_stages: int
+    k_stages: int
+    v_stages: int
+    out_shares_q: bool
     producer_registers: int
     consumer_registers: int
 
@@ -46,11 +47,11 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(3, 128, 4, 2, 32, 160),
-    96: ForwardConfig(2, 128, 2, 2, 40, 232),
-    128: ForwardConfig(2, 128, 2, 2, 40, 232),
-    192: ForwardConfig(2, 96, 2, 1, 40, 232),
-    256: ForwardConfig(2, 64, 2, 1, 40, 232),
+    64: ForwardConfig(2, 128, 4, 4, False, 40, 232),
+    96: ForwardConfig(2, 128, 3, 2, False, 40, 232),
+    128: ForwardConfig(2, 128, 3, 2, False, 40, 232),
+    192: ForwardConfig(2, 96, 2, 2, True, 40, 232),
+    256: ForwardConfig(2, 64, 3, 2, True, 40, 232),
 }
 
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
@@ -112,7 +113,7 @@ DELTA_ROWS = 64  # rows of a program of the kernel before the backward, which on
 _TRITON = {
     64: TritonConfig(128, 64, 64, 64, Launch(4, 3), Launch(4, 3), Launch(4, 3)),
     128: TritonConfig(128, 64, 128, 64, Launch(8, 3), Launch(8, 3), Launch(8, 2)),
-    256: TritonConfig(64, 32, 64, 32, Launch(4, 2), Launch(4, 2), Launch(8, 2)),
+    256: TritonConfig(128, 32, 64, 64, Launch(8, 3), Launch(8, 2), Launch(8, 2)),
 }
 _TRITON_LARGE_SHARED_MEMORY = frozenset({(8, 0), (8, 7), (9, 0), (10, 0), (10, 3), (11, 0)})
 

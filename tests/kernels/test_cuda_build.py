@@ -1,0 +1,67 @@
+"""Every variant of the CUDA kernels compiles, without spills and with asynchronous wgmma, on a machine without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
+
+from magi_compile.kernels import build
+from magi_compile.kernels.cuda import nvrtc
+
+VARIANTS = list(build.variants())
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAGI_COMPILE_CACHE_DIR", str(tmp_path))
+
+
+def variant_id(variant):
+    defines = dict(variant.defines)
+    softcap = "-softcap" if defines["FFA_HAS_SOFTCAP"] == "true" else ""
+    return f"{variant.entry}-{defines['FFA_ELEMENT']}-d{defines['FFA_HEAD_DIM']}{softcap}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_compiles_without_spills(variant):
+    cubin, log = nvrtc.run_nvrtc(variant)
+    resources = nvrtc.parse_resources(log)
+    assert cubin.startswith(b"\x7fELF")
+    assert resources.spilled_bytes == 0
+    assert not resources.is_wgmma_serialized
+
+
+def test_cache(tmp_path, monkeypatch):
+    first = nvrtc.compile_variant(VARIANTS[0])
+    (cached,) = tmp_path.iterdir()
+    assert cached.read_bytes() == first
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: pytest.fail("not read from the cache"))
+    assert nvrtc.compile_variant(VARIANTS[0]) == first
+
+
+def test_an_error_holds_the_log(tmp_path):
+    wrong = replace(VARIANTS[0], defines=(*VARIANTS[0].defines, ("FFA_ELEMENT", "no_such_type")))
+    with pytest.raises(nvrtc.CompileError, match="no_such_type"):
+        nvrtc.compile_variant(wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spill_is_an_error(tmp_path):
+    starved = dict(VARIANTS[0].defines) | {"FFA_CONSUMER_REGISTERS": "64"}
+    with pytest.raises(nvrtc.CompileError, match="spills"):
+        nvrtc.compile_variant(replace(VARIANTS[0], defines=tuple(starved.items())))
+    assert not list(tmp_path.iterdir())
+
+
+def test_serialised_wgmma_is_an_error(monkeypatch):
+    _, log = nvrtc.run_nvrtc(VARIANTS[0])
+    log += "\nPotential Performance Loss: wgmma.mma_async instructions are serialized"
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: (b"", log))
+    with pytest.raises(nvrtc.CompileError, match="serialised"):
+        nvrtc.compile_variant(VARIANTS[0])
+
+
+def test_a_log_without_a_report_is_an_error():
+    with pytest.raises(nvrtc.CompileError, match="no resource report"):
+        nvrtc.parse_resources("nothing")
