@@ -170,6 +170,35 @@ __device__ __forceinline__ uint32_t pack<float16>(float low, float high) {
     return packed;
 }
 
+// x.low * y.low + x.high * y.high
+template <class Element>
+__device__ __forceinline__ float dot_pair(uint32_t x, uint32_t y);
+
+template <>
+__device__ __forceinline__ float dot_pair<bfloat16>(uint32_t x, uint32_t y) {
+    return __uint_as_float(x << 16) * __uint_as_float(y << 16) +
+           __uint_as_float(x & 0xffff0000) * __uint_as_float(y & 0xffff0000);
+}
+
+template <>
+__device__ __forceinline__ float dot_pair<float16>(uint32_t x, uint32_t y) {
+    float sum;
+    asm("{\n.reg .b16 x0, x1, y0, y1;\n.reg .f32 a0, a1, b0, b1;\n"
+        "mov.b32 {x0, x1}, %1;\nmov.b32 {y0, y1}, %2;\n"
+        "cvt.f32.f16 a0, x0;\ncvt.f32.f16 a1, x1;\ncvt.f32.f16 b0, y0;\ncvt.f32.f16 b1, y1;\n"
+        "mul.f32 a0, a0, b0;\nfma.rn.f32 %0, a1, b1, a0;\n}"
+        : "=f"(sum)
+        : "r"(x), "r"(y));
+    return sum;
+}
+
+// 16 bytes of fp32 sums in global memory, each element by itself.
+__device__ __forceinline__ void red_add_v4(float* address, float a, float b, float c, float d) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
+                 "f"(d)
+                 : "memory");
+}
+
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)
@@ -219,11 +248,13 @@ struct Wgmma;
 
 #define FFA_F4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FFA_F16(d, i) FFA_F4(d, i), FFA_F4(d, i + 4), FFA_F4(d, i + 8), FFA_F4(d, i + 12)
+#define FFA_F16_0(d) FFA_F16(d, 0)
 #define FFA_F32(d) FFA_F16(d, 0), FFA_F16(d, 16)
 #define FFA_F48(d) FFA_F32(d), FFA_F16(d, 32)
 #define FFA_F64(d) FFA_F48(d), FFA_F16(d, 48)
 #define FFA_F96(d) FFA_F64(d), FFA_F16(d, 64), FFA_F16(d, 80)
 #define FFA_F128(d) FFA_F96(d), FFA_F16(d, 96), FFA_F16(d, 112)
+#define FFA_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define FFA_R32                                                                                                  \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
     "%29,%30,%31"
@@ -260,6 +291,7 @@ struct Wgmma;
         }                                                                                                            \
     };
 #define FFA_WGMMA_SIZES(ELEMENT, TYPE)                                                                      \
+    FFA_WGMMA(ELEMENT, TYPE, 32, FFA_R16, FFA_F16_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", "%23")       \
     FFA_WGMMA(ELEMENT, TYPE, 64, FFA_R32, FFA_F32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39")         \
     FFA_WGMMA(ELEMENT, TYPE, 96, FFA_R48, FFA_F48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55")         \
     FFA_WGMMA(ELEMENT, TYPE, 128, FFA_R64, FFA_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")        \
@@ -274,11 +306,13 @@ FFA_WGMMA_SIZES(float16, "f16")
 #undef FFA_R64
 #undef FFA_R48
 #undef FFA_R32
+#undef FFA_R16
 #undef FFA_F128
 #undef FFA_F96
 #undef FFA_F64
 #undef FFA_F48
 #undef FFA_F32
+#undef FFA_F16_0
 #undef FFA_F16
 #undef FFA_F4
 

@@ -1,0 +1,15 @@
+// One backward kernel. The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
+// magi_compile/kernels/heuristics.py through the compiler's command line.
+#include "bwd.cuh"
+
+namespace ffa {
+
+using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_Q_STAGES, FFA_DOUT_STAGES,
+                              FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP>;
+
+}  // namespace ffa
+
+extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
+    ffa_backward(const __grid_constant__ ffa::BackwardParams params) {
+    ffa::backward<ffa::Config>(params);
+}

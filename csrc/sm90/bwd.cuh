@@ -1,0 +1,626 @@
+// The backward pass: dk and dv of one tile of keys at a time, and its share of dq.
+//
+// A persistent thread block works on one (k tile, kv head) after another. For all query heads of the group and all
+// runs of the tile, one producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64
+// keys each. Scores are transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and
+// dK += dS^T Q, whose sums never leave the registers until the tile is done. dS also goes through shared memory for
+// dQ = dS K, of which each warpgroup computes half of the columns and adds them to a sum in global memory.
+//
+// S of the next block and dK of the previous one are in flight while a block is between its matmuls:
+//
+//     dP, dK' | exp | dS | dV | store dS, meet | dQ, S" | add dQ        ' previous block, " next block
+#pragma once
+
+#include "dq_accumulator.cuh"
+#include "mask.cuh"
+#include "ptx.cuh"
+#include "scheduler.cuh"
+
+namespace ffa {
+
+struct BackwardParams {
+    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
+    TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
+    TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
+    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
+    TensorMap stats;   // [nheads_q, 2, total_q], fp32: lse in base 2, delta; boxes of 2 x block_cols
+    TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
+    TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
+    void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    DqAccumulator dq;
+    const Run* runs;   // [num_runs], rows are keys
+    Schedule schedule;
+    int qhead_per_kvhead;
+    float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;       // softmax_scale / softcap where scores are capped
+    float softmax_scale;
+};
+
+static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
+
+template <class Element_, int kHeadDim_, int kBlockCols_, int kQStages_, int kDoutStages_, int kProducerRegisters_,
+          int kConsumerRegisters_, bool kHasSoftcap_>
+struct BackwardConfig {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kBlockCols = kBlockCols_;
+    static constexpr int kQStages = kQStages_;
+    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr int kProducerRegisters = kProducerRegisters_;
+    static constexpr int kConsumerRegisters = kConsumerRegisters_;
+    static constexpr bool kHasSoftcap = kHasSoftcap_;
+
+    static constexpr int kWarpgroup = 128;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+    static constexpr int kRows = 64;   // keys of a warpgroup
+    static constexpr int kTileRows = kConsumers * kRows;
+    static constexpr int kWarpRows = 16;
+    static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
+    static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
+    static constexpr int kKSlab = kTileRows * kSlabCols;    // elements
+    static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
+    // dS of block j is written while the other warpgroup may still multiply that of block j - 1.
+    static constexpr int kScoreStages = 2;
+    // Columns of dQ that a warpgroup computes; those from head_dim on are zeros.
+    static constexpr int kDqCols = kSlabs * kSlabCols / kConsumers;
+
+    static_assert(sizeof(Element) == 2, "bf16 or fp16");
+    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
+    static_assert(kBlockCols == kSlabCols, "a block of dS is one slab wide, and one wgmma of dQ high");
+    static_assert(kQStages >= 3, "Q of the previous, of this and of the next block are in use at a time");
+};
+
+// What the producer says about a block of queries.
+struct alignas(16) Block {
+    Run run;   // only where some key of the tile may not see every query
+    int first;
+    int end;   // queries from here on are no part of the run
+    int head;
+    uint32_t flags;
+
+    static constexpr uint32_t kIsMasked = 1;
+    static constexpr uint32_t kIsLastOfTile = 2;
+};
+
+struct TileOfHead {
+    int row_begin, row_end, kv_head;
+    bool is_empty;   // seen by nothing at all
+
+    static constexpr int kNoMoreWork = -1;   // as row_begin
+};
+
+template <class Config>
+struct Stats {
+    float lse_log2[Config::kBlockCols];
+    float delta[Config::kBlockCols];
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+    using Element = typename Config::Element;
+
+    Element k[Config::kSlabs][Config::kKSlab];   // dK leaves from here
+    Element v[Config::kSlabs][Config::kKSlab];   // dV leaves from here
+    Element q[Config::kQStages][Config::kSlabs][Config::kQSlab];
+    Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
+    Element dscores[Config::kScoreStages][Config::kKSlab];   // dS^T, keys x queries
+    Stats<Config> stats[Config::kQStages];   // travel with q
+    Block blocks[Config::kQStages];          // travel with q
+    TileOfHead tile;                         // travels with k and v
+    uint64_t kv_full, kv_empty;
+    uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
+    uint64_t dout_full[Config::kDoutStages], dout_empty[Config::kDoutStages];
+};
+
+// What a thread block of this chip can have; the host asks for all of it.
+constexpr int kMaxSharedBytes = 227 * 1024;
+
+// A position in a ring of buffers. Consumers wait for `phase` of full, producers for the opposite phase of empty.
+template <int kStages>
+struct Position {
+    int slot = 0;
+    uint32_t phase = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++slot == kStages) {
+            slot = 0;
+            phase ^= 1;
+        }
+    }
+};
+
+enum NamedBarrier : uint32_t { kConsumersMeet = 1 };   // 0 is __syncthreads
+
+// One thread that keeps the rings full.
+template <class Config>
+class Producer {
+public:
+    __device__ __forceinline__ Producer(const BackwardParams& params, SharedStorage<Config>& smem)
+        : params_(params), smem_(smem) {}
+
+    __device__ __forceinline__ void run() {
+        for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
+            const WorkItem item = scheduler.item();
+            const Tile tile = params_.schedule.tiles[item.tile];
+            if (tile.row_begin < tile.row_end) {
+                load_tile(tile, item.head);
+            } else {
+                scheduler.leave_section();
+            }
+        }
+        mbarrier_wait(smem_.kv_empty, kv_.phase ^ 1);
+        smem_.tile.row_begin = TileOfHead::kNoMoreWork;
+        mbarrier_arrive(smem_.kv_full);
+    }
+
+private:
+    __device__ __forceinline__ void load_tile(const Tile& tile, int kv_head) {
+        const bool is_empty = tile.run_begin == tile.run_end;
+        mbarrier_wait(smem_.kv_empty, kv_.phase ^ 1);
+        smem_.tile = {tile.row_begin, tile.row_end, kv_head, is_empty};
+        if (is_empty) {
+            mbarrier_arrive(smem_.kv_full);
+        } else {
+            mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
+            load(smem_.k, params_.k, smem_.kv_full, tile.row_begin, kv_head);
+            load(smem_.v, params_.v, smem_.kv_full, tile.row_begin, kv_head);
+        }
+        kv_.advance();
+
+        // Keys past the end of a short tile belong to others: the mask hides them.
+        const bool is_short = tile.row_end - tile.row_begin < Config::kTileRows;
+        for (int group = 0; group < params_.qhead_per_kvhead; ++group) {
+            const int head = kv_head * params_.qhead_per_kvhead + group;
+            for (int r = tile.run_begin; r < tile.run_end; ++r) {
+                const Run& run = params_.runs[r];
+                const int num_blocks = run.num_blocks;
+                const int middle_begin = run.num_lead;
+                const int middle_end = num_blocks - run.num_trail;
+                const bool is_last_run = r + 1 == tile.run_end && group + 1 == params_.qhead_per_kvhead;
+                int col = run.first;
+                for (int j = 0; j < num_blocks; ++j) {
+                    const bool is_masked = is_short || j < middle_begin || j >= middle_end;
+                    load_block(run, col, head, is_masked, is_last_run && j + 1 == num_blocks);
+                    col += Config::kBlockCols;
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_block(const Run& run, int col, int head, bool is_masked, bool is_last) {
+        uint64_t& q_full = smem_.q_full[q_.slot];
+        Block& block = smem_.blocks[q_.slot];
+        mbarrier_wait(smem_.q_empty[q_.slot], q_.phase ^ 1);
+        block.first = col;
+        block.end = run.col_end;
+        block.head = head;
+        block.flags = (is_masked ? Block::kIsMasked : 0) | (is_last ? Block::kIsLastOfTile : 0);
+        mbarrier_arrive_expect_tx(q_full,
+                                  sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + (is_masked ? sizeof(Run) : 0));
+        load(smem_.q[q_.slot], params_.q, q_full, col, head);
+        tma_load_3d(&smem_.stats[q_.slot], params_.stats, q_full, col, 0, head);
+        if (is_masked) {
+            cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
+        }
+        q_.advance();
+
+        uint64_t& dout_full = smem_.dout_full[dout_.slot];
+        mbarrier_wait(smem_.dout_empty[dout_.slot], dout_.phase ^ 1);
+        mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
+        load(smem_.dout[dout_.slot], params_.dout, dout_full, col, head);
+        dout_.advance();
+    }
+
+    template <class Slabs>
+    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+#pragma unroll
+        for (int slab = 0; slab < Config::kSlabs; ++slab) {
+            tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+        }
+    }
+
+    const BackwardParams& params_;
+    SharedStorage<Config>& smem_;
+    Position<1> kv_;
+    Position<Config::kQStages> q_;
+    Position<Config::kDoutStages> dout_;
+};
+
+// A warpgroup that owns 64 keys of each tile.
+template <class Config>
+class Consumer {
+public:
+    __device__ __forceinline__ Consumer(const BackwardParams& params, SharedStorage<Config>& smem, int warpgroup)
+        : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            mbarrier_wait(smem_.kv_full, kv_.phase);
+            const TileOfHead tile = smem_.tile;
+            if (tile.row_begin == TileOfHead::kNoMoreWork) {
+                break;
+            }
+            differentiate(tile);
+            kv_.advance();
+        }
+    }
+
+private:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
+    static constexpr int kGrad = Config::kHeadDim / 2;
+    static constexpr int kDq = Config::kDqCols / 2;
+    using Scores = float[kScores];
+    using Operand = uint32_t[kScores / 2];
+    using Grad = float[kGrad];
+    using Dq = float[kDq];
+
+    __device__ __forceinline__ void differentiate(const TileOfHead& tile) {
+        Grad dk, dv;
+#pragma unroll
+        for (int i = 0; i < kGrad; ++i) {
+            dk[i] = dv[i] = 0.f;
+        }
+        if (!tile.is_empty) {
+            walk(tile, dk, dv);
+        }
+#pragma unroll
+        for (int i = 0; i < kGrad; ++i) {
+            dk[i] *= params_.softmax_scale;
+        }
+        barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);   // nobody reads K and V any more
+        store(dv, smem_.v[0], params_.dv, params_.dv_rows, tile);
+        store(dk, smem_.k[0], params_.dk, params_.dk_rows, tile);
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();
+        }
+        release(smem_.kv_empty);
+    }
+
+    __device__ __forceinline__ void walk(const TileOfHead& tile, Grad& dk, Grad& dv) {
+        Scores scores, dscores;
+        Operand probs;
+        // The first block has no predecessor: it adds zero times its own Q to dK.
+        Operand previous = {};
+        int previous_slot = q_.slot;
+        bool is_last;
+        Dq dq;
+
+        mbarrier_wait(smem_.q_full[q_.slot], q_.phase);
+        issue_scores(scores);
+        do {
+            mbarrier_wait(smem_.dout_full[dout_.slot], dout_.phase);
+            issue_dprobs(dscores);
+            issue_dk(dk, previous, previous_slot);
+            wgmma_wait_group<2>();
+            pin(scores);
+            const Block& block = smem_.blocks[q_.slot];
+            const bool is_masked = block.flags & Block::kIsMasked;
+            is_last = block.flags & Block::kIsLastOfTile;
+            if constexpr (Config::kHasSoftcap) {
+#pragma unroll
+                for (int i = 0; i < kScores; ++i) {
+                    scores[i] = tanh_approx(scores[i] * params_.cap_scale);
+                }
+            }
+            if (is_masked) {
+                apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
+            }
+            if constexpr (Config::kHasSoftcap) {
+                finish_capped(scores, probs, dscores);
+            } else {
+                to_probs(scores);
+                wgmma_wait_group<1>();
+                pin(dscores);
+                to_dscores(dscores, scores);
+                round(scores, probs);
+            }
+            issue_dv(dv, probs);
+            wgmma_wait_group<1>();
+            pin(dk);
+            if (previous_slot != q_.slot) {
+                release(smem_.q_empty[previous_slot]);
+            }
+            round(dscores, previous);
+            store_dscores(previous);
+            fence_proxy_async_shared();
+            barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);
+            issue_dq(dq);
+            wgmma_wait_group<1>();
+            pin(dv);
+            release(smem_.dout_empty[dout_.slot]);
+            dout_.advance();
+            previous_slot = q_.slot;
+            q_.advance();
+            dscores_slot_ ^= 1;
+            if (!is_last) {
+                mbarrier_wait(smem_.q_full[q_.slot], q_.phase);
+                issue_scores(scores);
+                wgmma_wait_group<1>();
+            } else {
+                wgmma_wait_group<0>();
+            }
+            pin(dq);
+            add_dq(dq, smem_.blocks[previous_slot]);
+        } while (!is_last);
+        issue_dk(dk, previous, previous_slot);
+        wgmma_wait_group<0>();
+        pin(dk);
+        release(smem_.q_empty[previous_slot]);
+    }
+
+    // ---- the matmuls
+
+    // S^T = K Q^T
+    __device__ __forceinline__ void issue_scores(Scores& scores) {
+        multiply_rows(scores, smem_.k[0], smem_.q[q_.slot][0]);
+    }
+
+    // dP^T = V dO^T
+    __device__ __forceinline__ void issue_dprobs(Scores& dprobs) {
+        multiply_rows(dprobs, smem_.v[0], smem_.dout[dout_.slot][0]);
+    }
+
+    __device__ __forceinline__ void multiply_rows(Scores& product, const Element* keys, const Element* queries) {
+        const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+        const uint32_t b = wgmma_descriptor(queries, 0);
+        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
+        constexpr int kStepBytes = 32;
+        pin(product);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int slab = step / kStepsPerSlab;
+            const int within = step % kStepsPerSlab * kStepBytes;
+            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
+                product, a + ((slab * kKSlabBytes + within) >> 4), b + ((slab * kQSlabBytes + within) >> 4), step != 0);
+        }
+        wgmma_commit_group();
+    }
+
+    // dV += P^T dO
+    __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs) {
+        accumulate(dv, probs, smem_.dout[dout_.slot][0]);
+    }
+
+    // dK += dS^T Q
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, int q_slot) {
+        accumulate(dk, dscores, smem_.q[q_slot][0]);
+    }
+
+    __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, const Element* queries) {
+        const uint32_t b = wgmma_descriptor(queries, kQSlabBytes);
+        pin(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kBlockCols / 16; ++step) {
+            Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(sum, a + 4 * step,
+                                                                     b + ((step * kSixteenRowsBytes) >> 4), 1);
+        }
+        wgmma_commit_group();
+    }
+
+    // dQ = dS K, the columns of this warpgroup
+    __device__ __forceinline__ void issue_dq(Dq& dq) {
+        const int first_col = warpgroup_ * Config::kDqCols;
+        const Element* const keys = smem_.k[0] + first_col / Config::kSlabCols * Config::kKSlab + first_col % Config::kSlabCols;
+        const uint32_t a = wgmma_descriptor(smem_.dscores[dscores_slot_], 0);
+        const uint32_t b = wgmma_descriptor(keys, 0);
+        pin(dq);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kTileRows / 16; ++step) {
+            const int within = (step * kSixteenRowsBytes) >> 4;
+            Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
+        }
+        wgmma_commit_group();
+    }
+
+    // ---- scores to probabilities and to their gradients
+
+    // P = exp2(S - lse)
+    __device__ __forceinline__ void to_probs(Scores& scores) const {
+        const float2* const lse = reinterpret_cast<const float2*>(smem_.stats[q_.slot].lse_log2) + lane_ % 4;
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            const float2 of_cols = lse[4 * i];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float* const pair = scores + 4 * i + 2 * half;
+                pair[0] = ex2(pair[0] * params_.scale_log2 - of_cols.x);
+                pair[1] = ex2(pair[1] * params_.scale_log2 - of_cols.y);
+            }
+        }
+    }
+
+    // dS = P (dP - delta), in place of dP
+    __device__ __forceinline__ void to_dscores(Scores& dprobs, const Scores& probs) const {
+        const float2* const delta = reinterpret_cast<const float2*>(smem_.stats[q_.slot].delta) + lane_ % 4;
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            const float2 of_cols = delta[4 * i];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int at = 4 * i + 2 * half;
+                dprobs[at] = probs[at] * (dprobs[at] - of_cols.x);
+                dprobs[at + 1] = probs[at + 1] * (dprobs[at + 1] - of_cols.y);
+            }
+        }
+    }
+
+    // `scores` are tanh of the scores, or -inf where hidden: the cap's slope is 1 - tanh^2.
+    __device__ __forceinline__ void finish_capped(Scores& scores, Operand& probs, Scores& dscores) {
+        Scores slope;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            slope[i] = fmaxf(1.f - scores[i] * scores[i], 0.f);
+        }
+        to_probs(scores);
+        round(scores, probs);
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            scores[i] *= slope[i];
+        }
+        wgmma_wait_group<1>();
+        pin(dscores);
+        to_dscores(dscores, scores);
+    }
+
+    // An accumulator of 16 columns is, packed, the A operand of the next matmul.
+    __device__ __forceinline__ static void round(const Scores& scores, Operand& operand) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+            operand[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+        }
+    }
+
+    // ---- results
+
+    __device__ __forceinline__ void store_dscores(const Operand& dscores) {
+        const int row = lane_ % 16;
+        const uint32_t address = shared_address(smem_.dscores[dscores_slot_]) + (row_in_tile() + row) * 128;
+#pragma unroll
+        for (int i = 0; i < kScores / 8; ++i) {
+            const int chunk = 2 * i + lane_ / 16;
+            stmatrix_x4(address + ((chunk ^ (row % 8)) << 4), dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
+                        dscores[4 * i + 3]);
+        }
+    }
+
+    __device__ __forceinline__ void add_dq(const Dq& dq, const Block& block) {
+        constexpr int kGroups = Config::kDqCols / kDqGroupCols;
+        const int row = block.first + warp_ * Config::kWarpRows + lane_ / 4;
+        float* const sum =
+            params_.dq.quad_chunk<Config::kHeadDim>(block.head, row, warpgroup_ * kGroups, lane_ % 4);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            if (row + 8 * half < block.end) {
+#pragma unroll
+                for (int i = 0; i < kGroups; ++i) {
+                    if ((warpgroup_ * kGroups + i) * kDqGroupCols < Config::kHeadDim) {
+                        const int at = 8 * i + 2 * half;
+                        red_add_v4(sum + half * kDqGroupRows * Config::kHeadDim + i * kDqGroupRows * kDqGroupCols,
+                                   dq[at], dq[at + 1], dq[at + 4], dq[at + 5]);
+                    }
+                }
+            }
+        }
+    }
+
+    // Registers to shared memory in the 128-byte swizzle of the tensor map, 16-byte chunk c of row r lies at c ^ (r % 8),
+    // and from there to `rows`.
+    __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
+                                          const TileOfHead& tile) const {
+        Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
+        const int row = lane_ % 16;
+        const uint32_t address = shared_address(staging) + row * 128;
+#pragma unroll
+        for (int i = 0; i < kGrad / 8; ++i) {
+            const int slab = i / 4;
+            const int chunk = 2 * (i % 4) + lane_ / 16;
+            stmatrix_x4(address + slab * kKSlabBytes + ((chunk ^ (row % 8)) << 4),
+                        pack<Element>(grad[8 * i], grad[8 * i + 1]), pack<Element>(grad[8 * i + 2], grad[8 * i + 3]),
+                        pack<Element>(grad[8 * i + 4], grad[8 * i + 5]), pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
+        }
+        const int warp_row = tile.row_begin + row_in_tile();
+        if (warp_row + Config::kWarpRows <= tile.row_end) {
+            fence_proxy_async_shared();
+            __syncwarp();
+            if (lane_ == 0) {
+#pragma unroll
+                for (int slab = 0; slab < Config::kSlabs; ++slab) {
+                    tma_store_3d(map, staging + slab * Config::kKSlab, slab * Config::kSlabCols, warp_row, tile.kv_head);
+                }
+                cp_async_bulk_commit_group();
+            }
+        } else {
+            __syncwarp();
+            store_rows(staging, warp_row, rows, tile);
+        }
+    }
+
+    __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, void* rows,
+                                               const TileOfHead& tile) const {
+        constexpr int kChunks = Config::kHeadDim / 8;
+        const int4* const chunks = reinterpret_cast<const int4*>(staging);
+        for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
+            const int row = i / kChunks;
+            const int chunk = i % kChunks;
+            if (warp_row + row < tile.row_end) {
+                const long long index = static_cast<long long>(warp_row + row) * params_.schedule.num_heads + tile.kv_head;
+                static_cast<int4*>(rows)[index * kChunks + chunk] =
+                    chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release(uint64_t& empty) const {
+        __syncwarp();
+        if (lane_ == 0) {
+            mbarrier_arrive(empty);
+        }
+    }
+
+    __device__ __forceinline__ int row_in_tile() const {
+        return warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
+    }
+
+    __device__ __forceinline__ int first_row(const TileOfHead& tile) const {
+        return tile.row_begin + row_in_tile() + lane_ / 4;
+    }
+
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+    static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
+    static constexpr int kSixteenRowsBytes = 16 * 128;
+
+    const BackwardParams& params_;
+    SharedStorage<Config>& smem_;
+    const int warpgroup_;
+    const int warp_;
+    const int lane_;
+    Position<1> kv_;
+    Position<Config::kQStages> q_;
+    Position<Config::kDoutStages> dout_;
+    int dscores_slot_ = 0;
+};
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    mbarrier_init(smem.kv_full, 1);
+    mbarrier_init(smem.kv_empty, kConsumerWarps);
+    for (int i = 0; i < Config::kQStages; ++i) {
+        mbarrier_init(smem.q_full[i], 1);
+        mbarrier_init(smem.q_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < Config::kDoutStages; ++i) {
+        mbarrier_init(smem.dout_full[i], 1);
+        mbarrier_init(smem.dout_empty[i], kConsumerWarps);
+    }
+    fence_mbarrier_init();
+}
+
+template <class Config>
+__device__ __forceinline__ void backward(const BackwardParams& params) {
+    extern __shared__ __align__(1024) unsigned char memory[];
+    static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
+    auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);
+    const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / Config::kWarpgroup, 0);
+    if (threadIdx.x == 0) {
+        init_barriers(smem);
+    }
+    __syncthreads();
+    if (warpgroup == 0) {
+        setmaxnreg_dec<Config::kProducerRegisters>();
+        if (threadIdx.x == 0) {
+            Producer<Config>(params, smem).run();
+        }
+    } else {
+        setmaxnreg_inc<Config::kConsumerRegisters>();
+        Consumer<Config>(params, smem, warpgroup - 1).run();
+    }
+}
+
+}  // namespace ffa

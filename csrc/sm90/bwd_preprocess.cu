@@ -1,0 +1,79 @@
+// What the backward pass needs of each query row before it starts: lse in base 2, +inf where the row sees nothing so
+// that its probabilities are 0, and delta = rowsum(dout * out) - dlse. Clears the accumulator of dq on the way.
+#include "dq_accumulator.cuh"
+#include "ptx.cuh"
+
+namespace ffa {
+
+struct PreprocessParams {
+    const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim], rows of 16-byte multiples
+    const FFA_ELEMENT* dout;   // likewise
+    const float* lse;          // [nheads_q, total_q], natural log
+    const float* dlse;         // [nheads_q, total_q], or null
+    float* stats;              // [nheads_q, 2, stats_stride]: lse in base 2, delta
+    DqAccumulator dq;
+    long long out_row_stride, out_head_stride;     // in elements
+    long long dout_row_stride, dout_head_stride;
+    int total_q;
+    int stats_stride;
+};
+
+static_assert(sizeof(PreprocessParams) == 96, "packed by magi_compile/kernels/cuda/backward.py");
+
+constexpr int kHeadDim = FFA_HEAD_DIM;
+constexpr int kElementsPerLane = 8;   // 16 bytes
+constexpr int kLanesPerRow = kHeadDim > 128 ? 32 : kHeadDim > 64 ? 16 : 8;
+constexpr int kThreads = 256;
+constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
+constexpr int kRows = FFA_ROWS;   // of a thread block
+static_assert(kHeadDim <= 32 * kElementsPerLane, "a warp reads a row at once");
+static_assert(kRows % kRowsAtOnce == 0 && kRows % kDqGroupRows == 0, "whole steps, whole groups");
+
+__device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
+    return dot_pair<FFA_ELEMENT>(a.x, b.x) + dot_pair<FFA_ELEMENT>(a.y, b.y) + dot_pair<FFA_ELEMENT>(a.z, b.z) +
+           dot_pair<FFA_ELEMENT>(a.w, b.w);
+}
+
+__device__ __forceinline__ void preprocess(const PreprocessParams& params) {
+    constexpr float kLog2E = 1.44269504088896341f;
+    const int first_row = blockIdx.x * kRows;
+    const int head = blockIdx.y;
+    const int lane = threadIdx.x % kLanesPerRow;
+    const FFA_ELEMENT* out = params.out + head * params.out_head_stride + lane * kElementsPerLane;
+    const FFA_ELEMENT* dout = params.dout + head * params.dout_head_stride + lane * kElementsPerLane;
+#pragma unroll
+    for (int step = 0; step < kRows / kRowsAtOnce; ++step) {
+        const int row = first_row + step * kRowsAtOnce + threadIdx.x / kLanesPerRow;
+        const bool is_live = row < params.total_q;
+        float sum = 0.f;
+        if (is_live && lane * kElementsPerLane < kHeadDim) {
+            sum = dot(*reinterpret_cast<const uint4*>(out + row * params.out_row_stride),
+                      *reinterpret_cast<const uint4*>(dout + row * params.dout_row_stride));
+        }
+#pragma unroll
+        for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) {
+            sum += __shfl_xor_sync(0xffffffff, sum, offset);
+        }
+        if (is_live && lane == 0) {
+            const long long index = static_cast<long long>(head) * params.total_q + row;
+            const float lse = params.lse[index];
+            const bool sees_nothing = lse == -kInfinity;
+            float* const stats = params.stats + 2ll * head * params.stats_stride + row;
+            stats[0] = sees_nothing ? kInfinity : lse * kLog2E;
+            stats[params.stats_stride] = sees_nothing ? 0.f : sum - (params.dlse ? params.dlse[index] : 0.f);
+        }
+    }
+    const int first_group = first_row / kDqGroupRows;
+    const int num_groups = min(kRows / kDqGroupRows, params.dq.row_groups - first_group);
+    float4* const dq = reinterpret_cast<float4*>(params.dq.quad_chunk<kHeadDim>(head, first_row, 0, 0));
+    for (int i = threadIdx.x; i < num_groups * (kDqGroupRows * kHeadDim / 4); i += kThreads) {
+        dq[i] = {0.f, 0.f, 0.f, 0.f};
+    }
+}
+
+}  // namespace ffa
+
+extern "C" __global__ void __launch_bounds__(ffa::kThreads)
+    ffa_backward_preprocess(const __grid_constant__ ffa::PreprocessParams params) {
+    ffa::preprocess(params);
+}
