@@ -58,6 +58,7 @@ def _pre_grad_pass_class() -> type:
             self.rewrite, self.identity = rewrite, identity
 
         def __call__(self, graph: torch.fx.Graph) -> None:
+            assert graph.owning_module is not None
             self.rewrite(graph.owning_module)
 
         def uuid(self) -> str:
@@ -119,3 +120,8 @@ def cpu_flash_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=softmax_scale
     )
+
+
+def resolve_process_group(name: str) -> Any:
+    """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)

@@ -30,7 +30,7 @@ def make_backend(
 
     def backend(
         gm: GraphModule,
-        example_inputs: list[torch.Tensor],
+        example_inputs: list[Any],
         *,
         mode: str | None = None,
         options: dict[str, Any] | None = None,

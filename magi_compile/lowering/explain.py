@@ -29,8 +29,9 @@ class AttentionCall:
         """The visible share of the score matrices of all batch entries."""
         if self.slices is None:
             raise ValueError("`density` needs slices; this attention stays on FlexAttention")
-        batch, _, seqlen_q, _ = self.decision.q_shape
-        return self.slices.area() / max(1, batch * seqlen_q * self.decision.k_shape[2])
+        batch = int(self.decision.q_shape[0])
+        pairs = self.slices.seqlen_q * self.slices.seqlen_k
+        return self.slices.area() * batch / max(1, pairs)
 
     def __str__(self) -> str:
         decision = self.decision
@@ -103,7 +104,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any]:
     """The target of the call's node, which also writes the call down."""
-    target = call.node.target
+    target: Any = call.node.target
 
     def attention(*args: Any) -> Any:
         slices = None

@@ -27,7 +27,6 @@ from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.masks import MaskProgram, UnsupportedMaskError
-from magi_compile.masks.expr import TRUE
 from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
@@ -53,7 +52,8 @@ class FlexCall:
 
     @classmethod
     def parse(cls, gm: GraphModule, node: Node) -> FlexCall:
-        q, k, v, score_mod, block_mask, scale, options, *buffers = node.args
+        arguments: Any = node.args
+        q, k, v, score_mod, block_mask, scale, options, *buffers = arguments
         score_buffers, mask_buffers = (*buffers, (), ())[:2]
         return cls(
             node=node,
@@ -95,51 +95,55 @@ def _is_tensor(buffer: Any) -> bool:
     return isinstance(value_of(buffer), torch.Tensor)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Analysis:
-    """Whether and how one call can be lowered."""
+    """Whether and how one call can be lowered: it can where there are no `reasons`, and then nothing is None."""
 
-    reasons: list[str] = field(default_factory=list)
-    program: MaskProgram | None = None
-    score: ScoreMod = field(default_factory=ScoreMod)
-    problem: AttnProblem | None = None
-    kernel: str | None = None
+    reasons: tuple[str, ...]
+    problem: AttnProblem
+    program: MaskProgram | None
+    kernel: str | None
 
 
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     """Collects everything that speaks against lowering `call`, and what is needed to do it."""
-    found = Analysis()
+    reasons = []
     q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
     backend = call.kernel_options.get("BACKEND", "AUTO")
     if backend != "AUTO":
-        found.reasons.append(f"kernel_options asks for BACKEND={backend!r}")
+        reasons.append(f"kernel_options asks for BACKEND={backend!r}")
     if call.kernel_options.get("OUTPUT_MAX"):
-        found.reasons.append("max_scores is asked for, which the kernels do not return")
+        reasons.append("max_scores is asked for, which the kernels do not return")
     if not q.dtype == k.dtype == v.dtype:
-        found.reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
+        reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[0] != k.shape[0]:
-        found.reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
+        reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
+
+    score = ScoreMod()
     try:
-        found.score = trace_score_mod(call.score_mod, len(call.score_buffers))
+        score = trace_score_mod(call.score_mod, len(call.score_buffers))
     except UnsupportedScoreModError as error:
-        found.reasons.append(str(error))
+        reasons.append(str(error))
+
+    program = None
     kinds = ["table" if _is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
+    names = [_compat.source_name(table) for table in call.mask_tables]
     try:
-        names = [_compat.source_name(table) for table in call.mask_tables]
-        found.program = trace_graph(call.mask_mod, kinds, names)
+        program = trace_graph(call.mask_mod, kinds, names)
     except UnsupportedMaskError as error:
-        found.reasons.extend(error.reasons)
-    if found.program is not None and found.program.expr == TRUE and _has_block_lists(call):
-        found.reasons.append(
+        reasons.extend(error.reasons)
+    if program is not None and program.is_always_true and _has_block_lists(call):
+        reasons.append(
             "the BlockMask comes from raw block lists without a mask_mod; "
             "convert it with magi_compile.masks.slices_from_block_mask"
         )
-    found.problem = _problem(call, found.score)
+
+    problem, kernel = _problem(call, score), None
     try:
-        found.kernel = select(found.problem, options.kernel).name
+        kernel = select(problem, options.kernel).name
     except NotImplementedError as error:
-        found.reasons.append(str(error))
-    return found
+        reasons.append(str(error))
+    return Analysis(tuple(reasons), problem, program, kernel)
 
 
 def _has_block_lists(call: FlexCall) -> bool:
@@ -210,8 +214,8 @@ def emit_attention(
     Returns:
         The node that runs it, its out `[B, Hq, Sq, Dv]` and its lse `[B, Hq, Sq]`, in the units of the call.
     """
-    problem, program = found.problem, found.program
-    assert problem is not None and program is not None and found.kernel is not None
+    problem = found.problem
+    assert found.kernel is not None
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     q, k, v = (_packed(emit, node, problem.dtype) for node in (call.q, call.k, call.v))
     plan: Any = []
@@ -334,7 +338,7 @@ def _decision(call: FlexCall, found: Analysis) -> Decision:
         k_shape,
         str(found.program) if found.program else "",
         None if found.reasons else found.kernel,
-        tuple(found.reasons),
+        found.reasons,
         tuple(passed_over),
     )
 
@@ -357,7 +361,8 @@ def _replace(
     for user in list(call.node.users):
         assert user.target is operator.getitem, user
         if user.users:
-            user.replace_all_uses_with(outputs[user.args[1]])
+            index: Any = user.args[1]
+            user.replace_all_uses_with(outputs[index])
         call.node.graph.erase_node(user)
     call.node.graph.erase_node(call.node)
     return attention

@@ -124,7 +124,7 @@ def flex_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
-    kernel_options: dict[str, Any] | None = None,
+    kernel_options: Any = None,
     *,
     return_aux: Any = None,
 ) -> Any:
@@ -178,8 +178,11 @@ def flex_attention(
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
     slices = _slices(block_mask, batch, seqlen_q, key.shape[2], query.device)
+    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     result = flex_flash_attention(
-        *(tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)),
+        q,
+        k,
+        v,
         slices,
         softmax_scale=softmax_scale,
         softcap=score.softcap,
