@@ -49,7 +49,7 @@ def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
     """For `counts[i]` items of each i: `(i, number of the item within i)` of all items, in order."""
     index = torch.repeat_interleave(counts)
     first = counts.cumsum(0) - counts
-    return index, torch.arange(len(index)) - first[index]
+    return index, torch.arange(len(index), device=counts.device) - first[index]
 
 
 def split_at_multiples(ranges: Ranges, size: int) -> tuple[Ranges, Tensor]:

@@ -1,0 +1,273 @@
+"""Attention across ranks: every rank holds some rows of q, k and v, and keys travel to the queries that see them.
+
+    forward     for each stage: start the next cast; attend; merge by lse
+    backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs
+
+Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
+it, because a graph compiler does not reorder communication it does not know. Partial results add up in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_compile import _compat
+from magi_compile.dtensor.collectives import PendingCast, PendingReduce, start_cast, start_reduce
+from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors, unpack
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
+from magi_compile.kernels.merge import merge_partials
+from magi_compile.kernels.select import select
+from magi_compile.ops.library import problem_of
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: DevicePlan,
+    kernel: Kernel,
+    problem: AttnProblem,
+    group: dist.ProcessGroup,
+) -> ForwardOutput:
+    """This rank's rows of the attention; all ranks of `group` call it together."""
+    out: Tensor | None = None
+    for stage, k_stage, v_stage in _with_keys(plan.forward, k, v, group):
+        if stage.is_empty:
+            continue
+        part, part_lse = kernel.forward(
+            q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem
+        )
+        if out is None:
+            out, lse = part, part_lse
+        else:
+            out, merged = merge_partials((out, part), (lse.t(), part_lse.t()))
+            lse = merged.t()
+    if out is None:
+        out = q.new_zeros(*q.shape[:2], v.shape[2])
+        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
+    return ForwardOutput(out.to(q.dtype), lse.float().contiguous())
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: DevicePlan,
+    kernel: Kernel,
+    problem: AttnProblem,
+    group: dist.ProcessGroup,
+) -> BackwardOutput:
+    """Gradients of this rank's rows of q, k and v; all ranks of `group` call it together.
+
+    Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    reducing: PendingReduce | None = None
+    for stage, k_stage, v_stage in _with_keys(plan.backward, k, v, group):
+        if stage.is_empty:
+            dk_stage, dv_stage = torch.zeros_like(k_stage), torch.zeros_like(v_stage)
+        else:
+            kernel_plan = stage.kernel_plan(kernel, problem)
+            dq_stage, dk_stage, dv_stage = kernel.backward(
+                dout, dlse, q, k_stage, v_stage, out, lse, stage.slices, kernel_plan, problem
+            )
+            dq += dq_stage
+        if stage.route is None:
+            dk += dk_stage
+            dv += dv_stage
+            continue
+        if reducing is not None:
+            reducing.add_to((dk, dv))
+        reducing = start_reduce((dk_stage, dv_stage), stage.route, group)
+    if reducing is not None:
+        reducing.add_to((dk, dv))
+    return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+
+
+def _with_keys(
+    stages: list[DeviceStage], k: Tensor, v: Tensor, group: dist.ProcessGroup
+) -> Iterator[tuple[DeviceStage, Tensor, Tensor]]:
+    """Each stage with its keys and values; the cast of the next one is under way while a stage is computed."""
+    casts = (start_cast((k, v), stage.route, group) for stage in stages if stage.route is not None)
+    ahead: PendingCast | None = next(casts, None)
+    for stage in stages:
+        if stage.route is None:
+            yield stage, k, v
+            continue
+        assert ahead is not None
+        arriving, ahead = ahead, None
+        k_stage, v_stage = arriving.wait()
+        ahead = next(casts, None)
+        yield stage, k_stage, v_stage
+
+
+# The custom ops
+
+_lib = torch.library.Library("magi", "FRAGMENT")
+
+
+def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.split("(")[0]
+    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _lib.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"magi::{name}", fake, lib=_lib)
+
+
+def _cp_ffa_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: Tensor,
+    data: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    group_name: str,
+) -> tuple[Tensor, Tensor]:
+    problem = problem_of(q, k, v, softmax_scale, softcap)
+    chosen = select(problem, kernel or None)
+    group = _compat.resolve_process_group(group_name)
+    plan = unpack(meta, data)
+    if q.shape[0] != plan.rows:
+        raise ValueError(f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}")
+    return forward(q, k, v, plan, chosen, problem, group)
+
+
+def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _cp_ffa_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    meta: Tensor,
+    data: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    problem = problem_of(q, k, v, softmax_scale, softcap)
+    chosen = select(problem, kernel or None)
+    group = _compat.resolve_process_group(group_name)
+    plan = unpack(meta, data)
+    return backward(dout, dlse, q, k, v, out, lse, plan, chosen, problem, group)
+
+
+def _cp_ffa_bwd_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_define(
+    "cp_ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor meta, Tensor data, float softmax_scale, float softcap, "
+    "str kernel, str group_name) -> (Tensor, Tensor)",
+    _cp_ffa_fwd,
+    _cp_ffa_fwd_fake,
+)
+_define(
+    "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor meta, "
+    "Tensor data, float softmax_scale, float softcap, str kernel, str group_name) -> (Tensor, Tensor, Tensor)",
+    _cp_ffa_bwd,
+    _cp_ffa_bwd_fake,
+)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, meta, data, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output, meta, data)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, meta, data = ctx.saved_tensors
+    # Even without a gradient of its own a rank takes part, because the others wait for it.
+    if dout is None:
+        dout = torch.zeros_like(out)
+    grads = torch.ops.magi.cp_ffa_bwd(dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
+    return (*grads, *[None] * 6)
+
+
+torch.library.register_autograd(
+    "magi::cp_ffa_fwd", _backward, setup_context=_save_for_backward, lib=_lib
+)
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PlanTensors,
+    group: dist.ProcessGroup | str,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str = "",
+) -> ForwardOutput:
+    """Attention over a sequence that is spread over the ranks of `group`; differentiable.
+
+    All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
+
+    Args:
+        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows.
+        k: `[seqlen_local, nheads_kv, head_dim]`.
+        v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
+        plan: `RankPlan.tensors(q.device)` of this rank.
+        group: the ranks, or the name of their process group.
+        softmax_scale: factor of the scores; `head_dim ** -0.5` by default.
+        softcap: 0.0 for none.
+        kernel: the only kernel to consider, by name; empty chooses.
+
+    Returns:
+        out `[seqlen_local, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_local]`.
+
+    Raises:
+        ValueError: if a tensor does not fit the plan.
+        TypeError: if dtypes differ.
+        NotImplementedError: if no kernel can run this.
+    """
+    _check(q, k, v, plan)
+    if softmax_scale is None:
+        softmax_scale = q.shape[2] ** -0.5
+    group_name = group if isinstance(group, str) else group.group_name
+    out, lse = torch.ops.magi.cp_ffa_fwd(
+        q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, group_name
+    )
+    return ForwardOutput(out, lse)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(
+                f"`{name}` must be [seqlen_local, nheads, head_dim], got {list(x.shape)}"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(f"`{name}` must have {q.shape[0]} rows like `q`, got {x.shape[0]}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {x.dtype}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"`k` must have head_dim {q.shape[2]} like `q`, got {k.shape[2]}")
+    if v.shape[1] != k.shape[1]:
+        raise ValueError(f"`v` must have {k.shape[1]} heads like `k`, got {v.shape[1]}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"`q` must have a multiple of the {k.shape[1]} heads of `k`, got {q.shape[1]}"
+        )

@@ -1,0 +1,272 @@
+"""What one rank executes: a mask's plan for attention across ranks, made on the host and shipped as tensors.
+
+A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
+graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
+
+    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, then for each stage:
+            in place?, num_slices, seqlen_k, num_send_ranges, num_recv_ranges, send_counts, recv_counts
+    data    for each stage: q_ranges, k_ranges, mask_types, send_ranges, recv_ranges
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_compile.dtensor.collectives import Route
+from magi_compile.dtensor.comm_plan import (
+    RankRows,
+    Stage,
+    StageLoads,
+    plan_communication,
+)
+from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
+from magi_compile.dtensor.ranges import expand
+from magi_compile.dtensor.stages import choose_degree
+from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.masks.slices import AttnSlices
+
+CACHE_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelOptions:
+    """How a sequence is spread over ranks.
+
+    Attributes:
+        strategy: a name in `dispatch.STRATEGIES`.
+        chunk_size: tokens of a chunk; None chooses it from the mask.
+        slack: how far above the mean a rank's area may lie in favour of less communication.
+        degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
+        backward_degree: the same of the backward pass.
+        cost: what compute and communication cost.
+    """
+
+    strategy: str = "local"
+    chunk_size: int | None = None
+    slack: float = 0.025
+    degree: int | None = None
+    backward_degree: int | None = None
+    cost: CostModel = DEFAULT_COST
+
+
+class PlanTensors(NamedTuple):
+    """A plan as the ops take it."""
+
+    meta: Tensor  # int64, on the CPU
+    data: Tensor  # int32, on the device of q, k, v
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike."""
+
+    dispatch: Dispatch
+    rank: int
+    digest: int
+    forward: list[Stage]
+    backward: list[Stage]
+    _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
+
+    def tensors(self, device: torch.device | str) -> PlanTensors:
+        """The plan for the ops; made once per device."""
+        device = torch.device(device)
+        if device not in self._packed:
+            self._packed[device] = self._pack(device)
+        return self._packed[device]
+
+    def _pack(self, device: torch.device) -> PlanTensors:
+        where = self.dispatch
+        meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
+        meta += [len(self.forward), len(self.backward)]
+        data = []
+        for slices, transfer in self.forward + self.backward:
+            meta += [int(transfer is None), len(slices), slices.seqlen_k]
+            data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
+            if transfer is None:
+                continue
+            meta += [len(transfer.send_ranges), len(transfer.recv_ranges)]
+            meta += transfer.send_counts + transfer.recv_counts
+            data += [transfer.send_ranges, transfer.recv_ranges]
+        flat = torch.cat([x.to(torch.int32).flatten() for x in data])
+        return PlanTensors(torch.tensor(meta), flat.to(device))
+
+
+def plan_rank(
+    slices: AttnSlices,
+    cp_size: int,
+    rank: int,
+    options: ContextParallelOptions = ContextParallelOptions(),
+) -> RankPlan:
+    """The plan of one rank, without communication; recent plans are kept.
+
+    Args:
+        slices: the mask over the whole sequence, the same on every rank.
+        cp_size: number of ranks.
+        rank: this rank.
+        options: the same on every rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: if an argument is out of range.
+        NotImplementedError: if the mask is not square.
+    """
+    check_self_attention(slices)
+    if not 0 <= rank < cp_size:
+        raise ValueError(f"`rank` must be in [0, cp_size = {cp_size}), got {rank}")
+    content = [slices.seqlen_q, slices.seqlen_k, cp_size]
+    for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
+        content += part.flatten().tolist()
+    digest = _digest(content, options)
+    key = digest, rank
+    if key not in _plans:
+        _plans[key] = _plan(slices, cp_size, rank, options, digest)
+    return _recent(_plans, key)
+
+
+def check_agreement(plan: RankPlan, group: dist.ProcessGroup) -> None:
+    """Compares the plans of all ranks; for debugging, because it communicates and waits.
+
+    Raises:
+        ValueError: on every rank, naming the ranks whose mask or options differ from those of rank 0.
+    """
+    digests: list[int | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(digests, plan.digest, group)
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if different:
+        raise ValueError(
+            "every rank must plan the same mask with the same options, but those of the ranks "
+            f"{different} differ from those of rank 0"
+        )
+
+
+_plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
+
+
+def _plan(
+    slices: AttnSlices, cp_size: int, rank: int, options: ContextParallelOptions, digest: int
+) -> RankPlan:
+    where = dispatch(
+        slices,
+        cp_size,
+        chunk_size=options.chunk_size,
+        strategy=options.strategy,
+        slack=options.slack,
+        cost=options.cost,
+    )
+    rows = RankRows.of(slices, where)
+    degrees = [options.degree, options.backward_degree]
+    if None in degrees:
+        loads = StageLoads.of(rows, where)
+        for index, is_backward in enumerate((False, True)):
+            if degrees[index] is None:
+                degrees[index] = choose_degree(loads, options.cost, backward=is_backward)
+    stages: dict[int, list[Stage]] = {}
+    for degree in degrees:
+        if degree is not None and degree not in stages:
+            comm = plan_communication(rows, where, degree)
+            stages[degree] = [comm.stage(rank, stage) for stage in range(comm.num_stages)]
+    forward, backward = (stages[degree] for degree in degrees if degree is not None)
+    return RankPlan(where, rank, digest, forward, backward)
+
+
+def _digest(content: list[int], options: ContextParallelOptions) -> int:
+    """63 bits that two different plans do not share."""
+    hasher = hashlib.blake2b(array("q", content).tobytes(), digest_size=8)
+    hasher.update(repr(options).encode())
+    return int.from_bytes(hasher.digest(), "little") >> 1
+
+
+def _recent(cache: OrderedDict, key: Hashable) -> RankPlan:
+    cache.move_to_end(key)
+    while len(cache) > CACHE_SIZE:
+        cache.popitem(last=False)
+    return cache[key]
+
+
+# The other end: inside the op
+
+
+class DeviceStage:
+    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them."""
+
+    def __init__(self, slices: AttnSlices, route: Route | None):
+        self.slices = slices
+        self.route = route
+        self._plans: dict[Hashable, list[Tensor]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.slices) == 0
+
+    def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> list[Tensor]:
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._plans:
+            self._plans[key] = kernel.plan(self.slices, problem)
+        return self._plans[key]
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlan:
+    """What `PlanTensors` say, ready to run."""
+
+    rows: int
+    forward: list[DeviceStage]
+    backward: list[DeviceStage]
+
+
+_device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
+
+
+def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
+    """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
+    key = (*meta[:2].tolist(), data.device)
+    if key not in _device_plans:
+        _device_plans[key] = _unpack(meta.tolist(), data)
+    _recent(_device_plans, key)
+    return _device_plans[key]
+
+
+def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
+    _, _, cp_size, rows, num_forward, num_backward = meta[:6]
+    counts = iter(meta[6:])
+    position = 0
+
+    def take(*shape: int) -> Tensor:
+        nonlocal position
+        begin = position
+        position += torch.Size(shape).numel()
+        return data[begin:position].view(shape)
+
+    def stage() -> DeviceStage:
+        is_local, num_slices, seqlen_k = (next(counts) for _ in range(3))
+        ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
+        slices = AttnSlices(*ranges, rows, seqlen_k)
+        if is_local:
+            return DeviceStage(slices, None)
+        num_send, num_recv = next(counts), next(counts)
+        send, recv = ([next(counts) for _ in range(cp_size)] for _ in range(2))
+        return DeviceStage(
+            slices, Route(_rows(take(num_send, 2)), _rows(take(num_recv, 2)), send, recv)
+        )
+
+    stages = [stage() for _ in range(num_forward + num_backward)]
+    return DevicePlan(rows, stages[:num_forward], stages[num_forward:])
+
+
+def _rows(ranges: Tensor) -> Tensor:
+    """Every row of `(first, count)` ranges, in order, int64."""
+    first, count = ranges.long().unbind(1)
+    index, step = expand(count)
+    return first[index] + step

@@ -1,0 +1,72 @@
+"""A few processes on this machine that run one function together, over gloo."""
+
+from __future__ import annotations
+
+import datetime
+import tempfile
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = datetime.timedelta(seconds=40)
+
+
+class Ranks:
+    """`size` worker processes; each call runs `function(group, *arguments)` on all of them."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self._directory = tempfile.TemporaryDirectory()
+        context = mp.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, size, f"{self._directory.name}/store", theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    @property
+    def is_alive(self) -> bool:
+        return all(process.is_alive() for process in self._processes)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """What the function returned on each rank; fails with the tracebacks of the ranks that raised."""
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        results, failures = [], []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT.total_seconds() + 20):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {self.size} did not answer")
+            error, result = pipe.recv()
+            results.append(result)
+            if error:
+                failures.append(f"rank {rank}:\n{error}")
+        if failures:
+            raise AssertionError("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._directory.cleanup()
+
+
+def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
+    )
+    while True:
+        function, arguments = pipe.recv()
+        try:
+            pipe.send((None, function(dist.group.WORLD, *arguments)))
+        except Exception:
+            pipe.send((traceback.format_exc(), None))

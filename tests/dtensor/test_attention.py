@@ -1,0 +1,209 @@
+"""Attention across ranks equals attention on one: values and gradients, over gloo."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.dispatch import STRATEGIES
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, check_agreement, plan_rank
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.testing.cases import HEADS, MASKS, Heads
+from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+
+SQUARE = {case.name: case for case in MASKS if case.seqlen_q == case.seqlen_k}
+OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
+SIZES = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+
+
+def shard(x, positions):
+    """The rows `positions` of `x`, with random rows where the sequence is padded."""
+    padding = torch.randn(int(positions.max()) + 1, *x.shape[1:]).to(x.dtype)
+    padding[: x.shape[0]] = x[: padding.shape[0]]
+    return padding[positions]
+
+
+def gather(group, local, plan):
+    """The whole sequence from every rank's rows."""
+    dtype = local.dtype
+    local = local.contiguous().view(torch.uint8)
+    parts = [torch.empty_like(local) for _ in range(plan.dispatch.cp_size)]
+    dist.all_gather(parts, local, group)
+    return torch.cat(parts).view(dtype)[plan.dispatch.inverse_positions()][: plan.dispatch.total]
+
+
+def run_on_ranks(group, case, options, dtype, is_compiled=False):
+    """Forward and backward on this rank; rank 0 compares the whole with the oracle."""
+    slices = case.slices()
+    plan = plan_rank(slices, group.size(), group.rank(), options)
+    check_agreement(plan, group)
+    inputs, problem = case.inputs(dtype), case.problem(dtype)
+    where = plan.dispatch.positions(plan.rank)
+    q, k, v, dout = (shard(x, where) for x in inputs[:4])
+    dlse = shard(inputs.dlse.t(), where).t()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def attend(q, k, v, tensors):
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            tensors,
+            group.group_name,
+            softmax_scale=problem.softmax_scale,
+            softcap=problem.softcap,
+        )
+
+    if is_compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
+    out, lse = attend(q, k, v, plan.tensors("cpu"))
+    # Rows of padding have gradients of zero: what they see is nothing.
+    is_real = where < plan.dispatch.total
+    dout = dout * is_real[:, None, None]
+    dlse = dlse.masked_fill(~is_real, 0.0)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.contiguous()))
+    locals_ = [out.detach(), lse.detach().t(), *grads]
+    out, lse, *grads = (gather(group, x, plan) for x in locals_)
+    if group.rank() == 0:
+        assert_attention_close(AttentionResults(out, lse.t(), *grads), inputs, slices, problem)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SQUARE)
+def test_every_mask(ranks_of, size, name):
+    case = SQUARE[name]
+    ranks_of(size).run(
+        run_on_ranks, replace(case, heads=Heads(4, 2, 16, 16)), OPTIONS, torch.float32
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("degree", [0, 1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_and_degree(ranks_of, size, strategy, degree):
+    options = ContextParallelOptions(
+        strategy=strategy, chunk_size=32, degree=degree, backward_degree=4 - degree
+    )
+    case = replace(SQUARE["varlen_causal"], heads=Heads(4, 2, 16, 16))
+    ranks_of(size).run(run_on_ranks, case, options, torch.float32)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: heads.id)
+def test_heads_and_bf16(ranks_of, heads):
+    case = replace(SQUARE["varlen_causal"], heads=heads)
+    ranks_of(2).run(run_on_ranks, case, replace(OPTIONS, degree=2), torch.bfloat16)
+
+
+def test_softcap_and_chosen_options(ranks_of):
+    case = replace(SQUARE["shared_prefix"], softcap=5.0)
+    ranks_of(3).run(run_on_ranks, case, ContextParallelOptions(), torch.float32)
+
+
+def run_new_masks_compiled(group, cases):
+    for case in cases:
+        run_on_ranks(group, case, OPTIONS, torch.float32, is_compiled=True)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_compiled(ranks_of):
+    cases = [
+        replace(SQUARE[name], heads=Heads(4, 2, 16, 16))
+        for name in ("varlen_causal", "causal_129x129")
+    ]
+    ranks_of(2).run(run_new_masks_compiled, cases)
+
+
+def run_without_recompiling(group, masks):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def loss(x, tensors):
+        q, k = (x * s for s in (1.0, 0.5))
+        out, lse = context_parallel_attention(q, k, x, tensors, group.group_name)
+        return out.sum() + lse.masked_fill(lse == -torch.inf, 0.0).sum()
+
+    for slices in masks:
+        plan = plan_rank(slices, group.size(), group.rank(), OPTIONS)
+        x = torch.ones(plan.dispatch.seqlen_local, 2, 16, requires_grad=True)
+        tensors = plan.tensors("cpu")
+        loss(x, tensors).backward()
+        assert x.grad.isfinite().all()
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_new_masks_do_not_recompile(ranks_of):
+    cuts = [[0, 256], [0, 100, 256], [0, 13, 77, 200, 256], [0, 1, 2, 3, 255, 256]]
+    masks = [AttnSlices.from_cu_seqlens(torch.tensor(c), window=(None, 0)) for c in cuts]
+    # The first mask, and a second whose plan has other lengths; from then on lengths are symbols.
+    assert max(ranks_of(2).run(run_without_recompiling, masks)) <= 2
+
+
+def run_opcheck(group):
+    plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
+    q = torch.randn(64, 4, 8, requires_grad=True)
+    k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
+    torch.library.opcheck(
+        torch.ops.magi.cp_ffa_fwd, (q, k, v, *plan, 0.3, 0.0, "cpu", group.group_name)
+    )
+
+
+def test_opcheck(ranks_of):
+    ranks_of(1).run(run_opcheck)
+
+
+def run_twice(group, case):
+    plan = plan_rank(case.slices(), group.size(), group.rank(), OPTIONS)
+    q, k, v, *_ = case.inputs(torch.bfloat16)
+    where = plan.dispatch.positions(plan.rank)
+    results = []
+    for _ in range(2):
+        local = [shard(x, where.clamp(max=case.seqlen_q - 1)).requires_grad_() for x in (q, k, v)]
+        out, _ = context_parallel_attention(*local, plan.tensors("cpu"), group)
+        results.append((out, *torch.autograd.grad(out, local, torch.ones_like(out))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_equal_inputs_give_equal_bits(ranks_of):
+    ranks_of(3).run(run_twice, SQUARE["varlen_full"])
+
+
+def run_disagreement(group):
+    # Rank 1 has another mask.
+    slices = AttnSlices.causal(128) if group.rank() == 1 else AttnSlices.full(128)
+    plan = plan_rank(slices, group.size(), group.rank(), OPTIONS)
+    with pytest.raises(ValueError, match=r"of the ranks \[1\] differ from those of rank 0"):
+        check_agreement(plan, group)
+
+
+def test_disagreement_raises_on_every_rank(ranks_of):
+    ranks_of(3).run(run_disagreement)
+
+
+def run_bad_calls(group):
+    plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
+    x = torch.zeros(64, 4, 8)
+    bad = {
+        "`q` must be .* got \\[64, 4\\]": (x[..., 0], x, x),
+        "`v` must have 64 rows like `q`, got 63": (x, x, x[:63]),
+        "`k` must have head_dim 8 like `q`, got 7": (x, x[..., :7], x),
+        "`v` must have 4 heads like `k`, got 2": (x, x, x[:, :2]),
+        "`q` must have a multiple of the 3 heads of `k`, got 4": (x, x[:, :3], x[:, :3]),
+        "`q` must have the 64 rows of the plan, got 32": (x[:32], x[:32], x[:32]),
+    }
+    for message, tensors in bad.items():
+        with pytest.raises(ValueError, match=message):
+            context_parallel_attention(*tensors, plan, group)
+    with pytest.raises(TypeError, match="`k` must have the dtype of `q`"):
+        context_parallel_attention(x, x.double(), x, plan, group)
+
+
+def test_bad_calls(ranks_of):
+    ranks_of(1).run(run_bad_calls)
+
+
+def test_bad_rank():
+    with pytest.raises(ValueError, match=r"`rank` must be in \[0, cp_size = 2\), got 2"):
+        plan_rank(AttnSlices.causal(64), 2, 2)
