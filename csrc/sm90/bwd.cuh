@@ -281,50 +281,25 @@ private:
 
     __device__ __forceinline__ void walk(const TileOfHead& tile, Grad& dk, Grad& dv) {
         Scores scores, dscores;
-        Operand probs;
-        // The first block has no predecessor: it adds zero times its own Q to dK.
-        Operand previous = {};
-        int previous_slot = q_.slot;
-        bool is_last;
+        Operand probs, rounded_dscores;
         Dq dq;
 
-        mbarrier_wait(smem_.q_full[q_.slot], q_.phase);
+        wait_for_q();
         issue_scores(scores);
-        do {
-            mbarrier_wait(smem_.dout_full[dout_.slot], dout_.phase);
-            issue_dprobs(dscores);
-            issue_dk(dk, previous, previous_slot);
-            wgmma_wait_group<2>();
-            pin(scores);
-            const Block& block = smem_.blocks[q_.slot];
-            const bool is_masked = block.flags & Block::kIsMasked;
-            is_last = block.flags & Block::kIsLastOfTile;
-            if constexpr (Config::kHasSoftcap) {
-#pragma unroll
-                for (int i = 0; i < kScores; ++i) {
-                    scores[i] = tanh_approx(scores[i] * params_.cap_scale);
-                }
-            }
-            if (is_masked) {
-                apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
-            }
-            if constexpr (Config::kHasSoftcap) {
-                finish_capped(scores, probs, dscores);
-            } else {
-                to_probs(scores);
-                wgmma_wait_group<1>();
-                pin(dscores);
-                to_dscores(dscores, scores);
-                round(scores, probs);
-            }
+        wait_for_dout();
+        issue_dprobs(dscores);
+        wgmma_wait_group<1>();
+        pin(scores);
+        to_probs(scores, probs, tile);
+        wgmma_wait_group<0>();
+        pin(dscores);
+        to_dscores(dscores, scores);
+        round(dscores, rounded_dscores);
+
+        // No matmul is in flight where the loop closes: the compiler moves registers there.
+        while (true) {
             issue_dv(dv, probs);
-            wgmma_wait_group<1>();
-            pin(dk);
-            if (previous_slot != q_.slot) {
-                release(smem_.q_empty[previous_slot]);
-            }
-            round(dscores, previous);
-            store_dscores(previous);
+            store_dscores(rounded_dscores);
             fence_proxy_async_shared();
             barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);
             issue_dq(dq);
@@ -332,23 +307,40 @@ private:
             pin(dv);
             release(smem_.dout_empty[dout_.slot]);
             dout_.advance();
-            previous_slot = q_.slot;
+            const int slot = q_.slot;
+            const Block& block = smem_.blocks[slot];
             q_.advance();
             dscores_slot_ ^= 1;
-            if (!is_last) {
-                mbarrier_wait(smem_.q_full[q_.slot], q_.phase);
-                issue_scores(scores);
+            if (block.flags & Block::kIsLastOfTile) {
+                issue_dk(dk, rounded_dscores, slot);
                 wgmma_wait_group<1>();
-            } else {
+                pin(dq);
+                add_dq(dq, block);
                 wgmma_wait_group<0>();
+                pin(dk);
+                release(smem_.q_empty[slot]);
+                break;
             }
+
+            wait_for_q();
+            issue_scores(scores);
+            wgmma_wait_group<1>();
             pin(dq);
-            add_dq(dq, smem_.blocks[previous_slot]);
-        } while (!is_last);
-        issue_dk(dk, previous, previous_slot);
-        wgmma_wait_group<0>();
-        pin(dk);
-        release(smem_.q_empty[previous_slot]);
+            add_dq(dq, block);
+            wait_for_dout();
+            issue_dprobs(dscores);
+            issue_dk(dk, rounded_dscores, slot);
+            wgmma_wait_group<2>();
+            pin(scores);
+            to_probs(scores, probs, tile);
+            wgmma_wait_group<1>();
+            pin(dscores);
+            to_dscores(dscores, scores);
+            wgmma_wait_group<0>();
+            pin(dk);
+            release(smem_.q_empty[slot]);
+            round(dscores, rounded_dscores);
+        }
     }
 
     // ---- the matmuls
@@ -420,8 +412,20 @@ private:
 
     // ---- scores to probabilities and to their gradients
 
-    // P = exp2(S - lse)
-    __device__ __forceinline__ void to_probs(Scores& scores) const {
+    // P = exp2(S - lse), also rounded. What is left in `scores` is the factor of dS: P, times the slope of the cap.
+    __device__ __forceinline__ void to_probs(Scores& scores, Operand& probs, const TileOfHead& tile) const {
+        const Block& block = smem_.blocks[q_.slot];
+        Scores slope;
+        if constexpr (Config::kHasSoftcap) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                scores[i] = tanh_approx(scores[i] * params_.cap_scale);
+                slope[i] = 1.f - scores[i] * scores[i];
+            }
+        }
+        if (block.flags & Block::kIsMasked) {
+            apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
+        }
         const float2* const lse = reinterpret_cast<const float2*>(smem_.stats[q_.slot].lse_log2) + lane_ % 4;
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
@@ -431,6 +435,13 @@ private:
                 float* const pair = scores + 4 * i + 2 * half;
                 pair[0] = ex2(pair[0] * params_.scale_log2 - of_cols.x);
                 pair[1] = ex2(pair[1] * params_.scale_log2 - of_cols.y);
+            }
+        }
+        round(scores, probs);
+        if constexpr (Config::kHasSoftcap) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                scores[i] *= slope[i];
             }
         }
     }
@@ -448,24 +459,6 @@ private:
                 dprobs[at + 1] = probs[at + 1] * (dprobs[at + 1] - of_cols.y);
             }
         }
-    }
-
-    // `scores` are tanh of the scores, or -inf where hidden: the cap's slope is 1 - tanh^2.
-    __device__ __forceinline__ void finish_capped(Scores& scores, Operand& probs, Scores& dscores) {
-        Scores slope;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            slope[i] = fmaxf(1.f - scores[i] * scores[i], 0.f);
-        }
-        to_probs(scores);
-        round(scores, probs);
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            scores[i] *= slope[i];
-        }
-        wgmma_wait_group<1>();
-        pin(dscores);
-        to_dscores(dscores, scores);
     }
 
     // An accumulator of 16 columns is, packed, the A operand of the next matmul.
@@ -555,6 +548,10 @@ private:
             }
         }
     }
+
+    __device__ __forceinline__ void wait_for_q() { mbarrier_wait(smem_.q_full[q_.slot], q_.phase); }
+
+    __device__ __forceinline__ void wait_for_dout() { mbarrier_wait(smem_.dout_full[dout_.slot], dout_.phase); }
 
     __device__ __forceinline__ void release(uint64_t& empty) const {
         __syncwarp();

@@ -253,7 +253,6 @@ private:
         Scores scores;
         Probs probs;
         Out out;
-        float rescale[2];
         OnlineSoftmax softmax(params_.scale_log2);
 #pragma unroll
         for (int i = 0; i < kOut; ++i) {
@@ -279,12 +278,8 @@ private:
             pin(scores);
             cap_and_mask(scores, sees, tile);
             release_k_and_q(next);
-            if (softmax.move_max(scores, rescale)) {
-                scale_rows(out, rescale);
-            }
             bool is_v_there = test_v();
-            softmax.exponentiate(scores);
-            round(scores, probs);
+            soften(scores, probs, out, softmax);
             sees = next;
 
             while (sees == kPart || sees == kAll) {
@@ -299,16 +294,11 @@ private:
                 pin(scores);
                 cap_and_mask(scores, sees, tile);
                 release_k_and_q(next);
-                const bool moves = softmax.move_max(scores, rescale);
                 wgmma_wait_group<0>();
                 pin(out);
                 release_v();
-                if (moves) {
-                    scale_rows(out, rescale);
-                }
                 is_v_there = test_v();
-                softmax.exponentiate(scores);
-                round(scores, probs);
+                soften(scores, probs, out, softmax);
                 sees = next;
             }
 
@@ -381,11 +371,21 @@ private:
     }
 
     // An accumulator of 16 columns is, packed, the A operand of the next matmul.
-    __device__ __forceinline__ static void round(const Scores& scores, Probs& probs) {
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-            probs[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, Out& out, OnlineSoftmax& softmax) {
+        float sum[2];
+        bool moves = softmax.has_unseen_rows();
+        while (true) {
+            if (moves) {
+                float rescale[2];
+                softmax.move_reference(scores, rescale);
+                scale_rows(out, rescale);
+            }
+            if (softmax.exponentiate<Element>(scores, probs, sum) || moves) {
+                break;
+            }
+            moves = true;
         }
+        softmax.add(sum);
     }
 
     __device__ __forceinline__ static void scale_rows(Out& out, const float (&factor)[2]) {

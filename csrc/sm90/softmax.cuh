@@ -15,51 +15,53 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
-// The maximum of the rows may lag behind by a factor of 2^8: the result is the same after normalisation, probabilities of
-// up to 2^8 are as exact as those up to 1, and after the first blocks of a row hardly any score moves the maximum.
-struct OnlineSoftmax {
-    static constexpr float kSlackLog2 = 8.f;
-
-    float scale_log2;   // scores * scale_log2 are logits in base 2
-    float row_max[2];   // the largest score or less, by at most the slack; unscaled
-    float row_sum[2];   // of this thread's columns only, until `finish`
-
+// Probabilities are taken relative to a reference that is some earlier maximum of the row, and only the sum of a block
+// tells whether that still serves: no maximum is computed for a block whose probabilities stay moderate, which are all
+// but the first few of a row. The result is the same after normalisation, and probabilities up to 2^8 are as
+// exact as those up to 1.
+class OnlineSoftmax {
+public:
     __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2)
-        : scale_log2(scale_log2), row_max{-kInfinity, -kInfinity}, row_sum{0.f, 0.f} {}
+        : scale_log2_(scale_log2), reference_{-kInfinity, -kInfinity}, row_sum_{0.f, 0.f}, has_unseen_rows_(true) {}
 
-    // Moves the maximum if new scores call for it, and tells so, the same to the whole warp: what the rows have summed
-    // up so far is then to be multiplied with `rescale`.
+    // Whether some row of the warp has no reference yet: `move_reference` comes before `exponentiate` then.
+    __device__ __forceinline__ bool has_unseen_rows() const { return has_unseen_rows_; }
+
+    // Makes the largest score so far the reference; what the rows have summed up is to be multiplied with `rescale`.
     template <int kCount>
-    __device__ __forceinline__ bool move_max(const float (&scores)[kCount], float (&rescale)[2]) {
-        float maximum[2];
+    __device__ __forceinline__ void move_reference(const float (&scores)[kCount], float (&rescale)[2]) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            maximum[half] = thread_max(scores, half);
+            const float old = reference_[half];
+            reference_[half] = fmaxf(old, quad_max(thread_max(scores, half)));
+            rescale[half] = ex2(old * scale_log2_ - offset(half));
+            row_sum_[half] *= rescale[half];
         }
-        const float growth = fmaxf(maximum[0] - row_max[0], maximum[1] - row_max[1]);
-        const bool moves = __any_sync(0xffffffff, growth * scale_log2 > kSlackLog2);
-        if (moves) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const float old_max = row_max[half];
-                row_max[half] = fmaxf(old_max, quad_max(maximum[half]));
-                rescale[half] = ex2(old_max * scale_log2 - offset(half));
-                row_sum[half] *= rescale[half];
-            }
-        }
-        return moves;
+        has_unseen_rows_ = __any_sync(0xffffffff, reference_[0] == -kInfinity || reference_[1] == -kInfinity);
     }
 
-    // Turns scores into probabilities relative to `row_max`.
-    template <int kCount>
-    __device__ __forceinline__ void exponentiate(float (&scores)[kCount]) {
-        const float offsets[2] = {offset(0), offset(1)};
+    // The probabilities of a block, rounded and packed in pairs, and their sums. False, the same to the whole warp, where
+    // they are too large for the reference: it is to be moved then.
+    template <class Element, int kCount>
+    __device__ __forceinline__ bool exponentiate(const float (&scores)[kCount], uint32_t (&probs)[kCount / 2],
+                                                 float (&sum)[2]) const {
+        constexpr float kLargestSum = 256.f;
+        sum[0] = sum[1] = 0.f;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const int half = i / 2 % 2;
-            scores[i] = ex2(scores[i] * scale_log2 - offsets[half]);
-            row_sum[half] += scores[i];
+        for (int i = 0; i < kCount / 2; ++i) {
+            const int half = i % 2;
+            const float low = ex2(scores[2 * i] * scale_log2_ - offset(half));
+            const float high = ex2(scores[2 * i + 1] * scale_log2_ - offset(half));
+            sum[half] += low;
+            sum[half] += high;
+            probs[i] = pack<Element>(low, high);
         }
+        return !__any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > kLargestSum);
+    }
+
+    __device__ __forceinline__ void add(const float (&sum)[2]) {
+        row_sum_[0] += sum[0];
+        row_sum_[1] += sum[1];
     }
 
     // The factor that normalises the output rows, and the natural log-sum-exp of each row.
@@ -67,10 +69,10 @@ struct OnlineSoftmax {
         constexpr float kLn2 = 0.693147180559945309f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float sum = quad_sum(row_sum[half]);
+            const float sum = quad_sum(row_sum_[half]);
             const bool empty = sum == 0.f;
             normalize[half] = empty ? 0.f : 1.f / sum;
-            lse[half] = empty ? -kInfinity : (row_max[half] * scale_log2 + log2f(sum)) * kLn2;
+            lse[half] = empty ? -kInfinity : (reference_[half] * scale_log2_ + log2f(sum)) * kLn2;
         }
     }
 
@@ -88,10 +90,15 @@ private:
         return fmaxf(even, odd);
     }
 
-    // A row that has seen nothing yet has no maximum: with any finite one its probabilities are exp2(-inf) = 0.
+    // A row that has seen nothing yet has no reference: with any finite one its probabilities are exp2(-inf) = 0.
     __device__ __forceinline__ float offset(int half) const {
-        return row_max[half] == -kInfinity ? 0.f : row_max[half] * scale_log2;
+        return reference_[half] == -kInfinity ? 0.f : reference_[half] * scale_log2_;
     }
+
+    float scale_log2_;   // scores * scale_log2 are logits in base 2
+    float reference_[2];
+    float row_sum_[2];   // of this thread's columns only
+    bool has_unseen_rows_;
 };
 
 }  // namespace ffa

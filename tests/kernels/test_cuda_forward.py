@@ -141,3 +141,24 @@ def test_no_rows_and_no_keys(kernel):
 def assert_same(expected, actual):
     assert torch.equal(expected.out, actual.out)
     assert torch.equal(expected.lse, actual.lse)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 30.0, 1000.0])
+def test_scores_of_any_size(kernel, factor):
+    """Rising scores move the softmax's reference in many blocks, by little and by more than fp32 can hold."""
+    case = replace(one(MaskType.CAUSAL, 1521), heads=HEADS[2])
+    problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
+    growth = torch.linspace(0, factor, 1521, device="cuda")[:, None, None]
+    k = (inputs.k * growth).to(inputs.k.dtype)
+    inputs = inputs._replace(q=inputs.q.abs(), k=k + growth.to(k.dtype))
+    slices = case.slices("cuda")
+    out, lse = forward(kernel, inputs.q, inputs.k, inputs.v, slices, problem)
+    assert_attention_close(AttentionResults(out, lse), inputs, slices, problem)
+
+
+def test_ends_where_scores_are_not_numbers(kernel):
+    case = replace(one(MaskType.FULL, 300), heads=HEADS[2])
+    problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
+    inputs.k[17] = torch.nan
+    out, _ = forward(kernel, inputs.q, inputs.k, inputs.v, case.slices("cuda"), problem)
+    assert out.isnan().all()
