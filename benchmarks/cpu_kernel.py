@@ -1,11 +1,12 @@
 """The CPU kernel against `scaled_dot_product_attention` with the same mask as a dense tensor, at 4096 tokens.
 
-python benchmarks/cpu_kernel.py [--threads 2] [--repeats 7] [--only NAME] [--out benchmarks/results]
+python benchmarks/cpu_kernel.py [--threads 2] [--passes 3] [--repeats 5] [--only NAME] [--out benchmarks/results]
 
 Both read the same memory, `[heads, tokens, head_dim]` contiguous, as FlexAttention models have it. The dense side gets
 what suits it best: an additive mask of its own dtype made beforehand, `is_causal` instead of a mask where the mask is
 causal, grouped heads through `enable_gqa`.
-The two sides run in turns; a time is the median. Every cell is compared with the dense result before it is timed.
+The two sides run in turns, the whole table several times over; a time is the median of all. Every cell is compared
+with the dense result before it is timed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,8 +53,7 @@ def documents(name: str, lengths: list[int]) -> Case:
 
 
 def window(left: int) -> Case:
-    case = sliding_window(SEQLEN, left)
-    return Case(f"window {left}", SEQLEN, SEQLEN, case.rows)
+    return replace(sliding_window(SEQLEN, left), name=f"window {left}")
 
 
 MASKS = [
@@ -121,20 +122,20 @@ def ours(case: Case, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list:
     return [make_plan, forward, backward, results]
 
 
-def in_turns(functions: list[Callable[[], object]], repeats: int) -> list[float]:
-    """The median milliseconds of each function; they run one after the other in every repeat."""
-    times: list[list[float]] = [[] for _ in functions]
+def in_turns(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of each function; they run one after the other in every repeat, the first of which warms up."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + 1):
-        for function, its_times in zip(functions, times, strict=True):
+        for name, function in functions.items():
             begin = time.perf_counter()
             function()
             if repeat:
-                its_times.append(1e3 * (time.perf_counter() - begin))
-    return [statistics.median(its_times) for its_times in times]
+                times[name].append(1e3 * (time.perf_counter() - begin))
+    return times
 
 
-def measure(case: Case, heads: Heads, dtype: torch.dtype, repeats: int) -> dict:
-    case = Case(case.name, case.seqlen_q, case.seqlen_k, case.rows, heads)
+def measure(case: Case, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
+    """Milliseconds of both sides, once their results agree."""
     inputs = tuple(x.transpose(0, 1).contiguous().transpose(0, 1) for x in case.inputs(dtype)[:4])
     dense_forward, dense_backward, dense_results = dense(
         case, dtype, inputs, case.problem(dtype).softmax_scale
@@ -143,21 +144,14 @@ def measure(case: Case, heads: Heads, dtype: torch.dtype, repeats: int) -> dict:
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     for actual, expected in zip(results(), dense_results(), strict=True):
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-    dense_fwd, fwd, dense_bwd, bwd, plan_ms = in_turns(
-        [dense_forward, forward, dense_backward, backward, plan], repeats
-    )
-    return {
-        "mask": case.name,
-        "nheads_q": heads.nheads_q,
-        "nheads_kv": heads.nheads_kv,
-        "dtype": str(dtype).removeprefix("torch."),
-        "density": case.slices().area() / SEQLEN**2,
-        "dense_forward_ms": dense_fwd,
-        "forward_ms": fwd,
-        "dense_backward_ms": dense_bwd,
-        "backward_ms": bwd,
-        "plan_ms": plan_ms,
+    functions = {
+        "dense_forward_ms": dense_forward,
+        "forward_ms": forward,
+        "dense_backward_ms": dense_backward,
+        "backward_ms": backward,
+        "plan_ms": plan,
     }
+    return in_turns(functions, repeats)
 
 
 HEADER = """\
@@ -166,12 +160,13 @@ HEADER = """\
 
 
 def line(row: dict) -> str:
+    ms = {name: statistics.median(times) for name, times in row["times"].items()}
     return (
         f"| {row['mask']} | {row['density']:.3f} | {row['nheads_q']}:{row['nheads_kv']} | {row['dtype']} "
-        f"| {row['dense_forward_ms']:.1f} | {row['forward_ms']:.1f} "
-        f"| {row['dense_forward_ms'] / row['forward_ms']:.1f} "
-        f"| {row['dense_backward_ms']:.1f} | {row['backward_ms']:.1f} "
-        f"| {row['dense_backward_ms'] / row['backward_ms']:.1f} | {row['plan_ms']:.2f} |"
+        f"| {ms['dense_forward_ms']:.1f} | {ms['forward_ms']:.1f} "
+        f"| {ms['dense_forward_ms'] / ms['forward_ms']:.1f} "
+        f"| {ms['dense_backward_ms']:.1f} | {ms['backward_ms']:.1f} "
+        f"| {ms['dense_backward_ms'] / ms['backward_ms']:.1f} | {ms['plan_ms']:.2f} |"
     )
 
 
@@ -198,6 +193,7 @@ def settings(args: argparse.Namespace) -> dict:
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_name(),
         "threads": args.threads,
+        "passes": args.passes,
         "repeats": args.repeats,
         "head_dim": HEADS[0].head_dim,
         "seqlen": SEQLEN,
@@ -211,25 +207,44 @@ def settings(args: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", default="", help="masks whose name contains this")
     parser.add_argument("--out", type=Path, help="folder for the results as .json and .md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
 
-    about, rows = settings(args), []
-    print(HEADER)
-    for case in MASKS:
-        for heads in HEADS:
-            for dtype in DTYPES:
-                if args.only in case.name:
-                    rows.append(measure(case, heads, dtype, args.repeats))
-                    print(line(rows[-1]), flush=True)
+    about = settings(args)
+    cells = [
+        (replace(case, heads=heads), dtype)
+        for case in MASKS
+        if args.only in case.name
+        for heads in HEADS
+        for dtype in DTYPES
+    ]
+    rows = [
+        {
+            "mask": case.name,
+            "nheads_q": case.heads.nheads_q,
+            "nheads_kv": case.heads.nheads_kv,
+            "dtype": str(dtype).removeprefix("torch."),
+            "density": case.slices().area() / SEQLEN**2,
+            "times": {},
+        }
+        for case, dtype in cells
+    ]
+    for number in range(args.passes):
+        print(f"pass {number + 1} of {args.passes}, load average {os.getloadavg()[0]:.1f}")
+        print(HEADER)
+        for (case, dtype), row in zip(cells, rows, strict=True):
+            for name, times in measure(case, dtype, args.repeats).items():
+                row["times"].setdefault(name, []).extend(times)
+            print(line(row), flush=True)
     about["load_average_after"] = os.getloadavg()[0]
     if args.out:
         slug = re.sub(r"[^a-z0-9]+", "-", about["cpu"].lower()).strip("-")
         stem = args.out / f"cpu_kernel_{slug}_{about['date']}"
-        stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        stem.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}) + "\n")
         table = "\n".join([HEADER, *map(line, rows)])
         lines = "\n".join(f"- {name}: {value}" for name, value in about.items())
         stem.with_suffix(".md").write_text(

@@ -8,6 +8,7 @@ plus one of fp32 on the largest sum of absolute terms, because exact results nea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,13 +21,13 @@ from magi_compile.testing.cases import AttentionInputs
 
 
 class AttentionResults(NamedTuple):
-    """Forward and backward of one attention; a None is not checked."""
+    """Forward and backward of one attention."""
 
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    dq: Tensor | None = None
-    dk: Tensor | None = None
-    dv: Tensor | None = None
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
 
 
 def run_kernel(
@@ -47,7 +48,7 @@ def run_kernel(
 
 
 def assert_attention_close(
-    actual: AttentionResults,
+    actual: Sequence[Tensor | None],
     inputs: AttentionInputs,
     slices: AttnSlices,
     problem: AttnProblem,
@@ -56,7 +57,8 @@ def assert_attention_close(
     """Hold `actual` to the rule of this module, and its dtypes and shapes to the kernel interface.
 
     Args:
-        actual: what a kernel computed from `inputs`; members that are None are left out.
+        actual: what a kernel computed from `inputs`, in the order of `AttentionResults`. What is None, or missing
+            at the end, is not checked: `(out, lse)` is a forward alone.
         inputs: as given to the kernel.
         slices: the mask.
         problem: heads, scale and soft-cap.
@@ -72,17 +74,11 @@ def assert_attention_close(
     backward = exact_backward(dout, dlse, q, k, v, *forward, slices, scale, softcap)
     exact = AttentionResults(*forward, *backward)
     plain = plain_attention(q, k, v, dout, dlse, slices, problem)
-    terms = _largest_terms(q, k, v, dout, dlse, exact, slices, problem)
-    dtypes = AttentionResults(q.dtype, torch.float32, q.dtype, k.dtype, v.dtype)
-    failures = [
-        failure
-        for name in AttentionResults._fields
-        if getattr(actual, name) is not None
-        for failure in [
-            _failure(name, *(getattr(r, name) for r in (actual, exact, plain, terms, dtypes)))
-        ]
-        if failure
-    ]
+    terms = _largest_terms(q, k, v, dout, dlse, forward.lse, slices, problem)
+    dtypes = (q.dtype, torch.float32, q.dtype, k.dtype, v.dtype)
+    columns = zip(AttentionResults._fields, actual, exact, plain, terms, dtypes, strict=False)
+    checked = [_failure(name, x, *rest) for name, x, *rest in columns if x is not None]
+    failures = [failure for failure in checked if failure is not None]
     if failures:
         raise AssertionError("\n".join(failures))
 
@@ -122,7 +118,7 @@ def _largest_terms(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor,
-    exact: AttentionResults,
+    exact_lse: Tensor,
     slices: AttnSlices,
     problem: AttnProblem,
 ) -> AttentionResults:
@@ -136,8 +132,8 @@ def _largest_terms(
         scores = problem.softcap * torch.tanh(scores / problem.softcap)
     q, k = q.abs(), k.abs()
     score_terms = torch.einsum("qhd,khd->hqk", q, k).mul_(scale).masked_fill_(~visible, 0.0)
-    lse = score_terms.amax(-1) if visible.numel() else exact.lse
-    p = scores.sub_(exact.lse.float()[..., None]).exp_().masked_fill_(~visible, 0.0)
+    lse = score_terms.amax(-1) if visible.numel() else exact_lse
+    p = scores.sub_(exact_lse.float()[..., None]).exp_().masked_fill_(~visible, 0.0)
     dp = torch.einsum("qhd,khd->hqk", dout, v)
     dscores = dp.add_((p * dp).sum(-1, keepdim=True)).add_(dlse[..., None]).mul_(p).mul_(scale)
     # A rounded score moves p, so the terms of out and of the gradients carry the size of the scores too.

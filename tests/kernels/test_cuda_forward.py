@@ -7,7 +7,7 @@ import torch
 
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
-from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+from magi_compile.testing.numerics import assert_attention_close
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -53,7 +53,7 @@ def test_matches_the_oracle(kernel, case, dtype):
     slices, problem = case.slices("cuda"), case.problem(dtype, "cuda")
     inputs = case.inputs(dtype, "cuda")
     out, lse = forward(kernel, inputs.q, inputs.k, inputs.v, slices, problem)
-    assert_attention_close(AttentionResults(out, lse), inputs, slices, problem)
+    assert_attention_close((out, lse), inputs, slices, problem)
 
 
 def test_plans_from_the_host_and_from_the_device_agree(kernel):
@@ -153,7 +153,7 @@ def test_scores_of_any_size(kernel, factor):
     inputs = inputs._replace(q=inputs.q.abs(), k=k + growth.to(k.dtype))
     slices = case.slices("cuda")
     out, lse = forward(kernel, inputs.q, inputs.k, inputs.v, slices, problem)
-    assert_attention_close(AttentionResults(out, lse), inputs, slices, problem)
+    assert_attention_close((out, lse), inputs, slices, problem)
 
 
 def test_ends_where_scores_are_not_numbers(kernel):

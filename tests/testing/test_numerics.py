@@ -79,3 +79,10 @@ def test_all_failures_are_listed_and_none_is_not_checked(setting):
     off = plain._replace(out=plain.out * 2, dv=plain.dv * 2, dq=None)
     with pytest.raises(AssertionError, match=r"(?m)^out: .*\n^dv: "):
         assert_attention_close(off, inputs, CASE.slices(), problem)
+
+
+def test_a_forward_alone_is_checked_alone(setting):
+    inputs, problem, plain = setting
+    assert_attention_close((plain.out, plain.lse), inputs, CASE.slices(), problem)
+    with pytest.raises(AssertionError, match=r"^lse: .*"):
+        assert_attention_close((plain.out, plain.lse + 1), inputs, CASE.slices(), problem)
