@@ -279,7 +279,9 @@ private:
             cap_and_mask(scores, sees, tile);
             release_k_and_q(next);
             bool is_v_there = test_v();
-            soften(scores, probs, out, softmax);
+            float sum[2];
+            soften(scores, probs, sum, out, softmax);
+            softmax.add(sum);
             sees = next;
 
             while (sees == kPart || sees == kAll) {
@@ -290,15 +292,22 @@ private:
                 issue_out(out, probs, v);
                 pass_turn();
                 next = next_block(tile);   // while the scores are on their way
-                wgmma_wait_group<1>();
+                wgmma_wait_group<2>();
                 pin(scores);
                 cap_and_mask(scores, sees, tile);
-                release_k_and_q(next);
+                float sum[2] = {0.f, 0.f};
+                wgmma_wait_group<1>();
+                softmax.exponentiate<Element, 0, kScores / 2>(scores, probs, sum);
+                release_k_and_q(next, zero_after(sum[0]) | zero_after(sum[1]));
                 wgmma_wait_group<0>();
                 pin(out);
                 release_v();
                 is_v_there = test_v();
-                soften(scores, probs, out, softmax);
+                softmax.exponentiate<Element, kScores / 2, kScores>(scores, probs, sum);
+                if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
+                    soften(scores, probs, sum, out, softmax);
+                }
+                softmax.add(sum);
                 sees = next;
             }
 
@@ -351,6 +360,9 @@ private:
         for (int step = 0; step < Config::kBlockCols / 16; ++step) {
             Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(out, probs + 4 * step,
                                                                      v + ((step * kStepBytes) >> 4), 1);
+            if (step + 1 == Config::kBlockCols / 32) {
+                wgmma_commit_group();
+            }
         }
         wgmma_commit_group();
     }
@@ -371,21 +383,13 @@ private:
     }
 
     // An accumulator of 16 columns is, packed, the A operand of the next matmul.
-    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, Out& out, OnlineSoftmax& softmax) {
-        float sum[2];
-        bool moves = softmax.has_unseen_rows();
-        while (true) {
-            if (moves) {
-                float rescale[2];
-                softmax.move_reference(scores, rescale);
-                scale_rows(out, rescale);
-            }
-            if (softmax.exponentiate<Element>(scores, probs, sum) || moves) {
-                break;
-            }
-            moves = true;
-        }
-        softmax.add(sum);
+    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, float (&sum)[2], Out& out,
+                                                  OnlineSoftmax& softmax) {
+        float rescale[2];
+        softmax.move_reference(scores, rescale);
+        scale_rows(out, rescale);
+        sum[0] = sum[1] = 0.f;
+        softmax.exponentiate<Element, 0, kScores>(scores, probs, sum);
     }
 
     __device__ __forceinline__ static void scale_rows(Out& out, const float (&factor)[2]) {
@@ -506,16 +510,16 @@ private:
     }
 
     // After the scores of a block are there; behind those of the last one nobody needs Q.
-    __device__ __forceinline__ void release_k_and_q(Visibility next) {
-        release_k();
+    __device__ __forceinline__ void release_k_and_q(Visibility next, uint32_t zero = 0) {
+        release_k(zero);
         if (!Config::kOutSharesQ && next == kEnd) {
             release(smem_.q_empty);
             holds_q_ = false;
         }
     }
 
-    __device__ __forceinline__ void release_k() {
-        release(smem_.k_empty[scored_.slot]);
+    __device__ __forceinline__ void release_k(uint32_t zero = 0) {
+        release(smem_.k_empty[scored_.slot + zero]);
         scored_.advance();
     }
 

@@ -240,6 +240,11 @@ __device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile, uint32_t 
 // The high word of all of them: 128-byte swizzle, groups of 8 rows of 128 bytes.
 constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;
 
+// Zero, but the compiler does not know it: the grid has one dimension. What uses it can not run before `value` is there.
+__device__ __forceinline__ uint32_t zero_after(float value) {
+    return __float_as_uint(value) & blockIdx.y;
+}
+
 enum class Major { K = 0, MN = 1 };
 
 // D[64, N] (+)= A[64, 16] B[16, N] in fp32, A from shared memory (ss) or from registers (rs).

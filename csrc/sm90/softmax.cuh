@@ -40,15 +40,12 @@ public:
         has_unseen_rows_ = __any_sync(0xffffffff, reference_[0] == -kInfinity || reference_[1] == -kInfinity);
     }
 
-    // The probabilities of a block, rounded and packed in pairs, and their sums. False, the same to the whole warp, where
-    // they are too large for the reference: it is to be moved then.
-    template <class Element, int kCount>
-    __device__ __forceinline__ bool exponentiate(const float (&scores)[kCount], uint32_t (&probs)[kCount / 2],
+    // The probabilities of some scores, rounded and packed in pairs, and their sums.
+    template <class Element, int kBegin, int kEnd, int kCount>
+    __device__ __forceinline__ void exponentiate(const float (&scores)[kCount], uint32_t (&probs)[kCount / 2],
                                                  float (&sum)[2]) const {
-        constexpr float kLargestSum = 256.f;
-        sum[0] = sum[1] = 0.f;
 #pragma unroll
-        for (int i = 0; i < kCount / 2; ++i) {
+        for (int i = kBegin / 2; i < kEnd / 2; ++i) {
             const int half = i % 2;
             const float low = ex2(scores[2 * i] * scale_log2_ - offset(half));
             const float high = ex2(scores[2 * i + 1] * scale_log2_ - offset(half));
@@ -56,6 +53,11 @@ public:
             sum[half] += high;
             probs[i] = pack<Element>(low, high);
         }
+    }
+
+    // False, the same to the whole warp, where probabilities are too large: the reference is to be moved then.
+    __device__ __forceinline__ static bool fits(const float (&sum)[2]) {
+        constexpr float kLargestSum = 256.f;
         return !__any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > kLargestSum);
     }
 
