@@ -9,15 +9,22 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS, plan_tiles
+from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 
 
 class CudaKernel:
-    """Warp-specialised attention for sm_90a; see `Kernel` for the interface."""
+    """Warp-specialised attention for sm_90a; see `Kernel` for the interface.
+
+    The backward pass is the Triton kernel's, on a plan with that kernel's tile sizes beside our own.
+    """
 
     name = "cuda"
     plans_in_graph = True
+
+    def __init__(self) -> None:
+        self._backward = TritonKernel()
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         if problem.device_type != "cuda":
@@ -35,13 +42,15 @@ class CudaKernel:
             )
         if not problem.softmax_scale > 0:
             reasons.append(f"needs a positive softmax_scale, got {problem.softmax_scale}")
+        reasons.extend(f"backward: {reason}" for reason in self._backward.refusals(problem))
         return reasons
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        return build_tile_plan(slices, **plan_tiles(problem)._asdict()).to_list()
+        plan = build_tile_plan(slices, **plan_tiles(problem)._asdict())
+        return [plan.q_tiles, plan.q_runs, *self._backward.plan(slices, problem)]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
-        return plan_tiles(problem)
+        return plan_tiles(problem), self._backward.plan_key(problem)
 
     def forward(
         self,
@@ -52,7 +61,7 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> ForwardOutput:
-        q_tiles, q_runs, _, _ = plan
+        q_tiles, q_runs, *_ = plan
         return forward(q, k, v, q_tiles, q_runs, problem)
 
     def backward(
@@ -68,4 +77,7 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        raise NotImplementedError("the cuda kernel has no backward pass")
+        _, _, *backward_plan = plan
+        return self._backward.backward(
+            dout, dlse, q, k, v, out, lse, slices, backward_plan, problem
+        )

@@ -1,0 +1,85 @@
+"""The lowering end to end on a GPU: training, changing masks, CUDA graphs, checks that fail."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import magi_compile
+from magi_compile.lowering.report import REPORT
+
+pytestmark = pytest.mark.gpu
+
+SEQLEN, HEADS_Q, HEADS_KV, HEAD_DIM = 1521, 8, 2, 64
+
+
+def inputs(seed=0):
+    torch.manual_seed(seed)
+    shapes = [(2, SEQLEN, heads, HEAD_DIM) for heads in (HEADS_Q, HEADS_KV, HEADS_KV)]
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    return [tensor.transpose(1, 2).requires_grad_() for tensor in tensors]
+
+
+def document_mask(lengths):
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+
+    def mask_mod(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    return create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
+
+
+def attend(q, k, v, mask):
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def results(function, q, k, v, mask):
+    out = function(q, k, v, mask)
+    return [out, *torch.autograd.grad(out, [q, k, v], torch.ones_like(out))]
+
+
+LAYOUTS = [(1521,), (100, 1400, 21), (500, 500, 521), (1, 2, 1518)]
+
+
+def test_training_matches_flex_attention():
+    """As close to fp32 as FlexAttention's own kernels are, and one graph for all documents."""
+    ours = torch.compile(attend, backend="magi", fullgraph=True)
+    stock = torch.compile(attend, fullgraph=True)
+    for seed, lengths in enumerate(LAYOUTS):
+        tensors, mask = inputs(seed), document_mask(lengths)
+        exact = [t.detach().float().requires_grad_() for t in tensors]
+        expected = results(torch.compile(attend, fullgraph=True), *exact, mask)
+        for name, our, their, true in zip(
+            ("out", "dq", "dk", "dv"),
+            results(ours, *tensors, mask),
+            results(stock, *tensors, mask),
+            expected,
+            strict=True,
+        ):
+            error, allowed = (our - true).abs().max(), 2 * (their - true).abs().max() + 1e-3
+            assert error <= allowed, f"{name} for {lengths}: {error} > {allowed}"
+    assert [decision.kernel for decision in REPORT.decisions] == ["cuda"]
+
+
+def test_inference_in_a_cuda_graph():
+    """Inductor's CUDA graphs capture the derivation of the slices, the plan and the kernel."""
+    compiled = torch.compile(attend, backend="magi", mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for lengths in LAYOUTS * 2:
+            tensors, mask = inputs(1), document_mask(lengths)
+            expected = torch.compile(attend, fullgraph=True)(*tensors, mask)
+            torch.testing.assert_close(
+                compiled(*tensors, mask).clone(), expected, atol=2e-2, rtol=2e-2
+            )
+
+
+def test_failed_check_is_an_exception_and_the_context_survives():
+    compiled = torch.compile(attend, backend="magi", fullgraph=True)
+    tensors = inputs()
+    broken = document_mask((761, 760))
+    document = broken.mask_mod.__closure__[0].cell_contents
+    document.copy_(torch.arange(SEQLEN, device="cuda") // 10 % 2)
+    compiled(*tensors, broken)
+    with pytest.raises(magi_compile.MaskDataError, match="closure"):
+        magi_compile.synchronize_checks()
+    assert torch.isfinite(compiled(*tensors, document_mask((1521,)))).all()
+    magi_compile.synchronize_checks()
