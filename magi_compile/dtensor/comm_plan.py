@@ -35,11 +35,17 @@ class RankRows:
         parts: bands in coordinates of the sequence; each has rows of one rank, and a key in every row.
         rank: int64 `[num_parts]`, the rank that holds the rows.
         offset: int64 `[num_parts]`, local row minus row of the sequence.
+        needs: the keys each rank's rows see, cut into chunks; `owner` is the rank.
+        chunk: int64 `[num_needs]`, the chunk of each of them.
+        holder: int64 `[num_needs]`, the rank that holds it.
     """
 
     parts: Bands
     rank: Tensor
     offset: Tensor
+    needs: Ranges
+    chunk: Tensor
+    holder: Tensor
 
     @staticmethod
     def of(slices: AttnSlices, dispatch: Dispatch) -> RankRows:
@@ -49,15 +55,10 @@ class RankRows:
         parts, _ = bands.cut_at(whole, is_cut * size)
         chunk = parts.begin.div(size, rounding_mode="floor")
         offset = (dispatch.slot_of_chunk()[chunk] - chunk) * size
-        return RankRows(parts, rank[chunk], offset)
-
-    def take(self, index: Tensor) -> RankRows:
-        return RankRows(self.parts.take(index), self.rank[index], self.offset[index])
-
-    def needs(self) -> Ranges:
-        """The keys each part sees; `owner` is the rank."""
-        _, hi = self.parts.at(self.parts.end - 1)
-        return Ranges(self.rank, self.parts.lo, hi)
+        _, last_hi = parts.at(parts.end - 1)
+        needs = unite(Ranges(rank[chunk], parts.lo, last_hi), dispatch.total_padded)
+        needs, key_chunk = split_at_multiples(needs, size)
+        return RankRows(parts, rank[chunk], offset, needs, key_chunk, rank[key_chunk])
 
 
 class Pieces(NamedTuple):
@@ -127,49 +128,71 @@ class CommPlan:
         """The same on all ranks. Remote stages in which nothing moves at all do not exist."""
         return 1 + int(self.pieces.stage.max()) if len(self.pieces.stage) else 1
 
-    def stage(self, rank: int, stage: int) -> Stage:
-        """What `rank` does in `stage`; tensors are on the CPU."""
-        in_stage = self.pieces.stage == stage
-        mine = self.pieces.take(in_stage & (self.pieces.receiver == rank))
-        is_local = self.degree > 0 and stage == 0
-        offset = (mine.source_row if is_local else mine.buffer_row) - mine.lo
-        seqlen_k = self.dispatch.seqlen_local if is_local else int(mine.rows.sum())
-        slices = self._slices(rank, mine, offset, seqlen_k)
-        if is_local:
-            return Stage(slices, None)
-        theirs = self.pieces.take(in_stage & (self.pieces.sender == rank))
-        by_sender = torch.argsort(mine.sender, stable=True)
-        return Stage(
-            slices,
-            Transfer(
-                torch.stack([theirs.source_row, theirs.rows], 1),
-                torch.stack([mine.buffer_row, mine.rows], 1)[by_sender],
-                self._counts(theirs.receiver, theirs.rows),
-                self._counts(mine.sender, mine.rows),
-            ),
+    def stages(self, rank: int) -> list[Stage]:
+        """What `rank` does; tensors are on the CPU."""
+        mine = self.pieces.take((self.pieces.receiver == rank).nonzero().flatten())
+        theirs = self.pieces.take((self.pieces.sender == rank).nonzero().flatten())
+        is_in_place = self.degree > 0  # the first stage
+        in_place = (
+            (mine.stage == 0) if is_in_place else torch.zeros_like(mine.stage, dtype=torch.bool)
         )
-
-    def _counts(self, rank: Tensor, rows: Tensor) -> list[int]:
-        counts = torch.zeros(self.dispatch.cp_size, dtype=torch.int64)
-        return counts.index_add_(0, rank, rows).tolist()
-
-    def _slices(self, rank: int, mine: Pieces, offset: Tensor, seqlen_k: int) -> AttnSlices:
-        rows = self.rows.take(self.rows.rank == rank)
-        # Neighbouring pieces are neighbours in the buffer too, unless a chunk of another stage lies in between.
-        keys = unite(
-            Ranges(torch.zeros_like(mine.lo), mine.lo, mine.hi), self.dispatch.total_padded
+        buffer_row = torch.where(in_place, mine.source_row, mine.buffer_row)
+        buffer_rows = total_by_owner(Ranges(mine.stage, mine.lo, mine.hi), self.num_stages).tolist()
+        if is_in_place:
+            buffer_rows[0] = self.dispatch.seqlen_local
+        slices = self._slices(rank, mine, buffer_row - mine.lo, buffer_rows)
+        sent = torch.stack([theirs.source_row, theirs.rows], 1)
+        order = torch.argsort(mine.stage * self.dispatch.cp_size + mine.sender, stable=True)
+        received = torch.stack([mine.buffer_row, mine.rows], 1)[order]
+        sends = zip(
+            self._by_stage(sent, theirs), self._counts(theirs, theirs.receiver), strict=True
         )
-        first = torch.searchsorted(mine.lo, keys.lo)
-        nobody = torch.zeros_like(rows.rank)
-        clipped, part, key = clip_to(rows.parts, nobody, keys, self.dispatch.total_padded)
-        row_shift, key_shift = rows.offset[part], offset[first[key]]
+        recvs = zip(self._by_stage(received, mine), self._counts(mine, mine.sender), strict=True)
+        transfers: list[Transfer | None] = [
+            Transfer(send_ranges, recv_ranges, send_counts, recv_counts)
+            for (send_ranges, send_counts), (recv_ranges, recv_counts) in zip(
+                sends, recvs, strict=True
+            )
+        ]
+        if is_in_place:
+            transfers[0] = None
+        return [Stage(*stage) for stage in zip(slices, transfers, strict=True)]
+
+    def _by_stage(self, rows: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
+        return rows.split(torch.bincount(pieces.stage, minlength=self.num_stages).tolist())
+
+    def _counts(self, pieces: Pieces, peer: Tensor) -> list[list[int]]:
+        """Rows per stage and peer."""
+        cp_size = self.dispatch.cp_size
+        by_peer = Ranges(pieces.stage * cp_size + peer, pieces.lo, pieces.hi)
+        return total_by_owner(by_peer, self.num_stages * cp_size).view(-1, cp_size).tolist()
+
+    def _slices(
+        self, rank: int, mine: Pieces, offset: Tensor, seqlens_k: list[int]
+    ) -> list[AttnSlices]:
+        """The rank's rows against the buffer of each stage, all stages in one pass."""
+        total, num_stages = self.dispatch.total_padded, self.num_stages
+        rows = (self.rows.rank == rank).nonzero().flatten().repeat(num_stages)
+        stage = torch.arange(num_stages).repeat_interleave(len(rows) // num_stages)
+        # Neighbouring pieces of a stage are neighbours in its buffer too.
+        keys = unite(Ranges(mine.stage, mine.lo, mine.hi), total)
+        first = torch.searchsorted(mine.stage * total + mine.lo, keys.owner * total + keys.lo)
+        clipped, part, key = clip_to(self.rows.parts.take(rows), stage, keys, total)
+        order = torch.argsort(stage[part], stable=True)
+        clipped, part, key = clipped.take(order), part[order], key[order]
+        row_shift, key_shift = self.rows.offset[rows[part]], offset[first[key]]
         local = clipped._replace(
             begin=clipped.begin + row_shift,
             end=clipped.end + row_shift,
             lo=clipped.lo + key_shift,
             hi=clipped.hi + key_shift,
         )
-        return AttnSlices(*bands.to_ranges(local), self.dispatch.seqlen_local, seqlen_k)
+        sizes = torch.bincount(stage[part], minlength=num_stages).tolist()
+        tables = zip(
+            *(table.split(sizes) for table in bands.to_ranges(local)), seqlens_k, strict=True
+        )
+        seqlen_q = self.dispatch.seqlen_local
+        return [AttnSlices(*ranges, seqlen_q, seqlen_k) for *ranges, seqlen_k in tables]
 
 
 def plan_communication(rows: RankRows, dispatch: Dispatch, degree: int) -> CommPlan:
@@ -185,19 +208,16 @@ def plan_communication(rows: RankRows, dispatch: Dispatch, degree: int) -> CommP
     """
     if degree < 0:
         raise ValueError(f"`degree` must not be negative, got {degree}")
-    size, rank = dispatch.chunk_size, dispatch.rank_of_chunk()
-    needs = unite(rows.needs(), dispatch.total_padded)
-    pieces, chunk = split_at_multiples(needs, size)
-    sender = rank[chunk]
-    stage = _stages(pieces, sender != pieces.owner, dispatch.cp_size, degree)
+    stage = _stages(rows.needs, rows.holder != rows.needs.owner, dispatch.cp_size, degree)
     order = torch.argsort(stage, stable=True)
-    stage, pieces, chunk, sender = stage[order], pieces.take(order), chunk[order], sender[order]
+    stage, pieces = stage[order], rows.needs.take(order)
+    chunk, sender = rows.chunk[order], rows.holder[order]
     rows_before = (pieces.hi - pieces.lo).cumsum(0) - (pieces.hi - pieces.lo)
     group = stage * dispatch.cp_size + pieces.owner
     is_first = torch.ones(len(group), dtype=torch.bool)
     torch.ne(group[1:], group[:-1], out=is_first[1:])
     group_start = rows_before[is_first][is_first.cumsum(0) - 1]
-    source_row = pieces.lo + (dispatch.slot_of_chunk()[chunk] - chunk) * size
+    source_row = pieces.lo + (dispatch.slot_of_chunk()[chunk] - chunk) * dispatch.chunk_size
     table = Pieces(
         stage, pieces.owner, sender, pieces.lo, pieces.hi, source_row, rows_before - group_start
     )
@@ -252,19 +272,15 @@ class StageLoads(NamedTuple):
     @staticmethod
     def of(rows: RankRows, dispatch: Dispatch) -> StageLoads:
         cp_size, total = dispatch.cp_size, dispatch.total_padded
-        rank = dispatch.rank_of_chunk()
-        needs = unite(rows.needs(), total)
-        pieces, chunk = split_at_multiples(needs, dispatch.chunk_size)
-        sender = rank[chunk]
-        is_remote = sender != pieces.owner
-        remote = pieces.take(is_remote)
-        local = unite(pieces.take(~is_remote), total)
+        is_remote = rows.holder != rows.needs.owner
+        remote = rows.needs.take(is_remote)
+        local = unite(rows.needs.take(~is_remote), total)
         local_parts, part, _ = clip_to(rows.parts, rows.rank, local, total)
         return StageLoads(
             _area_by_owner(rows.parts, rows.rank, cp_size),
             _area_by_owner(local_parts, rows.rank[part], cp_size),
             total_by_owner(remote, cp_size),
-            total_by_owner(remote._replace(owner=sender[is_remote]), cp_size),
+            total_by_owner(remote._replace(owner=rows.holder[is_remote]), cp_size),
         )
 
 

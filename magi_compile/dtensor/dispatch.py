@@ -265,19 +265,22 @@ def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> 
 def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
     """The best of a contiguous placement, ours and min_heap: least `RankLoads.seconds` within the slack, then
     least traffic."""
-    contiguous = sequential(table, cp_size, slack, cost)
-    if rank_loads(table, contiguous).imbalance <= 1 + slack:
-        return contiguous
+    contiguous = table.area.view(cp_size, -1).sum(1)
+    if int(contiguous.max()) * cp_size <= int(table.area.sum()) * (1 + slack):
+        return sequential(table, cp_size, slack, cost)
     packed = _repair(_pack(table, cp_size, slack), table, slack)
-    candidates = [contiguous, packed]
-    loads = [rank_loads(table, candidate) for candidate in candidates]
-    if loads[-1].imbalance > 1 + 2 * slack:
-        candidates.append(min_heap(table, cp_size, slack, cost))
-        loads.append(rank_loads(table, candidates[-1]))
-    seconds = [load.seconds(cost) for load in loads]
-    traffic = [int(load.recv_rows.sum()) for load in loads]
-    good = [i for i in range(len(loads)) if seconds[i] <= min(seconds) * (1 + slack)]
-    return candidates[min(good, key=lambda i: (traffic[i], seconds[i]))]
+    loads = rank_loads(table, packed)
+    choices = [(packed, loads)]
+    # The others can only win where they balance better, or where compute does not decide.
+    if loads.imbalance > 1 + 2 * slack:
+        heap = min_heap(table, cp_size, slack, cost)
+        choices.append((heap, rank_loads(table, heap)))
+    if int(contiguous.max()) * cost.seconds_per_area < loads.seconds(cost):
+        runs = sequential(table, cp_size, slack, cost)
+        choices.append((runs, rank_loads(table, runs)))
+    limit = min(loads.seconds(cost) for _, loads in choices) * (1 + slack)
+    good = [choice for choice in choices if choice[1].seconds(cost) <= limit]
+    return min(good, key=lambda choice: int(choice[1].recv_rows.sum()))[0]
 
 
 Strategy = Callable[[ChunkTable, int, float, CostModel], Assignment]
@@ -372,44 +375,52 @@ class _Runs:
 class _LightWindows:
     """The other chunks in sequence order, from which windows of neighbours are taken.
 
-    `sums [2, n + 1]` are prefix sums of area and of the keys needed across a gap, that is, where a chunk's left
-    neighbour is not in the list.
+    A window of chunks pays for its deviation from the wanted area, for the keys that its chunks need across gaps
+    (where a chunk's left neighbour is not in the list), and for those its first chunk needs if there is no gap.
+
+    `sums [3, n + 1]`: prefix sums of area, counted in rows; prefix sums of the keys needed across gaps; what a
+    window that starts here pays for its first chunk, minus the second row.
     """
 
-    def __init__(self, table: ChunkTable, chunks: Tensor, reach: Tensor):
+    def __init__(self, table: ChunkTable, chunks: Tensor, reach: Tensor, rows_per_area: float):
         self.chunks = chunks.tolist()
+        self._rows_per_area = rows_per_area
         reach = reach[chunks].double()
         is_gap = torch.ones(len(chunks), dtype=torch.bool)
         torch.ne(chunks[1:], chunks[:-1] + 1, out=is_gap[1:])
         gaps = reach * is_gap
-        self.sums = torch.zeros(2, len(chunks) + 1, dtype=torch.float64)
-        torch.cumsum(torch.stack([table.area[chunks].double(), gaps]), 1, out=self.sums[:, 1:])
-        self.first_costs = reach - gaps  # what a window pays besides its gaps for starting here
+        self._sums = torch.zeros(3, len(chunks) + 1, dtype=torch.float64)
+        area = table.area[chunks].double() * rows_per_area
+        torch.cumsum(torch.stack([area, gaps]), 1, out=self._sums[:2, 1:])
+        self._sums[2] = -self._sums[1]
+        self._sums[2, :-1] += reach - gaps
+        self._rows = self._sums.unbind()
 
     def __len__(self) -> int:
         return len(self.chunks)
 
-    def find(self, size: int, area: float, rows_per_area: float) -> tuple[int, float]:
-        """The window of `size` chunks with the least remote keys and deviation from `area`, and its area."""
-        sums = self.sums[:, size:] - self.sums[:, : len(self) - size + 1]
-        score = (sums[0] - area).abs_().mul_(rows_per_area).add_(sums[1])
-        score.add_(self.first_costs[: len(score)] if size < len(self) else self.first_costs[:1])
-        begin = int(score.argmin())
-        return begin, float(sums[0, begin])
+    def find(self, size: int, area: float) -> tuple[int, float]:
+        """The window of `size` chunks that pays least, and its area."""
+        count = len(self) - size + 1
+        area_sums, gap_sums, first = self._rows
+        rows = area_sums[size : size + count] - area_sums[:count]
+        price = (rows - area * self._rows_per_area).abs_()
+        price.add_(gap_sums[size : size + count]).add_(first[:count])
+        begin = int(price.argmin())
+        return begin, float(rows[begin]) / self._rows_per_area
 
     def take(self, begin: int, size: int) -> list[int]:
-        end = begin + size
+        end, count = begin + size, len(self)
         taken = self.chunks[begin:end]
         del self.chunks[begin:end]
-        removed = self.sums[:, end] - self.sums[:, begin]
-        tail = self.first_costs[end:].clone()
-        if len(tail):  # the chunk behind the window has a gap in front of it now
-            removed[1] -= tail[0]
-            tail[0] = 0
-        self.sums = torch.cat(
-            [self.sums[:, : begin + 1], self.sums[:, end + 1 :] - removed[:, None]], 1
-        )
-        self.first_costs = torch.cat([self.first_costs[:begin], tail])
+        area, gaps, _ = self._sums[:, begin].tolist()
+        end_area, end_gaps, end_first = self._sums[:, end].tolist()
+        # The chunk behind the window has a gap in front of it now, if it had none before.
+        new_gap = end_first + end_gaps
+        shift = gaps - end_gaps + new_gap
+        moved = torch.tensor([[area - end_area], [shift], [-shift]], dtype=torch.float64)
+        self._sums[:, begin : count - size + 1] = self._sums[:, end : count + 1] + moved
+        self._rows[1][begin] = gaps
         return taken
 
 
@@ -426,10 +437,15 @@ def _pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     runs = _Runs(area, is_heavy.tolist(), lowest.div(size, rounding_mode="floor").tolist())
     is_window = ~is_heavy
     is_window[list(runs.company)] = False
-    light = _LightWindows(table, is_window.nonzero().flatten(), begin - lowest)
-    least_fill = [0, *accumulate(sorted(a for a in area if a * num_chunks <= left))]
     # A rank that is off by `slack` of its share is as bad as one that needs a tenth more than it holds.
-    rows_per_share = 0.1 * size * per_rank / slack if slack else 1e9 * size
+    rows_per_share = 0.1 * size * per_rank / max(slack, 1e-6)
+    light = _LightWindows(
+        table,
+        is_window.nonzero().flatten(),
+        begin - lowest,
+        rows_per_share * cp_size / max(left, 1),
+    )
+    least_fill = [0, *accumulate(sorted(a for a in area if a * num_chunks <= left))]
     assignment: Assignment = []
     for rank in range(cp_size):
         target = max(left / (cp_size - rank), 1.0)
@@ -442,7 +458,7 @@ def _pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
             company.append(runs.pop_lightest())
         room = per_rank - len(company)
         fixed = sum(a for a, _ in company)
-        kept, window = _fill(taken, light, room, target, fixed, slack, rows_per_share / target)
+        kept, window = _fill(taken, light, room, target, fixed, slack)
         if run is not None:
             run.give_back(taken[kept:])
         chunks = [chunk for _, chunk in company + taken[:kept]]
@@ -459,7 +475,6 @@ def _fill(
     target: float,
     fixed: float,
     slack: float,
-    rows_per_area: float,
 ) -> tuple[int, int]:
     """How many of the heavy chunks `taken` to keep, and the window of light ones that fills the room left."""
     load = fixed + sum(area for area, _ in taken)
@@ -468,7 +483,7 @@ def _fill(
         size = room - kept
         if size > len(light):
             break
-        window, area = light.find(size, target - load, rows_per_area) if size else (0, 0.0)
+        window, area = light.find(size, target - load) if size else (0, 0.0)
         error = load + area - target
         if best is None or abs(error) < best[0]:
             best = (abs(error), kept, window)
@@ -544,37 +559,39 @@ def _best_swap(
     area: list[int],
     needs: _Needs,
     num_targets: int = 8,
-    num_partners: int = 2,
-    num_choices: int = 16,
+    num_choices: int = 12,
 ) -> tuple[int, int, int] | None:
     """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves."""
-    settling: list[tuple[int, int, int, int]] = []  # chunks to receive because of the swap, swap
     easing: list[tuple[float, int, int, int]] = []  # distance from half of the difference, swap
-    absent = ~needs.present(ranks[source])
+    settling: list[tuple[int, int, int]] = []
+    over = loads[source] - limit
+    given_areas = [(area[chunk], chunk) for chunk in ranks[source]]
     for target in heapq.nsmallest(num_targets, range(len(ranks)), key=loads.__getitem__):
+        partners = ranks[target]
+        areas = [area[chunk] for chunk in partners]
+        room, middle = limit - loads[target], (loads[source] - loads[target]) / 2
+        for given_area, given in given_areas:
+            # The moved area must take the source below the limit and leave the target below it.
+            first = bisect_left(areas, given_area - room)
+            if first < len(areas) and areas[first] <= given_area - over:
+                settling.append((target, given, partners[first]))
+            elif not settling:
+                index = min(bisect_left(areas, given_area - middle), len(areas) - 1)
+                moved = given_area - areas[index]
+                if 0 < moved < 1.98 * middle:
+                    easing.append((abs(moved - middle), target, given, partners[index]))
         if len(settling) >= num_choices:
             break
-        difference = loads[source] - loads[target]
-        areas = [area[chunk] for chunk in ranks[target]]
-        target_absent = ~needs.present(ranks[target])
-        for given in ranks[source]:
-            # The moved area must take the source below the limit and leave the target below it.
-            first = bisect_left(areas, area[given] - (limit - loads[target]))
-            last = bisect_right(areas, area[given] - (loads[source] - limit))
-            if first < last:
-                added = (needs.of(given) & target_absent).bit_count()
-                for received in ranks[target][first : min(last, first + num_partners)]:
-                    extra = (needs.of(received) & absent).bit_count()
-                    settling.append((added + extra, target, given, received))
-            elif not settling:
-                middle = bisect_left(areas, area[given] - difference / 2)
-                for index in range(max(middle - 1, 0), min(middle + 1, len(areas))):
-                    moved = area[given] - areas[index]
-                    if 0 < moved < difference * 0.99:
-                        error = abs(moved - difference / 2)
-                        easing.append((error, target, given, ranks[target][index]))
-    best = min(settling or easing, default=None)
-    return None if best is None else best[1:]
+    if not settling:
+        return min(easing)[1:] if easing else None
+    absent = {rank: ~needs.present(ranks[rank]) for rank in {source, *(s[0] for s in settling)}}
+
+    def added_traffic(swap: tuple[int, int, int]) -> int:
+        target, given, received = swap
+        to_target = (needs.of(given) & absent[target]).bit_count()
+        return to_target + (needs.of(received) & absent[source]).bit_count()
+
+    return min(settling, key=added_traffic)
 
 
 def _bands(slices: AttnSlices) -> bands.Bands:

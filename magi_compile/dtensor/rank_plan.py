@@ -175,8 +175,7 @@ def _plan(
     stages: dict[int, list[Stage]] = {}
     for degree in degrees:
         if degree is not None and degree not in stages:
-            comm = plan_communication(rows, where, degree)
-            stages[degree] = [comm.stage(rank, stage) for stage in range(comm.num_stages)]
+            stages[degree] = plan_communication(rows, where, degree).stages(rank)
     forward, backward = (stages[degree] for degree in degrees if degree is not None)
     return RankPlan(where, rank, digest, forward, backward)
 

@@ -22,7 +22,7 @@ def dense_of(slices, plan):
 def all_stages(slices, cp_size, degree, strategy="local"):
     where = dispatch(slices, cp_size, chunk_size=CHUNK, strategy=strategy)
     comm = plan_communication(RankRows.of(slices, where), where, degree)
-    stages = [[comm.stage(rank, s) for s in range(comm.num_stages)] for rank in range(cp_size)]
+    stages = [comm.stages(rank) for rank in range(cp_size)]
     return where, stages
 
 
