@@ -4,7 +4,7 @@
 
 namespace ffa {
 
-using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_Q_STAGES, FFA_DOUT_STAGES,
+using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_STAGES,
                               FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP>;
 
 }  // namespace ffa

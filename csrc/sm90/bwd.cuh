@@ -39,14 +39,13 @@ struct BackwardParams {
 
 static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kQStages_, int kDoutStages_, int kProducerRegisters_,
-          int kConsumerRegisters_, bool kHasSoftcap_>
+template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_, int kConsumerRegisters_,
+          bool kHasSoftcap_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockCols = kBlockCols_;
-    static constexpr int kQStages = kQStages_;
-    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr int kStages = kStages_;
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
@@ -69,7 +68,7 @@ struct BackwardConfig {
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
     static_assert(kBlockCols == kSlabCols, "a block of dS is one slab wide, and one wgmma of dQ high");
-    static_assert(kQStages >= 3, "Q of the previous, of this and of the next block are in use at a time");
+    static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
 };
 
 // What the producer says about a block of queries.
@@ -85,8 +84,11 @@ struct alignas(16) Block {
 };
 
 struct TileOfHead {
-    int row_begin, row_end, kv_head;
-    bool is_empty;   // seen by nothing at all
+    Tile tile;
+    int kv_head;
+
+    __device__ __forceinline__ bool is_empty() const { return tile.run_begin == tile.run_end; }
+    __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
 
     static constexpr int kNoMoreWork = -1;   // as row_begin
 };
@@ -103,15 +105,15 @@ struct alignas(1024) SharedStorage {
 
     Element k[Config::kSlabs][Config::kKSlab];   // dK leaves from here
     Element v[Config::kSlabs][Config::kKSlab];   // dV leaves from here
-    Element q[Config::kQStages][Config::kSlabs][Config::kQSlab];
-    Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
+    Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
+    Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kKSlab];   // dS^T, keys x queries
-    Stats<Config> stats[Config::kQStages];   // travel with q
-    Block blocks[Config::kQStages];          // travel with q
-    TileOfHead tile;                         // travels with k and v
+    Stats<Config> stats[Config::kStages];   // travel with q
+    Block blocks[Config::kStages];          // travel with q
+    TileOfHead work;                         // travels with k and v
     uint64_t kv_full, kv_empty;
-    uint64_t q_full[Config::kQStages], q_empty[Config::kQStages];
-    uint64_t dout_full[Config::kDoutStages], dout_empty[Config::kDoutStages];
+    uint64_t q_full[Config::kStages], q_empty[Config::kStages];
+    uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
 };
 
 // What a thread block of this chip can have; the host asks for all of it.
@@ -151,66 +153,63 @@ public:
             }
         }
         mbarrier_wait(smem_.kv_empty, kv_.phase ^ 1);
-        smem_.tile.row_begin = TileOfHead::kNoMoreWork;
+        smem_.work.tile.row_begin = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
     }
 
 private:
+    // The tile's description is read back from shared memory: this thread has few registers.
     __device__ __forceinline__ void load_tile(const Tile& tile, int kv_head) {
-        const bool is_empty = tile.run_begin == tile.run_end;
+        const TileOfHead& work = smem_.work;
         mbarrier_wait(smem_.kv_empty, kv_.phase ^ 1);
-        smem_.tile = {tile.row_begin, tile.row_end, kv_head, is_empty};
-        if (is_empty) {
+        smem_.work = {tile, kv_head};
+        if (work.is_empty()) {
             mbarrier_arrive(smem_.kv_full);
         } else {
             mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
-            load(smem_.k, params_.k, smem_.kv_full, tile.row_begin, kv_head);
-            load(smem_.v, params_.v, smem_.kv_full, tile.row_begin, kv_head);
+            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, kv_head);
+            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, kv_head);
         }
         kv_.advance();
-
-        // Keys past the end of a short tile belong to others: the mask hides them.
-        const bool is_short = tile.row_end - tile.row_begin < Config::kTileRows;
         for (int group = 0; group < params_.qhead_per_kvhead; ++group) {
-            const int head = kv_head * params_.qhead_per_kvhead + group;
-            for (int r = tile.run_begin; r < tile.run_end; ++r) {
-                const Run& run = params_.runs[r];
-                const int num_blocks = run.num_blocks;
-                const int middle_begin = run.num_lead;
-                const int middle_end = num_blocks - run.num_trail;
-                const bool is_last_run = r + 1 == tile.run_end && group + 1 == params_.qhead_per_kvhead;
-                int col = run.first;
-                for (int j = 0; j < num_blocks; ++j) {
-                    const bool is_masked = is_short || j < middle_begin || j >= middle_end;
-                    load_block(run, col, head, is_masked, is_last_run && j + 1 == num_blocks);
-                    col += Config::kBlockCols;
-                }
+            for (int r = work.tile.run_begin; r < work.tile.run_end; ++r) {
+                load_run(params_.runs[r], work.kv_head * params_.qhead_per_kvhead + group,
+                         r + 1 == work.tile.run_end && group + 1 == params_.qhead_per_kvhead);
             }
         }
     }
 
+    // Keys past the end of a short tile belong to others: the mask hides them.
+    __device__ __forceinline__ void load_run(const Run& run, int head, bool is_last_run) {
+        for (int j = 0; j < run.num_blocks; ++j) {
+            const bool is_masked =
+                smem_.work.is_short(Config::kTileRows) || j < run.num_lead || j >= run.num_blocks - run.num_trail;
+            load_block(run, run.first + j * Config::kBlockCols, head, is_masked,
+                       is_last_run && j + 1 == run.num_blocks);
+        }
+    }
+
     __device__ __forceinline__ void load_block(const Run& run, int col, int head, bool is_masked, bool is_last) {
-        uint64_t& q_full = smem_.q_full[q_.slot];
-        Block& block = smem_.blocks[q_.slot];
-        mbarrier_wait(smem_.q_empty[q_.slot], q_.phase ^ 1);
+        uint64_t& q_full = smem_.q_full[block_.slot];
+        Block& block = smem_.blocks[block_.slot];
+        mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = col;
         block.end = run.col_end;
         block.head = head;
         block.flags = (is_masked ? Block::kIsMasked : 0) | (is_last ? Block::kIsLastOfTile : 0);
         mbarrier_arrive_expect_tx(q_full,
                                   sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + (is_masked ? sizeof(Run) : 0));
-        load(smem_.q[q_.slot], params_.q, q_full, col, head);
-        tma_load_3d(&smem_.stats[q_.slot], params_.stats, q_full, col, 0, head);
+        load(smem_.q[block_.slot], params_.q, q_full, col, head);
+        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, col, 0, head);
         if (is_masked) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
-        q_.advance();
 
-        uint64_t& dout_full = smem_.dout_full[dout_.slot];
-        mbarrier_wait(smem_.dout_empty[dout_.slot], dout_.phase ^ 1);
+        uint64_t& dout_full = smem_.dout_full[block_.slot];
+        mbarrier_wait(smem_.dout_empty[block_.slot], block_.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load(smem_.dout[dout_.slot], params_.dout, dout_full, col, head);
-        dout_.advance();
+        load(smem_.dout[block_.slot], params_.dout, dout_full, col, head);
+        block_.advance();
     }
 
     template <class Slabs>
@@ -224,8 +223,7 @@ private:
     const BackwardParams& params_;
     SharedStorage<Config>& smem_;
     Position<1> kv_;
-    Position<Config::kQStages> q_;
-    Position<Config::kDoutStages> dout_;
+    Position<Config::kStages> block_;
 };
 
 // A warpgroup that owns 64 keys of each tile.
@@ -238,11 +236,10 @@ public:
     __device__ __forceinline__ void run() {
         while (true) {
             mbarrier_wait(smem_.kv_full, kv_.phase);
-            const TileOfHead tile = smem_.tile;
-            if (tile.row_begin == TileOfHead::kNoMoreWork) {
+            if (smem_.work.tile.row_begin == TileOfHead::kNoMoreWork) {
                 break;
             }
-            differentiate(tile);
+            differentiate();
             kv_.advance();
         }
     }
@@ -257,29 +254,30 @@ private:
     using Grad = float[kGrad];
     using Dq = float[kDq];
 
-    __device__ __forceinline__ void differentiate(const TileOfHead& tile) {
+    __device__ __forceinline__ void differentiate() {
         Grad dk, dv;
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
             dk[i] = dv[i] = 0.f;
         }
-        if (!tile.is_empty) {
-            walk(tile, dk, dv);
+        if (!smem_.work.is_empty()) {
+            walk(dk, dv);
         }
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.softmax_scale;
         }
+        const TileOfHead work = smem_.work;
         barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);   // nobody reads K and V any more
-        store(dv, smem_.v[0], params_.dv, params_.dv_rows, tile);
-        store(dk, smem_.k[0], params_.dk, params_.dk_rows, tile);
+        store(dv, smem_.v[0], params_.dv, params_.dv_rows, work);
+        store(dk, smem_.k[0], params_.dk, params_.dk_rows, work);
         if (lane_ == 0) {
             cp_async_bulk_wait_group_read<0>();
         }
         release(smem_.kv_empty);
     }
 
-    __device__ __forceinline__ void walk(const TileOfHead& tile, Grad& dk, Grad& dv) {
+    __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
         Scores scores, dscores;
         Operand probs, rounded_dscores;
         Dq dq;
@@ -290,10 +288,10 @@ private:
         issue_dprobs(dscores);
         wgmma_wait_group<1>();
         pin(scores);
-        to_probs(scores, probs, tile);
+        to_probs(scores, probs);
         wgmma_wait_group<0>();
         pin(dscores);
-        to_dscores(dscores, scores);
+        to_dscores(dscores, scores, probs);
         round(dscores, rounded_dscores);
 
         // No matmul is in flight where the loop closes: the compiler moves registers there.
@@ -305,40 +303,41 @@ private:
             issue_dq(dq);
             wgmma_wait_group<1>();
             pin(dv);
-            release(smem_.dout_empty[dout_.slot]);
-            dout_.advance();
-            const int slot = q_.slot;
+            release(smem_.dout_empty[block_.slot]);
+            const int slot = block_.slot;
             const Block& block = smem_.blocks[slot];
-            q_.advance();
+            block_.advance();
             dscores_slot_ ^= 1;
-            if (block.flags & Block::kIsLastOfTile) {
-                issue_dk(dk, rounded_dscores, slot);
-                wgmma_wait_group<1>();
+            const bool is_last = block.flags & Block::kIsLastOfTile;
+            if (is_last) {
+                wgmma_wait_group<0>();
                 pin(dq);
+                issue_dk(dk, rounded_dscores, slot);
                 add_dq(dq, block);
                 wgmma_wait_group<0>();
                 pin(dk);
                 release(smem_.q_empty[slot]);
                 break;
             }
-
             wait_for_q();
             issue_scores(scores);
-            wgmma_wait_group<1>();
+            wgmma_wait_group<0>();
             pin(dq);
+            pin(scores);
+            issue_dk(dk, rounded_dscores, slot);
             add_dq(dq, block);
             wait_for_dout();
             issue_dprobs(dscores);
-            issue_dk(dk, rounded_dscores, slot);
-            wgmma_wait_group<2>();
-            pin(scores);
-            to_probs(scores, probs, tile);
-            wgmma_wait_group<1>();
-            pin(dscores);
-            to_dscores(dscores, scores);
+            if constexpr (Config::kHasSoftcap) {
+                wgmma_wait_group<1>();   // frees the registers for P times the slope, beside P
+                pin(dk);
+            }
+            to_probs(scores, probs);
             wgmma_wait_group<0>();
             pin(dk);
+            pin(dscores);
             release(smem_.q_empty[slot]);
+            to_dscores(dscores, scores, probs);
             round(dscores, rounded_dscores);
         }
     }
@@ -347,12 +346,12 @@ private:
 
     // S^T = K Q^T
     __device__ __forceinline__ void issue_scores(Scores& scores) {
-        multiply_rows(scores, smem_.k[0], smem_.q[q_.slot][0]);
+        multiply_rows(scores, smem_.k[0], smem_.q[block_.slot][0]);
     }
 
     // dP^T = V dO^T
     __device__ __forceinline__ void issue_dprobs(Scores& dprobs) {
-        multiply_rows(dprobs, smem_.v[0], smem_.dout[dout_.slot][0]);
+        multiply_rows(dprobs, smem_.v[0], smem_.dout[block_.slot][0]);
     }
 
     __device__ __forceinline__ void multiply_rows(Scores& product, const Element* keys, const Element* queries) {
@@ -374,7 +373,7 @@ private:
 
     // dV += P^T dO
     __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs) {
-        accumulate(dv, probs, smem_.dout[dout_.slot][0]);
+        accumulate(dv, probs, smem_.dout[block_.slot][0]);
     }
 
     // dK += dS^T Q
@@ -412,52 +411,56 @@ private:
 
     // ---- scores to probabilities and to their gradients
 
-    // P = exp2(S - lse), also rounded. What is left in `scores` is the factor of dS: P, times the slope of the cap.
-    __device__ __forceinline__ void to_probs(Scores& scores, Operand& probs, const TileOfHead& tile) const {
-        const Block& block = smem_.blocks[q_.slot];
-        Scores slope;
+    // P = exp2(S - lse). Where scores are capped, P is rounded at once, and P times the slope of the cap stays.
+    __device__ __forceinline__ void to_probs(Scores& scores, Operand& probs) const {
+        const Block& block = smem_.blocks[block_.slot];
         if constexpr (Config::kHasSoftcap) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
                 scores[i] = tanh_approx(scores[i] * params_.cap_scale);
-                slope[i] = 1.f - scores[i] * scores[i];
             }
         }
         if (block.flags & Block::kIsMasked) {
-            apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
+            apply_mask(scores, block.run, smem_.work.tile.row_begin + row_in_tile() + lane_ / 4,
+                       block.first + 2 * (lane_ % 4));
         }
-        const float2* const lse = reinterpret_cast<const float2*>(smem_.stats[q_.slot].lse_log2) + lane_ % 4;
+        const float2* const lse = reinterpret_cast<const float2*>(smem_.stats[block_.slot].lse_log2) + lane_ % 4;
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
             const float2 of_cols = lse[4 * i];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float* const pair = scores + 4 * i + 2 * half;
-                pair[0] = ex2(pair[0] * params_.scale_log2 - of_cols.x);
-                pair[1] = ex2(pair[1] * params_.scale_log2 - of_cols.y);
-            }
-        }
-        round(scores, probs);
-        if constexpr (Config::kHasSoftcap) {
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) {
-                scores[i] *= slope[i];
+                const float first = ex2(pair[0] * params_.scale_log2 - of_cols.x);
+                const float second = ex2(pair[1] * params_.scale_log2 - of_cols.y);
+                if constexpr (Config::kHasSoftcap) {
+                    probs[2 * i + half] = pack<Element>(first, second);
+                    // Hidden scores are -inf, and their slope must not be.
+                    pair[0] = first * fmaxf(1.f - pair[0] * pair[0], 0.f);
+                    pair[1] = second * fmaxf(1.f - pair[1] * pair[1], 0.f);
+                } else {
+                    pair[0] = first;
+                    pair[1] = second;
+                }
             }
         }
     }
 
-    // dS = P (dP - delta), in place of dP
-    __device__ __forceinline__ void to_dscores(Scores& dprobs, const Scores& probs) const {
-        const float2* const delta = reinterpret_cast<const float2*>(smem_.stats[q_.slot].delta) + lane_ % 4;
+    // dS = P (dP - delta), in place of dP, and P rounded.
+    __device__ __forceinline__ void to_dscores(Scores& dprobs, const Scores& scores, Operand& probs) const {
+        const float2* const delta = reinterpret_cast<const float2*>(smem_.stats[block_.slot].delta) + lane_ % 4;
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
             const float2 of_cols = delta[4 * i];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int at = 4 * i + 2 * half;
-                dprobs[at] = probs[at] * (dprobs[at] - of_cols.x);
-                dprobs[at + 1] = probs[at + 1] * (dprobs[at + 1] - of_cols.y);
+                dprobs[at] = scores[at] * (dprobs[at] - of_cols.x);
+                dprobs[at + 1] = scores[at + 1] * (dprobs[at + 1] - of_cols.y);
             }
+        }
+        if constexpr (!Config::kHasSoftcap) {
+            round(scores, probs);
         }
     }
 
@@ -484,6 +487,7 @@ private:
 
     __device__ __forceinline__ void add_dq(const Dq& dq, const Block& block) {
         constexpr int kGroups = Config::kDqCols / kDqGroupCols;
+        constexpr bool kDqIsWhole = Config::kDqCols * Config::kConsumers == Config::kHeadDim;
         const int row = block.first + warp_ * Config::kWarpRows + lane_ / 4;
         float* const sum =
             params_.dq.quad_chunk<Config::kHeadDim>(block.head, row, warpgroup_ * kGroups, lane_ % 4);
@@ -492,7 +496,7 @@ private:
             if (row + 8 * half < block.end) {
 #pragma unroll
                 for (int i = 0; i < kGroups; ++i) {
-                    if ((warpgroup_ * kGroups + i) * kDqGroupCols < Config::kHeadDim) {
+                    if (kDqIsWhole || (warpgroup_ * kGroups + i) * kDqGroupCols < Config::kHeadDim) {
                         const int at = 8 * i + 2 * half;
                         red_add_v4(sum + half * kDqGroupRows * Config::kHeadDim + i * kDqGroupRows * kDqGroupCols,
                                    dq[at], dq[at + 1], dq[at + 4], dq[at + 5]);
@@ -505,7 +509,7 @@ private:
     // Registers to shared memory in the 128-byte swizzle of the tensor map, 16-byte chunk c of row r lies at c ^ (r % 8),
     // and from there to `rows`.
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
-                                          const TileOfHead& tile) const {
+                                          const TileOfHead& work) const {
         Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
         const int row = lane_ % 16;
         const uint32_t address = shared_address(staging) + row * 128;
@@ -517,41 +521,41 @@ private:
                         pack<Element>(grad[8 * i], grad[8 * i + 1]), pack<Element>(grad[8 * i + 2], grad[8 * i + 3]),
                         pack<Element>(grad[8 * i + 4], grad[8 * i + 5]), pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
         }
-        const int warp_row = tile.row_begin + row_in_tile();
-        if (warp_row + Config::kWarpRows <= tile.row_end) {
+        const int warp_row = work.tile.row_begin + row_in_tile();
+        if (warp_row + Config::kWarpRows <= work.tile.row_end) {
             fence_proxy_async_shared();
             __syncwarp();
             if (lane_ == 0) {
 #pragma unroll
                 for (int slab = 0; slab < Config::kSlabs; ++slab) {
-                    tma_store_3d(map, staging + slab * Config::kKSlab, slab * Config::kSlabCols, warp_row, tile.kv_head);
+                    tma_store_3d(map, staging + slab * Config::kKSlab, slab * Config::kSlabCols, warp_row, work.kv_head);
                 }
                 cp_async_bulk_commit_group();
             }
         } else {
             __syncwarp();
-            store_rows(staging, warp_row, rows, tile);
+            store_rows(staging, warp_row, rows, work);
         }
     }
 
     __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, void* rows,
-                                               const TileOfHead& tile) const {
+                                               const TileOfHead& work) const {
         constexpr int kChunks = Config::kHeadDim / 8;
         const int4* const chunks = reinterpret_cast<const int4*>(staging);
         for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
             const int chunk = i % kChunks;
-            if (warp_row + row < tile.row_end) {
-                const long long index = static_cast<long long>(warp_row + row) * params_.schedule.num_heads + tile.kv_head;
+            if (warp_row + row < work.tile.row_end) {
+                const long long index = static_cast<long long>(warp_row + row) * params_.schedule.num_heads + work.kv_head;
                 static_cast<int4*>(rows)[index * kChunks + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }
         }
     }
 
-    __device__ __forceinline__ void wait_for_q() { mbarrier_wait(smem_.q_full[q_.slot], q_.phase); }
+    __device__ __forceinline__ void wait_for_q() { mbarrier_wait(smem_.q_full[block_.slot], block_.phase); }
 
-    __device__ __forceinline__ void wait_for_dout() { mbarrier_wait(smem_.dout_full[dout_.slot], dout_.phase); }
+    __device__ __forceinline__ void wait_for_dout() { mbarrier_wait(smem_.dout_full[block_.slot], block_.phase); }
 
     __device__ __forceinline__ void release(uint64_t& empty) const {
         __syncwarp();
@@ -564,10 +568,6 @@ private:
         return warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
     }
 
-    __device__ __forceinline__ int first_row(const TileOfHead& tile) const {
-        return tile.row_begin + row_in_tile() + lane_ / 4;
-    }
-
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kSixteenRowsBytes = 16 * 128;
@@ -578,8 +578,7 @@ private:
     const int warp_;
     const int lane_;
     Position<1> kv_;
-    Position<Config::kQStages> q_;
-    Position<Config::kDoutStages> dout_;
+    Position<Config::kStages> block_;
     int dscores_slot_ = 0;
 };
 
@@ -588,11 +587,9 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
     mbarrier_init(smem.kv_full, 1);
     mbarrier_init(smem.kv_empty, kConsumerWarps);
-    for (int i = 0; i < Config::kQStages; ++i) {
+    for (int i = 0; i < Config::kStages; ++i) {
         mbarrier_init(smem.q_full[i], 1);
         mbarrier_init(smem.q_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < Config::kDoutStages; ++i) {
         mbarrier_init(smem.dout_full[i], 1);
         mbarrier_init(smem.dout_empty[i], kConsumerWarps);
     }

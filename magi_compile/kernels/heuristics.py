@@ -65,6 +65,51 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
     return _FORWARD[problem.head_dim]
 
 
+@dataclass(frozen=True)
+class BackwardConfig:
+    """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd.cuh`.
+
+    A thread block is one producer warpgroup and two consumer warpgroups of 64 keys each. `block_cols` are the
+    queries of a block, `stages` the buffers of Q and of dO.
+    """
+
+    block_cols: int
+    stages: int
+    producer_registers: int
+    consumer_registers: int
+
+    tile_rows = 128
+    num_threads = 128 * 3
+
+
+# By head_dim: dk and dv are sums in registers, which is what limits the blocks.
+_BACKWARD = {
+    64: BackwardConfig(64, 3, 40, 232),
+    96: BackwardConfig(64, 3, 40, 232),
+    128: BackwardConfig(64, 3, 24, 240),
+}
+
+BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
+BACKWARD_ROWS = 64  # rows of a thread block of the kernels before and after the backward, which only stream
+
+# Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
+# cache, more heads balance the last tiles better.
+_BACKWARD_SECTION_HEADS = 8
+
+
+def backward_config(problem: AttnProblem) -> BackwardConfig:
+    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `BACKWARD_HEAD_DIMS`."""
+    return _BACKWARD[problem.head_dim]
+
+
+def backward_heads_per_section(problem: AttnProblem) -> int:
+    """How many key-value heads the backward works on at a time."""
+    heads = min(problem.nheads_kv, _BACKWARD_SECTION_HEADS)
+    while problem.nheads_kv % heads:
+        heads -= 1
+    return heads
+
+
 def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:
     """How many query heads are worked on at a time, so that their K and V stay in the L2 cache."""
     kv_bytes = 2 * seqlen_k * problem.head_dim * problem.dtype.itemsize

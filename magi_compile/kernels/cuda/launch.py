@@ -77,14 +77,26 @@ def _encode(
 
 
 def launch(
-    function: driver.CUfunction, grid: int, block: int, params: bytearray, stream: int
+    function: driver.CUfunction,
+    grid: int | tuple[int, int],
+    block: int,
+    params: bytearray,
+    stream: int,
+    shared_bytes: int = SHARED_BYTES,
 ) -> None:
     """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies."""
+    grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     struct = (ctypes.c_char * len(params)).from_buffer(params)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
     check(
         driver.cuLaunchKernel(
-            function, grid, 1, 1, block, 1, 1, SHARED_BYTES, stream, ctypes.addressof(arguments), 0
+            function,
+            *(grid_x, grid_y, 1),
+            *(block, 1, 1),
+            shared_bytes,
+            stream,
+            ctypes.addressof(arguments),
+            0,
         )
     )
 
