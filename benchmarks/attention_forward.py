@@ -1,0 +1,291 @@
+"""The Hopper forward kernel against cuDNN's SDPA and compiled FlexAttention, on six masks.
+
+    python benchmarks/attention_forward.py --output benchmarks/results/forward_h200_2026-11-21
+
+All contenders of a row get the same random inputs and mask, and are timed in turns: one round measures each of them
+once, over several back-to-back calls queued behind a spinning kernel, so that launch overhead on the host does not
+count. A contender is timed only if it agrees with fp64 attention on sampled rows. FLOPs are 4 * area * nheads_q *
+head_dim for all; the median over the rounds is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda import CudaKernel
+from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+
+WINDOW = 1024
+BLOCK = 1024
+MASKS = (
+    "full",
+    "causal",
+    "varlen_full",
+    "varlen_causal",
+    "window_causal",
+    "varlen_block_causal",
+)
+ROUNDS = 9
+SPIN_CYCLES = 500_000
+MIN_MS_PER_ROUND = 1.0
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+def documents(seqlen: int) -> list[int]:
+    """Lengths drawn log-normal around an eighth of the sequence, at most a quarter of it each."""
+    generator = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while (left := seqlen - sum(lengths)) > 0:
+        drawn = math.exp(torch.randn((), generator=generator).item()) * seqlen / 8
+        lengths.append(max(1, min(round(drawn), seqlen // 4, left)))
+    return lengths
+
+
+def starts(seqlen: int) -> list[int]:
+    cu_seqlens = [0]
+    for length in documents(seqlen):
+        cu_seqlens.append(cu_seqlens[-1] + length)
+    return cu_seqlens
+
+
+def make_slices(mask: str, seqlen: int) -> AttnSlices:
+    if mask == "full":
+        return AttnSlices.full(seqlen)
+    if mask == "causal":
+        return AttnSlices.causal(seqlen)
+    if mask == "window_causal":
+        return AttnSlices.sliding_window(seqlen, None, (WINDOW - 1, 0))
+    cu_seqlens = starts(seqlen)
+    if mask == "varlen_block_causal":
+        rows = []
+        for begin, end in itertools.pairwise(cu_seqlens):
+            for q_begin in range(begin, end, BLOCK):
+                q_end = min(q_begin + BLOCK, end)
+                rows.append(AttnSlice((q_begin, q_end), (begin, q_end), MaskType.FULL))
+        return AttnSlices.from_slices(rows, seqlen, seqlen)
+    return AttnSlices.from_cu_seqlens(cu_seqlens, causal=mask == "varlen_causal")
+
+
+def make_mask_mod(mask: str, seqlen: int) -> Callable[..., Tensor] | None:
+    cu_seqlens = torch.tensor(starts(seqlen), device="cuda")
+    document = torch.bucketize(torch.arange(seqlen, device="cuda"), cu_seqlens[1:], right=True)
+    position = torch.arange(seqlen, device="cuda") - cu_seqlens[document]
+
+    def causal(b, h, q, k):
+        return q >= k
+
+    def window_causal(b, h, q, k):
+        return (q >= k) & (q - k < WINDOW)
+
+    def varlen_full(b, h, q, k):
+        return document[q] == document[k]
+
+    def varlen_causal(b, h, q, k):
+        return (document[q] == document[k]) & (q >= k)
+
+    def varlen_block_causal(b, h, q, k):
+        return (document[q] == document[k]) & (position[q] // BLOCK >= position[k] // BLOCK)
+
+    mods = (causal, window_causal, varlen_full, varlen_causal, varlen_block_causal)
+    return {mod.__name__: mod for mod in mods}.get(mask)
+
+
+def magi(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
+    kernel = CudaKernel()
+    q, k, v = inputs
+    head_dim = q.shape[2]
+    problem = AttnProblem(
+        device_type="cuda",
+        device_arch=torch.cuda.get_device_capability(),
+        dtype=q.dtype,
+        nheads_q=q.shape[1],
+        nheads_kv=k.shape[1],
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        softmax_scale=head_dim**-0.5,
+    )
+    plan = [x.cuda() for x in kernel.plan(slices, problem)]
+    return lambda: kernel.forward(q, k, v, slices, plan, problem).out
+
+
+def cudnn(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor] | None:
+    if mask not in ("full", "causal"):
+        return None
+    q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+
+    def run() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=mask == "causal", enable_gqa=True
+            )
+        return out[0].transpose(0, 1)
+
+    return run
+
+
+def flex(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
+    q, k, v = (x.transpose(0, 1)[None] for x in inputs)
+    seqlen = q.shape[2]
+    mask_mod = make_mask_mod(mask, seqlen)
+    block_mask = (
+        create_block_mask(mask_mod, None, None, seqlen, seqlen, device="cuda", _compile=True)
+        if mask_mod
+        else None
+    )
+    attend = torch.compile(flex_attention, dynamic=False)
+    return lambda: attend(q, k, v, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+
+
+CONTENDERS = {"magi": magi, "cudnn": cudnn, "flex": flex}
+
+
+def relative_error(out: Tensor, inputs: Inputs, slices: AttnSlices) -> float:
+    """Of 64 random rows and the last head, against fp64."""
+    q, k, v = (x[:, -1].double() for x in inputs)
+    rows = torch.randperm(len(q), generator=torch.Generator().manual_seed(0))[:64].tolist()
+    exact = []
+    for row in rows:
+        visible = torch.zeros(len(k), dtype=torch.bool, device=k.device)
+        for item in slices.restrict_q(row, row + 1):
+            visible[slice(*item.k_range)] = True
+        scores = (k @ q[row]) * q.shape[1] ** -0.5
+        exact.append(scores.masked_fill(~visible, -torch.inf).softmax(0) @ v)
+    expected = torch.stack(exact)
+    return float((out[rows, -1].double() - expected).norm() / expected.norm())
+
+
+def interleaved_medians(runs: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+    """Milliseconds of GPU time a call."""
+    calls = {}
+    for name, run in runs.items():
+        for _ in range(3):
+            run()
+        calls[name] = max(1, math.ceil(MIN_MS_PER_ROUND / elapsed_ms(run, 2)))
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(ROUNDS):
+        for name, run in runs.items():
+            times[name].append(elapsed_ms(run, calls[name]))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def elapsed_ms(run: Callable[[], Tensor], calls: int) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(SPIN_CYCLES * calls)
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def measure(
+    mask: str, seqlen: int, heads: tuple[int, int], head_dim: int, names: list[str]
+) -> dict:
+    torch.manual_seed(0)
+    slices = make_slices(mask, seqlen)
+    shapes = [(seqlen, n, head_dim) for n in (heads[0], heads[1], heads[1])]
+    inputs = Inputs(*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes))
+    runs = {}
+    for name in names:
+        run = CONTENDERS[name](inputs, mask, slices)
+        if run is None:
+            continue
+        error = relative_error(run(), inputs, slices)
+        assert error < 1e-2, f"{name} is wrong on {mask} {seqlen}: relative error {error:.2e}"
+        runs[name] = run
+    flops = 4 * slices.area() * heads[0] * head_dim
+    milliseconds = interleaved_medians(runs)
+    return {
+        "mask": mask,
+        "seqlen": seqlen,
+        "heads": f"{heads[0]}:{heads[1]}",
+        "head_dim": head_dim,
+        "ms": {name: round(ms, 4) for name, ms in milliseconds.items()},
+        "tflops": {name: round(flops / ms / 1e9) for name, ms in milliseconds.items()},
+    }
+
+
+def to_markdown(context: dict, rows: list[dict], names: list[str]) -> str:
+    lines = ["# Attention forward, TFLOP/s", ""]
+    lines += [f"- {name}: {value}" for name, value in context.items()]
+    header = ["heads", "head_dim", "mask", "seqlen", *names, "magi / best other"]
+    lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in rows:
+        tflops = row["tflops"]
+        others = [value for name, value in tflops.items() if name != "magi"]
+        ratio = f"{tflops['magi'] / max(others):.2f}" if others and "magi" in tflops else "-"
+        cells = [row["heads"], row["head_dim"], row["mask"], row["seqlen"]]
+        cells += [tflops.get(name, "-") for name in names]
+        lines.append("| " + " | ".join(str(cell) for cell in [*cells, ratio]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def gpu_state() -> str:
+    query = "name,driver_version,power.limit,clocks.max.sm"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def heads_argument(text: str) -> tuple[int, int]:
+    nheads_q, _, nheads_kv = text.partition(":")
+    return int(nheads_q), int(nheads_kv)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="where to write: adds .json and .md")
+    parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[2**n * 1024 for n in range(7)])
+    parser.add_argument("--heads", type=heads_argument, nargs="+", default=[(64, 8)])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    args = parser.parse_args()
+    context = {
+        "gpu": gpu_state(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "date": datetime.date.today().isoformat(),
+        "command": "python " + " ".join(sys.argv),
+        "inputs": "bf16, standard normal; documents log-normal, at most a quarter of the sequence",
+        "timing": f"median of {ROUNDS} rounds, contenders in turns; GPU time of back-to-back calls",
+    }
+    rows = []
+    for heads in args.heads:
+        for head_dim in args.head_dims:
+            for mask in args.masks:
+                for seqlen in args.seqlens:
+                    torch._dynamo.reset()
+                    row = measure(mask, seqlen, heads, head_dim, args.contenders)
+                    rows.append(row)
+                    print(heads, head_dim, mask, seqlen, row["tflops"], flush=True)
+    if args.output:
+        record = {"context": context, "rows": rows}
+        args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        args.output.with_suffix(".md").write_text(to_markdown(context, rows, args.contenders))
+
+
+if __name__ == "__main__":
+    main()
