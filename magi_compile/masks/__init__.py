@@ -1,10 +1,12 @@
 """What may attend to what. Knows nothing of tiles, kernels or torch.compile."""
 
+from magi_compile.masks.block_mask import slices_from_block_mask
 from magi_compile.masks.convert import padded_slices_from_intervals, slices_from_intervals
 from magi_compile.masks.intervals import MaskCheck, RowIntervals, row_intervals
 from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.masks.solve import UnsupportedMaskError
+from magi_compile.masks.trace import trace_graph, trace_mask_mod
 
 __all__ = [
     "AttnSlice",
@@ -16,5 +18,8 @@ __all__ = [
     "UnsupportedMaskError",
     "padded_slices_from_intervals",
     "row_intervals",
+    "slices_from_block_mask",
     "slices_from_intervals",
+    "trace_graph",
+    "trace_mask_mod",
 ]

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from magi_compile.masks.expr import Expr, ExprError, parse
-from magi_compile.masks.solve import KeySet, solve
+from magi_compile.masks.expr import TRUE, Expr, ExprError, parse
+from magi_compile.masks.solve import KeySet, UnsupportedMaskError, solve
 
 _UNSAFE_IN_NAME = re.compile(r"[^\w.\[\]]+")
 
@@ -75,18 +75,28 @@ class MaskProgram:
         Raises:
             UnsupportedMaskError: with all reasons.
         """
-        return solve(self.expr)
+        try:
+            return solve(self.expr)
+        except UnsupportedMaskError as error:
+            raise UnsupportedMaskError(
+                [self.describe(reason) for reason in error.reasons]
+            ) from None
 
     @property
     def max_intervals(self) -> int:
         """How many key intervals a row may see; known without data. Raises as `keys` does."""
         return len(self.keys.lanes)
 
-    def describe(self, expr: Expr) -> str:
-        """A part of the mask, with the captured tensors under the user's names."""
+    @property
+    def is_always_true(self) -> bool:
+        """Whether every row sees every key, whatever the data."""
+        return self.expr == TRUE
+
+    def describe(self, text: Expr | str) -> str:
+        """A part of the mask, or a text about it, with the captured tensors under the user's names."""
 
         def name(match: re.Match[str]) -> str:
             index = int(match[1])
             return self.names[index] if index < len(self.names) else match[0]
 
-        return re.sub(r"\bt(\d+)\b", name, str(expr))
+        return re.sub(r"\bt(\d+)\b", name, str(text))

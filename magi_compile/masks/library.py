@@ -1,0 +1,247 @@
+"""The named masks: each as a mask_mod for FlexAttention and as slices, over documents packed one after the other.
+
+Every function takes the document lengths first, so that one loop over `MASKS` makes them all; masks that do not
+know documents use their sum. The slices come straight from the definitions, not from the mask_mods.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class NamedMask(NamedTuple):
+    mask_mod: MaskMod
+    slices: AttnSlices
+
+
+class _Documents(NamedTuple):
+    """Packed documents; `ids` and `starts` are int32 `[total]`, the document of a token and its first token."""
+
+    bounds: list[int]
+    ids: Tensor
+    starts: Tensor
+
+    @property
+    def total(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(self.bounds))
+
+
+def _documents(lengths: Sequence[int], device: torch.device | str) -> _Documents:
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"`lengths` must hold positive document lengths, got {list(lengths)}")
+    bounds = [0, *itertools.accumulate(lengths)]
+    counts = torch.tensor(lengths)
+    ids = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), counts)
+    starts = torch.repeat_interleave(torch.tensor(bounds[:-1], dtype=torch.int32), counts)
+    return _Documents(bounds, ids.to(device), starts.to(device))
+
+
+def _slices(
+    items: Sequence[tuple[tuple[int, int], tuple[int, int], MaskType]],
+    total: int,
+    device: torch.device | str,
+) -> AttnSlices:
+    live = [AttnSlice(*item) for item in items if all(begin < end for begin, end in item[:2])]
+    return AttnSlices.from_slices(live, total, total).to(device)
+
+
+def full(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
+    """Every token sees every token."""
+
+    def mask_mod(b, h, q, kv):
+        return q >= 0
+
+    return NamedMask(mask_mod, AttnSlices.full(sum(lengths)).to(device))
+
+
+def causal(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
+    """Every token sees itself and all tokens before it."""
+
+    def mask_mod(b, h, q, kv):
+        return q >= kv
+
+    return NamedMask(mask_mod, AttnSlices.causal(sum(lengths)).to(device))
+
+
+def document_full(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
+    """Every token sees its document."""
+    docs = _documents(lengths, device)
+    ids = docs.ids
+
+    def mask_mod(b, h, q, kv):
+        return ids[q] == ids[kv]
+
+    return NamedMask(mask_mod, AttnSlices.from_cu_seqlens(docs.bounds).to(device))
+
+
+def document_causal(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
+    """Every token sees itself and the tokens of its document before it."""
+    docs = _documents(lengths, device)
+    ids = docs.ids
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (ids[q] == ids[kv])
+
+    return NamedMask(mask_mod, AttnSlices.from_cu_seqlens(docs.bounds, causal=True).to(device))
+
+
+def sliding_window_full(
+    lengths: Sequence[int], *, window: int = 1024, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Every token sees `window` tokens on either side."""
+
+    def mask_mod(b, h, q, kv):
+        return (q - kv <= window) & (kv - q <= window)
+
+    slices = AttnSlices.sliding_window(sum(lengths), None, window=(window, window))
+    return NamedMask(mask_mod, slices.to(device))
+
+
+def sliding_window_causal(
+    lengths: Sequence[int], *, window: int = 1024, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Every token sees itself and `window` tokens before it."""
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (q - kv <= window)
+
+    slices = AttnSlices.sliding_window(sum(lengths), None, window=(window, 0))
+    return NamedMask(mask_mod, slices.to(device))
+
+
+def share_question(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
+    """One question, the first document, and several answers: each answer sees the question and itself, causally."""
+    docs = _documents(lengths, device)
+    ids, question = docs.ids, docs.bounds[1]
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & ((ids[q] == ids[kv]) | (kv < question))
+
+    first = docs.bounds[min(2, len(lengths))]
+    items = [
+        ((0, first), (0, first), MaskType.CAUSAL),
+        ((first, docs.total), (0, question), MaskType.FULL),
+        *((span, span, MaskType.CAUSAL) for span in docs.spans[2:]),
+    ]
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
+def global_sliding_window(
+    lengths: Sequence[int], *, window: int = 1024, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """The first `window` tokens see and are seen by all; the others see `window` tokens on either side."""
+    total = sum(lengths)
+    sinks = min(window, total)
+
+    def mask_mod(b, h, q, kv):
+        return (q < window) | (kv < window) | ((q - kv <= window) & (kv - q <= window))
+
+    band = AttnSlices.sliding_window(total - sinks, None, window=(window, window))
+    items = [
+        ((0, total), (0, sinks), MaskType.FULL),
+        ((0, sinks), (sinks, total), MaskType.FULL),
+    ]
+    for (q_begin, q_end), (k_begin, k_end), mask_type in band:
+        rows, keys = (q_begin + sinks, q_end + sinks), (k_begin + sinks, k_end + sinks)
+        items.append((rows, keys, mask_type))
+    return NamedMask(mask_mod, _slices(items, total, device))
+
+
+def causal_blockwise(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
+    """Documents are causal, and the last one also sees all the others."""
+    docs = _documents(lengths, device)
+    ids, last = docs.ids, docs.bounds[-2]
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & ((ids[q] == ids[kv]) | (q >= last))
+
+    items = [(span, span, MaskType.CAUSAL) for span in docs.spans[:-1]]
+    items.append((docs.spans[-1], (0, docs.total), MaskType.CAUSAL))
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
+def prefix_lm_causal(
+    lengths: Sequence[int], *, prefix: int | None = None, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Causal, but the first `prefix` tokens, by default the first document, see each other."""
+    total = sum(lengths)
+    prefix = lengths[0] if prefix is None else min(prefix, total)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) | (kv < prefix)
+
+    items = [
+        ((0, prefix), (0, prefix), MaskType.FULL),
+        ((prefix, total), (0, total), MaskType.CAUSAL),
+    ]
+    return NamedMask(mask_mod, _slices(items, total, device))
+
+
+def prefix_lm_document(
+    lengths: Sequence[int], *, prefix: int | None = None, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Documents are causal, but the first `prefix` tokens of each, by default half of the first, see each other."""
+    docs = _documents(lengths, device)
+    ids, starts = docs.ids, docs.starts
+    size = (lengths[0] + 1) // 2 if prefix is None else prefix
+
+    def mask_mod(b, h, q, kv):
+        return (ids[q] == ids[kv]) & ((q >= kv) | (kv < starts[q] + size))
+
+    items = []
+    for begin, end in docs.spans:
+        middle = min(begin + size, end)
+        items.append(((begin, middle), (begin, middle), MaskType.FULL))
+        items.append(((middle, end), (begin, end), MaskType.CAUSAL))
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
+def block_causal_document(
+    lengths: Sequence[int], *, block: int = 1024, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Documents are cut in blocks; every token sees its block and the blocks of its document before it."""
+    docs = _documents(lengths, device)
+    ids, starts = docs.ids, docs.starts
+
+    def mask_mod(b, h, q, kv):
+        start = starts[q]
+        return (ids[q] == ids[kv]) & ((q - start) // block >= (kv - start) // block)
+
+    items = []
+    for begin, end in docs.spans:
+        for rows in range(begin, end, block):
+            stop = min(rows + block, end)
+            items.append(((rows, stop), (begin, stop), MaskType.FULL))
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
+MASKS: dict[str, Callable[..., NamedMask]] = {
+    build.__name__: build
+    for build in (
+        full,
+        causal,
+        document_full,
+        document_causal,
+        sliding_window_full,
+        sliding_window_causal,
+        share_question,
+        global_sliding_window,
+        causal_blockwise,
+        prefix_lm_causal,
+        prefix_lm_document,
+        block_causal_document,
+    )
+}
