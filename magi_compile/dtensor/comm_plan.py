@@ -188,11 +188,10 @@ class CommPlan:
             hi=clipped.hi + key_shift,
         )
         sizes = torch.bincount(stage[part], minlength=num_stages).tolist()
-        tables = zip(
-            *(table.split(sizes) for table in bands.to_ranges(local)), seqlens_k, strict=True
-        )
+        q_ranges, k_ranges, mask_types = (x.split(sizes) for x in bands.to_ranges(local))
+        tables = zip(q_ranges, k_ranges, mask_types, seqlens_k, strict=True)
         seqlen_q = self.dispatch.seqlen_local
-        return [AttnSlices(*ranges, seqlen_q, seqlen_k) for *ranges, seqlen_k in tables]
+        return [AttnSlices(q, k, types, seqlen_q, seqlen_k) for q, k, types, seqlen_k in tables]
 
 
 def plan_communication(rows: RankRows, dispatch: Dispatch, degree: int) -> CommPlan:

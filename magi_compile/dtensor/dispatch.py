@@ -11,8 +11,9 @@ shape on all ranks. What is left to choose is the permutation:
 
 `local` rests on two facts. A heavy chunk (the end of a long document) needs the keys of its whole document, so
 few ranks should hold such chunks, each as many as it can: a rank takes neighbours from the end of one document
-up to its share of the load. Light chunks fill the rest, and those from one window of the sequence need few
-remote keys: each rank takes the window whose load is what it lacks. Swaps then repair the balance.
+up to its share of the load, and a fair part of the beginning, which all of these ranks need, so that none has to
+send it all. Light chunks fill the rest, and those from one window of the sequence need few remote keys: each rank
+takes the window whose load is what it lacks. Swaps then repair the balance.
 
 Everything here runs on the host, is deterministic, and needs no communication: every rank computes the same.
 """
@@ -36,6 +37,9 @@ from magi_compile.masks.slices import AttnSlices
 
 #: Chunk sizes tried by `choose_chunk_size`, largest first.
 CHUNK_SIZES = (2048, 1024, 512, 256, 128)
+
+#: Chunks lighter than this share of the heaviest one of their document are spread over the ranks that need them.
+COMPANY = 1 / 3
 
 Assignment = list[list[int]]  # the chunks of each rank
 
@@ -297,8 +301,8 @@ STRATEGIES: Mapping[str, Strategy] = {
 
 
 class _Run:
-    """Neighbouring chunks above the mean area that need each other's keys (the end of a long document), and
-    the light chunks they all need (its beginning): `(area, chunk)` pairs, ascending."""
+    """The heavy chunks of a long document (its end), and the lighter ones that they all need (its beginning):
+    `(area, chunk)` pairs, ascending."""
 
     def __init__(self, heavy: list[tuple[int, int]], company: list[tuple[int, int]]):
         self.heavy = sorted(heavy)
@@ -345,7 +349,10 @@ class _Runs:
                     end += 1
                 floor = min(lowest[end - 1], begin)
                 company = [(area[i], i) for i in range(floor, begin) if not is_heavy[i]]
-                self._runs.append(_Run([(area[i], i) for i in range(begin, end)], company))
+                limit = COMPANY * max(area[begin:end])
+                items = [(area[i], i) for i in range(begin, end)]
+                company += [item for item in items if item[0] < limit]
+                self._runs.append(_Run([item for item in items if item[0] >= limit], company))
             begin = end
         self._heap = [(-run.heavy[-1][0], index) for index, run in enumerate(self._runs)]
         heapq.heapify(self._heap)
@@ -558,31 +565,34 @@ def _best_swap(
     limit: float,
     area: list[int],
     needs: _Needs,
-    num_targets: int = 8,
+    num_targets: int = 4,
     num_choices: int = 12,
 ) -> tuple[int, int, int] | None:
     """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves."""
-    easing: list[tuple[float, int, int, int]] = []  # distance from half of the difference, swap
-    settling: list[tuple[int, int, int]] = []
     over = loads[source] - limit
     given_areas = [(area[chunk], chunk) for chunk in ranks[source]]
-    for target in heapq.nsmallest(num_targets, range(len(ranks)), key=loads.__getitem__):
-        partners = ranks[target]
-        areas = [area[chunk] for chunk in partners]
-        room, middle = limit - loads[target], (loads[source] - loads[target]) / 2
+    targets = heapq.nsmallest(num_targets, range(len(ranks)), key=loads.__getitem__)
+    target_areas = [[area[chunk] for chunk in ranks[target]] for target in targets]
+
+    settling: list[tuple[int, int, int]] = []
+    for target, areas in zip(targets, target_areas, strict=True):
+        # The moved area must take the source below the limit and leave the target below it.
+        room = limit - loads[target]
+        if room < over or len(settling) >= num_choices:
+            break
         for given_area, given in given_areas:
-            # The moved area must take the source below the limit and leave the target below it.
-            first = bisect_left(areas, given_area - room)
-            if first < len(areas) and areas[first] <= given_area - over:
-                settling.append((target, given, partners[first]))
-            elif not settling:
+            index = bisect_left(areas, given_area - room)
+            if index < len(areas) and areas[index] <= given_area - over:
+                settling.append((target, given, ranks[target][index]))
+    if not settling:
+        easing: list[tuple[float, int, int, int]] = []  # distance from half of the difference, swap
+        for target, areas in zip(targets, target_areas, strict=True):
+            middle = (loads[source] - loads[target]) / 2
+            for given_area, given in given_areas:
                 index = min(bisect_left(areas, given_area - middle), len(areas) - 1)
                 moved = given_area - areas[index]
                 if 0 < moved < 1.98 * middle:
-                    easing.append((abs(moved - middle), target, given, partners[index]))
-        if len(settling) >= num_choices:
-            break
-    if not settling:
+                    easing.append((abs(moved - middle), target, given, ranks[target][index]))
         return min(easing)[1:] if easing else None
     absent = {rank: ~needs.present(ranks[rank]) for rank in {source, *(s[0] for s in settling)}}
 

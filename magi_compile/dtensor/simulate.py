@@ -1,0 +1,285 @@
+"""What a placement would cost, for any number of ranks, without any of them.
+
+    python -m magi_compile.dtensor.simulate --mask document_causal --tokens 512k --cp 8,64 --chunk 512
+
+For each number of ranks and each strategy: balance, key rows received and sent per rank (in units of the rows
+a rank holds), beside all-gather, Ulysses and a lower bound, planning time on one thread, and the efficiency that
+the cost model predicts, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from magi_compile.dtensor.comm_plan import RankRows, StageLoads, plan_communication
+from magi_compile.dtensor.cost import CostModel
+from magi_compile.dtensor.dispatch import (
+    STRATEGIES,
+    ChunkTable,
+    Dispatch,
+    choose_chunk_size,
+    dispatch,
+)
+from magi_compile.dtensor.documents import document_packs
+from magi_compile.dtensor.ranges import total_by_owner, unite
+from magi_compile.dtensor.stages import backward_seconds, choose_degree, forward_seconds
+from magi_compile.masks import library
+from magi_compile.masks.slices import AttnSlices
+
+MASKS = (
+    "full",
+    "causal",
+    "document_full",
+    "document_causal",
+    "block_causal_document",
+    "sliding_window_causal",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One strategy on one mask. Rows are in units of the rows a rank holds."""
+
+    cp: int
+    chunk: int
+    strategy: str
+    imbalance: float  # largest area over the mean
+    recv_mean: float
+    recv_max: float
+    send_max: float
+    bound: float  # no placement within the slack receives less on average
+    gather: float  # an all-gather, or a ring
+    ulysses: float
+    plan_ms: float  # dispatch, communication and stages of one rank, forward and backward
+    degree_fwd: int
+    degree_bwd: int
+    eff_fwd: float  # perfectly balanced compute alone, over the predicted time
+    eff_bwd: float
+
+
+def simulate(
+    slices: AttnSlices,
+    cp_size: int,
+    strategy: str = "local",
+    *,
+    chunk_size: int | None = None,
+    slack: float = 0.025,
+    cost: CostModel | None = None,
+    ulysses_rows: Callable[[int], float] | None = None,
+    repeats: int = 3,
+) -> Outcome:
+    """Plans `slices` for `cp_size` ranks and evaluates the plan.
+
+    Args:
+        slices: the mask.
+        cp_size: number of ranks.
+        strategy: a name in `dispatch.STRATEGIES`.
+        chunk_size: tokens of a chunk; None chooses it from the mask.
+        slack: as in `dispatch`.
+        cost: rates; those of 64:8 heads on H200s by default.
+        ulysses_rows: what Ulysses receives per rank, by the number of ranks; for 64:8 heads by default.
+        repeats: planning runs, of which the fastest counts.
+
+    Returns:
+        The figures.
+    """
+    cost = cost or CostModel.of_heads()
+    ulysses_rows = ulysses_rows or ulysses_rows_of(64, 8)
+    chunk_size = chunk_size or choose_chunk_size(slices, cp_size)
+    seconds = []
+    for _ in range(repeats):
+        start = time.thread_time()
+        where = dispatch(
+            slices, cp_size, chunk_size=chunk_size, strategy=strategy, slack=slack, cost=cost
+        )
+        rows = RankRows.of(slices, where)
+        loads = StageLoads.of(rows, where)
+        degrees = [choose_degree(loads, cost, backward=backward) for backward in (False, True)]
+        for degree in set(degrees):
+            plan_communication(rows, where, degree).stages(0)
+        seconds.append(time.thread_time() - start)
+    area, local = loads.area.double(), where.seqlen_local
+    ideal = area.mean().item() * cost.seconds_per_area
+    ideal_bwd = ideal * cost.backward_area_factor
+    return Outcome(
+        cp=cp_size,
+        chunk=chunk_size,
+        strategy=strategy,
+        imbalance=(area.max() / area.mean()).item() if ideal else 1.0,
+        recv_mean=loads.recv_rows.double().mean().item() / local,
+        recv_max=int(loads.recv_rows.max()) / local,
+        send_max=int(loads.send_rows.max()) / local,
+        bound=lower_bound(slices, where, slack),
+        gather=float(cp_size - 1),
+        ulysses=ulysses_rows(cp_size),
+        plan_ms=min(seconds) * 1e3,
+        degree_fwd=degrees[0],
+        degree_bwd=degrees[1],
+        eff_fwd=ideal / forward_seconds(loads, degrees[0], cost) if ideal else 1.0,
+        eff_bwd=ideal_bwd / backward_seconds(loads, degrees[1], cost) if ideal else 1.0,
+    )
+
+
+def ulysses_rows_of(nheads_q: int, nheads_kv: int) -> Callable[[int], float]:
+    """What one rank receives in a Ulysses forward, as key rows (K and V of all kv heads) over the rows it holds:
+    q, k, v and out cross the ranks once, with kv heads repeated until every rank has one."""
+
+    def rows(cp_size: int) -> float:
+        return (cp_size - 1) / cp_size * (nheads_q + max(nheads_kv, cp_size)) / nheads_kv
+
+    return rows
+
+
+def lower_bound(slices: AttnSlices, where: Dispatch, slack: float) -> float:
+    """A mean of received rows that no placement of these chunks within `slack` undercuts.
+
+    A rank with a chunk that needs n rows has n rows, of which it holds at most `seqlen_local`. The chunks that
+    need at least n rows have some area in total and some number, and a rank takes no more than its share of
+    either, so at least so many ranks have n rows. Summed over all n. Chunks whose needs differ could make it
+    worse; that is not counted.
+    """
+    table = ChunkTable.of(slices, where.chunk_size, where.chunks.numel())
+    needed = total_by_owner(unite(table.needs, table.total), table.num_chunks)
+    needed, order = needed.sort(descending=True)
+    share = table.area.sum().double() / where.cp_size * (1 + slack)
+    by_area = table.area[order].cumsum(0) / share.clamp(min=1)
+    by_count = torch.arange(1, len(order) + 1) / where.chunks.shape[1]
+    ranks = torch.maximum(by_area, by_count).sub(1e-9).ceil().clamp(max=where.cp_size)
+    beyond = (needed - where.seqlen_local).clamp(min=0)
+    steps = beyond - torch.cat([beyond[1:], beyond.new_zeros(1)])
+    return float((ranks * steps).sum()) / where.cp_size / where.seqlen_local
+
+
+def mean_outcome(outcomes: Sequence[Outcome]) -> Outcome:
+    """The mean of every figure over several packs; degrees are those of the first."""
+    first = outcomes[0]
+    values = {}
+    for item in fields(Outcome):
+        value = getattr(first, item.name)
+        if isinstance(value, float):
+            value = sum(getattr(x, item.name) for x in outcomes) / len(outcomes)
+        values[item.name] = value
+    return Outcome(**values)
+
+
+def table_of(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as aligned text."""
+    names = [item.name for item in fields(Outcome)]
+    rows = [names]
+    for outcome in outcomes:
+        values = (getattr(outcome, name) for name in names)
+        rows.append([f"{x:.3f}" if isinstance(x, float) else str(x) for x in values])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(names))]
+    return "\n".join(
+        "  ".join(x.rjust(width) for x, width in zip(row, widths, strict=True)) for row in rows
+    )
+
+
+def plot(outcomes: Sequence[Outcome], path: str, title: str) -> None:
+    """Received rows and predicted efficiency over the number of ranks, as a picture. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (traffic, efficiency) = pyplot.subplots(1, 2, figsize=(11, 4))
+    for strategy in dict.fromkeys(outcome.strategy for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.strategy == strategy]
+        ranks = [outcome.cp for outcome in mine]
+        traffic.plot(ranks, [outcome.recv_mean for outcome in mine], marker="o", label=strategy)
+        efficiency.plot(ranks, [outcome.eff_fwd for outcome in mine], marker="o", label=strategy)
+    last = [outcome for outcome in outcomes if outcome.strategy == outcomes[-1].strategy]
+    ranks = [outcome.cp for outcome in last]
+    for name, style in (("bound", ":"), ("gather", "--"), ("ulysses", "-.")):
+        values = [getattr(outcome, name) for outcome in last]
+        traffic.plot(ranks, values, style, color="grey", label=name)
+    traffic.set(xscale="log", yscale="symlog", xlabel="ranks", ylabel="rows received / rows held")
+    efficiency.set(
+        xscale="log", ylim=(0, 1.05), xlabel="ranks", ylabel="predicted forward efficiency"
+    )
+    traffic.legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def mask_of(name: str, lengths: Sequence[int]) -> AttnSlices:
+    return getattr(library, name)(lengths).slices
+
+
+def parse_count(text: str) -> int:
+    """An integer with an optional k or m: 512k is 512 * 1024."""
+    units = {"k": 1 << 10, "m": 1 << 20}
+    unit = units.get(text[-1:].lower(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or not int(digits):
+        raise argparse.ArgumentTypeError(
+            f"must be a positive count like 4096, 512k or 16m, got {text!r}"
+        )
+    return int(digits) * unit
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
+    parser = argparse.ArgumentParser(
+        prog="python -m magi_compile.dtensor.simulate",
+        description="What a placement would cost, for any number of ranks.",
+    )
+    option = parser.add_argument
+    option("--mask", choices=MASKS, default="document_causal")
+    option("--tokens", type=parse_count, default="512k", help="of the whole sequence")
+    option("--cp", default="8,64", help="numbers of ranks")
+    option("--chunk", type=parse_count, help="tokens of a chunk; by default chosen from the mask")
+    option("--strategies", default=",".join(STRATEGIES))
+    option("--packs", type=int, default=4, help="packs of documents to average over")
+    option("--slack", type=float, default=0.025)
+    option("--nheads-q", type=int, default=64)
+    option("--nheads-kv", type=int, default=8)
+    option("--head-dim", type=int, default=128)
+    option("--tflops", type=float, default=600.0, help="of one rank's attention forward")
+    option("--gbytes", type=float, default=350.0, help="per second into one rank")
+    option("--plot", help="where to write a picture")
+    options = parser.parse_args(arguments)
+
+    torch.set_num_threads(1)
+    cost = CostModel.of_heads(
+        options.nheads_q,
+        options.nheads_kv,
+        options.head_dim,
+        flops_per_second=options.tflops * 1e12,
+        bytes_per_second=options.gbytes * 1e9,
+    )
+    packs = document_packs(options.tokens, options.packs)
+    masks = [mask_of(options.mask, lengths) for lengths in packs]
+    outcomes = [
+        mean_outcome(
+            [
+                simulate(
+                    slices,
+                    int(cp_size),
+                    strategy,
+                    chunk_size=options.chunk,
+                    slack=options.slack,
+                    cost=cost,
+                    ulysses_rows=ulysses_rows_of(options.nheads_q, options.nheads_kv),
+                )
+                for slices in masks
+            ]
+        )
+        for cp_size in options.cp.split(",")
+        for strategy in options.strategies.split(",")
+    ]
+    print(f"{options.mask}, {options.tokens} tokens, mean of {options.packs} packs")
+    print(table_of(outcomes))
+    if options.plot:
+        plot(outcomes, options.plot, f"{options.mask}, {options.tokens} tokens")
+    return outcomes
+
+
+if __name__ == "__main__":
+    main()
