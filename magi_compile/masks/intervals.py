@@ -323,7 +323,7 @@ class _Evaluation:
         row, entry = first % broken.shape[1], first // broken.shape[1]
         found = (row, entry)
         if values is not None:
-            found = (values.expand_as(broken).flatten()[first], *found)
+            found = (values.expand_as(broken).take(first), *found)
         self.checks.append(MaskCheck(~flat.any(), message, detail, found))
 
     # Values
