@@ -150,7 +150,8 @@ def explain(args: argparse.Namespace) -> None:
         t.to(args.device) for t in next(packed_documents(args.seqlen, args.seed))
     )
     model = GPT(args.dim, args.layers, args.heads, args.kv_heads).to(args.device)
-    print(magi_compile.explain(model, tokens, targets, block_mask(document)))
+    with torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
+        print(magi_compile.explain(model, tokens, targets, block_mask(document)))
 
 
 def main() -> None:
