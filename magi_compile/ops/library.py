@@ -54,8 +54,14 @@ def _mask_slices(
     )
     slices, fits = padded_slices_from_intervals(intervals, capacity)
     fits = fits._replace(message=f"{fits.message} (`slice_capacity`)")
-    require([*intervals.checks, fits])
-    return slices.q_ranges, slices.k_ranges, slices.mask_types
+    checks = [*intervals.checks, fits]
+    require(checks)
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    if slices.device.type == "cuda":
+        # A failed check raises later here, so no kernel may meet the nonsense that data it speaks of leads to.
+        holds = torch.stack([check.ok for check in checks]).all()
+        lists = tuple(values * holds for values in lists)
+    return lists
 
 
 def _mask_slices_fake(
