@@ -9,6 +9,7 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -108,6 +109,11 @@ def problem_of(
     )
 
 
+# Refusals depend on the problem alone, and a call is too short to ask for them each time.
+_select = lru_cache(maxsize=1024)(select)
+
+
+@lru_cache(maxsize=64)
 def _arch(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
@@ -130,7 +136,7 @@ def _plan(
         device.type, _arch(device), dtype, nheads_q, nheads_kv, head_dim, head_dim_v, 1.0
     )
     slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k)
-    return select(problem, kernel).plan(slices, problem)
+    return _select(problem, kernel).plan(slices, problem)
 
 
 _define(
@@ -170,7 +176,7 @@ def _ffa_fwd(
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
     problem = problem_of(q, k, v, softmax_scale, softcap)
-    chosen = select(problem, kernel or None)
+    chosen = _select(problem, kernel or None)
     slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
     plan = plan or _plan_of(chosen, slices, problem)
     return chosen.forward(q, k, v, slices, plan, problem)
@@ -211,7 +217,7 @@ def _ffa_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise_pending()
     problem = problem_of(q, k, v, softmax_scale, softcap)
-    chosen = select(problem, kernel or None)
+    chosen = _select(problem, kernel or None)
     slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
     plan = plan or _plan_of(chosen, slices, problem)
     return chosen.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
