@@ -270,8 +270,10 @@ private:
             }
 
             // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
+            const uint32_t q = q_operand();
+            const uint32_t k = k_operand();
             wait_turn();
-            issue_scores(scores);
+            issue_scores(scores, q, k);
             pass_turn();
             Visibility next = next_block(tile);
             wgmma_wait_group<0>();
@@ -286,9 +288,11 @@ private:
 
             while (sees == kPart || sees == kAll) {
                 wait_for_v(is_v_there);
+                const uint32_t q = q_operand();
+                const uint32_t k = k_operand();
                 const uint32_t v = v_operand();
                 wait_turn();
-                issue_scores(scores);
+                issue_scores(scores, q, k);
                 issue_out(out, probs, v);
                 pass_turn();
                 next = next_block(tile);   // while the scores are on their way
@@ -334,9 +338,15 @@ private:
 
     // ---- the matmuls
 
+    __device__ __forceinline__ uint32_t q_operand() const {
+        return wgmma_descriptor(smem_.q[0][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+    }
+
+    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
+
     __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
 
-    __device__ __forceinline__ void issue_scores(Scores& scores) {
+    __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
         pin(scores);
@@ -346,8 +356,8 @@ private:
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                scores, q_operand_ + ((slab * kQSlabBytes + within) >> 4),
-                k_operand_ + ((slab * kKSlabBytes + within) >> 4), step != 0);
+                scores, q + ((slab * kQSlabBytes + within) >> 4),
+                k + ((slab * kKSlabBytes + within) >> 4), step != 0);
         }
         wgmma_commit_group();
     }
@@ -487,8 +497,6 @@ private:
             return kEnd;
         }
         mbarrier_wait(smem_.k_full[k_.slot], k_.phase);
-        q_operand_ = wgmma_descriptor(smem_.q[0][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-        k_operand_ = wgmma_descriptor(smem_.k[k_.slot], 0);
         const Block& block = smem_.blocks[k_.slot];
         k_.advance();
         is_last_block_ = block.flags & Block::kIsLastOfTile;
@@ -560,7 +568,6 @@ private:
     Position<Config::kKStages> k_;        // of the block to look at next
     Position<Config::kKStages> scored_;   // of the block in work
     Position<Config::kVStages> v_;
-    uint32_t q_operand_, k_operand_;
     bool is_last_block_;
     bool holds_q_;
 };

@@ -47,7 +47,7 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(2, 128, 4, 4, False, 40, 232),
+    64: ForwardConfig(3, 96, 4, 4, False, 32, 160),
     96: ForwardConfig(2, 128, 3, 2, False, 40, 232),
     128: ForwardConfig(2, 128, 3, 2, False, 40, 232),
     192: ForwardConfig(2, 96, 2, 2, True, 40, 232),
