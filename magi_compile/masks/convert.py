@@ -61,21 +61,21 @@ def padded_slices_from_intervals(
     count = number[-1] if number.numel() else number.sum()
     total = runs.starts.shape[0]
     if total:
-        is_used = places[0] < total
-        fields = _gather_runs(intervals, runs, *(place.clamp(max=total - 1) for place in places))
-        fields = [
-            torch.where(is_used.view(-1, *(1,) * (field.dim() - 1)), field, 0) for field in fields
-        ]
+        is_used = (places[0] < total)[:, None]
+        first, last = (place.clamp(max=total - 1) for place in places)
+        q_ranges, k_ranges, mask_types = _gather_runs(intervals, runs, first, last)
+        q_ranges, k_ranges = (torch.where(is_used, x, 0) for x in (q_ranges, k_ranges))
+        mask_types = torch.where(is_used[:, 0], mask_types, 0)
     else:
-        zeros = torch.zeros(capacity, 2, dtype=torch.int32, device=runs.starts.device)
-        fields = [zeros, zeros, zeros[:, 0]]
+        q_ranges = k_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
+        mask_types = q_ranges[:, 0]
     check = MaskCheck(
         count <= capacity,
         f"the mask must fit in {capacity} slices",
         "it has {}",
         (count,),
     )
-    return AttnSlices(*fields, *_totals(intervals)), check
+    return AttnSlices(q_ranges, k_ranges, mask_types, *_totals(intervals)), check
 
 
 def _totals(intervals: RowIntervals) -> tuple[int, int]:
@@ -105,7 +105,9 @@ def _runs(intervals: RowIntervals) -> _Runs:
     return _Runs(starts.flatten(), ends.flatten(), mask_type.flatten())
 
 
-def _gather_runs(intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor):
+def _gather_runs(
+    intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ranges and types of the runs from row number `first` to row number `last`."""
     rows_per_interval = intervals.batch * intervals.seqlen_q
     row, last_row = first % rows_per_interval, last % rows_per_interval
@@ -113,5 +115,5 @@ def _gather_runs(intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tens
     q_ranges = torch.stack([row, last_row + 1], -1)
     k_begin, k_end = intervals.lo.flatten()[first], intervals.hi.flatten()[last]
     k_ranges = torch.stack([k_begin + shift, k_end + shift], -1)
-    ranges = (q_ranges.to(torch.int32), k_ranges.to(torch.int32))
-    return [*ranges, runs.mask_type[first].to(torch.int32)]
+    mask_types = runs.mask_type[first]
+    return q_ranges.to(torch.int32), k_ranges.to(torch.int32), mask_types.to(torch.int32)

@@ -281,6 +281,8 @@ class _Evaluation:
         op, args = promise.holds.op, promise.holds.args
         when = self.value(promise.when).data
         matters = when if is_live is None else is_live & when
+        if matters is False:
+            return
         if op == "is_grouped":
             is_whole = self.group_field(promise.holds, "is_whole")
             if is_whole is None:
@@ -321,10 +323,8 @@ class _Evaluation:
         flat = broken.flatten()
         first = flat.to(torch.uint8).argmax()
         row, entry = first % broken.shape[1], first // broken.shape[1]
-        found = (row, entry)
-        if values is not None:
-            found = (values.expand_as(broken).take(first), *found)
-        self.checks.append(MaskCheck(~flat.any(), message, detail, found))
+        sought = () if values is None else (values.expand_as(broken).take(first),)
+        self.checks.append(MaskCheck(~flat.any(), message, detail, (*sought, row, entry)))
 
     # Values
 
@@ -352,7 +352,9 @@ class _Evaluation:
         if op == "upper_bound":
             return _Value(self.upper_bound(*args), 0, self.seqlen_k)
         if op in ("group_begin", "group_end"):
-            return _Value(self.group_field(expr, op[6:]), 0, self.seqlen_k)
+            edge = self.group_field(expr, op.removeprefix("group_"))
+            assert edge is not None
+            return _Value(edge, 0, self.seqlen_k)
         return self.pointwise(op, [self.value(arg) for arg in args])
 
     def pointwise(self, op: str, values: list[_Value]) -> _Value:
@@ -557,7 +559,7 @@ def _bounds(op: str, values: list[_Value]) -> tuple[int, int]:
     return (0 if op == "abs" or (a >= 0 and x > 0) else -size), size
 
 
-def _where(condition: Tensor | bool, x: Tensor | int, y: Tensor | int) -> Tensor | int:
+def _where(condition: Tensor | int, x: Tensor | int, y: Tensor | int) -> Tensor | int:
     if not isinstance(condition, Tensor):
         return x if condition else y
     if not isinstance(x, Tensor) and not isinstance(y, Tensor):

@@ -47,7 +47,7 @@ class MaskProgram:
             ExprError: `text` is not a mask program.
         """
         body, has_names, comment = text.partition("#")
-        names = []
+        names: list[str] = []
         for item in comment.split(",") if has_names else ():
             label, _, name = item.strip().partition(": ")
             if label != f"t{len(names)}" or not name:

@@ -123,11 +123,11 @@ class AttnSlices:
         """
         if device is None and isinstance(q_ranges, Tensor):
             device = q_ranges.device
-        tensors = [
+        tensors = (
             _int32("q_ranges", q_ranges, (-1, 2)),
             _int32("k_ranges", k_ranges, (-1, 2)),
             _int32("mask_types", mask_types, (-1,)),
-        ]
+        )
         if seqlen_q is None:
             seqlen_q = int(tensors[0].max()) if tensors[0].numel() else 0
         if seqlen_k is None:

@@ -392,11 +392,9 @@ class _Solver:
         term = replace(difference, s=ZERO)
         if op in ("eq", "ne"):
             return self.equal(term, bound, op == "eq")
-        if op in ("gt", "ge"):
-            term, bound = self.scale(term, const(-1)), build("neg", bound)
         if op in ("lt", "gt"):
-            bound = build("sub", bound, ONE)
-        return self.at_most(term, bound)
+            bound = build("sub" if op == "lt" else "add", bound, ONE)
+        return self.at_most(term, bound) if op in ("lt", "le") else self.at_least(term, bound)
 
     def at_most(self, term: _Term, bound: Expr) -> KeySet:
         """The keys with `term <= bound`; term.s is 0."""

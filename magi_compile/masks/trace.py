@@ -121,7 +121,7 @@ def _is_aliased(node: torch.fx.Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
     is_in_place = is_in_place and name not in ("and_", "or_", "not_")
-    return is_in_place and len(node.args[0].users) > 1
+    return is_in_place and any(len(arg.users) > 1 for arg in node.all_input_nodes[:1])
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "ifloordiv", "imod", "iand", "ior", "ixor")
@@ -149,29 +149,22 @@ def _convert(x: Expr, *args: Any, dtype: torch.dtype | None = None, **_: Any) ->
     return _integers(x)
 
 
-def _full(_: Any, size: Sequence[int] = (), fill_value: Any = 0, *, dtype: Any = None, **__: Any):
-    if tuple(size):
-        raise ExprError(f"a tensor of shape {list(size)} is made inside the mask_mod")
-    value = int_value(fill_value) if isinstance(fill_value, Expr) else fill_value
-    return const(bool(value) if dtype == torch.bool else value)
+def _full(_: Any, size: Any = (), fill_value: Any = 0, *, dtype: Any = None, **__: Any) -> Expr:
+    if not isinstance(size, (tuple, list)) or len(size):
+        raise ExprError(f"a tensor of shape {size} is made inside the mask_mod")
+    return _convert(_as_expr(fill_value), dtype)
 
 
 def _like(value: int) -> Callable[..., Expr]:
     def full_like(x: Expr, fill_value: Any = value, *, dtype: Any = None, **_: Any) -> Expr:
-        is_bool = dtype == torch.bool or (
-            dtype is None and isinstance(x, Expr) and x.kind == "bool"
-        )
-        return _full(None, (), fill_value, dtype=torch.bool if is_bool else None)
+        is_bool = dtype is None and x.kind == "bool"
+        return _convert(_as_expr(fill_value), torch.bool if is_bool else dtype)
 
     return full_like
 
 
 def _new(value: int) -> Callable[..., Expr]:
-    def new(_: Any, *size: Any, dtype: Any = None, **kwargs: Any) -> Expr:
-        shape = kwargs.get("size", size[0] if len(size) == 1 else size)
-        return _full(None, [shape] if isinstance(shape, (int, Expr)) else shape, value, dtype=dtype)
-
-    return new
+    return lambda x, size=(), **kwargs: _full(x, size, value, **kwargs)
 
 
 def _clamp(x: Expr, min: Any = None, max: Any = None) -> Expr:
@@ -485,7 +478,6 @@ def _tensor_names(mask_mod: Any) -> dict[int, str]:
             visit_all(value)
         elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
             visit_all(vars(value))
-            visit(name, getattr(type(value), "__call__", None))
 
     def visit_all(items: dict[Any, Any]) -> None:
         for key, item in items.items():
@@ -498,7 +490,6 @@ def _tensor_names(mask_mod: Any) -> dict[int, str]:
 
 def _is_filled(cell: types.CellType) -> bool:
     try:
-        cell.cell_contents
+        return cell.cell_contents is not None
     except ValueError:
         return False
-    return True
