@@ -36,7 +36,7 @@ from magi_compile.masks import bands
 from magi_compile.masks.slices import AttnSlices
 
 #: Chunk sizes tried by `choose_chunk_size`, largest first.
-CHUNK_SIZES = (2048, 1024, 512, 256, 128)
+CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
 
 #: Chunks lighter than this share of the heaviest one of their document are spread over the ranks that need them.
 COMPANY = 1 / 3
@@ -158,7 +158,7 @@ def dispatch(
     *,
     chunk_size: int | None = None,
     strategy: str = "local",
-    slack: float = 0.025,
+    slack: float = 0.01,
     cost: CostModel = DEFAULT_COST,
 ) -> Dispatch:
     """Decides which rank holds which tokens of a self-attention sequence.
@@ -206,15 +206,17 @@ def check_self_attention(slices: AttnSlices) -> None:
 def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
     """The largest chunk size that leaves the balance enough freedom.
 
-    Every rank should hold at least 8 chunks, and no chunk of 1024 tokens or more may weigh more than a quarter
-    of a rank's share. Sequences too short for that get the smallest size, with fewer chunks per rank.
+    Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than an eighth of a rank's
+    share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
     """
     for chunk_size in CHUNK_SIZES:
         per_rank = -(-slices.seqlen_q // (chunk_size * cp_size))
-        if per_rank < 8:
+        if per_rank < (16 if chunk_size > 512 else 8):
             continue
+        if chunk_size <= 512:
+            return chunk_size
         area = ChunkTable.of(slices, chunk_size, per_rank * cp_size).area
-        if chunk_size <= 512 or int(area.max()) * 4 * cp_size <= int(area.sum()):
+        if int(area.max()) * 8 * cp_size <= int(area.sum()):
             return chunk_size
     return CHUNK_SIZES[-1]
 
@@ -534,7 +536,7 @@ def _repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignme
     """Swaps chunks between the most loaded rank and lightly loaded ones until all are within `slack`.
 
     Of the swaps that settle a rank at once the one that adds the least traffic is taken; where there is none,
-    the one that halves the difference best. The number of swaps is bounded by the number of ranks.
+    the one that halves the difference best. The number of swaps is bounded.
     """
     cp_size = len(assignment)
     area = table.area.tolist()
@@ -542,12 +544,16 @@ def _repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignme
     loads = [sum(area[chunk] for chunk in chunks) for chunks in ranks]
     limit = sum(loads) / cp_size * (1 + slack)
     needs: _Needs | None = None
-    for _ in range(2 * cp_size):
+    wide_searches = 8
+    for _ in range(4 * cp_size + len(area) // 8):
         source = max(range(cp_size), key=loads.__getitem__)
         if loads[source] <= limit:
             break
         needs = needs or _Needs(table)
-        swap = _best_swap(ranks, loads, source, limit, area, needs)
+        swap = _best_swap(ranks, loads, source, limit, area, needs, num_targets=4)
+        if swap is None and wide_searches:
+            wide_searches -= 1
+            swap = _best_swap(ranks, loads, source, limit, area, needs, num_targets=cp_size)
         if swap is None:
             break
         target, given, received = swap
@@ -565,7 +571,7 @@ def _best_swap(
     limit: float,
     area: list[int],
     needs: _Needs,
-    num_targets: int = 4,
+    num_targets: int,
     num_choices: int = 12,
 ) -> tuple[int, int, int] | None:
     """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves."""
@@ -591,7 +597,7 @@ def _best_swap(
             for given_area, given in given_areas:
                 index = min(bisect_left(areas, given_area - middle), len(areas) - 1)
                 moved = given_area - areas[index]
-                if 0 < moved < 1.98 * middle:
+                if 0.1 * middle < moved < 1.9 * middle:
                     easing.append((abs(moved - middle), target, given, ranks[target][index]))
         return min(easing)[1:] if easing else None
     absent = {rank: ~needs.present(ranks[rank]) for rank in {source, *(s[0] for s in settling)}}

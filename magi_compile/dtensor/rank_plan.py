@@ -53,7 +53,7 @@ class ContextParallelOptions:
 
     strategy: str = "local"
     chunk_size: int | None = None
-    slack: float = 0.025
+    slack: float = 0.01
     degree: int | None = None
     backward_degree: int | None = None
     cost: CostModel = DEFAULT_COST

@@ -68,7 +68,7 @@ def simulate(
     strategy: str = "local",
     *,
     chunk_size: int | None = None,
-    slack: float = 0.025,
+    slack: float = 0.01,
     cost: CostModel | None = None,
     ulysses_rows: Callable[[int], float] | None = None,
     repeats: int = 3,
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     option("--chunk", type=parse_count, help="tokens of a chunk; by default chosen from the mask")
     option("--strategies", default=",".join(STRATEGIES))
     option("--packs", type=int, default=4, help="packs of documents to average over")
-    option("--slack", type=float, default=0.025)
+    option("--slack", type=float, default=0.01)
     option("--nheads-q", type=int, default=64)
     option("--nheads-kv", type=int, default=8)
     option("--head-dim", type=int, default=128)

@@ -132,7 +132,8 @@ def test_packed_text_is_balanced_and_local(causal):
 
 
 def test_chunk_size_follows_the_mask():
-    assert choose_chunk_size(AttnSlices.full(2**17), 8) == 2048
+    assert choose_chunk_size(AttnSlices.full(2**20), 8) == 8192
+    assert choose_chunk_size(AttnSlices.full(2**16), 8) == 512
     assert choose_chunk_size(documents(document_packs(2**19, 1)[0], True), 64) == 512
     assert choose_chunk_size(AttnSlices.causal(1000), 8) == 128
 
