@@ -28,6 +28,7 @@ class Ranks:
             arguments = (rank, size, f"{self._directory.name}/store", theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
+            theirs.close()  # so that a dead worker's pipe is at its end
             self._pipes.append(ours)
             self._processes.append(process)
 
@@ -35,8 +36,16 @@ class Ranks:
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
 
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """What the function returned on each rank; fails with the tracebacks of the ranks that raised."""
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        expect_dead: frozenset[int] | set[int] = frozenset(),
+    ) -> list[Any]:
+        """What the function returned on each rank; fails with the tracebacks of the ranks that raised.
+
+        Ranks of `expect_dead` must end their process instead; their result is None.
+        """
         for pipe in self._pipes:
             pipe.send((function, arguments))
         results, failures = [], []
@@ -44,7 +53,12 @@ class Ranks:
             if not pipe.poll(TIMEOUT.total_seconds() + 20):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.size} did not answer")
-            error, result = pipe.recv()
+            try:
+                error, result = pipe.recv()
+            except EOFError:
+                error, result = "its process ended", None
+            if rank in expect_dead:
+                error = None if error == "its process ended" else "its process is alive"
             results.append(result)
             if error:
                 failures.append(f"rank {rank}:\n{error}")

@@ -1,5 +1,6 @@
 """Attention across ranks equals attention on one: values and gradients, over gloo."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,12 +11,12 @@ from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.dispatch import STRATEGIES
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, check_agreement, plan_rank
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import HEADS, MASKS, Heads
+from magi_compile.testing.cases import HEADS, Heads
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+from tests.dtensor.masks import SQUARE
+from tests.dtensor.ranks import Ranks
 
-SQUARE = {case.name: case for case in MASKS if case.seqlen_q == case.seqlen_k}
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
-SIZES = [1, 2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
 
 
 def shard(x, positions):
@@ -70,8 +71,17 @@ def run_on_ranks(group, case, options, dtype, is_compiled=False):
         assert_attention_close(AttentionResults(out, lse.t(), *grads), inputs, slices, problem)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", SQUARE)
+# Every mask on 2 and 3 ranks, the long ones on 3 alone; some on the others.
+FEW = ["full_1x1", "varlen_causal", "nobody_sees_anything", "holes", "shared_prefix"]
+RUNS = [
+    *(pytest.param(3, name, id=f"3-{name}") for name in SQUARE),
+    *(pytest.param(2, name, id=f"2-{name}") for name in SQUARE if SQUARE[name].seqlen_q < 1000),
+    *(pytest.param(size, name, id=f"{size}-{name}") for size in (1, 4) for name in FEW),
+    *(pytest.param(8, name, id=f"8-{name}", marks=pytest.mark.slow) for name in SQUARE),
+]
+
+
+@pytest.mark.parametrize(("size", "name"), RUNS)
 def test_every_mask(ranks_of, size, name):
     case = SQUARE[name]
     ranks_of(size).run(
@@ -180,6 +190,24 @@ def run_disagreement(group):
 
 def test_disagreement_raises_on_every_rank(ranks_of):
     ranks_of(3).run(run_disagreement)
+
+
+def run_until_a_rank_dies(group):
+    plan = plan_rank(AttnSlices.full(64), group.size(), group.rank(), OPTIONS).tensors("cpu")
+    x = torch.randn(plan.meta[3].item(), 2, 8)
+    context_parallel_attention(x, x, x, plan, group)
+    if group.rank() == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError):
+        context_parallel_attention(x, x, x, plan, group)
+
+
+def test_a_dead_rank_is_an_error_on_the_others():
+    ranks = Ranks(2)
+    try:
+        assert ranks.run(run_until_a_rank_dies, expect_dead={1}) == [None, None]
+    finally:
+        ranks.close()
 
 
 def run_bad_calls(group):

@@ -6,9 +6,8 @@ import torch
 from magi_compile.dtensor.comm_plan import RankRows, StageLoads, plan_communication
 from magi_compile.dtensor.dispatch import STRATEGIES, dispatch
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import MASKS
+from tests.dtensor.masks import SQUARE
 
-SQUARE = [case for case in MASKS if case.seqlen_q == case.seqlen_k]
 CHUNK = 16
 
 
@@ -52,7 +51,7 @@ def buffers_of(where, stages, stage):
 
 @pytest.mark.parametrize("degree", [0, 1, 3])
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("case", SQUARE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
 def test_stages_cover_the_mask_once(case, cp_size, degree):
     slices = case.slices()
     where, stages = all_stages(slices, cp_size, degree)
@@ -79,7 +78,7 @@ def test_stages_cover_the_mask_once(case, cp_size, degree):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_covers_the_mask(strategy):
-    slices = next(case for case in SQUARE if case.name == "varlen_causal").slices()
+    slices = SQUARE["varlen_causal"].slices()
     where, stages = all_stages(slices, 4, 2, strategy)
     dense = dense_of(slices, where)
     area = sum(stage.slices.area() for rank in stages for stage in rank)
@@ -97,7 +96,7 @@ def test_remote_rows_move_once_in_equal_parts(degree):
         assert all(stage.transfer.recv_counts[rank] == 0 for stage in stages[rank][1:])
 
 
-@pytest.mark.parametrize("case", SQUARE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
 def test_stage_loads_are_those_of_the_dense_mask(case):
     slices = case.slices()
     where = dispatch(slices, 3, chunk_size=CHUNK)

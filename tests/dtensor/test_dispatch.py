@@ -15,16 +15,15 @@ from magi_compile.dtensor.dispatch import (
 )
 from magi_compile.dtensor.documents import document_packs
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.testing.cases import MASKS, random_disjoint, sliding_window, varlen
-from tests.dtensor.masks import documents
+from magi_compile.testing.cases import random_disjoint, sliding_window, varlen
+from tests.dtensor.masks import SQUARE, documents
 
-SQUARE = [case for case in MASKS if case.seqlen_q == case.seqlen_k]
 COMPUTE_BOUND = CostModel(seconds_per_area=1.0, seconds_per_row=0.0)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 8])
-@pytest.mark.parametrize("case", SQUARE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
 def test_every_token_has_one_place(case, cp_size, strategy):
     plan = dispatch(case.slices(), cp_size, chunk_size=32, strategy=strategy)
     assert plan.cp_size == cp_size
@@ -41,7 +40,7 @@ def test_every_token_has_one_place(case, cp_size, strategy):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 5])
-@pytest.mark.parametrize("case", SQUARE, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
 def test_loads_are_those_of_the_dense_mask(case, cp_size):
     slices = case.slices()
     plan = dispatch(slices, cp_size, chunk_size=16)

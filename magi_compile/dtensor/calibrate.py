@@ -1,0 +1,117 @@
+"""Measures the rates of a `CostModel` on the machine at hand, once, with the kernel and the group that will run.
+
+Every rate is the median of a few runs of the real thing, on the slowest rank; all ranks return the same model.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from magi_compile.dtensor.collectives import Route, start_cast, start_reduce
+from magi_compile.dtensor.cost import CostModel
+from magi_compile.kernels.select import select
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.library import problem_of
+
+
+def calibrate(
+    group: dist.ProcessGroup,
+    device: torch.device | str,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    nheads_q: int = 64,
+    nheads_kv: int = 8,
+    head_dim: int = 128,
+    seqlen: int = 8192,
+    repeats: int = 5,
+) -> CostModel:
+    """Measures compute and communication; all ranks of `group` call it together.
+
+    Args:
+        group: the ranks that will run attention together.
+        device: where.
+        dtype: of q, k and v.
+        nheads_q: query heads.
+        nheads_kv: key-value heads.
+        head_dim: of q, k and v.
+        seqlen: rows of one rank; the larger, the less fixed costs blur the rates.
+        repeats: runs of each measurement.
+
+    Returns:
+        The model, equal on all ranks.
+
+    Raises:
+        NotImplementedError: if no kernel can run this.
+    """
+    device = torch.device(device)
+    q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
+    k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
+    problem = problem_of(q, k, v, head_dim**-0.5, 0.0)
+    kernel = select(problem)
+    slices = AttnSlices.full(seqlen).to(device)
+    plan = kernel.plan(slices, problem)
+    out, lse = kernel.forward(q, k, v, slices, plan, problem)
+
+    def seconds(run: Callable[[], object]) -> float:
+        return _slowest_median(run, group, device, repeats)
+
+    forward = seconds(lambda: kernel.forward(q, k, v, slices, plan, problem))
+    backward = seconds(lambda: kernel.backward(q, None, q, k, v, out, lse, slices, plan, problem))
+    # One block of rows and keys: what a launch costs when there is next to nothing to compute.
+    tiny = min(seqlen, 128)
+    tiny_slices = AttnSlices.full(tiny).to(device)
+    tiny_plan = kernel.plan(tiny_slices, problem)
+    launch = seconds(
+        lambda: kernel.forward(q[:tiny], k[:tiny], v[:tiny], tiny_slices, tiny_plan, problem)
+    )
+    per_area = forward / seqlen**2
+    route = _everything_to_everyone(group.size(), seqlen, device)
+    nothing = _everything_to_everyone(group.size(), 0, device)
+    num_rows = sum(route.recv_counts) - route.recv_counts[group.rank()]
+    latency = seconds(lambda: start_cast((k, v), nothing, group).wait())
+    cast = seconds(lambda: start_cast((k, v), route, group).wait())
+    totals = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+    buffers = start_cast((k, v), route, group).wait()
+    reduce = seconds(lambda: start_reduce(buffers, route, group).add_to(totals))
+    moving = max(cast - latency, 1e-9)
+    return CostModel(
+        seconds_per_area=per_area,
+        seconds_per_row=moving / max(num_rows, 1),
+        stage_seconds=max(launch - per_area * tiny**2, 0.0),
+        latency_seconds=latency,
+        backward_area_factor=backward / forward,
+        backward_reduce_factor=max(reduce - latency, 1e-9) / moving,
+    )
+
+
+def _everything_to_everyone(cp_size: int, rows: int, device: torch.device) -> Route:
+    """Each rank sends all of its rows to all ranks, itself included."""
+    send_rows = torch.arange(rows, device=device).repeat(cp_size)
+    recv_rows = torch.arange(rows * cp_size, device=device)
+    return Route(send_rows, recv_rows, [rows] * cp_size, [rows] * cp_size)
+
+
+def _slowest_median(
+    run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, repeats: int
+) -> float:
+    """The median time of `run` on the rank where that is largest, after one run to warm up."""
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(times[1:])], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return slowest.item()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
