@@ -149,11 +149,10 @@ def flex(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     seqlen = q.shape[2]
     mask_mod = make_mask_mod(mask, seqlen)
-    block_mask = (
-        create_block_mask(mask_mod, None, None, seqlen, seqlen, device="cuda", _compile=True)
-        if mask_mod
-        else None
-    )
+    block_mask = None
+    if mask_mod:
+        make = torch.compile(create_block_mask)
+        block_mask = make(mask_mod, None, None, seqlen, seqlen, device="cuda")
     attend = torch.compile(flex_attention, dynamic=False)
     return lambda: attend(q, k, v, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
 
@@ -243,6 +242,12 @@ def to_markdown(context: dict, rows: list[dict], names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(output: Path, context: dict, rows: list[dict], names: list[str]) -> None:
+    record = {"context": context, "rows": rows}
+    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    output.with_suffix(".md").write_text(to_markdown(context, rows, names))
+
+
 def gpu_state() -> str:
     query = "name,driver_version,power.limit,clocks.max.sm"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
@@ -281,10 +286,8 @@ def main() -> None:
                     row = measure(mask, seqlen, heads, head_dim, args.contenders)
                     rows.append(row)
                     print(heads, head_dim, mask, seqlen, row["tflops"], flush=True)
-    if args.output:
-        record = {"context": context, "rows": rows}
-        args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        args.output.with_suffix(".md").write_text(to_markdown(context, rows, args.contenders))
+                    if args.output:
+                        write(args.output, context, rows, args.contenders)
 
 
 if __name__ == "__main__":

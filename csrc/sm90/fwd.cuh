@@ -29,7 +29,7 @@ struct ForwardParams {
     float cap_scale;    // softmax_scale / softcap where scores are capped
 };
 
-static_assert(sizeof(ForwardParams) == 640, "packed by magi_compile/kernels/cuda/launch.py");
+static_assert(sizeof(ForwardParams) == 640, "packed by magi_compile/kernels/cuda/forward.py");
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, bool kOutSharesQ_,
           int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_>
@@ -302,6 +302,8 @@ private:
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
                 softmax.exponentiate<Element, 0, kScores / 2>(scores, probs, sum);
+                // The assembler moves a wait up to the last memory operation in front of it: this one, which seems to
+                // depend on the exponentials, keeps them in front of the wait and beside the rest of P V.
                 release_k_and_q(next, zero_after(sum[0]) | zero_after(sum[1]));
                 wgmma_wait_group<0>();
                 pin(out);
@@ -356,12 +358,12 @@ private:
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                scores, q + ((slab * kQSlabBytes + within) >> 4),
-                k + ((slab * kKSlabBytes + within) >> 4), step != 0);
+                scores, q + ((slab * kQSlabBytes + within) >> 4), k + ((slab * kKSlabBytes + within) >> 4), step != 0);
         }
         wgmma_commit_group();
     }
 
+    // In two groups, for the two halves of the columns of P: a half of `probs` is free when its group has ended.
     __device__ __forceinline__ void issue_out(Out& out, const Probs& probs, uint32_t v) {
         constexpr int kStepBytes = 16 * 128;
         pin(out);
@@ -392,7 +394,7 @@ private:
         }
     }
 
-    // An accumulator of 16 columns is, packed, the A operand of the next matmul.
+    // The probabilities of a block that moves the reference of the softmax.
     __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, float (&sum)[2], Out& out,
                                                   OnlineSoftmax& softmax) {
         float rescale[2];
@@ -415,8 +417,7 @@ private:
     // rows behind the tile are another's.
     __device__ __forceinline__ void store(const Out& out, const float (&lse)[2], const TileOfHead& tile) {
         const int row_in_tile = warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
-        Element* const staging =
-            smem_.q[SharedStorage<Config>::kQBuffers - 1][0] + row_in_tile * Config::kSlabCols;
+        Element* const staging = smem_.q[SharedStorage<Config>::kQBuffers - 1][0] + row_in_tile * Config::kSlabCols;
         if constexpr (Config::kOutSharesQ) {
             barrier_sync(kWarpgroupDone + warpgroup_, Config::kWarpgroup);   // all four warps have read Q
         } else {
@@ -426,10 +427,10 @@ private:
             __syncwarp();
         }
         stage(out, staging);
+        fence_proxy_async_shared();
+        __syncwarp();
         const int warp_row = tile.row_begin + row_in_tile;
         if (warp_row + Config::kWarpRows <= tile.row_end) {
-            fence_proxy_async_shared();
-            __syncwarp();
             if (lane_ == 0) {
 #pragma unroll
                 for (int slab = 0; slab < Config::kSlabs; ++slab) {
@@ -439,7 +440,6 @@ private:
                 cp_async_bulk_commit_group();
             }
         } else {
-            __syncwarp();
             store_rows(staging, warp_row, tile);
         }
         if (lane_ % 4 == 0) {
@@ -453,7 +453,7 @@ private:
         }
     }
 
-    // Registers to shared memory in the 128-byte swizzle of the tensor map: 16-byte chunk c of row r lies at c ^ (r % 8).
+    // Registers to shared memory in the swizzle of the tensor map: 16-byte chunk c of row r lies at c ^ (r % 8).
     __device__ __forceinline__ void stage(const Out& out, Element* staging) const {
         const int row = lane_ % 16;
         const uint32_t row_address = shared_address(staging) + row * 128;
@@ -475,7 +475,8 @@ private:
             const int row = i / kChunks;
             const int chunk = i % kChunks;
             if (warp_row + row < tile.row_end) {
-                const long long out_row = static_cast<long long>(warp_row + row) * params_.schedule.num_heads + tile.head;
+                const long long out_row =
+                    static_cast<long long>(warp_row + row) * params_.schedule.num_heads + tile.head;
                 out_rows[out_row * kChunks + chunk] =
                     chunks[chunk / 8 * (kQSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }

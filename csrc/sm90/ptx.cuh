@@ -240,7 +240,8 @@ __device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile, uint32_t 
 // The high word of all of them: 128-byte swizzle, groups of 8 rows of 128 bytes.
 constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;
 
-// Zero, but the compiler does not know it: the grid has one dimension. What uses it can not run before `value` is there.
+// Zero, but the compiler does not know it: the grid has one dimension. What uses it can not run before `value`
+// is there.
 __device__ __forceinline__ uint32_t zero_after(float value) {
     return __float_as_uint(value) & blockIdx.y;
 }
@@ -273,26 +274,32 @@ struct Wgmma;
             ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
 // X0.. are the operand numbers after the accumulators.
-#define FFA_WGMMA(ELEMENT, TYPE, N, REGISTERS, OPERANDS, X0, X1, X2, X3, X4, X5, X6, X7)                                  \
+#define FFA_WGMMA(ELEMENT, TYPE, N, REGISTERS, OPERANDS, X0, X1, X2, X3, X4, X5, X6, X7)                             \
     template <>                                                                                                      \
     struct Wgmma<ELEMENT, N> {                                                                                       \
         template <Major kMajorA, Major kMajorB>                                                                      \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], uint32_t a, uint32_t b, int accumulate) {       \
-            asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, " X2                                    \
-                         ", 0;\nmov.b64 a, {" X0 ", " X5 "};\nmov.b64 b, {" X1 ", " X5 "};\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, " \
-                         "a, b, p, 1, 1, " X3 ", " X4 ";\n}"                                                         \
+            asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\n"                                                       \
+                         "setp.ne.b32 p, " X2 ", 0;\n"                                                               \
+                         "mov.b64 a, {" X0 ", " X5 "};\n"                                                            \
+                         "mov.b64 b, {" X1 ", " X5 "};\n"                                                            \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                             \
+                         " {" REGISTERS "}, a, b, p, 1, 1, " X3 ", " X4 ";\n}"                                       \
                          : OPERANDS(d)                                                                               \
                          : "r"(a), "r"(b), "r"(accumulate), "n"(int(kMajorA)), "n"(int(kMajorB)),                    \
                            "r"(kDescriptorHigh));                                                                    \
         }                                                                                                            \
         template <Major kMajorB>                                                                                     \
-        static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint32_t b, int accumulate) {\
-            asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, " X5                                       \
-                         ", 0;\nmov.b64 b, {" X4 ", " X7 "};\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" REGISTERS "}, {" \
-                         X0 "," X1 "," X2 "," X3 "}, b, p, 1, 1, " X6 ";\n}"                                         \
+        static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint32_t b,                  \
+                                                  int accumulate) {                                                  \
+            asm volatile("{\n.reg .pred p;\n.reg .b64 b;\n"                                                          \
+                         "setp.ne.b32 p, " X5 ", 0;\n"                                                               \
+                         "mov.b64 b, {" X4 ", " X7 "};\n"                                                            \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                             \
+                         " {" REGISTERS "}, {" X0 "," X1 "," X2 "," X3 "}, b, p, 1, 1, " X6 ";\n}"                   \
                          : OPERANDS(d)                                                                               \
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(int(kMajorB)),   \
-                           "r"(kDescriptorHigh));                                                                    \
+                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate),                      \
+                           "n"(int(kMajorB)), "r"(kDescriptorHigh));                                                 \
         }                                                                                                            \
     };
 #define FFA_WGMMA_SIZES(ELEMENT, TYPE)                                                                      \

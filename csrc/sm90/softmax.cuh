@@ -17,8 +17,8 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // Probabilities are taken relative to a reference that is some earlier maximum of the row, and only the sum of a block
 // tells whether that still serves: no maximum is computed for a block whose probabilities stay moderate, which are all
-// but the first few of a row. The result is the same after normalisation, and probabilities up to 2^8 are as
-// exact as those up to 1.
+// but the first few of a row. The result is the same after normalisation, and probabilities up to 2^8 are as exact as
+// those up to 1.
 class OnlineSoftmax {
 public:
     __device__ __forceinline__ explicit OnlineSoftmax(float scale_log2)
@@ -40,7 +40,8 @@ public:
         has_unseen_rows_ = __any_sync(0xffffffff, reference_[0] == -kInfinity || reference_[1] == -kInfinity);
     }
 
-    // The probabilities of some scores, rounded and packed in pairs, and their sums.
+    // The probabilities of some scores, rounded and packed in pairs, and added to `sum`. An accumulator of 16 columns
+    // is, packed, the A operand of the next matmul.
     template <class Element, int kBegin, int kEnd, int kCount>
     __device__ __forceinline__ void exponentiate(const float (&scores)[kCount], uint32_t (&probs)[kCount / 2],
                                                  float (&sum)[2]) const {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ _PARAMS_BYTES = 640
 _SCALARS = struct.Struct("<5Q3i4x2i2f")
 
 
+@cache
 def forward_variant(problem: AttnProblem) -> Variant:
     """The kernel to compile for `problem`."""
     config = forward_config(problem)

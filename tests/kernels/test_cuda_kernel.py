@@ -1,0 +1,52 @@
+"""What the Hopper kernel refuses, and why."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda.forward import forward_variant
+from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS, heads_per_section
+
+PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 64, 8, 128, 128, 128**-0.5)
+
+
+@pytest.fixture
+def kernel():
+    from magi_compile.kernels.cuda import CudaKernel
+
+    return CudaKernel()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_type": "cpu", "device_arch": None}, "CUDA device, got 'cpu'"),
+        ({"device_arch": (8, 0)}, "compute capability 9.0, got (8, 0)"),
+        ({"dtype": torch.float32}, "bfloat16 or float16, got torch.float32"),
+        ({"head_dim": 80, "head_dim_v": 80}, "got 80"),
+        ({"head_dim_v": 64}, "head_dim_v equal to head_dim 128, got 64"),
+        ({"softmax_scale": -1.0}, "positive softmax_scale, got -1.0"),
+    ],
+)
+def test_refusals(kernel, change, reason):
+    reasons = kernel.refusals(replace(PROBLEM, **change))
+    assert any(reason in text for text in reasons), reasons
+
+
+def test_a_variant_does_not_depend_on_heads_or_scale():
+    other = replace(PROBLEM, nheads_q=4, nheads_kv=4, softmax_scale=1.0)
+    assert forward_variant(PROBLEM) == forward_variant(other)
+
+
+@pytest.mark.parametrize("head_dim", FORWARD_HEAD_DIMS)
+@pytest.mark.parametrize("seqlen_k", [0, 1000, 16384, 1 << 20])
+@pytest.mark.parametrize(("nheads_q", "nheads_kv"), [(64, 8), (12, 12), (15, 5), (1, 1)])
+def test_sections_are_whole_groups_that_divide_the_heads(head_dim, seqlen_k, nheads_q, nheads_kv):
+    problem = replace(PROBLEM, nheads_q=nheads_q, nheads_kv=nheads_kv, head_dim=head_dim)
+    heads = heads_per_section(problem, seqlen_k)
+    assert heads % problem.qhead_per_kvhead == 0
+    assert nheads_q % heads == 0
