@@ -386,8 +386,7 @@ _PREFIX_LEVEL = 7
 def _show(expr: Expr, level: int) -> str:
     op, args = expr.op, expr.args
     if op in ("int", "bool", "var"):
-        text = str(args[0])
-        return f"({text})" if op == "int" and args[0] < 0 and level else text
+        return str(args[0])
     if op == "symbol":
         return f"s{args[0]}"
     if op == "table":

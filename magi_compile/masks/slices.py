@@ -124,9 +124,9 @@ class AttnSlices:
         if device is None and isinstance(q_ranges, Tensor):
             device = q_ranges.device
         tensors = (
-            _int32("q_ranges", q_ranges, (-1, 2)),
-            _int32("k_ranges", k_ranges, (-1, 2)),
-            _int32("mask_types", mask_types, (-1,)),
+            _int32("q_ranges", q_ranges, 2),
+            _int32("k_ranges", k_ranges, 2),
+            _int32("mask_types", mask_types),
         )
         if seqlen_q is None:
             seqlen_q = int(tensors[0].max()) if tensors[0].numel() else 0
@@ -388,22 +388,31 @@ def _is_table(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _int32(name: str, value: Sequence | Tensor, shape: tuple[int, ...]) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
+def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        tensor = value.cpu()
+    else:
+        try:
+            tensor = torch.tensor(value) if len(value) else torch.zeros(0, dtype=torch.int64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{name}` must be a list of ints: {error}") from None
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
-    if not isinstance(value, Tensor) and not tensor.numel():
-        tensor = tensor.reshape(0, *shape[1:])
-    tensor = tensor.cpu()
-    if tensor.numel() and int(tensor.abs().max()) >= MAX_SEQLEN:
+    return tensor
+
+
+def _int32(name: str, value: Sequence | Tensor, *dims: int) -> Tensor:
+    """As int32 on the host; an empty list gets the shape `[0, *dims]`."""
+    tensor = _host_ints(name, value)
+    if not tensor.numel() and tensor.dim() == 1:
+        tensor = tensor.reshape(0, *dims)
+    elif tensor.numel() and int(tensor.abs().max()) >= MAX_SEQLEN:
         raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor.abs().max())}")
     return tensor.to(torch.int32)
 
 
 def _cu_seqlens(name: str, value: Tensor | Sequence[int]) -> Tensor:
-    tensor = value.cpu() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int64)
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
+    tensor = _host_ints(name, value)
     if tensor.dim() != 1 or len(tensor) < 1:
         raise ValueError(f"`{name}` must have shape [num_docs + 1], got {list(tensor.shape)}")
     if int(tensor[0]) != 0:

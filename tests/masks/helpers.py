@@ -1,6 +1,6 @@
 """What the mask tests share: the dense mask of a mask_mod, and its program by both ways."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,32 @@ def dense_mask(mask_mod: Callable, batch: int, seqlen_q: int, seqlen_k: int) -> 
         return mask_mod(b, h, q, kv) & (q >= 0) & (kv >= 0)
 
     return create_mask(of_all, batch, None, seqlen_q, seqlen_k, device="cpu")[:, 0]
+
+
+def evaluate(
+    text: str,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    tables: Sequence = (),
+    symbols: Sequence = (),
+) -> Tensor:
+    """A printed mask expression, as Python and PyTorch understand it: `[batch, seqlen_q, seqlen_k]`."""
+
+    def binary(function: Callable) -> Callable:
+        return lambda x, y: function(torch.as_tensor(x), torch.as_tensor(y))
+
+    names = {
+        "b": torch.arange(batch)[:, None, None],
+        "q": torch.arange(seqlen_q)[:, None],
+        "kv": torch.arange(seqlen_k),
+        "min": binary(torch.minimum),
+        "max": binary(torch.maximum),
+        "where": torch.where,
+        **{f"t{i}": tensor for i, tensor in enumerate(tables)},
+        **{f"s{i}": number for i, number in enumerate(symbols)},
+    }
+    return torch.as_tensor(eval(text, names)).expand(batch, seqlen_q, seqlen_k)
 
 
 def packed(mask: Tensor) -> Tensor:

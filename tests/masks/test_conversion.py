@@ -1,5 +1,7 @@
 """mask_mod -> slices equals PyTorch's dense mask bit for bit, called with symbols and through Dynamo's graph."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from magi_compile.masks import (
     slices_from_intervals,
     trace_mask_mod,
 )
-from magi_compile.masks.library import MASKS
+from magi_compile.masks.library import document_causal
 from tests.masks.helpers import dense_mask, dynamo_program, packed
 from tests.masks.mask_mods import MASK_MODS
 
@@ -82,87 +84,30 @@ def test_dynamo_graph(name):
     assert torch.equal(intervals.to_dense(), dense_mask(mask_mod, *size))
 
 
-def test_dynamo_symbols():
-    """A captured int that Dynamo takes for dynamic arrives as a symbol."""
-    size = 37
-    program, tables, symbols = dynamo_program(
-        lambda b, h, q, kv: (q - kv <= size) & (q // size >= kv // size), 1, 130, 130, dynamic=True
-    )
-    assert not tables
-    if program.num_symbols:
-        assert symbols == [37]
-        assert str(program) == "(q - kv <= s0) & (q // s0 >= kv // s0)"
-    for size in (37, 5):
-        now = [size] * program.num_symbols
-        intervals = row_intervals(program, (), now, batch=1, seqlen_q=130, seqlen_k=130)
+@pytest.mark.parametrize("size", [1, 5, 37])
+def test_dynamo_symbols(size):
+    """A captured int that Dynamo takes for dynamic arrives as a symbol, and serves all values."""
+
+    def mask_mod_of(size):
+        return lambda b, h, q, kv: (q - kv <= size) & (q // size >= kv // size)
+
+    program, tables, symbols = dynamo_program(mask_mod_of(37), 1, 130, 130, dynamic=True)
+    assert str(program) == "(q - kv <= s0) & (q // s0 >= kv // s0)"
+    assert tables == []
+    assert symbols == [37]
+    intervals = row_intervals(program, (), [size], batch=1, seqlen_q=130, seqlen_k=130)
+    intervals.check()
+    assert torch.equal(intervals.to_dense(), dense_mask(mask_mod_of(size), 1, 130, 130))
+
+
+def test_symbols_that_divide_must_be_positive():
+    intervals = row_intervals("q // s0 >= kv // s0", (), [-3], batch=1, seqlen_q=9, seqlen_k=9)
+    with pytest.raises(ValueError, match="`s0 > 0` must be true in every row"):
         intervals.check()
-        if program.num_symbols or size == 37:
-            expected = dense_mask(
-                lambda b, h, q, kv: (q - kv <= size) & (q // size >= kv // size), 1, 130, 130
-            )
-            assert torch.equal(intervals.to_dense(), expected)
-
-
-LENGTHS = [[1], [63], [5, 1, 40, 17], [300, 1, 2, 129, 200], [700, 821]]
-
-
-@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda x: "-".join(map(str, x)))
-@pytest.mark.parametrize("name", MASKS)
-def test_library(name, lengths):
-    """The mask_mod, its conversion, and the slices from the definition are one mask."""
-    options = {"window": 37, "block": 16}
-    options = {k: v for k, v in options.items() if k in MASKS[name].__kwdefaults__}
-    mask, total = MASKS[name](lengths, **options), sum(lengths)
-    expected = dense_mask(mask.mask_mod, 1, total, total)[0]
-    mask.slices.validate()
-    assert torch.equal(mask.slices.to_dense(), expected)
-    program, tables = trace_mask_mod(mask.mask_mod)
-    intervals = row_intervals(program, tables, batch=1, seqlen_q=total, seqlen_k=total)
-    intervals.check()
-    assert list(slices_from_intervals(intervals)) == list(mask.slices.normalize())
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_library_through_dynamo(name):
-    mask = MASKS[name]([20, 30, 1, 49])
-    program, tables, symbols = dynamo_program(mask.mask_mod, 1, 100, 100)
-    intervals = row_intervals(program, tables, symbols, batch=1, seqlen_q=100, seqlen_k=100)
-    intervals.check()
-    assert list(slices_from_intervals(intervals)) == list(mask.slices.normalize())
-
-
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("full", 1),
-        ("causal", 1),
-        ("document_causal", 4),
-        ("sliding_window_causal", 2),
-        ("sliding_window_full", 3),
-        ("share_question", 4),
-        ("global_sliding_window", 5),
-        ("causal_blockwise", 4),
-        ("prefix_lm_causal", 2),
-        ("prefix_lm_document", 8),
-    ],
-)
-def test_as_few_slices_as_it_takes(name, count):
-    options = {"window": 10} if "window" in MASKS[name].__kwdefaults__ else {}
-    mask = MASKS[name]([30, 40, 50, 60], **options)
-    program, tables = trace_mask_mod(mask.mask_mod)
-    intervals = row_intervals(program, tables, batch=1, seqlen_q=180, seqlen_k=180)
-    assert len(slices_from_intervals(intervals)) == count
-    padded, _ = padded_slices_from_intervals(intervals, capacity=100)
-    assert len(padded.compact()) == count
-
-
-def test_lengths_must_be_positive():
-    with pytest.raises(ValueError, match=r"`lengths` must hold positive .* got \[3, 0\]"):
-        MASKS["document_causal"]([3, 0])
 
 
 def test_padded_slices_that_do_not_fit():
-    program, tables = trace_mask_mod(MASKS["document_causal"]([3, 4, 5]).mask_mod)
+    program, tables = trace_mask_mod(document_causal([3, 4, 5]).mask_mod)
     intervals = row_intervals(program, tables, batch=1, seqlen_q=12, seqlen_k=12)
     slices, fits = padded_slices_from_intervals(intervals, capacity=2)
     assert len(slices) == 2
@@ -187,8 +132,6 @@ def test_empty_sizes(size):
 def test_totals_stay_in_int32():
     lo = torch.zeros(1, 1, 1, dtype=torch.int32).expand(1, 1 << 15, 1)
     intervals = row_intervals("q >= kv", batch=1, seqlen_q=1, seqlen_k=1)
-    from dataclasses import replace
-
     large = replace(intervals, lo=lo, hi=lo + 1, seqlen_k=1 << 15)
     with pytest.raises(ValueError, match=r"`batch \* seqlen_k` must be below 2\*\*30"):
         slices_from_intervals(large)

@@ -1,0 +1,303 @@
+"""AttnSlices against their dense masks."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from magi_compile.masks import AttnSlice, AttnSlices, MaskType
+
+few = settings(max_examples=60, deadline=None)
+sizes = st.integers(1, 14)
+windows = st.tuples(*[st.one_of(st.none(), st.integers(-1, 16))] * 2)
+
+
+@st.composite
+def slice_lists(draw):
+    """Slices that may overlap, with their sizes."""
+    seqlen_q, seqlen_k = draw(sizes), draw(sizes)
+
+    def ranges(length):
+        return st.tuples(st.integers(0, length), st.integers(0, length)).map(sorted).map(tuple)
+
+    items = st.builds(AttnSlice, ranges(seqlen_q), ranges(seqlen_k), st.sampled_from(MaskType))
+    return draw(st.lists(items, max_size=8)), seqlen_q, seqlen_k
+
+
+@st.composite
+def disjoint_slices(draw):
+    items, seqlen_q, seqlen_k = draw(slice_lists())
+    kept, seen = [], torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    for item in items:
+        mask = dense(item, seqlen_q, seqlen_k)
+        if not bool((mask & seen).any()):
+            kept.append(item)
+            seen |= mask
+    return AttnSlices.from_slices(kept, seqlen_q, seqlen_k)
+
+
+def dense(item, seqlen_q, seqlen_k):
+    """The definition, row by row."""
+    (q_begin, q_end), (k_begin, k_end), mask_type = item
+    mask = torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool)
+    for q in range(q_begin, q_end):
+        moves_lo = mask_type in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL)
+        moves_hi = mask_type in (MaskType.CAUSAL, MaskType.BI_CAUSAL)
+        lo = k_begin + (q - q_begin if moves_lo else 0)
+        hi = k_end - (q_end - 1 - q if moves_hi else 0)
+        mask[q, max(lo, k_begin) : max(min(hi, k_end), lo, k_begin)] = True
+    return mask
+
+
+@few
+@given(slice_lists())
+def test_overlap_is_found_exactly(drawn):
+    items, seqlen_q, seqlen_k = drawn
+    masks = [dense(item, seqlen_q, seqlen_k) for item in items]
+    overlaps = any(bool((a & b).any()) for a, b in itertools.combinations(masks, 2))
+    if overlaps:
+        with pytest.raises(ValueError, match="slices must not overlap, but these two do: "):
+            AttnSlices.from_slices(items, seqlen_q, seqlen_k)
+    else:
+        slices = AttnSlices.from_slices(items, seqlen_q, seqlen_k)
+        expected = sum(masks, torch.zeros(seqlen_q, seqlen_k, dtype=torch.bool))
+        assert torch.equal(slices.to_dense(), expected > 0)
+        assert slices.area() == int((expected > 0).sum())
+
+
+@few
+@given(disjoint_slices(), st.data())
+def test_restrict(slices, data):
+    mask = slices.to_dense()
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, slices.seqlen_q)] * 2)))
+    rows = torch.zeros_like(mask)
+    rows[begin:end] = mask[begin:end]
+    restricted = slices.restrict_q(begin, end)
+    assert torch.equal(restricted.to_dense(), rows)
+    assert not restricted.is_padded
+    restricted.validate()
+
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, slices.seqlen_k)] * 2)))
+    keys = torch.zeros_like(mask)
+    keys[:, begin:end] = mask[:, begin:end]
+    restricted = slices.restrict_k(begin, end)
+    assert torch.equal(restricted.to_dense(), keys)
+    assert not restricted.is_padded
+    restricted.validate()
+
+
+@few
+@given(disjoint_slices(), st.randoms(use_true_random=False))
+def test_normal_form(slices, random):
+    """It depends on the mask alone: not on the order, nor on how rows and keys were cut."""
+    normal = slices.normalize()
+    assert torch.equal(normal.to_dense(), slices.to_dense())
+    assert list(normal.normalize()) == list(normal)
+    assert list(normal) == sorted(normal, key=lambda item: (item.q_range[0], item.k_range[0]))
+    assert len(normal) <= len(AttnSlices.from_dense(slices.to_dense()))
+    assert list(AttnSlices.from_dense(slices.to_dense())) == list(normal)
+
+    middle_q, middle_k = random.randint(0, slices.seqlen_q), random.randint(0, slices.seqlen_k)
+    halves = [slices.restrict_q(0, middle_q), slices.restrict_q(middle_q, slices.seqlen_q)]
+    quarters = [
+        part.restrict_k(begin, end)
+        for part in halves
+        for begin, end in ((0, middle_k), (middle_k, slices.seqlen_k))
+    ]
+    items = [item for part in quarters for item in part]
+    random.shuffle(items)
+    again = AttnSlices.from_slices(items, slices.seqlen_q, slices.seqlen_k)
+    assert list(again.normalize()) == list(normal)
+    assert again.content_key() == slices.content_key()
+    assert hash(again.content_key()) == hash(slices.content_key())
+
+
+def test_content_key_differs():
+    keys = {
+        AttnSlices.causal(4).content_key(),
+        AttnSlices.full(4).content_key(),
+        AttnSlices.full(4, 5).content_key(),
+        AttnSlices.from_slices([], 4, 4).content_key(),
+    }
+    assert len(keys) == 4
+
+
+@few
+@given(sizes, sizes, windows)
+def test_windows(seqlen_q, seqlen_k, window):
+    left, right = (None if side == -1 else side for side in window)
+    row = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k)
+    expected = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left is not None:
+        expected &= key >= row - left
+    if right is not None:
+        expected &= key <= row + right
+    slices = AttnSlices.sliding_window(seqlen_q, seqlen_k, window)
+    assert torch.equal(slices.to_dense(), expected)
+    assert list(slices) == list(slices.normalize())
+
+
+@few
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=5), windows)
+def test_documents(lengths, window):
+    cu_q, cu_k = ([0, *itertools.accumulate(column)] for column in zip(*lengths, strict=True))
+    slices = AttnSlices.from_cu_seqlens(cu_q, torch.tensor(cu_k), causal=True, window=window)
+    left, right = window
+    right = 0 if right in (None, -1) else min(right, 0)
+    parts = [AttnSlices.sliding_window(q, k, (left, right)).to_dense() for q, k in lengths]
+    assert torch.equal(slices.to_dense(), torch.block_diag(*(p.int() for p in parts)).bool())
+    assert (slices.seqlen_q, slices.seqlen_k) == (cu_q[-1], cu_k[-1])
+
+
+def test_constructors_need_few_slices():
+    assert list(AttnSlices.full(7, 9)) == [((0, 7), (0, 9), MaskType.FULL)]
+    assert list(AttnSlices.causal(7, 9)) == [((0, 7), (0, 9), MaskType.CAUSAL)]
+    assert list(AttnSlices.sliding_window(100, None, (10, 10))) == [
+        ((0, 11), (0, 21), MaskType.CAUSAL),
+        ((11, 90), (1, 100), MaskType.BI_CAUSAL),
+        ((90, 100), (80, 100), MaskType.INV_CAUSAL),
+    ]
+    cu_seqlens = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    slices = AttnSlices.from_cu_seqlens(cu_seqlens, causal=True)
+    assert list(slices) == [
+        ((0, 3), (0, 3), MaskType.CAUSAL),
+        ((3, 9), (3, 9), MaskType.CAUSAL),
+    ]
+
+
+def test_padding():
+    lists = ([[0, 4], [0, 0], [4, 8]], [[0, 4], [0, 0], [5, 5]], [1, 0, 0])
+    padded = AttnSlices.from_lists(*lists, 8, 8)
+    assert padded.is_padded
+    assert len(padded) == 3
+    assert list(padded.compact()) == [((0, 4), (0, 4), MaskType.CAUSAL)]
+    assert not padded.compact().is_padded
+    assert padded.area() == 10
+    assert padded[2] == ((4, 8), (5, 5), MaskType.FULL)
+    assert "3 slices, seqlen_q=8, seqlen_k=8" in repr(padded)
+
+
+def test_from_lists_takes_tensors_and_infers_lengths():
+    ranges = torch.tensor([[0, 4], [4, 9]])
+    slices = AttnSlices.from_lists(ranges, ranges, torch.tensor([1, 3]))
+    assert (slices.seqlen_q, slices.seqlen_k) == (9, 9)
+    assert slices.q_ranges.dtype == torch.int32
+    empty = AttnSlices.from_lists([], [], [])
+    assert (len(empty), empty.seqlen_q, empty.area()) == (0, 0, 0)
+
+
+def test_larger_than_int32():
+    slices = AttnSlices.causal(1 << 20)
+    assert slices.area() == (1 << 20) * ((1 << 20) + 1) // 2
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q_ranges": [[0, 4]]}, TypeError, "`q_ranges` must be a tensor, got list"),
+        ({"q_ranges": torch.zeros(1, 2)}, TypeError, "`q_ranges` must have dtype torch.int32, got"),
+        ({"k_ranges": int32([0, 1]).long()}, TypeError, "`k_ranges` must have dtype torch.int32"),
+        ({"q_ranges": int32(0, 1)}, ValueError, r"`q_ranges` must have shape \[2, 2\], got \[2\]"),
+        ({"k_ranges": int32([0, 1], [1, 2])}, ValueError, r"`k_ranges` must have shape \[1, 2\]"),
+        ({"mask_types": int32(0, 1)}, ValueError, r"`mask_types` must have shape \[1\], got \[2\]"),
+        (
+            {"mask_types": torch.zeros(1, dtype=torch.int32, device="meta")},
+            ValueError,
+            r"`mask_types` must be on the device of `q_ranges` \(cpu\), got meta",
+        ),
+        ({"seqlen_q": 4.0}, TypeError, "`seqlen_q` must be an int, got float"),
+        ({"seqlen_k": True}, TypeError, "`seqlen_k` must be an int, got bool"),
+        (
+            {"seqlen_k": 1 << 30},
+            ValueError,
+            r"`seqlen_k` must be in \[0, 2\*\*30\), got 1073741824",
+        ),
+        ({"seqlen_q": -1}, ValueError, r"`seqlen_q` must be in \[0, 2\*\*30\), got -1"),
+    ],
+)
+def test_wrong_shapes_and_types(arguments, error, message):
+    good = {
+        "q_ranges": int32([0, 4]),
+        "k_ranges": int32([0, 4]),
+        "mask_types": int32(0),
+        "seqlen_q": 4,
+        "seqlen_k": 4,
+    }
+    with pytest.raises(error, match=message):
+        AttnSlices(**{**good, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("lists", "error", "message"),
+    [
+        (
+            ([[0, 5]], [[0, 4]], [0]),
+            ValueError,
+            r"`q_ranges\[0\]` must .* seqlen_q = 4, got \[0, 5\]",
+        ),
+        (([[0, 4]], [[3, 2]], [0]), ValueError, r"`k_ranges\[0\]` must satisfy .* got \[3, 2\]"),
+        (([[-1, 4]], [[0, 4]], [0]), ValueError, r"`q_ranges\[0\]` must satisfy 0 <= start"),
+        (([[0, 4]], [[0, 4]], [4]), ValueError, r"`mask_types\[0\]` must be a MaskType .* got 4"),
+        (([[0.0, 4.0]], [[0, 4]], [0]), TypeError, "`q_ranges` must hold int32 or int64 values"),
+        (([[0, 4], [5]], [[0, 4]], [0]), ValueError, "`q_ranges` must be a list of ints: "),
+        (
+            (torch.zeros(1, 2), [[0, 4]], [0]),
+            TypeError,
+            "`q_ranges` must hold int32 or int64 values",
+        ),
+        (([[0, 1 << 31]], [[0, 4]], [0]), ValueError, r"`q_ranges` must stay below 2\*\*30, got"),
+        (
+            ([[0, 2], [1, 4]], [[0, 2], [0, 4]], [0, 2]),
+            ValueError,
+            r"0: \[0, 2\) x \[0, 2\) FULL and 1: \[1, 4\) x \[0, 4\) INV_CAUSAL",
+        ),
+    ],
+)
+def test_wrong_values(lists, error, message):
+    with pytest.raises(error, match=message):
+        AttnSlices.from_lists(*lists, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "options", "error", "message"),
+    [
+        (torch.tensor([0.0, 1.0]), {}, TypeError, "`cu_seqlens_q` must hold int32 or int64 values"),
+        (
+            torch.tensor([[0, 1]]),
+            {},
+            ValueError,
+            r"`cu_seqlens_q` must have shape \[num_docs \+ 1\]",
+        ),
+        ([1, 2], {}, ValueError, "`cu_seqlens_q` must start at 0, got 1"),
+        ([0, 4, 2], {}, ValueError, r"`cu_seqlens_q` must never decrease, got \[4, 2\] at 1"),
+        (
+            [0, 4],
+            {"cu_seqlens_k": [0, 1, 2]},
+            ValueError,
+            r"`cu_seqlens_k` must have the length .* got 3",
+        ),
+        ([0, 4], {"window": 3}, ValueError, r"`window` must be \(left, right\), got 3"),
+        ([0, 4], {"window": (-2, 0)}, ValueError, "`window` must hold None, -1 or lengths >= 0"),
+    ],
+)
+def test_wrong_documents(cu_seqlens, options, error, message):
+    with pytest.raises(error, match=message):
+        AttnSlices.from_cu_seqlens(cu_seqlens, **options)
+
+
+def test_wrong_dense_masks_and_ranges():
+    with pytest.raises(TypeError, match=r"`mask` must have dtype torch\.bool"):
+        AttnSlices.from_dense(torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"`mask` must have shape .* got \[1, 2, 2\]"):
+        AttnSlices.from_dense(torch.ones(1, 2, 2, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"`begin, end` must satisfy .* seqlen_q = 4, got 3, 5"):
+        AttnSlices.full(4).restrict_q(3, 5)
+    with pytest.raises(ValueError, match=r"`begin, end` must satisfy .* seqlen_k = 4, got 3, 2"):
+        AttnSlices.full(4).restrict_k(3, 2)
