@@ -275,18 +275,25 @@ def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Ass
     if int(contiguous.max()) * cp_size <= int(table.area.sum()) * (1 + slack):
         return sequential(table, cp_size, slack, cost)
     packed = _repair(_pack(table, cp_size, slack), table, slack)
-    loads = rank_loads(table, packed)
-    choices = [(packed, loads)]
-    # The others can only win where they balance better, or where compute does not decide.
-    if loads.imbalance > 1 + 2 * slack:
-        heap = min_heap(table, cp_size, slack, cost)
-        choices.append((heap, rank_loads(table, heap)))
-    if int(contiguous.max()) * cost.seconds_per_area < loads.seconds(cost):
-        runs = sequential(table, cp_size, slack, cost)
-        choices.append((runs, rank_loads(table, runs)))
-    limit = min(loads.seconds(cost) for _, loads in choices) * (1 + slack)
-    good = [choice for choice in choices if choice[1].seconds(cost) <= limit]
-    return min(good, key=lambda choice: int(choice[1].recv_rows.sum()))[0]
+    candidates = [packed]
+    if _imbalance(table, packed) > 1 + 2 * slack:
+        candidates.append(min_heap(table, cp_size, slack, cost))
+    # A contiguous placement can only win where an all-gather takes longer than its compute.
+    all_gather = (table.total - table.total // cp_size) * cost.seconds_per_row
+    if int(contiguous.max()) * cost.seconds_per_area < all_gather:
+        candidates.append(sequential(table, cp_size, slack, cost))
+    if len(candidates) == 1:
+        return packed
+    loads = [rank_loads(table, candidate) for candidate in candidates]
+    seconds = [load.seconds(cost) for load in loads]
+    traffic = [int(load.recv_rows.sum()) for load in loads]
+    good = [i for i in range(len(loads)) if seconds[i] <= min(seconds) * (1 + slack)]
+    return candidates[min(good, key=lambda i: (traffic[i], seconds[i]))]
+
+
+def _imbalance(table: ChunkTable, assignment: Assignment) -> float:
+    loads = table.area[torch.tensor(assignment)].sum(1)
+    return loads.max().item() / max(loads.double().mean().item(), 1.0)
 
 
 Strategy = Callable[[ChunkTable, int, float, CostModel], Assignment]

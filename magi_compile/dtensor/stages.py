@@ -7,6 +7,8 @@ and one attention call over everything.
 
 from __future__ import annotations
 
+import torch
+
 from magi_compile.dtensor.comm_plan import StageLoads
 from magi_compile.dtensor.cost import CostModel
 
@@ -15,29 +17,17 @@ MAX_DEGREE = 4
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
-    casts = _cast_seconds(loads, degree, cost)
-    local, stage = _compute_seconds(loads, degree, cost)
-    if degree == 0:
-        return casts + max(stage)
-    return max(
-        _pipeline(own, [part] * degree, casts)[-1] for own, part in zip(local, stage, strict=True)
-    )
+    cast = _cast_seconds(loads, degree, cost)
+    return _stage_ends(loads, degree, cost, cast, 1.0)[-1]
 
 
 def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
-    casts = _cast_seconds(loads, degree, cost)
-    reduces = casts * cost.backward_reduce_factor
-    local, stage = _compute_seconds(loads, degree, cost, cost.backward_area_factor)
-    if degree == 0:
-        return casts + max(stage) + reduces
-    finished = [
-        _pipeline(own, [part] * degree, casts) for own, part in zip(local, stage, strict=True)
-    ]
+    cast = _cast_seconds(loads, degree, cost)
     home = 0.0
-    for ends in zip(*finished, strict=True):
+    for end in _stage_ends(loads, degree, cost, cast, cost.backward_area_factor):
         # A reduce starts when the slowest rank has computed the stage and the reduce before is done.
-        home = max(home, *ends) + reduces
+        home = max(home, end) + cast * cost.backward_reduce_factor
     return home
 
 
@@ -57,22 +47,21 @@ def _cast_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     return cost.latency_seconds + rows * cost.seconds_per_row / max(degree, 1)
 
 
-def _compute_seconds(
-    loads: StageLoads, degree: int, cost: CostModel, factor: float = 1.0
-) -> tuple[list[float], list[float]]:
-    """Of every rank: the local stage and each other stage."""
-    rate = cost.seconds_per_area * factor
-    own = loads.local_area if degree else loads.local_area * 0
-    rest = (loads.area - own).double() * rate / max(degree, 1)
-    local = own.double() * rate + cost.stage_seconds * (degree > 0)
-    return local.tolist(), (rest + cost.stage_seconds).tolist()
-
-
-def _pipeline(local: float, stages: list[float], cast: float) -> list[float]:
-    """When each stage is done: it starts once its keys have arrived and the stage before is done."""
-    done, arrived, ends = local, 0.0, []
-    for stage in stages:
-        arrived += cast
-        done = max(done, arrived) + stage
-        ends.append(done)
+def _stage_ends(
+    loads: StageLoads, degree: int, cost: CostModel, cast: float, factor: float
+) -> list[float]:
+    """When the slowest rank is done with each stage that needs a cast: a stage starts once its keys have arrived
+    and the stage before is done."""
+    rate, parts = cost.seconds_per_area * factor, max(degree, 1)
+    area = loads.area.double() * rate
+    done = torch.zeros_like(area)
+    if degree:
+        local = loads.local_area.double() * rate
+        area = area - local
+        done = local + cost.stage_seconds
+    stage = area / parts + cost.stage_seconds
+    ends = []
+    for index in range(parts):
+        done = done.clamp(min=(index + 1) * cast) + stage
+        ends.append(done.max().item())
     return ends
