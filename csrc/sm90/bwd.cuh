@@ -179,13 +179,15 @@ private:
         }
     }
 
-    // Keys past the end of a short tile belong to others: the mask hides them.
+    // Blocks start at multiples of 8 queries, as TMA asks of lse and delta and as dQ is laid out. So they are not quite
+    // the plan's, of which all from `num_lead` on and before the last `num_trail` need no mask.
     __device__ __forceinline__ void load_run(const Run& run, int head, bool is_last_run) {
-        for (int j = 0; j < run.num_blocks; ++j) {
-            const bool is_masked =
-                smem_.work.is_short(Config::kTileRows) || j < run.num_lead || j >= run.num_blocks - run.num_trail;
-            load_block(run, run.first + j * Config::kBlockCols, head, is_masked,
-                       is_last_run && j + 1 == run.num_blocks);
+        constexpr int kCols = Config::kBlockCols;
+        for (int col = run.first & ~(kDqGroupRows - 1); col < run.col_end; col += kCols) {
+            // Keys past the end of a short tile belong to others: the mask hides them.
+            const bool is_masked = smem_.work.is_short(Config::kTileRows) || col < run.first + run.num_lead * kCols ||
+                                   col + kCols > run.first + (run.num_blocks - run.num_trail) * kCols;
+            load_block(run, col, head, is_masked, is_last_run && col + kCols >= run.col_end);
         }
     }
 

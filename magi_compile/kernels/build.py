@@ -11,9 +11,10 @@ import time
 from collections.abc import Iterator
 
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda.backward import backward_variants
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
 from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
-from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS
+from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS
 
 
 def variants() -> Iterator[Variant]:
@@ -21,6 +22,11 @@ def variants() -> Iterator[Variant]:
     for head_dim, dtype, softcap in itertools.product(FORWARD_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
         yield forward_variant(problem)
+        if head_dim in BACKWARD_HEAD_DIMS:
+            preprocess, main, postprocess = backward_variants(problem)
+            yield main
+            if not softcap:  # the other two do not depend on it
+                yield from (preprocess, postprocess)
 
 
 def main() -> int:

@@ -19,7 +19,7 @@ def _empty_cache(tmp_path, monkeypatch):
 
 def variant_id(variant):
     defines = dict(variant.defines)
-    softcap = "-softcap" if defines["FFA_HAS_SOFTCAP"] == "true" else ""
+    softcap = "-softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else ""
     return f"{variant.entry}-{defines['FFA_ELEMENT']}-d{defines['FFA_HEAD_DIM']}{softcap}"
 
 

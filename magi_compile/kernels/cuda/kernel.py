@@ -7,8 +7,9 @@ from collections.abc import Hashable
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.cuda.backward import backward
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
-from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS, plan_tiles
+from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
@@ -17,14 +18,15 @@ from magi_compile.plan.tiles import build_tile_plan
 class CudaKernel:
     """Warp-specialised attention for sm_90a; see `Kernel` for the interface.
 
-    The backward pass is the Triton kernel's, on a plan with that kernel's tile sizes beside our own.
+    For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
+    tile sizes beside our own.
     """
 
     name = "cuda"
     plans_in_graph = True
 
     def __init__(self) -> None:
-        self._backward = TritonKernel()
+        self._triton = TritonKernel()
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         if problem.device_type != "cuda":
@@ -42,15 +44,20 @@ class CudaKernel:
             )
         if not problem.softmax_scale > 0:
             reasons.append(f"needs a positive softmax_scale, got {problem.softmax_scale}")
-        reasons.extend(f"backward: {reason}" for reason in self._backward.refusals(problem))
+        if problem.head_dim not in BACKWARD_HEAD_DIMS:
+            reasons.extend(f"backward: {reason}" for reason in self._triton.refusals(problem))
         return reasons
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         plan = build_tile_plan(slices, **plan_tiles(problem)._asdict())
-        return [plan.q_tiles, plan.q_runs, *self._backward.plan(slices, problem)]
+        if problem.head_dim in BACKWARD_HEAD_DIMS:
+            return plan.to_list()
+        return [plan.q_tiles, plan.q_runs, *self._triton.plan(slices, problem)]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
-        return plan_tiles(problem), self._backward.plan_key(problem)
+        if problem.head_dim in BACKWARD_HEAD_DIMS:
+            return plan_tiles(problem)
+        return plan_tiles(problem), self._triton.plan_key(problem)
 
     def forward(
         self,
@@ -78,6 +85,6 @@ class CudaKernel:
         problem: AttnProblem,
     ) -> BackwardOutput:
         _, _, *backward_plan = plan
-        return self._backward.backward(
-            dout, dlse, q, k, v, out, lse, slices, backward_plan, problem
-        )
+        if problem.head_dim in BACKWARD_HEAD_DIMS:
+            return backward(dout, dlse, q, k, v, out, lse, *backward_plan, problem)
+        return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, backward_plan, problem)

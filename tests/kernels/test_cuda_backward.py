@@ -1,0 +1,161 @@
+"""The Hopper backward kernel against the fp64 oracle."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from magi_compile.kernels.reference import exact_forward
+from magi_compile.masks.slices import MaskType
+from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
+from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0"),
+]
+
+HEADS = [
+    Heads(4, 2, 64, 64),
+    Heads(8, 1, 96, 96),
+    Heads(4, 1, 128, 128),
+    Heads(3, 3, 128, 128),
+]
+RAGGED = [1, 63, 129, 300, 7, 128, 1, 52]
+SHORT = [
+    varlen("varlen_causal", RAGGED, MaskType.CAUSAL),
+    random_disjoint(257, 391, 5),
+    sliding_window(700, 300),
+]
+CASES = [
+    *(replace(case, heads=heads) for case in MASKS for heads in (HEADS[0], HEADS[2])),
+    *(replace(case, heads=heads) for case in SHORT for heads in HEADS),
+    *(replace(case, heads=heads, softcap=5.0) for case in SHORT for heads in HEADS[:3]),
+    replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
+]
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    from magi_compile.kernels.cuda import CudaKernel
+
+    return CudaKernel()
+
+
+class Backward:
+    """The backward of one case, from the oracle's out and lse."""
+
+    def __init__(self, kernel, case, dtype=torch.bfloat16):
+        self.kernel = kernel
+        self.slices = case.slices("cuda")
+        self.problem = case.problem(dtype, "cuda")
+        self.inputs = case.inputs(dtype, "cuda")
+        q, k, v, _, _ = self.inputs
+        out, lse = exact_forward(q, k, v, self.slices, self.problem.softmax_scale, case.softcap)
+        self.out, self.lse = out.to(dtype), lse.float()
+        self.plan = kernel.plan(self.slices, self.problem)
+
+    def __call__(self, with_dlse=True, **replaced):
+        named = {**self.inputs._asdict(), "out": self.out, "lse": self.lse, **replaced}
+        dlse = named["dlse"] if with_dlse else None
+        tensors = (named[name] for name in ("q", "k", "v", "out", "lse"))
+        return self.kernel.backward(
+            named["dout"], dlse, *tensors, self.slices, self.plan, self.problem
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_the_oracle(kernel, case, dtype):
+    backward = Backward(kernel, case, dtype)
+    grads = AttentionResults(None, None, *backward())
+    assert_attention_close(grads, backward.inputs, backward.slices, backward.problem)
+
+
+def test_without_a_gradient_of_lse(kernel):
+    backward = Backward(kernel, replace(SHORT[0], heads=HEADS[2]))
+    grads = AttentionResults(None, None, *backward(with_dlse=False))
+    assert_attention_close(
+        grads, backward.inputs, backward.slices, backward.problem, with_dlse=False
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_dk_and_dv_are_bitwise_equal(kernel, head_dim):
+    case = replace(
+        varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL),
+        heads=Heads(16, 2, head_dim, head_dim),
+    )
+    backward = Backward(kernel, case)
+    first = backward()
+    for _ in range(100):
+        assert_same(first, backward())
+
+
+def test_strided_inputs(kernel):
+    backward = Backward(kernel, replace(SHORT[0], heads=Heads(4, 4, 128, 128)))
+    q, k, v, dout, dlse = backward.inputs
+    expected = backward()
+    qkv = torch.stack((q, k, v), 1)  # a packed projection
+    assert_same(expected, backward(**dict(zip("qkv", qkv.unbind(1), strict=True))))
+    heads_first = {
+        name: x.transpose(0, 1).contiguous().transpose(0, 1)
+        for name, x in {"q": q, "k": k, "v": v, "dout": dout, "out": backward.out}.items()
+    }
+    assert_same(expected, backward(**heads_first))
+    odd = {
+        name: torch.nn.functional.pad(x, (1, 2))[..., 1:-2]
+        for name, x in {"q": q, "k": k, "v": v, "dout": dout, "out": backward.out}.items()
+    }
+    assert_same(expected, backward(**odd))
+    assert_same(expected, backward(dlse=dlse.T.contiguous().T, lse=backward.lse.T.contiguous().T))
+    summed = backward(dout=torch.ones_like(dout))
+    assert_same(summed, backward(dout=torch.ones_like(dout[:1, :1, :1]).expand_as(dout)))
+
+
+def test_does_not_read_past_the_ends(kernel):
+    backward = Backward(kernel, replace(one(MaskType.FULL, 100, 70), heads=HEADS[2]))
+    names = ("q", "k", "v", "dout")
+    padded = {
+        name: torch.nn.functional.pad(x, (0, 0, 0, 0, 0, 100), value=torch.nan)[: x.shape[0]]
+        for name, x in zip(names, backward.inputs[:4], strict=True)
+    }
+    assert_same(backward(), backward(**padded))
+
+
+def test_plans_from_the_host_and_from_the_device_agree(kernel):
+    backward = Backward(kernel, replace(MASKS[-1], heads=HEADS[2]))
+    device = backward()
+    host = kernel.plan(replace(MASKS[-1], heads=HEADS[2]).slices(), backward.problem)
+    backward.plan = [tensor.cuda() for tensor in host]
+    assert_same(device, backward())
+
+
+def test_in_a_cuda_graph(kernel):
+    backward = Backward(kernel, replace(SHORT[0], heads=Heads(64, 8, 128, 128)))
+    expected = backward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = backward()
+    for _ in range(3):
+        for grad in captured:
+            grad.fill_(torch.nan)
+        graph.replay()
+        assert_same(expected, captured)
+
+
+def test_no_rows_and_no_keys(kernel):
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0)):
+        case = replace(one(MaskType.FULL, seqlen_q, seqlen_k), heads=HEADS[0], rows=[])
+        backward = Backward(kernel, case)
+        for grad, x in zip(backward(), backward.inputs, strict=False):
+            assert grad.shape == x.shape
+            assert not grad.any()
+
+
+def assert_same(expected, actual):
+    """dk and dv to the last bit; dq is summed up in any order."""
+    assert torch.equal(expected.dk, actual.dk)
+    assert torch.equal(expected.dv, actual.dv)
+    torch.testing.assert_close(expected.dq, actual.dq)
