@@ -207,13 +207,13 @@ def _plain(op: str) -> Callable[..., Expr]:
     def apply(*args: Any, **kwargs: Any) -> Expr:
         if kwargs.pop("alpha", 1) != 1 or kwargs:
             raise ExprError(f"`{op}` with keyword arguments")
-        return build(op, *map(_as_expr, args))
+        return build(op, *args)
 
     return apply
 
 
 def _logical(op: str) -> Callable[..., Expr]:
-    return lambda *args: build(op, *(_bools(_as_expr(arg)) for arg in args))
+    return lambda *args: build(op, *map(_bools, args))
 
 
 _OPERATIONS: dict[str, Callable[..., Expr]] = {
@@ -244,7 +244,7 @@ _OPERATIONS: dict[str, Callable[..., Expr]] = {
         for name in names.split()
     },
     **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor", "not")},
-    "rsub": lambda x, y: build("sub", _as_expr(y), _as_expr(x)),
+    "rsub": lambda x, y: build("sub", y, x),
     "pos": _same,
     "positive": _same,
     "clone": _same,
@@ -255,6 +255,7 @@ _OPERATIONS: dict[str, Callable[..., Expr]] = {
     "bool": _bools,
     "int": _integers,
     "long": _integers,
+    "float": lambda x: _convert(x, torch.float32),
     "clamp": _clamp,
     "clip": _clamp,
     "clamp_min": lambda x, min: _clamp(x, min=min),
@@ -262,8 +263,8 @@ _OPERATIONS: dict[str, Callable[..., Expr]] = {
     "div": _divide,
     "divide": _divide,
     "truediv": _divide,
-    "rshift": lambda x, y: build("floordiv", x, _power_of_two(_as_expr(y))),
-    "lshift": lambda x, y: build("mul", x, _power_of_two(_as_expr(y))),
+    "rshift": lambda x, y: build("floordiv", x, _power_of_two(y)),
+    "lshift": lambda x, y: build("mul", x, _power_of_two(y)),
     "getitem": _get_item,
     "index": _get_item,
     "new_ones": _new(1),
@@ -286,6 +287,8 @@ def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Expr:
     if operation is None:
         return unsupported(f"`{name}` is not an operation on masks")
     try:
+        numbers = (bool, int, float)
+        args = [_as_expr(arg) if isinstance(arg, numbers) else arg for arg in args]
         return operation(*args, **kwargs)
     except ExprError as error:
         return unsupported(str(error))
