@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.chunks import slice_bands
 from magi_compile.dtensor.dispatch import Dispatch
 from magi_compile.dtensor.ranges import Ranges, expand, split_at_multiples, total_by_owner, unite
 from magi_compile.masks import bands
@@ -287,9 +288,3 @@ def _area_by_owner(parts: Bands, owner: Tensor, num_owners: int) -> Tensor:
     rows = parts.end - parts.begin
     area = rows * (parts.hi - parts.lo) + (parts.dhi - parts.dlo) * (rows * (rows - 1) // 2)
     return torch.zeros(num_owners, dtype=torch.int64).index_add_(0, owner, area)
-
-
-def slice_bands(slices: AttnSlices) -> Bands:
-    """The slices as bands on the CPU."""
-    host = (x.cpu() for x in (slices.q_ranges, slices.k_ranges, slices.mask_types))
-    return bands.from_ranges(*host)

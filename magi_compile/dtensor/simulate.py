@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from magi_compile.dtensor.chunks import ChunkTable
 from magi_compile.dtensor.comm_plan import RankRows, StageLoads, plan_communication
 from magi_compile.dtensor.cost import CostModel
 from magi_compile.dtensor.dispatch import (
     STRATEGIES,
-    ChunkTable,
     Dispatch,
     choose_chunk_size,
     dispatch,

@@ -5,13 +5,12 @@ import itertools
 import pytest
 import torch
 
+from magi_compile.dtensor.chunks import ChunkTable, rank_loads
 from magi_compile.dtensor.cost import CostModel
 from magi_compile.dtensor.dispatch import (
     STRATEGIES,
-    ChunkTable,
     choose_chunk_size,
     dispatch,
-    rank_loads,
 )
 from magi_compile.dtensor.documents import document_packs
 from magi_compile.masks.slices import AttnSlices

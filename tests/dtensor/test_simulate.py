@@ -5,7 +5,8 @@ import argparse
 import pytest
 import torch
 
-from magi_compile.dtensor.dispatch import ChunkTable, dispatch, rank_loads
+from magi_compile.dtensor.chunks import ChunkTable, rank_loads
+from magi_compile.dtensor.dispatch import dispatch
 from magi_compile.dtensor.simulate import (
     lower_bound,
     main,
