@@ -355,7 +355,26 @@ class _Evaluation:
             edge = self.group_field(expr, op.removeprefix("group_"))
             assert edge is not None
             return _Value(edge, 0, self.seqlen_k)
-        return self.pointwise(op, [self.value(arg) for arg in args])
+        values = [self.value(arg) for arg in args]
+        if op in ("floordiv", "mod"):
+            values[1] = self.divisor(args[1], values[1])
+        return self.pointwise(op, values)
+
+    def divisor(self, expr: Expr, value: _Value) -> _Value:
+        """A divisor; checks that it is not zero, and makes it 1 where it is."""
+        if not isinstance(value.data, Tensor):
+            if value.data == 0:
+                raise ValueError(f"`{self.program.describe(expr)}` must not be zero, it divides")
+        elif value.low <= 0 <= value.high:
+            is_zero = value.data == 0
+            text = self.program.describe(expr)
+            self.check(
+                is_zero,
+                f"`{text}` must not be zero, it divides",
+                "it is at position {} of batch entry {}",
+            )
+            value = value._replace(data=torch.where(is_zero, 1, value.data))
+        return value
 
     def pointwise(self, op: str, values: list[_Value]) -> _Value:
         low, high = _bounds(op, values)

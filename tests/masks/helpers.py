@@ -37,7 +37,7 @@ def evaluate(
         "kv": torch.arange(seqlen_k),
         "min": binary(torch.minimum),
         "max": binary(torch.maximum),
-        "where": torch.where,
+        "where": lambda condition, x, y: torch.where(torch.as_tensor(condition), x, y),
         **{f"t{i}": tensor for i, tensor in enumerate(tables)},
         **{f"s{i}": number for i, number in enumerate(symbols)},
     }
