@@ -29,6 +29,9 @@ from magi_compile.masks.slices import AttnSlices
 #: Chunk sizes tried by `choose_chunk_size`, largest first.
 CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
 
+#: Placements whose predicted times differ by less than this are equally fast; the one that moves less wins.
+TIE = 0.025
+
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
@@ -180,25 +183,26 @@ def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> 
 
 
 def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
-    """The best of a contiguous placement, ours and min_heap: least `RankLoads.seconds` within the slack, then
-    least traffic."""
-    contiguous = table.area.view(cp_size, -1).sum(1)
-    if int(contiguous.max()) * cp_size <= int(table.area.sum()) * (1 + slack):
-        return sequential(table, cp_size, slack, cost)
+    """The simplest placement that is balanced, or else the best of ours, min_heap and a contiguous one: least
+    `RankLoads.seconds`, and of those within `TIE` of it the one with the least traffic."""
+    for simple in (sequential, zigzag):
+        assignment = simple(table, cp_size, slack, cost)
+        if _imbalance(table, assignment) <= 1 + slack:
+            return assignment
     packed = repair(pack(table, cp_size, slack), table, slack)
     candidates = [packed]
-    if _imbalance(table, packed) > 1 + 2 * slack:
+    if _imbalance(table, packed) > 1 + max(slack, TIE):
         candidates.append(min_heap(table, cp_size, slack, cost))
     # A contiguous placement can only win where an all-gather takes longer than its compute.
     all_gather = (table.total - table.total // cp_size) * cost.seconds_per_row
-    if int(contiguous.max()) * cost.seconds_per_area < all_gather:
+    if int(table.area.view(cp_size, -1).sum(1).max()) * cost.seconds_per_area < all_gather:
         candidates.append(sequential(table, cp_size, slack, cost))
     if len(candidates) == 1:
         return packed
     loads = [rank_loads(table, candidate) for candidate in candidates]
     seconds = [load.seconds(cost) for load in loads]
     traffic = [int(load.recv_rows.sum()) for load in loads]
-    good = [i for i in range(len(loads)) if seconds[i] <= min(seconds) * (1 + slack)]
+    good = [i for i in range(len(loads)) if seconds[i] <= min(seconds) * (1 + TIE)]
     return candidates[min(good, key=lambda i: (traffic[i], seconds[i]))]
 
 
