@@ -1,0 +1,138 @@
+"""BlockMask to slices, by mask_mod and by block lists."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
+
+from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
+from tests.masks.helpers import dense_mask, packed
+from tests.masks.mask_mods import MASK_MODS
+
+SIZES = [(1, 64, 64), (2, 129, 129), (2, 50, 77), (2, 77, 50)]
+
+
+def block_mask_of(mask_mod, batch, seqlen_q, seqlen_k, block=(16, 32), heads=None):
+    return create_block_mask(
+        mask_mod, batch, heads, seqlen_q, seqlen_k, device="cpu", BLOCK_SIZE=block
+    )
+
+
+def raw(mask, **changes):
+    """The same block lists without a mask_mod."""
+    lists = {
+        "kv_num_blocks": mask.kv_num_blocks,
+        "kv_indices": mask.kv_indices,
+        "full_kv_num_blocks": mask.full_kv_num_blocks,
+        "full_kv_indices": mask.full_kv_indices,
+        "BLOCK_SIZE": mask.BLOCK_SIZE,
+        "mask_mod": None,
+        "seq_lengths": mask.seq_lengths,
+    }
+    return BlockMask.from_kv_blocks(**{**lists, **changes})
+
+
+def blocks_of(mask, batch):
+    """All keys of all listed blocks, `[batch, seqlen_q, seqlen_k]`."""
+    blocks = mask.to_dense()[:, 0].bool().expand(batch, -1, -1)
+    rows, keys = mask.BLOCK_SIZE
+    blocks = blocks.repeat_interleave(rows, 1).repeat_interleave(keys, 2)
+    return blocks[:, : mask.seq_lengths[0], : mask.seq_lengths[1]]
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["document_per_entry", "images", "window", "nothing", "everything"]
+)
+def test_with_mask_mod(name, size):
+    mask_mod = MASK_MODS[name](*size)
+    slices = slices_from_block_mask(block_mask_of(mask_mod, *size))
+    assert torch.equal(slices.to_dense(), packed(dense_mask(mask_mod, *size)))
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["document_per_entry", "images", "window", "nothing", "everything"]
+)
+def test_from_lists(name, size):
+    mask = raw(block_mask_of(MASK_MODS[name](*size), *size))
+    slices = slices_from_block_mask(mask)
+    assert torch.equal(slices.to_dense(), packed(blocks_of(mask, size[0])))
+    assert list(slices) == list(slices.normalize())
+
+
+def test_lists_without_full_blocks():
+    mask = raw(
+        block_mask_of(MASK_MODS["document"](1, 90, 90), 1, 90, 90),
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+    )
+    assert torch.equal(slices_from_block_mask(mask).to_dense(), blocks_of(mask, 1)[0])
+
+
+def test_one_entry_serves_any_batch():
+    mask = block_mask_of(MASK_MODS["window"](1, 50, 77), 1, 50, 77)
+    for block_mask in (mask, raw(mask)):
+        one = slices_from_block_mask(block_mask).to_dense()
+        three = slices_from_block_mask(block_mask, batch=3)
+        assert torch.equal(three.to_dense(), torch.block_diag(*[one.int()] * 3).bool())
+    with pytest.raises(
+        ValueError, match="`batch` must be 2, the batch size of `block_mask`, got 3"
+    ):
+        slices_from_block_mask(block_mask_of(noop_mask, 2, 50, 77), batch=3)
+
+
+def test_heads():
+    def per_head(b, h, q, kv):
+        return (q >= kv) | (h > 0)
+
+    mask = block_mask_of(per_head, 1, 64, 64, heads=2)
+    with pytest.raises(UnsupportedMaskError, match=r"depends on the head \(h\)"):
+        slices_from_block_mask(mask)
+    with pytest.raises(
+        UnsupportedMaskError, match="block lists of `block_mask` differ between heads"
+    ):
+        slices_from_block_mask(raw(mask))
+    same = raw(block_mask_of(MASK_MODS["window"](1, 64, 64), 1, 64, 64, heads=2))
+    assert torch.equal(slices_from_block_mask(same).to_dense(), blocks_of(same, 1)[0])
+
+
+def test_lists_that_contradict_the_mask_mod():
+    causal = block_mask_of(lambda b, h, q, kv: q >= kv, 1, 64, 64)
+    wider = raw(causal, mask_mod=lambda b, h, q, kv: q + 20 >= kv)
+    with pytest.raises(ValueError, match="shows keys: batch entry 0, q block 0, kv block 1"):
+        slices_from_block_mask(wider)
+    narrower = raw(causal, mask_mod=lambda b, h, q, kv: (q >= kv) & (kv != 3))
+    with pytest.raises(
+        ValueError, match="mask_mod hides keys: batch entry 0, q block 2, kv block 0"
+    ):
+        slices_from_block_mask(narrower)
+    # Blocks that are listed in vain change nothing: FlexAttention applies the mask_mod inside them.
+    full = block_mask_of(lambda b, h, q, kv: q >= 0, 1, 64, 64)
+    in_vain = raw(
+        full,
+        kv_num_blocks=full.full_kv_num_blocks,
+        kv_indices=full.full_kv_indices,
+        full_kv_num_blocks=None,
+        full_kv_indices=None,
+        mask_mod=lambda b, h, q, kv: q >= kv,
+    )
+    assert list(slices_from_block_mask(in_vain)) == [((0, 64), (0, 64), 1)]
+
+
+def test_wrong_lists():
+    mask = block_mask_of(noop_mask, 1, 64, 64)
+    far = raw(mask, seq_lengths=(64, 30))
+    with pytest.raises(ValueError, match=r"full_kv_indices` must be in \[0, 1\), got 1"):
+        slices_from_block_mask(far)
+    short = raw(mask, seq_lengths=(100, 64))
+    with pytest.raises(ValueError, match="kv_num_blocks` must cover 7 q blocks, got 4"):
+        slices_from_block_mask(short)
+
+
+def test_data_are_checked():
+    table = torch.tensor([0, 1] * 32)
+    mask = block_mask_of(lambda b, h, q, kv: table[q] == table[kv], 1, 64, 64)
+    with pytest.raises(
+        ValueError, match=r"`table\[kv\]` must hold equal values next to each other"
+    ):
+        slices_from_block_mask(mask)
