@@ -138,7 +138,7 @@ def check_self_attention(slices: AttnSlices) -> None:
 def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
     """The largest chunk size that leaves the balance enough freedom.
 
-    Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than an eighth of a rank's
+    Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than a quarter of a rank's
     share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
     """
     for chunk_size in CHUNK_SIZES:
@@ -148,7 +148,7 @@ def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
         if chunk_size <= 512:
             return chunk_size
         area = ChunkTable.of(slices, chunk_size, per_rank * cp_size).area
-        if int(area.max()) * 8 * cp_size <= int(area.sum()):
+        if int(area.max()) * 4 * cp_size <= int(area.sum()):
             return chunk_size
     return CHUNK_SIZES[-1]
 
