@@ -1,4 +1,4 @@
-"""The Hopper forward kernel against cuDNN's SDPA and compiled FlexAttention, on six masks.
+"""The Hopper forward kernel against its peers, on six masks.
 
     python benchmarks/attention_forward.py --output benchmarks/results/forward_h200_2026-11-21
 
@@ -145,7 +145,9 @@ def cudnn(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]
     return run
 
 
-def flex(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
+def flex(
+    inputs: Inputs, mask: str, slices: AttnSlices, options: dict | None = None
+) -> Callable[[], Tensor]:
     q, k, v = (x.transpose(0, 1)[None] for x in inputs)
     seqlen = q.shape[2]
     mask_mod = make_mask_mod(mask, seqlen)
@@ -154,10 +156,59 @@ def flex(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
         make = torch.compile(create_block_mask)
         block_mask = make(mask_mod, None, None, seqlen, seqlen, device="cuda")
     attend = torch.compile(flex_attention, dynamic=False)
-    return lambda: attend(q, k, v, block_mask=block_mask, enable_gqa=True)[0].transpose(0, 1)
+    arguments = {"block_mask": block_mask, "enable_gqa": True, "kernel_options": options}
+    return lambda: attend(q, k, v, **arguments)[0].transpose(0, 1)
 
 
-CONTENDERS = {"magi": magi, "cudnn": cudnn, "flex": flex}
+def flex_flash(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
+    return flex(inputs, mask, slices, {"BACKEND": "FLASH"})
+
+
+def fa4(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor] | None:
+    """flash-attn-4, by its own functions; it has no block-causal mask."""
+    from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+    def first(result: Tensor | tuple) -> Tensor:
+        return result[0] if isinstance(result, tuple) else result
+
+    if mask.startswith("varlen"):
+        if mask == "varlen_block_causal":
+            return None
+        lengths = starts(len(inputs.q))
+        cu_seqlens = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+        longest = max(end - begin for begin, end in itertools.pairwise(lengths))
+        options = {"causal": mask == "varlen_causal"}
+        for side in "qk":
+            options |= {f"cu_seqlens_{side}": cu_seqlens, f"max_seqlen_{side}": longest}
+        return lambda: first(flash_attn_varlen_func(*inputs, **options))
+    window = (WINDOW - 1, 0) if mask == "window_causal" else (None, None)
+    batched = [x[None] for x in inputs]
+    return lambda: first(flash_attn_func(*batched, causal=mask == "causal", window_size=window))[0]
+
+
+def cudnn_flex(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
+    """cudnn.flex_attention, which takes the visible keys of a row as `[0, F0)` and `[F1, F2)`."""
+    from cudnn.flex_attention import create_mask_plan, flex_attn_func
+
+    row = torch.arange(len(inputs.q), dtype=torch.int32)
+    bounds = torch.zeros(1, 3, len(row), dtype=torch.int32)
+    for (q_begin, q_end), (k_begin, k_end), mask_type in slices:
+        rows = row[q_begin:q_end]
+        bounds[0, 1, q_begin:q_end] = k_begin + (rows - q_begin if mask_type & 2 else 0)
+        bounds[0, 2, q_begin:q_end] = k_end - (q_end - 1 - rows if mask_type & 1 else 0)
+    batched = [x[None] for x in inputs]
+    plan = create_mask_plan(bounds.cuda(), *batched)
+    return lambda: flex_attn_func(*batched, mask_plan=plan)[0]
+
+
+CONTENDERS = {
+    "magi": magi,
+    "cudnn": cudnn,
+    "flex": flex,
+    "flex_flash": flex_flash,
+    "fa4": fa4,
+    "cudnn_flex": cudnn_flex,
+}
 
 
 def relative_error(out: Tensor, inputs: Inputs, slices: AttnSlices) -> float:
@@ -207,14 +258,19 @@ def measure(
     slices = make_slices(mask, seqlen)
     shapes = [(seqlen, n, head_dim) for n in (heads[0], heads[1], heads[1])]
     inputs = Inputs(*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes))
-    runs = {}
+    runs, failures = {}, {}
     for name in names:
-        run = CONTENDERS[name](inputs, mask, slices)
-        if run is None:
+        try:
+            run = CONTENDERS[name](inputs, mask, slices)
+            error = relative_error(run(), inputs, slices) if run else 0.0
+        except Exception as reason:  # a contender may lack its package, or fail on a mask
+            failures[name] = f"{type(reason).__name__}: {reason}"[:300]
             continue
-        error = relative_error(run(), inputs, slices)
-        assert error < 1e-2, f"{name} is wrong on {mask} {seqlen}: relative error {error:.2e}"
-        runs[name] = run
+        if error > 1e-2:
+            failures[name] = f"wrong: relative error {error:.2e}"
+        elif run:
+            runs[name] = run
+    assert "magi" in runs, failures["magi"]
     flops = 4 * slices.area() * heads[0] * head_dim
     milliseconds = interleaved_medians(runs)
     return {
@@ -224,6 +280,7 @@ def measure(
         "head_dim": head_dim,
         "ms": {name: round(ms, 4) for name, ms in milliseconds.items()},
         "tflops": {name: round(flops / ms / 1e9) for name, ms in milliseconds.items()},
+        "failures": failures,
     }
 
 
@@ -285,7 +342,7 @@ def main() -> None:
                     torch._dynamo.reset()
                     row = measure(mask, seqlen, heads, head_dim, args.contenders)
                     rows.append(row)
-                    print(heads, head_dim, mask, seqlen, row["tflops"], flush=True)
+                    print(heads, head_dim, mask, seqlen, row["tflops"], row["failures"], flush=True)
                     if args.output:
                         write(args.output, context, rows, args.contenders)
 
