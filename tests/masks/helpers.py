@@ -1,5 +1,6 @@
 """What the mask tests share: the dense mask of a mask_mod, and its program by both ways."""
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -28,20 +29,19 @@ def evaluate(
 ) -> Tensor:
     """A printed mask expression, as Python and PyTorch understand it: `[batch, seqlen_q, seqlen_k]`."""
 
-    def binary(function: Callable) -> Callable:
-        return lambda x, y: function(torch.as_tensor(x), torch.as_tensor(y))
-
     names = {
         "b": torch.arange(batch)[:, None, None],
         "q": torch.arange(seqlen_q)[:, None],
         "kv": torch.arange(seqlen_k),
-        "min": binary(torch.minimum),
-        "max": binary(torch.maximum),
-        "where": lambda condition, x, y: torch.where(torch.as_tensor(condition), x, y),
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "where": torch.where,
         **{f"t{i}": tensor for i, tensor in enumerate(tables)},
-        **{f"s{i}": number for i, number in enumerate(symbols)},
+        **{f"s{i}": torch.tensor(number) for i, number in enumerate(symbols)},
     }
-    return torch.as_tensor(eval(text, names)).expand(batch, seqlen_q, seqlen_k)
+    # Constants as tensors, so that ~ and // are those of tensors.
+    text = re.sub(r"\b(\d+|True|False)\b", r"tensor(\1)", text)
+    return eval(text, {"tensor": torch.tensor, **names}).expand(batch, seqlen_q, seqlen_k)
 
 
 def packed(mask: Tensor) -> Tensor:
