@@ -24,7 +24,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.reference import dense_mask
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -95,7 +94,7 @@ def disagreement(
     leaves = [q[:, :group], k[:, :1], v[:, :1]]
     leaves = [x.detach().float().transpose(0, 1).requires_grad_() for x in leaves]
     scores = leaves[0] @ leaves[1].transpose(1, 2) * q.shape[2] ** -0.5
-    p = scores.masked_fill(~dense_mask(slices), -torch.inf).softmax(-1)
+    p = scores.masked_fill(~slices.to_dense(), -torch.inf).softmax(-1)
     out = p @ leaves[2]
     grads = torch.autograd.grad(out, leaves, dout[:, :group].float().transpose(0, 1))
     exact = [x.transpose(0, 1) for x in (out.detach(), *grads)]
