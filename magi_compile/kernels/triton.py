@@ -1,7 +1,7 @@
-"""Attention over slices in Triton, on any CUDA GPU from sm_80: the same walk as the Hopper kernel, portable.
+"""Attention over slices in Triton, on any CUDA GPU from sm_80, by the same walk as the Hopper kernel.
 
-Every output tile has one writer, so results are deterministic, are written once in their own dtype, and need no
-buffer but delta (fp32, `[nheads_q, total_q]`).
+Every output tile has one writer: results are deterministic, are written once in their own dtype,
+and need no buffer but delta (fp32, `[nheads_q, total_q]`).
 """
 
 from __future__ import annotations

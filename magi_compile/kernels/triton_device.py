@@ -1,8 +1,8 @@
 """The device code of the Triton kernel: each program owns one tile of one head and walks its runs.
 
-Strides are tuples (token, head, dim). Scores are `cap(qk * factors[0]) * factors[1]`, in base 2, where `cap` is
-tanh or nothing. An interval is `(lo, hi, col_end)`: the columns `[lo, hi)` that each row sees of a run, and where
-the columns of the run end.
+Strides are tuples (token, head, dim). Scores are `qk * factors[0]`, or, with a softcap,
+`tanh(qk * factors[0]) * factors[1]`; both are in base 2. An interval is `(lo, hi, col_end)`: the
+columns `[lo, hi)` that each row sees of a run, and where the columns of the run end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def load_rows(
     PADDED_DIM: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """`[ROWS, PADDED_DIM]` from `row` on; zeros beyond `DIM`, and where not `live` if `IS_MASKED`."""
+    """`[ROWS, PADDED_DIM]` from `row` on; 0 beyond `DIM`, and if `IS_MASKED` where not `live`."""
     dim = tl.arange(0, PADDED_DIM)
     start = base + row.to(tl.int64) * strides[0]
     pointers = start + tl.arange(0, ROWS)[:, None] * strides[0] + dim[None, :] * strides[2]
@@ -170,7 +170,7 @@ def forward_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """out and lse of one q tile and head; programs of one tile run together and share K and V in L2."""
+    """out and lse of one q tile and head; the heads of a tile run together, to share K and V."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
     head = (tl.program_id(0) % nheads_q).to(tl.int64)
     kv_head = head // qhead_per_kvhead
@@ -236,7 +236,7 @@ def delta_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):
-    """delta = sum(dout * out) - dlse: what the softmax subtracts from the gradient of its scores."""
+    """delta = sum(dout * out) - dlse: what softmax subtracts from the gradient of its scores."""
     head = (tl.program_id(0) % nheads_q).to(tl.int64)
     row = (tl.program_id(0) // nheads_q) * ROWS
     rows = row + tl.arange(0, ROWS)
@@ -447,7 +447,7 @@ def dkdv_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
 ):
-    """dk and dv of one k tile and key-value head; the sum over its query heads stays in registers."""
+    """dk and dv of one k tile and kv head; the sum over its q heads stays in registers."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_kv) * TILE_FIELDS
     kv_head = (tl.program_id(0) % nheads_kv).to(tl.int64)
     row_begin = tl.load(tile)

@@ -28,7 +28,7 @@ class Rects(NamedTuple):
 
     @classmethod
     def from_slices(cls, slices: AttnSlices) -> Rects:
-        """The rects of `slices`, with queries as rows; at least one, so that gathers have a source."""
+        """The rects of `slices`, rows being queries; at least one, to gather from."""
         q_begin, q_end = _columns(slices.q_ranges)
         k_begin, k_end = _columns(slices.k_ranges)
         mask_types = slices.mask_types.long()

@@ -36,8 +36,8 @@ class TilePlan(NamedTuple):
 
     `*_runs [num_runs, 12]` hold `RUN_FIELDS`. Row r in `[row_begin, row_end)` sees the columns
     `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`, other rows see nothing of the
-    run; `diag_lo` is `-NO_DIAG` and `diag_hi` is `NO_DIAG` where they cut nothing. The run is walked
-    in `num_blocks` blocks of `block_cols` columns, the first of which starts at `first`. The first
+    run; a diagonal that cuts nothing is `-NO_DIAG` or `NO_DIAG`. The run is walked in
+    `num_blocks` blocks of `block_cols` columns, the first of which starts at `first`. The first
     `num_lead` and the last `num_trail` blocks need the mask, the others are visible to all rows of
     the tile. Every block is seen by some row, and the runs of a tile do not overlap.
     """
@@ -70,10 +70,10 @@ def build_tile_plan(
         q_block_cols: keys in a block of the q walk.
         k_tile_rows: most keys in a tile of the k walk.
         k_block_cols: queries in a block of the k walk.
-        exact: True for tensors of exactly the needed size, which waits for the device of the slices;
-            False for padded ones, whose sizes follow from shapes alone. By default True on a CPU.
-        max_overlap: bounds the padded sizes: how many slices reach across a border between tiles, on
-            average over the borders. More of them fail an assertion, on the device of the slices.
+        exact: True for tensors of exactly the needed size, which waits for the device; False for
+            padded ones, whose sizes follow from shapes alone. By default True on a CPU.
+        max_overlap: bounds the padded sizes: how many slices reach across a border between tiles,
+            on average over the borders. More of them fail an assertion, on their device.
 
     Returns:
         The plan. Its size is O(tiles + pairs of a tile and a slice in it), never O(blocks).

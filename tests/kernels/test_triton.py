@@ -95,7 +95,7 @@ def test_padded_plan_gives_the_same_bits(device):
 
 @pytest.mark.parametrize("device", [on_gpu])
 def test_plan_and_kernels_in_a_cuda_graph(device):
-    """A captured step serves the next document layout: plans wait for nothing and depend on no value."""
+    """A captured step serves the next document layout: no plan waits for the device."""
     case, other = MASK["varlen_causal_equal"], MASK["causal_512x512"]
     case = replace(case, seqlen_q=512, seqlen_k=512, rows=case.rows[:4])
     other = padded(other, len(case.rows))

@@ -1,4 +1,4 @@
-"""The tiles of the Triton kernel fit GPUs that are not at hand: Triton compiles for any of them on any machine."""
+"""The Triton tiles fit GPUs that are not at hand: Triton compiles for any of them anywhere."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def test_padded_sizes_follow_from_shapes_alone(mask, other):
 
 
 def test_padded_plan_under_dynamic_shapes():
-    """One graph serves all lengths and all numbers of slices: sizes stay symbolic, no value is read."""
+    """One graph serves all lengths and numbers of slices: sizes stay symbolic."""
     rows, seqlen_q, seqlen_k = NAMED["mixed_documents"]
     slices = make_slices(rows, seqlen_q, seqlen_k)
     shape_env = ShapeEnv()
