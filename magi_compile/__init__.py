@@ -8,28 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# Resolved at first use: importing the package loads neither the compiler nor a kernel.
-_PUBLIC = {
-    "AttnSlice": "masks",
-    "AttnSlices": "masks",
-    "MaskType": "masks",
-    "AttnOutput": "ops.attention",
-    "flex_attention": "ops.attention",
-    "flex_flash_attention": "ops.attention",
-    "MaskDataError": "ops.checks",
-    "synchronize_checks": "ops.checks",
-    "LoweringOptions": "lowering.options",
-    "LoweringRefusedError": "lowering.report",
-    "disable": "lowering.backend",
-    "enable": "lowering.backend",
-    "enabled": "lowering.backend",
-    "explain": "lowering.explain",
-    "lowering_report": "lowering.report",
-    "make_backend": "lowering.backend",
-}
-
-__all__ = ["__version__", *sorted(_PUBLIC)]
-
 if TYPE_CHECKING:
     from magi_compile.lowering.backend import disable, enable, enabled, make_backend
     from magi_compile.lowering.explain import explain
@@ -39,12 +17,54 @@ if TYPE_CHECKING:
     from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
     from magi_compile.ops.checks import MaskDataError, synchronize_checks
 
+__all__ = [
+    "AttnOutput",
+    "AttnSlice",
+    "AttnSlices",
+    "LoweringOptions",
+    "LoweringRefusedError",
+    "MaskDataError",
+    "MaskType",
+    "__version__",
+    "disable",
+    "enable",
+    "enabled",
+    "explain",
+    "flex_attention",
+    "flex_flash_attention",
+    "lowering_report",
+    "make_backend",
+    "synchronize_checks",
+]
+
+# Where each public name lives; resolved at first use, so that importing the package loads no kernel.
+_HOMES = {
+    "AttnOutput": "ops.attention",
+    "AttnSlice": "masks",
+    "AttnSlices": "masks",
+    "LoweringOptions": "lowering.options",
+    "LoweringRefusedError": "lowering.report",
+    "MaskDataError": "ops.checks",
+    "MaskType": "masks",
+    "disable": "lowering.backend",
+    "enable": "lowering.backend",
+    "enabled": "lowering.backend",
+    "explain": "lowering.explain",
+    "flex_attention": "ops.attention",
+    "flex_flash_attention": "ops.attention",
+    "lowering_report": "lowering.report",
+    "make_backend": "lowering.backend",
+    "synchronize_checks": "ops.checks",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "masks":
+        return import_module(f"{__name__}.masks")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_PUBLIC])
+    return sorted([*globals(), *_HOMES])

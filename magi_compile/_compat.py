@@ -124,4 +124,4 @@ def cpu_flash_backward(
 
 def resolve_process_group(name: str) -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]

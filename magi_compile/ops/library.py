@@ -57,12 +57,12 @@ def _mask_slices(
     fits = fits._replace(message=f"{fits.message} (`slice_capacity`)")
     checks = [*intervals.checks, fits]
     require(checks)
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    q_ranges, k_ranges, mask_types = slices.q_ranges, slices.k_ranges, slices.mask_types
     if slices.device.type == "cuda":
         # A failed check raises later here, so no kernel may meet the nonsense that data it speaks of leads to.
         holds = torch.stack([check.ok for check in checks]).all()
-        lists = tuple(values * holds for values in lists)
-    return lists
+        q_ranges, k_ranges, mask_types = q_ranges * holds, k_ranges * holds, mask_types * holds
+    return q_ranges, k_ranges, mask_types
 
 
 def _mask_slices_fake(
