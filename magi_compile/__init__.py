@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from magi_compile._checks import MaskDataError, synchronize_checks
     from magi_compile.lowering.backend import disable, enable, enabled, make_backend
     from magi_compile.lowering.explain import explain
     from magi_compile.lowering.options import LoweringOptions
     from magi_compile.lowering.report import LoweringRefusedError, lowering_report
     from magi_compile.masks import AttnSlice, AttnSlices, MaskType
     from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
-    from magi_compile.ops.checks import MaskDataError, synchronize_checks
 
 __all__ = [
     "AttnOutput",
@@ -44,7 +44,7 @@ _HOMES = {
     "AttnSlices": "masks",
     "LoweringOptions": "lowering.options",
     "LoweringRefusedError": "lowering.report",
-    "MaskDataError": "ops.checks",
+    "MaskDataError": "_checks",
     "MaskType": "masks",
     "disable": "lowering.backend",
     "enable": "lowering.backend",
@@ -54,7 +54,7 @@ _HOMES = {
     "flex_flash_attention": "ops.attention",
     "lowering_report": "lowering.report",
     "make_backend": "lowering.backend",
-    "synchronize_checks": "ops.checks",
+    "synchronize_checks": "_checks",
 }
 
 

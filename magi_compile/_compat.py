@@ -14,9 +14,11 @@ from torch import Tensor
 LARGE_SPARSE_BLOCK_SIZE = 1 << 30
 
 
-def assert_async(condition: Tensor, message: str) -> None:
-    """Fails with `message` where `condition` (one bool) is false, on its device, without a wait."""
-    torch._assert_async(condition, message)
+def is_fake(tensor: Tensor) -> bool:
+    """Whether `tensor` is a FakeTensor: it has a shape but no values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
 
 
 def fake_mode_of(tensor: Tensor) -> Any:

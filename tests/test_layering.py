@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
 LAYERS = ["masks", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
-# Beside the layers: `_compat` is a leaf that anybody may import; nobody in the package imports the others.
+# Beside the layers: `_compat` and `_checks` are leaves that anybody may import; nobody imports the others.
 ASIDE = {"testing", "bench"}
 
 
@@ -41,8 +41,10 @@ def test_imports_only_from_the_left(path):
             assert LAYERS.index(layer) <= own, f"{path} imports {name}, a layer to its right"
 
 
-def test_compat_imports_nothing_of_ours():
+def test_leaves_import_nothing_of_ours():
     assert imported_modules(PACKAGE / "_compat.py") == set()
+    at_run_time = {name for name in imported_modules(PACKAGE / "_checks.py") if "masks" not in name}
+    assert at_run_time == {"magi_compile", "magi_compile._compat"}
 
 
 # Documented entry points below private-looking module names.

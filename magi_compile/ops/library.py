@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from magi_compile._checks import raise_pending, require
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import select
 from magi_compile.masks import AttnSlices, padded_slices_from_intervals, row_intervals
-from magi_compile.ops.checks import raise_pending, require
 
 _lib = torch.library.Library("magi", "DEF")
 

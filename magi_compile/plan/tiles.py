@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._compat import assert_async
+from magi_compile._checks import require
+from magi_compile.masks.intervals import MaskCheck
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.cost import longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import NO_DIAG, Rects
@@ -60,7 +61,7 @@ def build_tile_plan(
     k_tile_rows: int,
     k_block_cols: int,
     exact: bool | None = None,
-    max_overlap: int = 16,
+    max_overlap: int = 64,
 ) -> TilePlan:
     """Plans the walk of `slices`, on their device.
 
@@ -73,14 +74,14 @@ def build_tile_plan(
         exact: True for tensors of exactly the needed size, which waits for the device; False for
             padded ones, whose sizes follow from shapes alone. By default True on a CPU.
         max_overlap: bounds the padded sizes: how many slices reach across a border between tiles,
-            on average over the borders. More of them fail an assertion, on their device.
+            on average over the borders.
 
     Returns:
         The plan. Its size is O(tiles + pairs of a tile and a slice in it), never O(blocks).
 
     Raises:
         ValueError: where a size is not positive.
-        RuntimeError: where more slices overlap than padded tensors can hold, on a CPU.
+        MaskDataError: where more slices overlap than padded tensors can hold; on a GPU, later.
     """
     sizes = {
         "q_tile_rows": q_tile_rows,
@@ -197,10 +198,8 @@ def _meet(
         num_pairs = 0
     else:
         num_pairs = num_rects + torch.sym_min(max_overlap, num_rects) * (num_tiles - 1)
-        assert_async(
-            pairs_before_end[-1] <= num_pairs,
-            f"more than `max_overlap` = {max_overlap} slices reach across the average tile border",
-        )
+        message = f"at most `max_overlap` = {max_overlap} slices may cross the average tile border"
+        require([MaskCheck(pairs_before_end[-1] <= num_pairs, message)])
     pair = torch.arange(num_pairs, device=tile_begin.device)
     rect = torch.searchsorted(pairs_before_end, pair, right=True).clamp(max=num_rects - 1)
     tile = first_tile[rect] + pair - (pairs_before_end - num_touched)[rect]

@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from magi_compile._checks import MaskDataError
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.rects import NO_DIAG
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
@@ -262,7 +263,7 @@ def test_size_does_not_grow_with_blocks():
 def test_too_many_crossings_are_detected():
     rows, seqlen_q, seqlen_k = NAMED["block_causal"]
     slices = make_slices(rows, seqlen_q, seqlen_k)
-    with pytest.raises(RuntimeError, match="`max_overlap` = 1 slices"):
+    with pytest.raises(MaskDataError, match="at most `max_overlap` = 1 slices"):
         build_tile_plan(slices, **SIZES, exact=False, max_overlap=1)
 
 

@@ -8,10 +8,14 @@ the copies, so the exception comes with the next attention or its backward, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from magi_compile.masks import MaskCheck
+from magi_compile import _compat
+
+if TYPE_CHECKING:
+    from magi_compile.masks.intervals import MaskCheck
 
 
 class MaskDataError(ValueError):
@@ -41,6 +45,9 @@ class _DeviceFlags:
         failed = set(self.mirror.nonzero().flatten().tolist())
         if failed:
             self.failed.zero_()
+            torch.cuda.synchronize(
+                self.failed.device
+            )  # or a copy under way would report them again
             self.mirror.zero_()
         return [message for message, slot in self.slots.items() if slot in failed]
 
@@ -49,7 +56,11 @@ _flags: dict[torch.device, _DeviceFlags] = {}
 
 
 def require(checks: Sequence[MaskCheck]) -> None:
-    """Raises `MaskDataError` for the first check that fails: now on a CPU, later on a GPU."""
+    """Raises `MaskDataError` for the first check that fails: now on a CPU, later on a GPU.
+
+    Checks of fake tensors, which have no values, are skipped.
+    """
+    checks = [check for check in checks if not _compat.is_fake(check.ok)]
     raise_pending()
     on_cpu = [check for check in checks if check.ok.device.type != "cuda"]
     on_gpu = [check for check in checks if check.ok.device.type == "cuda"]
