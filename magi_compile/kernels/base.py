@@ -71,7 +71,13 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices, plan: list[Tensor], problem: AttnProblem
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
     ) -> ForwardOutput: ...
 
     def backward(
