@@ -28,7 +28,7 @@ struct BackwardParams {
     TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
     void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
     void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
-    DqAccumulator dq;
+    DqSum dq;
     const Run* runs;   // [num_runs], rows are keys
     Schedule schedule;
     int qhead_per_kvhead;
@@ -108,9 +108,12 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kKSlab];   // dS^T, keys x queries
+    float dq[Config::kConsumers][4][Config::kWarpRows * Config::kDqCols];   // on the way out, a part for each warp
     Stats<Config> stats[Config::kStages];   // travel with q
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work;                         // travels with k and v
+    uint32_t kv_phase;   // the producer's
+    uint32_t never_written;
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
@@ -152,16 +155,18 @@ public:
                 scheduler.leave_section();
             }
         }
-        mbarrier_wait(smem_.kv_empty, kv_.phase ^ 1);
+        mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work.tile.row_begin = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
     }
 
 private:
-    // The tile's description is read back from shared memory: this thread has few registers.
+    // From the last queries to the first, all heads of a block of queries in turn: causal tiles that start together see
+    // the same queries together, which then come from the L2 cache. What describes the tile and the run is read again
+    // for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Tile& tile, int kv_head) {
         const TileOfHead& work = smem_.work;
-        mbarrier_wait(smem_.kv_empty, kv_.phase ^ 1);
+        mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work = {tile, kv_head};
         if (work.is_empty()) {
             mbarrier_arrive(smem_.kv_full);
@@ -170,47 +175,56 @@ private:
             load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, kv_head);
             load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, kv_head);
         }
-        kv_.advance();
-        for (int group = 0; group < params_.qhead_per_kvhead; ++group) {
-            for (int r = work.tile.run_begin; r < work.tile.run_end; ++r) {
-                load_run(params_.runs[r], work.kv_head * params_.qhead_per_kvhead + group,
-                         r + 1 == work.tile.run_end && group + 1 == params_.qhead_per_kvhead);
+        smem_.kv_phase ^= 1;
+        for (const Run* run = params_.runs + work.tile.run_end; run-- != params_.runs + work.tile.run_begin;) {
+            for (int col = last_block(*run); col >= first_block(*run); col -= Config::kBlockCols) {
+                for (int group = 0; group < params_.qhead_per_kvhead; ++group) {
+                    load_block(*run, col, group);
+                }
             }
         }
     }
 
-    // Blocks start at multiples of 8 queries, as TMA asks of lse and delta and as dQ is laid out. So they are not quite
-    // the plan's, of which all from `num_lead` on and before the last `num_trail` need no mask.
-    __device__ __forceinline__ void load_run(const Run& run, int head, bool is_last_run) {
-        constexpr int kCols = Config::kBlockCols;
-        for (int col = run.first & ~(kDqGroupRows - 1); col < run.col_end; col += kCols) {
-            // Keys past the end of a short tile belong to others: the mask hides them.
-            const bool is_masked = smem_.work.is_short(Config::kTileRows) || col < run.first + run.num_lead * kCols ||
-                                   col + kCols > run.first + (run.num_blocks - run.num_trail) * kCols;
-            load_block(run, col, head, is_masked, is_last_run && col + kCols >= run.col_end);
-        }
+    // Blocks start at multiples of 8 queries, as TMA asks of lse and delta, and as dQ is laid out.
+    __device__ __forceinline__ static int first_block(const Run& run) { return run.first & ~(kDqGroupRows - 1); }
+
+    __device__ __forceinline__ static int last_block(const Run& run) {
+        return run.col_end - 1 - (run.col_end - 1 - first_block(run)) % Config::kBlockCols;
     }
 
-    __device__ __forceinline__ void load_block(const Run& run, int col, int head, bool is_masked, bool is_last) {
+    // So they are not quite the plan's, of which all from `num_lead` on and before the last `num_trail` need no mask.
+    // Keys past the end of a short tile belong to others: the mask hides them.
+    __device__ __forceinline__ bool is_masked(const Run& run, int col) const {
+        return smem_.work.is_short(Config::kTileRows) || col < run.first + run.num_lead * Config::kBlockCols ||
+               col + Config::kBlockCols > run.first + (run.num_blocks - run.num_trail) * Config::kBlockCols;
+    }
+
+    __device__ __forceinline__ bool is_last_of_tile(const Run& run, int col, int group) const {
+        return &run == params_.runs + smem_.work.tile.run_begin && col == first_block(run) &&
+               group + 1 == params_.qhead_per_kvhead;
+    }
+
+    __device__ __forceinline__ void load_block(const Run& run, int col, int group) {
         uint64_t& q_full = smem_.q_full[block_.slot];
         Block& block = smem_.blocks[block_.slot];
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = col;
         block.end = run.col_end;
-        block.head = head;
-        block.flags = (is_masked ? Block::kIsMasked : 0) | (is_last ? Block::kIsLastOfTile : 0);
+        block.head = smem_.work.kv_head * params_.qhead_per_kvhead + group;
+        block.flags = (is_masked(run, col) ? Block::kIsMasked : 0) |
+                      (is_last_of_tile(run, col, group) ? Block::kIsLastOfTile : 0);
         mbarrier_arrive_expect_tx(q_full,
-                                  sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + (is_masked ? sizeof(Run) : 0));
-        load(smem_.q[block_.slot], params_.q, q_full, col, head);
-        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, col, 0, head);
-        if (is_masked) {
+                                  sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + (block.flags & Block::kIsMasked ? sizeof(Run) : 0));
+        load(smem_.q[block_.slot], params_.q, q_full, col, block.head);
+        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, col, 0, block.head);
+        if (block.flags & Block::kIsMasked) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
 
         uint64_t& dout_full = smem_.dout_full[block_.slot];
         mbarrier_wait(smem_.dout_empty[block_.slot], block_.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load(smem_.dout[block_.slot], params_.dout, dout_full, col, head);
+        load(smem_.dout[block_.slot], params_.dout, dout_full, col, block.head);
         block_.advance();
     }
 
@@ -224,7 +238,6 @@ private:
 
     const BackwardParams& params_;
     SharedStorage<Config>& smem_;
-    Position<1> kv_;
     Position<Config::kStages> block_;
 };
 
@@ -280,24 +293,13 @@ private:
     }
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
-        Scores scores, dscores;
         Operand probs, rounded_dscores;
-        Dq dq;
-
-        wait_for_q();
-        issue_scores(scores);
-        wait_for_dout();
-        issue_dprobs(dscores);
-        wgmma_wait_group<1>();
-        pin(scores);
-        to_probs(scores, probs);
-        wgmma_wait_group<0>();
-        pin(dscores);
-        to_dscores(dscores, scores, probs);
-        round(dscores, rounded_dscores);
+        start(probs, rounded_dscores);
 
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (true) {
+            Scores scores, dscores;
+            Dq dq;
             issue_dv(dv, probs);
             store_dscores(rounded_dscores);
             fence_proxy_async_shared();
@@ -330,18 +332,36 @@ private:
             add_dq(dq, block);
             wait_for_dout();
             issue_dprobs(dscores);
-            if constexpr (Config::kHasSoftcap) {
-                wgmma_wait_group<1>();   // frees the registers for P times the slope, beside P
-                pin(dk);
+            if constexpr (!Config::kHasSoftcap) {
+                to_probs(scores, probs);
+                stay_in_front_of_wait(scores);
             }
-            to_probs(scores, probs);
             wgmma_wait_group<0>();
             pin(dk);
             pin(dscores);
             release(smem_.q_empty[slot]);
+            if constexpr (Config::kHasSoftcap) {
+                to_probs(scores, probs);   // the slope of the cap needs the registers of dK's operand
+            }
             to_dscores(dscores, scores, probs);
             round(dscores, rounded_dscores);
         }
+    }
+
+    // P and dS of the first block of a tile.
+    __device__ __forceinline__ void start(Operand& probs, Operand& rounded_dscores) {
+        Scores scores, dscores;
+        wait_for_q();
+        issue_scores(scores);
+        wait_for_dout();
+        issue_dprobs(dscores);
+        wgmma_wait_group<1>();
+        pin(scores);
+        to_probs(scores, probs);
+        wgmma_wait_group<0>();
+        pin(dscores);
+        to_dscores(dscores, scores, probs);
+        round(dscores, rounded_dscores);
     }
 
     // ---- the matmuls
@@ -487,24 +507,36 @@ private:
         }
     }
 
+    // Each warp adds its own 16 rows through a buffer of its own.
     __device__ __forceinline__ void add_dq(const Dq& dq, const Block& block) {
         constexpr int kGroups = Config::kDqCols / kDqGroupCols;
-        constexpr bool kDqIsWhole = Config::kDqCols * Config::kConsumers == Config::kHeadDim;
-        const int row = block.first + warp_ * Config::kWarpRows + lane_ / 4;
-        float* const sum =
-            params_.dq.quad_chunk<Config::kHeadDim>(block.head, row, warpgroup_ * kGroups, lane_ % 4);
+        constexpr int kGroupFloats = kDqGroupRows * kDqGroupCols;
+        using Accumulator = DqAccumulator<Config::kHeadDim>;
+        const int groups = Accumulator::col_groups(warpgroup_);
+        float* const staging = smem_.dq[warpgroup_][warp_];
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();   // of the previous block
+        }
+        __syncwarp();
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            if (row + 8 * half < block.end) {
 #pragma unroll
-                for (int i = 0; i < kGroups; ++i) {
-                    if (kDqIsWhole || (warpgroup_ * kGroups + i) * kDqGroupCols < Config::kHeadDim) {
-                        const int at = 8 * i + 2 * half;
-                        red_add_v4(sum + half * kDqGroupRows * Config::kHeadDim + i * kDqGroupRows * kDqGroupCols,
-                                   dq[at], dq[at + 1], dq[at + 4], dq[at + 5]);
-                    }
+            for (int i = 0; i < kGroups; ++i) {
+                const int at = 8 * i + 2 * half;
+                if (i < groups) {
+                    *reinterpret_cast<float4*>(staging + (half * groups + i) * kGroupFloats + 4 * lane_) = {
+                        dq[at], dq[at + 1], dq[at + 4], dq[at + 5]};
                 }
             }
+        }
+        fence_proxy_async_shared();
+        __syncwarp();
+        const int row = block.first + warp_ * Config::kWarpRows;
+        if (lane_ == 0 && row < block.end) {
+            const int row_groups = row + kDqGroupRows < block.end ? 2 : 1;
+            cp_reduce_async_bulk_add(DqAccumulator<Config::kHeadDim>(params_.dq).rows(block.head, warpgroup_, row), staging,
+                                     row_groups * groups * kGroupFloats * sizeof(float));
+            cp_async_bulk_commit_group();
         }
     }
 
@@ -559,6 +591,19 @@ private:
 
     __device__ __forceinline__ void wait_for_dout() { mbarrier_wait(smem_.dout_full[block_.slot], block_.phase); }
 
+    // The assembler moves a wait for wgmma up to the last memory operation in front of it, over arithmetic that should
+    // run meanwhile. This is one, and depends on some of each 8 scores; the others stay with them.
+    __device__ __forceinline__ void stay_in_front_of_wait(const Scores& scores) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < kScores; i += 8) {
+            bits |= __float_as_uint(scores[i]);
+        }
+        if (zero_after(__uint_as_float(bits))) {
+            smem_.never_written = bits;
+        }
+    }
+
     __device__ __forceinline__ void release(uint64_t& empty) const {
         __syncwarp();
         if (lane_ == 0) {
@@ -595,6 +640,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
         mbarrier_init(smem.dout_full[i], 1);
         mbarrier_init(smem.dout_empty[i], kConsumerWarps);
     }
+    smem.kv_phase = 0;
     fence_mbarrier_init();
 }
 

@@ -5,7 +5,7 @@
 namespace ffa {
 
 struct PostprocessParams {
-    DqAccumulator accumulator;
+    DqSum sum;
     uint4* dq;   // [total_q, nheads_q, head_dim], contiguous
     int total_q;
     float scale;
@@ -27,7 +27,7 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
             break;
         }
         const float4* const quad = reinterpret_cast<const float4*>(
-            params.accumulator.quad_chunk<kHeadDim>(head, row, col_group, 0));
+            DqAccumulator<kHeadDim>(params.sum).cols(head, row, col_group));
         uint32_t low[4], high[4];
 #pragma unroll
         for (int lane = 0; lane < 4; ++lane) {

@@ -11,7 +11,7 @@ struct PreprocessParams {
     const float* lse;          // [nheads_q, total_q], natural log
     const float* dlse;         // [nheads_q, total_q], or null
     float* stats;              // [nheads_q, 2, stats_stride]: lse in base 2, delta
-    DqAccumulator dq;
+    DqSum dq;
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
@@ -63,11 +63,15 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             stats[params.stats_stride] = sees_nothing ? 0.f : sum - (params.dlse ? params.dlse[index] : 0.f);
         }
     }
-    const int first_group = first_row / kDqGroupRows;
-    const int num_groups = min(kRows / kDqGroupRows, params.dq.row_groups - first_group);
-    float4* const dq = reinterpret_cast<float4*>(params.dq.quad_chunk<kHeadDim>(head, first_row, 0, 0));
-    for (int i = threadIdx.x; i < num_groups * (kDqGroupRows * kHeadDim / 4); i += kThreads) {
-        dq[i] = {0.f, 0.f, 0.f, 0.f};
+    const int num_rows = min(kRows, params.dq.row_groups * kDqGroupRows - first_row);
+#pragma unroll
+    for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
+        using Accumulator = DqAccumulator<kHeadDim>;
+        float4* const dq = reinterpret_cast<float4*>(Accumulator(params.dq).rows(head, warpgroup, first_row));
+        const int count = num_rows * Accumulator::col_groups(warpgroup) * kDqGroupCols / 4;
+        for (int i = threadIdx.x; i < count; i += kThreads) {
+            dq[i] = {0.f, 0.f, 0.f, 0.f};
+        }
     }
 }
 

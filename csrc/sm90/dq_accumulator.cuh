@@ -1,6 +1,6 @@
-// Where dq is summed up in fp32, in the order in which a warp holds it: [nheads_q][row / 8][col / 16][row % 8][16],
-// the 16 columns as the accumulator of a wgmma lies in four neighbouring lanes. A warp that adds 8 rows x 16 columns
-// touches 512 contiguous bytes if its first row is a multiple of 8, and two contiguous pieces otherwise.
+// Where dq is summed up in fp32, in the order in which the warps hold it, so that 16 rows of what a warpgroup computes
+// are one contiguous piece: [nheads_q][2 warpgroups][row / 8][col / 16][row % 8][16], the 16 columns as the accumulator
+// of a wgmma lies in four neighbouring lanes. The second warpgroup has fewer columns where head_dim is 96.
 #pragma once
 
 #include "ptx.cuh"
@@ -10,21 +10,40 @@ namespace ffa {
 constexpr int kDqGroupRows = 8;
 constexpr int kDqGroupCols = 16;
 
-struct DqAccumulator {
+struct DqSum {
     float* data;
     int row_groups;   // of a head
-
-    // What lane `lane_in_quad` holds of columns [16 * col_group, ...) of a row: the columns 2 * lane_in_quad + {0, 1}
-    // and those 8 further right.
-    template <int kHeadDim>
-    __device__ __forceinline__ float* quad_chunk(int head, int row, int col_group, int lane_in_quad) const {
-        static_assert(kHeadDim % kDqGroupCols == 0, "a row is whole groups of columns");
-        const long long group = static_cast<long long>(head) * row_groups + row / kDqGroupRows;
-        return data + group * (kDqGroupRows * kHeadDim) + (col_group * kDqGroupRows + row % kDqGroupRows) * kDqGroupCols +
-               4 * lane_in_quad;
-    }
 };
 
-static_assert(sizeof(DqAccumulator) == 16, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(DqSum) == 16, "packed by magi_compile/kernels/cuda/backward.py");
+
+template <int kHeadDim>
+struct DqAccumulator {
+    static constexpr int kFirstCols = kHeadDim > 64 ? 64 : kHeadDim / 2;   // of the first warpgroup
+    static_assert(kFirstCols % kDqGroupCols == 0 && kHeadDim % kDqGroupCols == 0, "whole groups of columns");
+
+    DqSum sum;
+
+    __device__ __forceinline__ explicit DqAccumulator(const DqSum& sum) : sum(sum) {}
+
+    __device__ __forceinline__ static constexpr int col_groups(int warpgroup) {
+        return (warpgroup == 0 ? kFirstCols : kHeadDim - kFirstCols) / kDqGroupCols;
+    }
+
+    // The group of rows that `row` is the first of.
+    __device__ __forceinline__ float* rows(int head, int warpgroup, int row) const {
+        const long long first_row = static_cast<long long>(head) * sum.row_groups * kDqGroupRows;
+        return sum.data + first_row * kHeadDim + warpgroup * kFirstCols * sum.row_groups * kDqGroupRows +
+               static_cast<long long>(row) * kDqGroupCols * col_groups(warpgroup);
+    }
+
+    // The 16 columns [16 * col_group, ...) of `row`.
+    __device__ __forceinline__ float* cols(int head, int row, int col_group) const {
+        const int warpgroup = col_group >= col_groups(0);
+        const int within = col_group - warpgroup * col_groups(0);
+        return rows(head, warpgroup, row / kDqGroupRows * kDqGroupRows) +
+               (within * kDqGroupRows + row % kDqGroupRows) * kDqGroupCols;
+    }
+};
 
 }  // namespace ffa

@@ -115,6 +115,13 @@ __device__ __forceinline__ void tma_store_3d(const TensorMap& map, const void* s
                  : "memory");
 }
 
+// Adds fp32 numbers to those in global memory; `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* destination, const float* source, uint32_t bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
+                 "r"(shared_address(source)), "r"(bytes)
+                 : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -190,13 +197,6 @@ __device__ __forceinline__ float dot_pair<float16>(uint32_t x, uint32_t y) {
         : "=f"(sum)
         : "r"(x), "r"(y));
     return sum;
-}
-
-// 16 bytes of fp32 sums in global memory, each element by itself.
-__device__ __forceinline__ void red_add_v4(float* address, float a, float b, float c, float d) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c),
-                 "f"(d)
-                 : "memory");
 }
 
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -96,7 +96,7 @@ BACKWARD_ROWS = (
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache, more heads balance the last tiles better.
-_BACKWARD_SECTION_HEADS = 8
+_BACKWARD_SECTION_HEADS = 4
 
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
