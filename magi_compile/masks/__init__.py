@@ -3,6 +3,7 @@
 from magi_compile.masks.block_mask import slices_from_block_mask
 from magi_compile.masks.convert import padded_slices_from_intervals, slices_from_intervals
 from magi_compile.masks.intervals import MaskCheck, RowIntervals, row_intervals
+from magi_compile.masks.plot import plot
 from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.masks.solve import UnsupportedMaskError
@@ -17,6 +18,7 @@ __all__ = [
     "RowIntervals",
     "UnsupportedMaskError",
     "padded_slices_from_intervals",
+    "plot",
     "row_intervals",
     "slices_from_block_mask",
     "slices_from_intervals",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
@@ -72,20 +72,23 @@ def plot(
     density = area / (seqlen_q * seqlen_k) if seqlen_q and seqlen_k else 0.0
     count = f"{len(live)} slice" + ("s" if len(live) != 1 else "")
     summary = f"{count}, area {area:,}, density {density:.1%}"
-    above = {
-        "xy": (0.5, 1),
-        "xycoords": "axes fraction",
-        "textcoords": "offset points",
-        "ha": "center",
-    }
-    ax.annotate(summary, xytext=(0, 36), fontsize=8, color="#555555", **above)
+    _write_above(ax, summary, 36, fontsize=8, color="#555555")
     if title:
-        ax.annotate(title, xytext=(0, 50), fontsize=11, fontweight="bold", **above)
+        _write_above(ax, title, 50, fontsize=11, fontweight="bold")
     if legend:
         kinds = sorted({item.mask_type for item in live})
         patches = [Patch(color=COLORS[kind], label=kind.name) for kind in kinds]
         ax.legend(handles=patches, loc="upper right", fontsize=7, framealpha=0.9, edgecolor="none")
     return ax
+
+
+def _write_above(ax: Axes, text: str, points: int, **style: Any) -> None:
+    offset: dict[str, Any] = {
+        "xycoords": "axes fraction",
+        "textcoords": "offset points",
+        "ha": "center",
+    }
+    ax.annotate(text, xy=(0.5, 1), xytext=(0, points), **offset, **style)
 
 
 def _outline(item: AttnSlice) -> list[tuple[float, float]]:
@@ -99,9 +102,9 @@ def _outline(item: AttnSlice) -> list[tuple[float, float]]:
         return max(lo, k_begin), min(hi, k_end)
 
     if q_end - q_begin <= _STAIRS:
-        edges = [(row + side, *keys(row + 0.5)) for row in range(q_begin, q_end) for side in (0, 1)]
+        heights = [(row + side, row + 0.5) for row in range(q_begin, q_end) for side in (0.0, 1.0)]
     else:
-        edges = [(row, *keys(row)) for row in (q_begin, q_begin + 0.5, q_end - 0.5, q_end)]
-    left = [(lo, row) for row, lo, _ in edges]
-    right = [(hi, row) for row, _, hi in edges]
+        heights = [(row, row) for row in (q_begin, q_begin + 0.5, q_end - 0.5, q_end)]
+    left = [(keys(row)[0], height) for height, row in heights]
+    right = [(keys(row)[1], height) for height, row in heights]
     return right + left[::-1]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+
+from torch import Tensor
 
 from magi_compile.masks.expr import TRUE, Expr, ExprError, parse
 from magi_compile.masks.solve import KeySet, UnsupportedMaskError, solve
@@ -86,6 +89,20 @@ class MaskProgram:
     def max_intervals(self) -> int:
         """How many key intervals a row may see; known without data. Raises as `keys` does."""
         return len(self.keys.lanes)
+
+    def table_reasons(self, tables: Sequence[Tensor]) -> list[str]:
+        """Every reason why it can not look up `tables`, as far as their shapes and dtypes tell."""
+        reasons = []
+        for node in self.expr.walk():
+            if node.op != "table":
+                continue
+            tensor, text, count = tables[node.args[0]], self.describe(node), len(node.args) - 1
+            if tensor.dim() != count:
+                shape = list(tensor.shape)
+                reasons.append(f"`{text}` uses {count} indices for a tensor of shape {shape}")
+            if tensor.is_floating_point() or tensor.is_complex():
+                reasons.append(f"`{text}` is {tensor.dtype}; masks are computed with integers")
+        return reasons
 
     @property
     def is_always_true(self) -> bool:

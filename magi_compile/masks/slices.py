@@ -178,7 +178,8 @@ class AttnSlices:
     ) -> AttnSlices:
         """Packed documents: row i of a document sees the keys `i + shift - left` to `i + shift + right`.
 
-        `shift = len_k - len_q` aligns windows at the bottom-right, as FlashAttention does.
+        `shift = len_k - len_q` aligns windows at the bottom-right, as FlashAttention does. Computed on the
+        host; the result goes to the device of `cu_seqlens_q`.
 
         Args:
             cu_seqlens_q: integers `[num_docs + 1]`, from 0, never decreasing.

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import lru_cache
 
-from magi_compile.masks.expr import (
-    END,
-    FALSE,
-    ONE,
-    TRUE,
-    ZERO,
-    Expr,
-    build,
-    const,
-    int_value,
-    is_le,
-    var,
+from magi_compile.masks.expr import END, ONE, TRUE, ZERO, Expr, build, const, int_value, var
+from magi_compile.masks.key_sets import (
+    EVERYTHING,
+    MAX_INTERVALS,
+    NOTHING,
+    KeySet,
+    Lane,
+    Promise,
+    Refusal,
+    as_key_set,
+    intersect,
+    prune,
+    select,
+    too_many,
+    unite,
 )
 
-MAX_INTERVALS = 8
-_MAX_INTERMEDIATE = 64
 _KV = var("kv")
 
 
@@ -43,41 +44,7 @@ class UnsupportedMaskError(NotImplementedError):
         super().__init__("this mask is not representable yet: " + "; ".join(self.reasons))
 
 
-class Promise(NamedTuple):
-    """`holds` must be true in every row where `when` is. `holds` is a row condition or one of
-
-    is_sorted(keys): the values of `keys` never decrease along kv.
-    is_grouped(keys, value): the keys with this value are next to each other.
-    """
-
-    holds: Expr
-    when: Expr = TRUE
-
-
-class Lane(NamedTuple):
-    """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds.
-
-    Where a promise of `exact` is broken the lane contains all keys it should, and others: no harm is done
-    if nothing is left of it.
-    """
-
-    lo: Expr
-    hi: Expr
-    keys: Expr = TRUE
-    exact: tuple[Promise, ...] = ()
-
-
-class KeySet(NamedTuple):
-    """The keys that a row sees: the union of `lanes`, if all `required` promises are kept."""
-
-    lanes: tuple[Lane, ...]
-    required: tuple[Promise, ...] = ()
-
-
-EVERYTHING = KeySet((Lane(ZERO, END),))
-NOTHING = KeySet(())
-
-
+@lru_cache(maxsize=1024)
 def solve(expr: Expr) -> KeySet:
     """The keys for which the mask expression `expr` holds.
 
@@ -95,106 +62,12 @@ def solve(expr: Expr) -> KeySet:
         solver.reasons.append(
             "the mask depends on the head (h): per-head masks are not representable"
         )
-    keys = _as_keys(solver.truth(expr, True))
+    keys = as_key_set(solver.truth(expr, True))
     if len(keys.lanes) > MAX_INTERVALS and not solver.reasons:
-        solver.reasons.append(_too_many(len(keys.lanes)))
+        solver.reasons.append(too_many(len(keys.lanes)))
     if solver.reasons:
         raise UnsupportedMaskError(solver.reasons)
     return keys
-
-
-def _too_many(count: int) -> str:
-    return f"a row needs up to {count} key intervals, at most {MAX_INTERVALS} are representable"
-
-
-# Sets of keys
-
-
-def _intersect(x: KeySet, y: KeySet) -> KeySet:
-    if len(x.lanes) * len(y.lanes) > _MAX_INTERMEDIATE:
-        raise _Refusal(_too_many(len(x.lanes) * len(y.lanes)))
-    lanes = [
-        Lane(
-            build("max", a.lo, b.lo),
-            build("min", a.hi, b.hi),
-            build("and", a.keys, b.keys),
-            a.exact + b.exact,
-        )
-        for a in x.lanes
-        for b in y.lanes
-    ]
-    return KeySet(_prune(lanes), x.required + y.required)
-
-
-def _unite(x: KeySet, y: KeySet) -> KeySet:
-    return KeySet(_prune([*x.lanes, *y.lanes]), x.required + y.required)
-
-
-def _select(rows: Expr, x: KeySet, y: KeySet) -> KeySet:
-    """`x` in the rows where `rows` holds, `y` in the others."""
-    others = build("not", rows)
-    required = _during(rows, x.required) + _during(others, y.required)
-    count = max(len(x.lanes), len(y.lanes))
-    empty = Lane(ZERO, ZERO)
-    lanes = []
-    for i in range(count):
-        a = x.lanes[i] if i < len(x.lanes) else empty
-        b = y.lanes[i] if i < len(y.lanes) else empty
-        if a is empty or b is empty:
-            full = b if a is empty else a
-            a, b = (part._replace(keys=full.keys) for part in (a, b))
-        if a.keys == b.keys:
-            exact = _during(rows, a.exact) + _during(others, b.exact)
-            lo, hi = build("where", rows, a.lo, b.lo), build("where", rows, a.hi, b.hi)
-            lanes.append(Lane(lo, hi, a.keys, exact))
-        else:
-            for part, when in ((a, rows), (b, others)):
-                lanes.append(part._replace(hi=build("where", when, part.hi, ZERO)))
-    return KeySet(_prune(lanes), required)
-
-
-def _during(rows: Expr, promises: tuple[Promise, ...]) -> tuple[Promise, ...]:
-    return tuple(Promise(holds, build("and", when, rows)) for holds, when in promises)
-
-
-def _as_keys(value: Expr | KeySet) -> KeySet:
-    return value if isinstance(value, KeySet) else _select(value, EVERYTHING, NOTHING)
-
-
-def _prune(lanes: list[Lane]) -> tuple[Lane, ...]:
-    """Drops lanes that are empty or inside another one, joins those that share an edge: fewer lanes, the same
-    union, as far as it shows without values."""
-    kept: list[Lane] = []
-    for lane in lanes:
-        if is_le(lane.hi, lane.lo) or lane.keys == FALSE:
-            continue
-        for i, other in enumerate(kept):
-            joined = _join(other, lane)
-            if joined is not None:
-                kept[i] = joined
-                break
-        else:
-            kept.append(lane)
-    return tuple(kept) if len(kept) == len(lanes) else _prune(kept)
-
-
-def _join(x: Lane, y: Lane) -> Lane | None:
-    """One lane for the union of two, where it is one for sure."""
-    if x.exact != y.exact:
-        return None
-    if x.lo == y.lo and x.hi == y.hi:
-        return x._replace(keys=build("or", x.keys, y.keys))
-    if x.keys != y.keys:
-        return None
-    for inner, outer in ((x, y), (y, x)):
-        if is_le(outer.lo, inner.lo) and is_le(inner.hi, outer.hi):
-            return outer
-    # Two intervals from the same edge are one interval, even where one of them is empty.
-    if x.lo == y.lo:
-        return x._replace(hi=build("max", x.hi, y.hi))
-    if x.hi == y.hi:
-        return x._replace(lo=build("min", x.lo, y.lo))
-    return None
 
 
 # Numbers that depend on the key
@@ -234,10 +107,6 @@ class _Choice:
 _Number = Expr | _Term | _Choice
 
 
-class _Refusal(Exception):
-    """One reason why a part of the mask can not be expressed."""
-
-
 def _is_of_keys(*exprs: Expr) -> bool:
     """Whether they are the same in all rows of a batch entry."""
     return not any(expr.variables & {"q", "h"} for expr in exprs)
@@ -250,7 +119,7 @@ def _looks_up_keys(expr: Expr) -> bool:
 def _refuse_periods(expr: Expr) -> None:
     for node in expr.walk():
         if node.op == "mod" and "kv" in node.variables:
-            raise _Refusal(
+            raise Refusal(
                 f"`{node}` repeats along the keys, which is not a small union of intervals"
             )
 
@@ -292,7 +161,7 @@ class _Solver:
         if (expr, positive) not in self.memo:
             try:
                 self.memo[expr, positive] = self._truth(expr, positive)
-            except _Refusal as refusal:
+            except Refusal as refusal:
                 self.reasons.append(str(refusal))
                 self.memo[expr, positive] = TRUE
         return self.memo[expr, positive]
@@ -320,21 +189,21 @@ class _Solver:
         if isinstance(x, Expr) and isinstance(y, Expr):
             return build("and", x, y)
         if isinstance(x, Expr):
-            return _select(x, _as_keys(y), NOTHING)
-        return _select(y, x, NOTHING) if isinstance(y, Expr) else _intersect(x, y)
+            return select(x, as_key_set(y), NOTHING)
+        return select(y, x, NOTHING) if isinstance(y, Expr) else intersect(x, y)
 
     def either(self, x: Expr | KeySet, y: Expr | KeySet) -> Expr | KeySet:
         if isinstance(x, Expr) and isinstance(y, Expr):
             return build("or", x, y)
         if isinstance(x, Expr):
-            return _select(x, EVERYTHING, _as_keys(y))
-        return _select(y, EVERYTHING, x) if isinstance(y, Expr) else _unite(x, y)
+            return select(x, EVERYTHING, as_key_set(y))
+        return select(y, EVERYTHING, x) if isinstance(y, Expr) else unite(x, y)
 
     def choose(self, condition: Expr, x: tuple[Expr, bool], y: tuple[Expr, bool]) -> Expr | KeySet:
         """Where `x` holds under the condition, or `y` without it."""
         yes = self.truth(condition, True)
         if isinstance(yes, Expr):
-            return _select(yes, _as_keys(self.truth(*x)), _as_keys(self.truth(*y)))
+            return select(yes, as_key_set(self.truth(*x)), as_key_set(self.truth(*y)))
         no = self.truth(condition, False)
         return self.either(self.both(yes, self.truth(*x)), self.both(no, self.truth(*y)))
 
@@ -342,7 +211,7 @@ class _Solver:
         """A condition on the key alone, taken as it is."""
         _refuse_periods(expr)
         if not _is_of_keys(expr):
-            raise _Refusal(f"`{expr}` looks up a row and a key together")
+            raise Refusal(f"`{expr}` looks up a row and a key together")
         return KeySet((Lane(ZERO, END, expr if positive else build("not", expr)),))
 
     # Comparisons
@@ -354,7 +223,7 @@ class _Solver:
         try:
             result = self.ordered(op, self.number(x), self.number(y))
             if self.promises:
-                result = _as_keys(result)
+                result = as_key_set(result)
                 result = result._replace(required=result.required + tuple(self.promises))
         finally:
             self.promises = outer
@@ -367,10 +236,10 @@ class _Solver:
         for side, one in enumerate((x, y)):
             if isinstance(one, _Choice) and one.op == "where":
                 pairs = [(arm, y) if side == 0 else (x, arm) for arm in (one.x, one.y)]
-                yes, no = (_as_keys(self.ordered(op, *pair)) for pair in pairs)
+                yes, no = (as_key_set(self.ordered(op, *pair)) for pair in pairs)
                 condition = self.truth(one.condition, True)
                 if isinstance(condition, Expr):
-                    return _select(condition, yes, no)
+                    return select(condition, yes, no)
                 other = self.truth(one.condition, False)
                 return self.either(self.both(condition, yes), self.both(other, no))
         if isinstance(x, _Choice) or isinstance(y, _Choice):
@@ -416,7 +285,7 @@ class _Solver:
             limit, is_lower = build("sub", limit, ONE), not is_lower
         edge, required = self.first_above(term.base, limit)
         lane = Lane(edge, END) if is_lower else Lane(ZERO, edge)
-        return KeySet(_prune([lane]), required)
+        return KeySet(prune([lane]), required)
 
     def first_above(self, base: Expr, limit: Expr) -> tuple[Expr, tuple[Promise, ...]]:
         """The key from which on `base > limit`."""
@@ -424,20 +293,20 @@ class _Solver:
             return build("add", limit, ONE), ()
         _refuse_periods(base)
         if _direction(base) != 1:
-            raise _Refusal(f"`{base}` is compared with a row, but does not grow along the keys")
+            raise Refusal(f"`{base}` is compared with a row, but does not grow along the keys")
         return Expr("upper_bound", (base, limit)), (Promise(Expr("is_sorted", (base,))),)
 
     def equal(self, term: _Term, value: Expr, positive: bool) -> Expr | KeySet:
         """The keys with `term == value`, or with `term != value`; term.s is 0."""
         if term.base == _KV or term.c != ONE:
             if positive:
-                return _intersect(self.at_most(term, value), self.at_least(term, value))
+                return intersect(self.at_most(term, value), self.at_least(term, value))
             below = self.at_most(term, build("sub", value, ONE))
-            return _unite(below, self.at_least(term, build("add", value, ONE)))
+            return unite(below, self.at_least(term, build("add", value, ONE)))
         _refuse_periods(term.base)
         bare = any(node == _KV for node in _outside_tables(term.base))
         if bare and _direction(term.base) is None:
-            raise _Refusal(f"`{term.base}` is compared with a row, but has no order along the keys")
+            raise Refusal(f"`{term.base}` is compared with a row, but has no order along the keys")
         # m * (a * base + r) == value
         factor = build("mul", term.m, const(term.a))
         value = build("sub", value, build("mul", term.m, term.r))
@@ -450,9 +319,9 @@ class _Solver:
         begin, end = (Expr(op, (term.base, value)) for op in ("group_begin", "group_end"))
         grouped = (Promise(Expr("is_grouped", (term.base, value))),)
         if positive:
-            return _select(divides, KeySet((Lane(begin, end, exact=grouped),)), NOTHING)
+            return select(divides, KeySet((Lane(begin, end, exact=grouped),)), NOTHING)
         rest = KeySet((Lane(ZERO, begin), Lane(end, END)), grouped)
-        return _select(divides, rest, EVERYTHING)
+        return select(divides, rest, EVERYTHING)
 
     def at_least(self, term: _Term, bound: Expr) -> KeySet:
         flipped = self.scale(term, const(-1))
@@ -470,7 +339,7 @@ class _Solver:
             return _Term(_KV)
         if op == "table":
             if not _is_of_keys(expr):
-                raise _Refusal(f"`{expr}` looks up a row and a key together")
+                raise Refusal(f"`{expr}` looks up a row and a key together")
             return _Term(expr)
         if op in ("min", "max"):
             return _Choice(op, self.number(args[0]), self.number(args[1]))
@@ -494,7 +363,7 @@ class _Solver:
         _refuse_periods(expr)
         if _is_of_keys(expr) and op in ("mul", "floordiv"):
             return _Term(expr)
-        raise _Refusal(f"`{expr}` mixes rows and keys in a way that intervals can not express")
+        raise Refusal(f"`{expr}` mixes rows and keys in a way that intervals can not express")
 
     def add(self, x: _Number, y: _Number) -> _Number:
         if isinstance(x, _Choice):
@@ -515,7 +384,7 @@ class _Solver:
         parts = [build("mul", part.quotient, part.m) for part in (x, y)]
         if _is_of_keys(*parts):
             return _Term(build("add", *parts), s=s)
-        raise _Refusal(
+        raise Refusal(
             f"`{parts[0]}` and `{parts[1]}` are compared, but depend on the key in two ways"
         )
 
@@ -545,9 +414,7 @@ class _Solver:
         if x.m == ONE:
             top = build("add", x.r, build("mul", x.s, x.c))
             return _Term(x.base, a=x.a, r=top, c=build("mul", x.c, divisor))
-        raise _Refusal(
-            f"`({x.quotient} * {x.m} + {x.s}) // {divisor}` is not a step function of kv"
-        )
+        raise Refusal(f"`({x.quotient} * {x.m} + {x.s}) // {divisor}` is not a step function of kv")
 
     def sign(self, factor: Expr) -> int:
         """The sign of a factor or divisor of kv; what is not a constant has to be positive."""
@@ -555,7 +422,7 @@ class _Solver:
         if known is not None:
             return known
         if "q" in factor.variables:
-            raise _Refusal(
+            raise Refusal(
                 f"kv is multiplied or divided by `{factor}`, which changes from row to row"
             )
         self.promises.append(Promise(build("gt", factor, ZERO)))

@@ -1,7 +1,6 @@
 """From a mask_mod to a MaskProgram: by calling it with symbols, or from the graph that Dynamo made of it.
 
-Both ways build expressions through the one table of operations below. An operation that is not in it becomes an
-`unsupported` node, so that the user hears of all of them at once.
+Both ways build expressions through the one table of operations.
 """
 
 from __future__ import annotations
@@ -15,19 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile.masks.expr import (
-    ONE,
-    ZERO,
-    Expr,
-    ExprError,
-    build,
-    const,
-    int_value,
-    symbol,
-    table,
-    unsupported,
-    var,
-)
+from magi_compile.masks.expr import Expr, ExprError, symbol, table, unsupported, var
+from magi_compile.masks.operations import as_expr, call, name_of
 from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.solve import UnsupportedMaskError
 
@@ -51,7 +39,7 @@ def trace_mask_mod(mask_mod: MaskMod) -> tuple[MaskProgram, list[Tensor]]:
     named = [names.get(id(tensor), f"t{i}") for i, tensor in enumerate(tracer.tables)]
     has_names = any(id(tensor) in names for tensor in tracer.tables)
     program = MaskProgram(expr, tuple(named) if has_names else ())
-    reasons = _table_reasons(program, tracer.tables)
+    reasons = program.table_reasons(tracer.tables)
     try:
         _ = program.keys
     except UnsupportedMaskError as error:
@@ -92,14 +80,14 @@ def trace_graph(
         if node.op == "output":
             result = args[0]
         elif node.op in ("call_function", "call_method"):
-            values[node] = _call(_name_of(node.target), args, kwargs)
+            values[node] = call(name_of(node.target), args, kwargs)
             if _is_aliased(node):
                 values[node] = unsupported(f"`{node.target}` changes a value that is used again")
         else:
             values[node] = unsupported(f"`{node.op} {node.target}` in the graph of the mask_mod")
     if isinstance(result, (tuple, list)):
         (result,) = result
-    program = MaskProgram(_as_expr(result), tuple(names))
+    program = MaskProgram(as_expr(result), tuple(names))
     _ = program.keys
     return program
 
@@ -125,185 +113,6 @@ def _is_aliased(node: torch.fx.Node) -> bool:
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "ifloordiv", "imod", "iand", "ior", "ixor")
-
-
-# The table of operations
-
-
-def _integers(x: Expr) -> Expr:
-    return build("where", x, ONE, ZERO) if x.kind == "bool" else x
-
-
-def _bools(x: Expr) -> Expr:
-    return build("ne", x, ZERO) if x.kind == "int" else x
-
-
-def _convert(x: Expr, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Expr:
-    dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
-    if dtype is None:
-        return x
-    if dtype == torch.bool:
-        return _bools(x)
-    if dtype.is_floating_point or dtype.is_complex:
-        raise ExprError(f"`{x}` is converted to {dtype}; masks are computed with integers")
-    return _integers(x)
-
-
-def _full(_: Any, size: Any = (), fill_value: Any = 0, *, dtype: Any = None, **__: Any) -> Expr:
-    if not isinstance(size, (tuple, list)) or len(size):
-        raise ExprError(f"a tensor of shape {size} is made inside the mask_mod")
-    return _convert(_as_expr(fill_value), dtype)
-
-
-def _like(value: int) -> Callable[..., Expr]:
-    def full_like(x: Expr, fill_value: Any = value, *, dtype: Any = None, **_: Any) -> Expr:
-        is_bool = dtype is None and x.kind == "bool"
-        return _convert(_as_expr(fill_value), torch.bool if is_bool else dtype)
-
-    return full_like
-
-
-def _new(value: int) -> Callable[..., Expr]:
-    return lambda x, size=(), **kwargs: _full(x, size, value, **kwargs)
-
-
-def _clamp(x: Expr, min: Any = None, max: Any = None) -> Expr:
-    if min is not None:
-        x = build("max", x, _as_expr(min))
-    return x if max is None else build("min", x, _as_expr(max))
-
-
-def _divide(x: Expr, y: Expr, *, rounding_mode: str | None = None) -> Expr:
-    if rounding_mode != "floor":
-        raise ExprError(f"`{x} / {y}` does not round down; write `{x} // {y}`")
-    return build("floordiv", x, y)
-
-
-def _power_of_two(y: Expr) -> Expr:
-    bits = int_value(y)
-    if bits is None or not 0 <= bits < 63:
-        raise ExprError(f"a shift by `{y}`")
-    return const(2**bits)
-
-
-def _get_item(x: Any, index: Any) -> Expr:
-    indices = index if isinstance(index, (tuple, list)) else [index]
-    if x.op != "table":
-        raise ExprError(f"`{x}` is indexed; only captured tensors can be")
-    for item in indices:
-        if not isinstance(item, (Expr, int)) or isinstance(item, bool):
-            kind = "`...`" if item is Ellipsis else f"`{item}`"
-            raise ExprError(
-                f"a captured tensor is indexed with {kind}; use one index for each dimension"
-            )
-    return table(*x.args, *map(_as_expr, indices))
-
-
-def _same(x: Expr, **_: Any) -> Expr:
-    return x
-
-
-def _plain(op: str) -> Callable[..., Expr]:
-    def apply(*args: Any, **kwargs: Any) -> Expr:
-        if kwargs.pop("alpha", 1) != 1 or kwargs:
-            raise ExprError(f"`{op}` with keyword arguments")
-        return build(op, *args)
-
-    return apply
-
-
-def _logical(op: str) -> Callable[..., Expr]:
-    return lambda *args: build(op, *map(_bools, args))
-
-
-_OPERATIONS: dict[str, Callable[..., Expr]] = {
-    **{
-        name: _plain(op)
-        for op, names in {
-            "add": "add iadd",
-            "sub": "sub subtract isub",
-            "mul": "mul multiply imul",
-            "floordiv": "floordiv floor_divide ifloordiv",
-            "mod": "mod remainder imod",
-            "neg": "neg negative",
-            "abs": "abs absolute",
-            "min": "minimum min",
-            "max": "maximum max",
-            "lt": "lt less",
-            "le": "le less_equal",
-            "gt": "gt greater",
-            "ge": "ge greater_equal",
-            "eq": "eq",
-            "ne": "ne not_equal",
-            "and": "and bitwise_and iand",
-            "or": "or bitwise_or ior",
-            "xor": "xor bitwise_xor ixor",
-            "not": "invert bitwise_not inv",
-            "where": "where",
-        }.items()
-        for name in names.split()
-    },
-    **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor", "not")},
-    "rsub": lambda x, y: build("sub", y, x),
-    "pos": _same,
-    "positive": _same,
-    "clone": _same,
-    "contiguous": _same,
-    "detach": _same,
-    "to": _convert,
-    "type": _convert,
-    "bool": _bools,
-    "int": _integers,
-    "long": _integers,
-    "float": lambda x: _convert(x, torch.float32),
-    "clamp": _clamp,
-    "clip": _clamp,
-    "clamp_min": lambda x, min: _clamp(x, min=min),
-    "clamp_max": lambda x, max: _clamp(x, max=max),
-    "div": _divide,
-    "divide": _divide,
-    "truediv": _divide,
-    "rshift": lambda x, y: build("floordiv", x, _power_of_two(y)),
-    "lshift": lambda x, y: build("mul", x, _power_of_two(y)),
-    "getitem": _get_item,
-    "index": _get_item,
-    "new_ones": _new(1),
-    "new_zeros": _new(0),
-    "new_full": _full,
-    "ones_like": _like(1),
-    "zeros_like": _like(0),
-    "full_like": _like(0),
-}
-
-
-def _name_of(target: Any) -> str:
-    """One spelling for `operator.eq`, `Tensor.__eq__`, `torch.eq`, "eq" and `aten.eq.Scalar`."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return name.split(".")[0].strip("_")
-
-
-def _call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Expr:
-    operation = _OPERATIONS.get(name)
-    if operation is None:
-        return unsupported(f"`{name}` is not an operation on masks")
-    try:
-        numbers = (bool, int, float)
-        args = [_as_expr(arg) if isinstance(arg, numbers) else arg for arg in args]
-        return operation(*args, **kwargs)
-    except ExprError as error:
-        return unsupported(str(error))
-    except TypeError:
-        return unsupported(f"`{name}` is called in a way that masks do not have")
-
-
-def _as_expr(value: Any) -> Expr:
-    if isinstance(value, Expr):
-        return value
-    if isinstance(value, (bool, int)):
-        return const(value)
-    if isinstance(value, float) and value.is_integer():
-        return const(int(value))
-    raise ExprError(f"`{value!r}` is not an integer, a truth value or a captured tensor")
 
 
 # Calling a mask_mod with symbols
@@ -333,12 +142,12 @@ class _Symbol:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
         symbols = [item for item in _flatten([args, kwargs or {}]) if isinstance(item, _Symbol)]
-        return symbols[0].tracer.call(_name_of(func), args, kwargs or {})
+        return symbols[0].tracer.call(name_of(func), args, kwargs or {})
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: self.tracer.call(_name_of(name), (self, *args), kwargs)
+        return lambda *args, **kwargs: self.tracer.call(name_of(name), (self, *args), kwargs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -387,12 +196,12 @@ class _Tracer(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
         kwargs = kwargs or {}
         if any(isinstance(item, _Symbol) for item in _flatten([args, kwargs])):
-            return self.call(_name_of(func), args, kwargs)
+            return self.call(name_of(func), args, kwargs)
         return func(*args, **kwargs)
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Symbol:
         args, kwargs = self.lower(args), self.lower(kwargs)
-        return _Symbol(_call(name, args, kwargs), self)
+        return _Symbol(call(name, args, kwargs), self)
 
     def lower(self, value: Any) -> Any:
         """Symbols and captured tensors as expressions, inside any nesting."""
@@ -415,7 +224,7 @@ class _Tracer(TorchFunctionMode):
 
     def expr_of(self, result: Any) -> Expr:
         try:
-            return _as_expr(self.lower(result))
+            return as_expr(self.lower(result))
         except ExprError as error:
             return unsupported(f"the mask_mod returns something else than a truth value: {error}")
 
@@ -428,21 +237,6 @@ def _flatten(value: Any):
         yield from _flatten(list(value.values()))
     else:
         yield value
-
-
-def _table_reasons(program: MaskProgram, tables: Sequence[Tensor]) -> list[str]:
-    reasons = []
-    for node in program.expr.walk():
-        if node.op != "table":
-            continue
-        tensor, text = tables[node.args[0]], program.describe(node)
-        if tensor.dim() != len(node.args) - 1:
-            reasons.append(
-                f"`{text}` uses {len(node.args) - 1} indices for a tensor of shape {list(tensor.shape)}"
-            )
-        if tensor.is_floating_point() or tensor.is_complex():
-            reasons.append(f"`{text}` is {tensor.dtype}; masks are computed with integers")
-    return reasons
 
 
 def _tensor_names(mask_mod: Any) -> dict[int, str]:

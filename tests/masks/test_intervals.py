@@ -216,6 +216,10 @@ def test_symbols():
     ("text", "tables", "error", "message"),
     [
         ("t0[q] < t1[kv]", [torch.zeros(6).long()], ValueError, "`tables` must hold 2 tensors, got 1"),
+        ("t0[q]", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where it is a truth value, got integers"),
+        ("~t0[kv] & (q > kv)", [torch.arange(6)], TypeError, r"`t0\[kv\]` must be bool where"),
+        ("t0[kv]", [torch.arange(6)], TypeError, r"`t0\[kv\]` must be bool where"),
+        ("where(t0[q], kv, q) < 3", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where"),
         ("q // s0 > kv", [], ValueError, "`s0` must not be zero, it divides"),
         ("q < s1", [], ValueError, "`symbols` must hold 2 ints, got 1"),
         ("t0[q] < 3", [torch.zeros(6)], TypeError, "`t0` must hold ints or bools, got torch.float32"),
@@ -273,7 +277,7 @@ def test_fake_tensors(text):
 
 def test_device_path_equals_host_path(monkeypatch):
     """The code for GPUs, which never looks at a value, on tensors of the host."""
-    from magi_compile.masks import intervals as module
+    from magi_compile.masks import evaluate as module
 
     for seed in range(6):
         tables = tables_for(2, 40, seed)

@@ -127,7 +127,7 @@ def test_refusals(mask_mod, reasons):
     assert str(error.value) == "this mask is not representable yet: " + "; ".join(found)
 
 
-def test_a_number_of_a_table_is_a_truth_value_only_by_its_dtype():
+def test_a_table_may_be_the_mask():
     program, _ = trace_mask_mod(lambda b, h, q, kv: document[q])
     assert str(program.expr) == "t0[q]"
 

@@ -1,0 +1,129 @@
+"""Pointwise integer arithmetic that does not overflow: int32 exactly where it is enough, int64 elsewhere."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+INT32 = (-(2**31), 2**31 - 1)
+INT64 = (-(2**63), 2**63 - 1)
+
+
+class Value(NamedTuple):
+    """An expression's value: a number, or a tensor that broadcasts to `[batch, rows or keys]`; and bounds that
+    hold whatever the data, so that int32 is used exactly where it can not overflow."""
+
+    data: Tensor | int
+    low: int
+    high: int
+
+
+_POINTWISE: dict[str, Callable] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "neg": operator.neg,
+    "abs": abs,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
+_TRUTH = ("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "not")
+
+
+def apply(op: str, values: Sequence[Value]) -> Value:
+    """`op` of the values, as mask expressions mean it."""
+    values = list(values)
+    low, high = _bounds(op, values)
+    if op == "where":
+        values[1:] = _alike(*values[1:])
+    elif op not in _TRUTH:
+        values = [counted(value) for value in values]
+    if any(x.low < INT32[0] or x.high > INT32[1] for x in (*values, Value(0, low, high))):
+        values = [
+            value._replace(data=value.data.long())
+            if isinstance(value.data, Tensor) and value.data.dtype == torch.int32
+            else value
+            for value in values
+        ]
+    data = [value.data for value in values]
+    if op == "not":
+        return Value(~data[0] if isinstance(data[0], Tensor) else not data[0], 0, 1)
+    if op == "where":
+        return Value(_where(*data), low, high)
+    if op in ("min", "max"):
+        return Value(_extreme(op, *data), low, high)
+    return Value(_POINTWISE[op](*data), low, high)
+
+
+def counted(value: Value) -> Value:
+    """Bools as the integers 0 and 1."""
+    if isinstance(value.data, Tensor):
+        is_bool = value.data.dtype == torch.bool
+        return value._replace(data=value.data.to(torch.int32)) if is_bool else value
+    return value._replace(data=int(value.data))
+
+
+def _alike(x: Value, y: Value) -> tuple[Value, Value]:
+    """Both as they are if both are bools, as integers otherwise."""
+    types = {v.data.dtype if isinstance(v.data, Tensor) else type(v.data) for v in (x, y)}
+    return (x, y) if types <= {bool, torch.bool} else (counted(x), counted(y))
+
+
+def _bounds(op: str, values: list[Value]) -> tuple[int, int]:
+    if op in _TRUTH:
+        return 0, 1
+    (a, b), (x, y) = values[0][1:], values[-1][1:]
+    if op == "add":
+        return a + x, b + y
+    if op == "sub":
+        return a - y, b - x
+    if op == "neg":
+        return -b, -a
+    if op == "mul":
+        corners = (a * x, a * y, b * x, b * y)
+        return min(corners), max(corners)
+    if op == "where":
+        (a, b) = values[1][1:]
+        return min(a, x), max(b, y)
+    if op == "min":
+        return min(a, x), min(b, y)
+    if op == "max":
+        return max(a, x), max(b, y)
+    if op == "mod":
+        return min(x + 1, 0), max(y - 1, 0)
+    size = max(abs(a), abs(b))  # of abs and floordiv
+    return (0 if op == "abs" or (a >= 0 and x > 0) else -size), size
+
+
+def _where(condition: Tensor | int, x: Tensor | int, y: Tensor | int) -> Tensor | int:
+    if not isinstance(condition, Tensor):
+        return x if condition else y
+    if not isinstance(x, Tensor) and not isinstance(y, Tensor):
+        dtype = torch.bool if isinstance(x, bool) else torch.int32
+        if dtype == torch.int32 and not all(INT32[0] <= z <= INT32[1] for z in (x, y)):
+            dtype = torch.int64
+        x = torch.full((1, 1), x, dtype=dtype, device=condition.device)
+    return torch.where(condition, x, y)
+
+
+def _extreme(op: str, x: Tensor | int, y: Tensor | int) -> Tensor | int:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return torch.minimum(x, y) if op == "min" else torch.maximum(x, y)
+    if isinstance(y, Tensor):
+        x, y = y, x
+    if isinstance(x, Tensor):
+        return x.clamp(max=y) if op == "min" else x.clamp(min=y)
+    return min(x, y) if op == "min" else max(x, y)

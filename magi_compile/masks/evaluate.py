@@ -1,0 +1,366 @@
+"""Evaluates a solved mask: edges of key intervals from captured tensors, and checks of what it takes for granted.
+
+All on the tensors' device, in O(rows + keys) memory, and on a GPU without waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.arithmetic import INT32, INT64, Value, apply, counted
+from magi_compile.masks.expr import TRUE, Expr
+from magi_compile.masks.key_sets import Lane, Promise
+from magi_compile.masks.program import MaskProgram
+
+
+class MaskCheck(NamedTuple):
+    """Something a mask takes for granted about its data.
+
+    Attributes:
+        ok: bool, 0-d: whether it is so.
+        message: what has to be so, with the name of the captured tensor.
+        detail: what was found instead, with a `{}` for each of `values`.
+        values: integers, 0-d; they mean something only if `ok` is False.
+    """
+
+    ok: Tensor
+    message: str
+    detail: str = ""
+    values: tuple[Tensor, ...] = ()
+
+    def raise_if_broken(self) -> None:
+        """Raises ValueError if it is not so. Waits for the device if `ok` is on a GPU."""
+        if not bool(self.ok):
+            detail = self.detail.format(*(int(value) for value in self.values))
+            raise ValueError(f"{self.message}{', but ' if detail else ''}{detail}")
+
+
+class _Groups(NamedTuple):
+    """The equal values of a table along kv, sorted by value; all `[1 or batch, num_groups]`."""
+
+    value: Tensor
+    begin: Tensor
+    end: Tensor  # behind the last key of this value
+    is_whole: Tensor | None  # the keys of this value are next to each other; None: all of them are
+
+
+class Evaluation:
+    """One evaluation: everything is computed once, however often the program mentions it."""
+
+    def __init__(
+        self,
+        program: MaskProgram,
+        tables: Sequence[Tensor],
+        symbols: Sequence[int],
+        batch: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        device: torch.device,
+    ):
+        self.program = program
+        self.tables = tables
+        self.symbols = symbols
+        self.sizes = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
+        self.seqlen_k = seqlen_k
+        self.device = device
+        self.checks: list[MaskCheck] = []
+        self.memo: dict[tuple[str, Expr], object] = {}
+
+    def once(self, kind: str, expr: Expr, compute: Callable):
+        if (kind, expr) not in self.memo:
+            self.memo[kind, expr] = compute()
+        return self.memo[kind, expr]
+
+    # Lanes and promises
+
+    def lane(self, lane: Lane) -> tuple[Tensor, Tensor]:
+        """The edges of a lane, int32 and in [0, seqlen_k], broadcastable to `[batch, seqlen_q]`."""
+        lo, hi = self.edge(lane.lo), self.edge(lane.hi)
+        if lane.keys != TRUE:
+            lo, hi = self.narrow(lane.keys, lo, hi)
+        for promise in lane.exact:
+            self.expect(promise, lo < hi)
+        return lo, hi
+
+    def edge(self, expr: Expr) -> Tensor:
+        value = self.value(expr)
+        if not isinstance(value.data, Tensor):
+            number = min(max(value.data, 0), self.seqlen_k)
+            return torch.full((1, 1), number, dtype=torch.int32, device=self.device)
+        data = value.data
+        if value.low < 0 or value.high > self.seqlen_k:
+            data = data.clamp(0, self.seqlen_k)
+        return data.to(torch.int32)
+
+    def narrow(self, keys: Expr, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys of `[lo, hi)` where the key condition holds; checks that they are one interval."""
+        self.want_truth(keys, self.value(keys))
+        is_key = self.tensor(self.value(keys)).expand(-1, self.seqlen_k)
+        position = torch.arange(self.seqlen_k, dtype=torch.int32, device=self.device)
+        pad = torch.nn.functional.pad
+        after = torch.where(is_key, position, self.seqlen_k).flip(-1).cummin(-1).values.flip(-1)
+        after = pad(after, (0, 1), value=self.seqlen_k)  # the first such key from here on
+        before = torch.where(is_key, position + 1, 0).cummax(-1).values
+        before = pad(before, (1, 0))  # behind the last such key before here
+        count = pad(is_key.cumsum(-1, dtype=torch.int32), (1, 0))
+        begin, end = _gather(after, lo), _gather(before, hi)
+        is_live = (lo < hi) & (begin < end)
+        is_whole = _gather(count, hi) - _gather(count, lo) == end - begin
+        text = self.program.describe(keys)
+        self.check(
+            is_live & ~is_whole,
+            f"the keys with `{text}` that a row may see must be next to each other",
+            "in row q = {} of batch entry {} there is a gap",
+        )
+        return torch.where(is_live, begin, 0), torch.where(is_live, end, 0)
+
+    def expect(self, promise: Promise, is_live: Tensor | None = None) -> None:
+        """Checks a promise in the rows where it matters, all of them unless `is_live` says which."""
+        op, args = promise.holds.op, promise.holds.args
+        when = self.value(promise.when).data
+        matters = when if is_live is None else is_live & when
+        if matters is False:
+            return
+        if op == "is_grouped":
+            is_whole = self.group_field(promise.holds, "is_whole")
+            if is_whole is None:
+                return
+            text = self.program.describe(args[0])
+            self.check(
+                ~is_whole & matters,
+                f"`{text}` must hold equal values next to each other along kv",
+                "the value {} that row q = {} of batch entry {} looks up lies in several places",
+                self.tensor(self.value(args[1])),
+            )
+        elif op == "is_sorted":
+            keys = self.tensor(self.value(args[0])).expand(-1, self.seqlen_k)
+            drops = keys[:, 1:] < keys[:, :-1]
+            if isinstance(matters, Tensor):
+                drops = drops & matters.any(-1, keepdim=True)
+            text = self.program.describe(args[0])
+            self.check(
+                drops,
+                f"`{text}` must never decrease along kv",
+                "it does from kv = {0} on in batch entry {1}",
+            )
+        else:
+            holds = self.value(promise.holds).data
+            if not isinstance(holds, Tensor):
+                holds = torch.full((1, 1), holds, device=self.device)
+            text = self.program.describe(promise.holds)
+            self.check(
+                ~holds & matters, f"`{text}` must be true in every row", "it is not at q = {}"
+            )
+
+    def check(
+        self, broken: Tensor, message: str, detail: str, values: Tensor | None = None
+    ) -> None:
+        """Adds a check: `broken` `[1 or batch, rows or keys]` must be False everywhere."""
+        if not broken.numel():
+            return
+        flat = broken.flatten()
+        first = flat.to(torch.uint8).argmax()
+        row, entry = first % broken.shape[1], first // broken.shape[1]
+        sought = () if values is None else (values.expand_as(broken).take(first),)
+        self.checks.append(MaskCheck(~flat.any(), message, detail, (*sought, row, entry)))
+
+    # Values
+
+    def value(self, expr: Expr) -> Value:
+        return self.once("value", expr, lambda: self._value(expr))
+
+    def tensor(self, value: Value) -> Tensor:
+        if isinstance(value.data, Tensor):
+            return value.data
+        return torch.full((1, 1), value.data, device=self.device)
+
+    def _value(self, expr: Expr) -> Value:
+        op, args = expr.op, expr.args
+        if op in ("int", "bool"):
+            return Value(args[0], args[0], args[0])
+        if op == "symbol":
+            number = self.symbols[args[0]]
+            return Value(number, number, number)
+        if op == "var":
+            size = self.sizes[args[0]]
+            index = torch.arange(size, dtype=torch.int32, device=self.device)
+            return Value(index[:, None] if args[0] == "b" else index[None], 0, size - 1)
+        if op == "table":
+            return self.look_up(expr)
+        if op == "upper_bound":
+            return Value(self.upper_bound(*args), 0, self.seqlen_k)
+        if op in ("group_begin", "group_end"):
+            edge = self.group_field(expr, op.removeprefix("group_"))
+            assert edge is not None
+            return Value(edge, 0, self.seqlen_k)
+        values = [self.value(arg) for arg in args]
+        if op in ("and", "or", "xor", "not", "where"):
+            for arg, value in zip(args[: 1 if op == "where" else None], values, strict=False):
+                self.want_truth(arg, value)
+        if op in ("floordiv", "mod"):
+            values[1] = self.divisor(args[1], values[1])
+        return apply(op, values)
+
+    def want_truth(self, expr: Expr, value: Value) -> None:
+        if isinstance(value.data, Tensor) and value.data.dtype != torch.bool:
+            text = self.program.describe(expr)
+            raise TypeError(f"`{text}` must be bool where it is a truth value, got integers")
+
+    def divisor(self, expr: Expr, value: Value) -> Value:
+        """A divisor; checks that it is not zero, and makes it 1 where it is."""
+        if not isinstance(value.data, Tensor):
+            if value.data == 0:
+                raise ValueError(f"`{self.program.describe(expr)}` must not be zero, it divides")
+        elif value.low <= 0 <= value.high:
+            is_zero = value.data == 0
+            text = self.program.describe(expr)
+            self.check(
+                is_zero,
+                f"`{text}` must not be zero, it divides",
+                "it is at position {} of batch entry {}",
+            )
+            value = value._replace(data=torch.where(is_zero, 1, value.data))
+        return value
+
+    def look_up(self, expr: Expr) -> Value:
+        """A captured tensor at its indices, `[1 or batch, 1 or rows or keys]`."""
+        table, indices = self.tables[expr.args[0]], expr.args[1:]
+        text = self.program.describe(expr)
+        if len(indices) != table.dim():
+            raise ValueError(
+                f"captured tensor in `{text}` must have {len(indices)} dimensions, got {table.dim()}"
+            )
+        if not indices:
+            data = table.to(self.device).reshape(1, 1)
+        elif all(index.op == "var" for index in indices) and [
+            index.args[0] == "b" for index in indices
+        ] in ([True], [False], [True, False]):
+            sizes = [self.sizes[index.args[0]] for index in indices]
+            for dim, size in enumerate(sizes):
+                if table.shape[dim] < size:
+                    raise ValueError(
+                        f"captured tensor in `{text}` must have at least {size} entries in "
+                        f"dimension {dim}, got {table.shape[dim]}"
+                    )
+            data = table[: sizes[0]]
+            if len(indices) == 2:
+                data = data[:, : sizes[1]]
+            else:
+                data = data[:, None] if indices[0].args[0] == "b" else data[None]
+        else:
+            places = [
+                self.index(index, size, text)
+                for index, size in zip(indices, table.shape, strict=True)
+            ]
+            data = table[tuple(places)]
+        if data.dtype == torch.bool:
+            return Value(data, 0, 1)
+        if data.dtype in (torch.int8, torch.int16, torch.uint8, torch.int32):
+            return Value(data.to(torch.int32), *INT32)
+        return Value(data.to(torch.int64), *INT64)
+
+    def index(self, expr: Expr, size: int, text: str) -> Tensor:
+        """Values of an index into a dimension; negative ones count from the end, as in PyTorch."""
+        value = self.value(expr)
+        index = self.tensor(value)
+        if value.low < 0:
+            index = torch.where(index < 0, index + size, index)
+        if value.low < 0 or value.high >= size:
+            if not size:
+                raise ValueError(f"`{text}` looks up a captured tensor without entries")
+            self.check(
+                (index < 0) | (index >= size),
+                f"`{text}` must look up entries in [{-size}, {size})",
+                "it looks up {} at position {} of batch entry {}",
+                self.tensor(value),
+            )
+            index = index.clamp(0, size - 1)
+        return index
+
+    # Searches along kv
+
+    def runs(self, keys: Expr) -> tuple[Tensor, Tensor, Tensor]:
+        """Maximal runs of equal values along kv: value, begin, end, each `[1 or batch, num_runs]`.
+
+        Where there are fewer runs the last one is repeated. On a host num_runs is what the data need; on a GPU
+        nobody waits for that and it is seqlen_k.
+        """
+
+        def compute():
+            data = self.tensor(counted(self.value(keys))).expand(-1, self.seqlen_k)
+            starts = torch.ones_like(data, dtype=torch.bool)
+            torch.ne(data[:, 1:], data[:, :-1], out=starts[:, 1:])
+            number = starts.cumsum(-1, dtype=torch.int32)
+            last = number[:, -1:]
+            room = int(last.max()) if _is_readable(data) else self.seqlen_k
+            wanted = torch.arange(1, room + 1, dtype=torch.int32, device=self.device)
+            begin = torch.searchsorted(number, torch.minimum(wanted, last))
+            follower = torch.nn.functional.pad(begin[:, 1:], (0, 1), value=self.seqlen_k)
+            end = torch.where(follower > begin, follower, self.seqlen_k)
+            return data.gather(-1, begin), begin.to(torch.int32), end.to(torch.int32)
+
+        return self.once("runs", keys, compute)
+
+    def groups(self, keys: Expr) -> _Groups:
+        def compute():
+            value, begin, end = self.runs(keys)
+            value, order = value.sort(dim=-1, stable=True)
+            begin, end = begin.gather(-1, order), end.gather(-1, order)
+            is_split = (value[:, 1:] == value[:, :-1]) & (begin[:, 1:] != begin[:, :-1])
+            if _is_readable(value) and not bool(is_split.any()):
+                return _Groups(value, begin, end, None)
+            last = torch.searchsorted(value, value, right=True) - 1
+            splits = torch.nn.functional.pad(is_split.cumsum(-1, dtype=torch.int32), (1, 0))
+            is_whole = splits.gather(-1, last) == splits
+            return _Groups(value, begin, end.gather(-1, last), is_whole)
+
+        return self.once("groups", keys, compute)
+
+    def group_field(self, expr: Expr, field: str) -> Tensor | None:
+        """A field of the group that each row looks up; empty and whole where there is no such group."""
+        keys, wanted = expr.args
+        groups = self.groups(keys)
+
+        def locate():
+            values, sought = _aligned(groups.value, self.tensor(counted(self.value(wanted))))
+            place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
+            return place, _gather(groups.value, place) == sought
+
+        place, is_found = self.once("locate", Expr("is_grouped", expr.args), locate)
+        data = getattr(groups, field)
+        if data is None:
+            return None
+        found = _gather(data, place)
+        return found | ~is_found if field == "is_whole" else torch.where(is_found, found, 0)
+
+    def upper_bound(self, keys: Expr, limit: Expr) -> Tensor:
+        """The first key whose value is above `limit`, for values that never decrease."""
+        value, begin, _ = self.runs(keys)
+        edges = torch.nn.functional.pad(begin, (0, 1), value=self.seqlen_k)
+        values, limits = _aligned(value, self.tensor(counted(self.value(limit))))
+        return _gather(edges, torch.searchsorted(values, limits, right=True))
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether values can be looked at for free: on the host, and not fake."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor
+
+
+def _aligned(values: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands for searchsorted: one dtype, and a row of `values` for each row of `sought`."""
+    dtype = torch.promote_types(values.dtype, sought.dtype)
+    values, sought = values.to(dtype), sought.to(dtype)
+    if values.shape[0] == 1:
+        return values[0], sought.contiguous()
+    return values.contiguous(), sought.expand(values.shape[0], -1).contiguous()
+
+
+def _gather(table: Tensor, index: Tensor) -> Tensor:
+    """`table [1 or batch, n]` at `index [1 or batch, rows]`, batch entry by batch entry."""
+    if table.shape[0] == 1:
+        return table[0][index]
+    return table.gather(-1, index.long().expand(table.shape[0], -1))

@@ -1,0 +1,144 @@
+"""Sets of keys that depend on the row: unions of intervals whose edges are expressions, and their algebra.
+
+Nothing here touches a tensor. The empty and the doubled are dropped as far as they show without values, so that
+the number of intervals of a mask is small and known before there are data.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from magi_compile.masks.expr import END, FALSE, TRUE, ZERO, Expr, build, is_le
+
+MAX_INTERVALS = 8
+_MAX_INTERMEDIATE = 64
+
+
+class Refusal(Exception):
+    """One reason why a part of the mask can not be expressed."""
+
+
+class Promise(NamedTuple):
+    """`holds` must be true in every row where `when` is. `holds` is a row condition or one of
+
+    is_sorted(keys): the values of `keys` never decrease along kv.
+    is_grouped(keys, value): the keys with this value are next to each other.
+    """
+
+    holds: Expr
+    when: Expr = TRUE
+
+
+class Lane(NamedTuple):
+    """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds.
+
+    Where a promise of `exact` is broken the lane contains all keys it should, and others: no harm is done
+    if nothing is left of it.
+    """
+
+    lo: Expr
+    hi: Expr
+    keys: Expr = TRUE
+    exact: tuple[Promise, ...] = ()
+
+
+class KeySet(NamedTuple):
+    """The keys that a row sees: the union of `lanes`, if all `required` promises are kept."""
+
+    lanes: tuple[Lane, ...]
+    required: tuple[Promise, ...] = ()
+
+
+EVERYTHING = KeySet((Lane(ZERO, END),))
+NOTHING = KeySet(())
+
+
+def too_many(count: int) -> str:
+    return f"a row needs up to {count} key intervals, at most {MAX_INTERVALS} are representable"
+
+
+def intersect(x: KeySet, y: KeySet) -> KeySet:
+    if len(x.lanes) * len(y.lanes) > _MAX_INTERMEDIATE:
+        raise Refusal(too_many(len(x.lanes) * len(y.lanes)))
+    lanes = [
+        Lane(
+            build("max", a.lo, b.lo),
+            build("min", a.hi, b.hi),
+            build("and", a.keys, b.keys),
+            a.exact + b.exact,
+        )
+        for a in x.lanes
+        for b in y.lanes
+    ]
+    return KeySet(prune(lanes), x.required + y.required)
+
+
+def unite(x: KeySet, y: KeySet) -> KeySet:
+    return KeySet(prune([*x.lanes, *y.lanes]), x.required + y.required)
+
+
+def select(rows: Expr, x: KeySet, y: KeySet) -> KeySet:
+    """`x` in the rows where `rows` holds, `y` in the others."""
+    others = build("not", rows)
+    required = _during(rows, x.required) + _during(others, y.required)
+    count = max(len(x.lanes), len(y.lanes))
+    empty = Lane(ZERO, ZERO)
+    lanes = []
+    for i in range(count):
+        a = x.lanes[i] if i < len(x.lanes) else empty
+        b = y.lanes[i] if i < len(y.lanes) else empty
+        if a is empty or b is empty:
+            full = b if a is empty else a
+            a, b = (part._replace(keys=full.keys) for part in (a, b))
+        if a.keys == b.keys:
+            exact = _during(rows, a.exact) + _during(others, b.exact)
+            lo, hi = build("where", rows, a.lo, b.lo), build("where", rows, a.hi, b.hi)
+            lanes.append(Lane(lo, hi, a.keys, exact))
+        else:
+            for part, when in ((a, rows), (b, others)):
+                lanes.append(part._replace(hi=build("where", when, part.hi, ZERO)))
+    return KeySet(prune(lanes), required)
+
+
+def _during(rows: Expr, promises: tuple[Promise, ...]) -> tuple[Promise, ...]:
+    return tuple(Promise(holds, build("and", when, rows)) for holds, when in promises)
+
+
+def as_key_set(value: Expr | KeySet) -> KeySet:
+    return value if isinstance(value, KeySet) else select(value, EVERYTHING, NOTHING)
+
+
+def prune(lanes: list[Lane]) -> tuple[Lane, ...]:
+    """Drops lanes that are empty or inside another one, joins those that share an edge: fewer lanes, the same
+    union, as far as it shows without values."""
+    kept: list[Lane] = []
+    for lane in lanes:
+        if is_le(lane.hi, lane.lo) or lane.keys == FALSE:
+            continue
+        for i, other in enumerate(kept):
+            joined = _join(other, lane)
+            if joined is not None:
+                kept[i] = joined
+                break
+        else:
+            kept.append(lane)
+    return tuple(kept) if len(kept) == len(lanes) else prune(kept)
+
+
+def _join(x: Lane, y: Lane) -> Lane | None:
+    """One lane for the union of two, where it is one for sure."""
+    if x.exact != y.exact:
+        return None
+    if x.lo == y.lo and x.hi == y.hi:
+        return x._replace(keys=build("or", x.keys, y.keys))
+    if x.keys != y.keys:
+        return None
+    for inner, outer in ((x, y), (y, x)):
+        if is_le(outer.lo, inner.lo) and is_le(inner.hi, outer.hi):
+            return outer
+    # Two intervals from the same edge are one interval, even where one of them is empty.
+    if x.lo == y.lo:
+        return x._replace(hi=build("max", x.hi, y.hi))
+    if x.hi == y.hi:
+        return x._replace(lo=build("min", x.lo, y.lo))
+    return None
