@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,8 @@ from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError,
 from magi_compile.masks import MaskProgram, UnsupportedMaskError
 from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
+
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
 MIN_CAPACITY = 256
@@ -81,14 +85,15 @@ class FlexCall:
 
     @property
     def location(self) -> str:
-        """The innermost line of the model in the call's stack."""
-        lines = (self.node.meta.get("stack_trace") or "").strip().splitlines()
-        frames = [line.strip() for line in lines if line.strip().startswith('File "')]
-        frames = [frame for frame in frames if "torch/nn/attention" not in frame]
+        """The innermost line of the model in the call's stack, as `file:line in function`."""
+        frames = FRAME.findall(self.node.meta.get("stack_trace") or "")
+        frames = [frame for frame in frames if "torch/nn/attention" not in frame[0]]
         if not frames:
             return ""
-        path, line, function = frames[-1].removeprefix('File "').split(", ", 2)
-        return f"{path.rstrip(chr(34))}:{line.removeprefix('line ')} {function}"
+        path, line, function = frames[-1]
+        if Path(path).is_relative_to(Path.cwd()):
+            path = str(Path(path).relative_to(Path.cwd()))
+        return f"{path}:{line} in {function}"
 
 
 def _is_tensor(buffer: Any) -> bool:
