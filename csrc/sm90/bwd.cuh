@@ -6,9 +6,12 @@
 // dK += dS^T Q, whose sums never leave the registers until the tile is done. dS also goes through shared memory for
 // dQ = dS K, of which each warpgroup computes half of the columns and adds them to a sum in global memory.
 //
-// S of the next block and dK of the previous one are in flight while a block is between its matmuls:
+// One turn of a warpgroup's loop, what is in flight above what is done meanwhile (" is the next block):
 //
-//     dP, dK' | exp | dS | dV | store dS, meet | dQ, S" | add dQ        ' previous block, " next block
+//     dV          | dQ, S"       | dK, dP"
+//     store dS    | (dV arrives) | add dQ, exponentials"      then dS" = P" (dP" - delta)
+//
+// The other warpgroup's matmuls fill the gaps: the two meet once a block, when dS is in shared memory.
 #pragma once
 
 #include "dq_accumulator.cuh"
@@ -39,8 +42,8 @@ struct BackwardParams {
 
 static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_>
+template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
+          int kConsumerRegisters_, bool kHasSoftcap_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -213,8 +216,8 @@ private:
         block.head = smem_.work.kv_head * params_.qhead_per_kvhead + group;
         block.flags = (is_masked(run, col) ? Block::kIsMasked : 0) |
                       (is_last_of_tile(run, col, group) ? Block::kIsLastOfTile : 0);
-        mbarrier_arrive_expect_tx(q_full,
-                                  sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + (block.flags & Block::kIsMasked ? sizeof(Run) : 0));
+        const uint32_t run_bytes = block.flags & Block::kIsMasked ? sizeof(Run) : 0;
+        mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load(smem_.q[block_.slot], params_.q, q_full, col, block.head);
         tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, col, 0, block.head);
         if (block.flags & Block::kIsMasked) {
@@ -418,7 +421,8 @@ private:
     // dQ = dS K, the columns of this warpgroup
     __device__ __forceinline__ void issue_dq(Dq& dq) {
         const int first_col = warpgroup_ * Config::kDqCols;
-        const Element* const keys = smem_.k[0] + first_col / Config::kSlabCols * Config::kKSlab + first_col % Config::kSlabCols;
+        const Element* const slab = smem_.k[first_col / Config::kSlabCols];
+        const Element* const keys = slab + first_col % Config::kSlabCols;
         const uint32_t a = wgmma_descriptor(smem_.dscores[dscores_slot_], 0);
         const uint32_t b = wgmma_descriptor(keys, 0);
         pin(dq);
@@ -534,14 +538,14 @@ private:
         const int row = block.first + warp_ * Config::kWarpRows;
         if (lane_ == 0 && row < block.end) {
             const int row_groups = row + kDqGroupRows < block.end ? 2 : 1;
-            cp_reduce_async_bulk_add(DqAccumulator<Config::kHeadDim>(params_.dq).rows(block.head, warpgroup_, row), staging,
-                                     row_groups * groups * kGroupFloats * sizeof(float));
+            float* const sum = Accumulator(params_.dq).rows(block.head, warpgroup_, row);
+            cp_reduce_async_bulk_add(sum, staging, row_groups * groups * kGroupFloats * sizeof(float));
             cp_async_bulk_commit_group();
         }
     }
 
-    // Registers to shared memory in the 128-byte swizzle of the tensor map, 16-byte chunk c of row r lies at c ^ (r % 8),
-    // and from there to `rows`.
+    // Registers to shared memory in the 128-byte swizzle of the tensor map, where 16-byte chunk c of row r lies at
+    // c ^ (r % 8), and from there to `rows`.
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
                                           const TileOfHead& work) const {
         Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
@@ -553,7 +557,8 @@ private:
             const int chunk = 2 * (i % 4) + lane_ / 16;
             stmatrix_x4(address + slab * kKSlabBytes + ((chunk ^ (row % 8)) << 4),
                         pack<Element>(grad[8 * i], grad[8 * i + 1]), pack<Element>(grad[8 * i + 2], grad[8 * i + 3]),
-                        pack<Element>(grad[8 * i + 4], grad[8 * i + 5]), pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
+                        pack<Element>(grad[8 * i + 4], grad[8 * i + 5]),
+                        pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
         }
         const int warp_row = work.tile.row_begin + row_in_tile();
         if (warp_row + Config::kWarpRows <= work.tile.row_end) {
@@ -562,7 +567,8 @@ private:
             if (lane_ == 0) {
 #pragma unroll
                 for (int slab = 0; slab < Config::kSlabs; ++slab) {
-                    tma_store_3d(map, staging + slab * Config::kKSlab, slab * Config::kSlabCols, warp_row, work.kv_head);
+                    tma_store_3d(map, staging + slab * Config::kKSlab, slab * Config::kSlabCols, warp_row,
+                                 work.kv_head);
                 }
                 cp_async_bulk_commit_group();
             }
@@ -580,7 +586,8 @@ private:
             const int row = i / kChunks;
             const int chunk = i % kChunks;
             if (warp_row + row < work.tile.row_end) {
-                const long long index = static_cast<long long>(warp_row + row) * params_.schedule.num_heads + work.kv_head;
+                const long long index =
+                    static_cast<long long>(warp_row + row) * params_.schedule.num_heads + work.kv_head;
                 static_cast<int4*>(rows)[index * kChunks + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }
