@@ -125,7 +125,10 @@ def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
     """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda" or "triton")."""
     if kernel == "cuda":
         forward = forward_config(problem)
-        return PlanTiles(forward.tile_rows, forward.block_cols, k_tile_rows=128, k_block_cols=64)
+        backward = _BACKWARD.get(problem.head_dim, _BACKWARD[128])  # beyond 128 nobody walks by k
+        return PlanTiles(
+            forward.tile_rows, forward.block_cols, backward.tile_rows, backward.block_cols
+        )
     if kernel == "triton":
         triton = triton_config(problem)
         return PlanTiles(

@@ -32,6 +32,7 @@ from magi_compile.kernels.heuristics import (
 
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 8
+_STREAM_THREADS = 256  # of a thread block before and after
 _PARAMS_BYTES = 1024
 # What follows the seven tensor maps in BackwardParams.
 _SCALARS = struct.Struct("<3Qi4x3Q3i4xi3f")
@@ -97,7 +98,7 @@ def backward(
 
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    params = _PREPROCESS.pack(
+    before = _PREPROCESS.pack(
         out.data_ptr(),
         dout.data_ptr(),
         lse.data_ptr(),
@@ -110,7 +111,7 @@ def backward(
         total_q,
         padded_q,
     )
-    launch(preprocess, row_blocks, 256, bytearray(params), stream, shared_bytes=0)
+    launch(preprocess, row_blocks, _STREAM_THREADS, bytearray(before), stream, shared_bytes=0)
 
     config = backward_config(problem)
     num_items = k_tiles.shape[0] * nheads_kv
@@ -148,10 +149,10 @@ def backward(
     )
     launch(main, grid, config.num_threads, params, stream)
 
-    params = _POSTPROCESS.pack(
+    after = _POSTPROCESS.pack(
         dq_sum.data_ptr(), row_groups, dq.data_ptr(), total_q, problem.softmax_scale
     )
-    launch(postprocess, row_blocks, 256, bytearray(params), stream, shared_bytes=0)
+    launch(postprocess, row_blocks, _STREAM_THREADS, bytearray(after), stream, shared_bytes=0)
     return BackwardOutput(dq, dk, dv)
 
 

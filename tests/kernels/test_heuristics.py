@@ -1,0 +1,35 @@
+"""Tile sizes are pure functions of the problem."""
+
+import pytest
+import torch
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import (
+    BACKWARD_HEAD_DIMS,
+    backward_config,
+    backward_heads_per_section,
+    plan_tiles,
+)
+
+
+def problem(nheads_q=8, nheads_kv=8, head_dim=128):
+    return AttnProblem("cuda", (9, 0), torch.bfloat16, nheads_q, nheads_kv, head_dim, head_dim, 1.0)
+
+
+@pytest.mark.parametrize("nheads_kv", [1, 2, 3, 5, 6, 8, 64])
+def test_sections_of_the_backward_divide_the_heads(nheads_kv):
+    heads = backward_heads_per_section(problem(nheads_kv, nheads_kv))
+    assert 1 <= heads <= 4
+    assert nheads_kv % heads == 0
+
+
+@pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
+def test_the_backward_walks_its_own_tiles(head_dim):
+    tiles = plan_tiles(problem(head_dim=head_dim))
+    config = backward_config(problem(head_dim=head_dim))
+    assert (tiles.k_tile_rows, tiles.k_block_cols) == (config.tile_rows, config.block_cols)
+
+
+def test_unknown_kernel():
+    with pytest.raises(ValueError, match="`kernel` must be"):
+        plan_tiles(problem(), "numpy")
