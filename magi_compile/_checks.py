@@ -29,7 +29,7 @@ class _DeviceFlags:
 
     def __init__(self, device: torch.device):
         self.failed = torch.zeros(self.CAPACITY, dtype=torch.bool, device=device)
-        self.mirror = torch.zeros(self.CAPACITY, dtype=torch.bool, pin_memory=True)
+        self.mirror = torch.zeros(self.CAPACITY, dtype=torch.bool, pin_memory=device.type == "cuda")
         self.slots: dict[str, int] = {}
 
     def slot(self, message: str) -> int:
@@ -40,6 +40,11 @@ class _DeviceFlags:
         for check in checks:
             self.failed[self.slot(check.message)].logical_or_(check.ok.logical_not())
         self.mirror.copy_(self.failed, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Waits until the mirror shows every check submitted so far."""
+        if self.failed.device.type == "cuda":
+            torch.cuda.synchronize(self.failed.device)
 
     def take_failures(self) -> list[str]:
         failed = set(self.mirror.nonzero().flatten().tolist())
@@ -86,6 +91,6 @@ def raise_pending() -> None:
 
 def synchronize_checks() -> None:
     """Waits for all devices that have checks under way and raises their failures, if any."""
-    for device in _flags:
-        torch.cuda.synchronize(device)
+    for flags in _flags.values():
+        flags.synchronize()
     raise_pending()

@@ -1,0 +1,54 @@
+"""Failed checks: raised at once on a CPU; kept, reported once and named on a device that nobody waits for."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from magi_compile import MaskDataError, _checks
+from magi_compile.masks import MaskCheck
+
+
+def check(holds, message="`document` must be grouped", **options):
+    return MaskCheck(torch.tensor(holds), message, **options)
+
+
+@pytest.fixture
+def flags(monkeypatch):
+    """The flags of a device, as if the CPU were one, watched by `raise_pending`."""
+    flags = _checks._DeviceFlags(torch.device("cpu"))
+    monkeypatch.setattr(_checks, "_flags", {torch.device("cpu"): flags})
+    return flags
+
+
+def test_on_a_cpu_the_first_failure_raises_with_what_was_found():
+    broken = check(False, detail="it is not at {}", values=(torch.tensor(7),))
+    with pytest.raises(MaskDataError, match="`document` must be grouped, but it is not at 7"):
+        _checks.require([check(True), broken])
+
+
+def test_checks_of_fake_tensors_have_no_values_to_fail():
+    with FakeTensorMode() as mode:
+        _checks.require([MaskCheck(mode.from_tensor(torch.tensor(False)), "never seen")])
+
+
+def test_a_later_success_does_not_hide_a_failure(flags):
+    flags.submit([check(False)])
+    flags.submit([check(True)])
+    with pytest.raises(MaskDataError, match="`document` must be grouped"):
+        _checks.raise_pending()
+
+
+def test_a_failure_is_reported_once(flags):
+    flags.submit([check(False), check(True, "another")])
+    with pytest.raises(MaskDataError) as error:
+        _checks.synchronize_checks()
+    assert "another" not in str(error.value)
+    _checks.raise_pending()
+
+
+def test_every_message_is_kept_when_there_are_very_many(flags):
+    for number in range(flags.CAPACITY + 5):
+        flags.submit([check(True, f"message {number}")])
+    flags.submit([check(False, "the last one")])
+    with pytest.raises(MaskDataError, match="the last one"):
+        _checks.raise_pending()
