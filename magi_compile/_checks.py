@@ -50,9 +50,7 @@ class _DeviceFlags:
         failed = set(self.mirror.nonzero().flatten().tolist())
         if failed:
             self.failed.zero_()
-            torch.cuda.synchronize(
-                self.failed.device
-            )  # or a copy under way would report them again
+            self.synchronize()  # or a copy under way would report them again
             self.mirror.zero_()
         return [message for message, slot in self.slots.items() if slot in failed]
 

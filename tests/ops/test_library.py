@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import magi_compile.ops  # noqa: F401  (defines the ops)
 from magi_compile import AttnSlices
 
 LISTS = ("q_ranges", "k_ranges", "mask_types")
