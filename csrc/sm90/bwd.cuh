@@ -17,6 +17,7 @@
 #include "dq_accumulator.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
+#include "ring.cuh"
 #include "scheduler.cuh"
 
 namespace ffa {
@@ -120,23 +121,6 @@ struct alignas(1024) SharedStorage {
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
-};
-
-// What a thread block of this chip can have; the host asks for all of it.
-constexpr int kMaxSharedBytes = 227 * 1024;
-
-// A position in a ring of buffers. Consumers wait for `phase` of full, producers for the opposite phase of empty.
-template <int kStages>
-struct Position {
-    int slot = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++slot == kStages) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
 };
 
 enum NamedBarrier : uint32_t { kConsumersMeet = 1 };   // 0 is __syncthreads

@@ -9,6 +9,7 @@
 
 #include "mask.cuh"
 #include "ptx.cuh"
+#include "ring.cuh"
 #include "scheduler.cuh"
 #include "softmax.cuh"
 
@@ -90,23 +91,6 @@ struct alignas(1024) SharedStorage {
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
-};
-
-// What a thread block of this chip can have; the host asks for all of it.
-constexpr int kMaxSharedBytes = 227 * 1024;
-
-// A position in a ring of buffers. Consumers wait for `phase` of full, producers for the opposite phase of empty.
-template <int kStages>
-struct Position {
-    int slot = 0;
-    uint32_t phase = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++slot == kStages) {
-            slot = 0;
-            phase ^= 1;
-        }
-    }
 };
 
 enum NamedBarrier : uint32_t { kTurn = 1, kWarpgroupDone = 4 };   // one for each consumer warpgroup; 0 is __syncthreads
