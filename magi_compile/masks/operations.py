@@ -58,7 +58,7 @@ def _integers(x: Expr) -> Expr:
 
 
 def _bools(x: Expr) -> Expr:
-    return build("ne", x, ZERO) if x.kind == "int" else x
+    return x if x.kind == "bool" else build("ne", x, ZERO)
 
 
 def _convert(x: Expr, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Expr:

@@ -130,6 +130,19 @@ def valid_keys_of_document(batch, seqlen_q, seqlen_k):
     return lambda b, h, q, kv: (table[q] == table[kv]) & valid[kv]
 
 
+def integer_flags(batch, seqlen_q, seqlen_k):
+    """Flags kept as integers, and as bools where a truth value is asked for by name."""
+    flags = (torch.arange(max(seqlen_q, seqlen_k)) < seqlen_k // 2).long() * 3
+    of_rows = flags == 0
+
+    def mask_mod(b, h, q, kv):
+        return torch.logical_and(flags[kv], of_rows[q]) | (
+            flags[kv].bool() & (of_rows[q].int() < 1)
+        )
+
+    return mask_mod
+
+
 def same_validity(batch, seqlen_q, seqlen_k):
     valid = torch.arange(max(seqlen_q, seqlen_k)) < seqlen_k // 3
     return lambda b, h, q, kv: valid[q] == valid[kv]
@@ -282,6 +295,7 @@ MASK_MODS = {
         document_with_padding,
         valid_keys,
         valid_keys_of_document,
+        integer_flags,
         same_validity,
         images,
         starts,
