@@ -135,6 +135,7 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     names = [_compat.source_name(table) for table in call.mask_tables]
     try:
         program = trace_graph(call.mask_mod, kinds, names)
+        reasons.extend(program.table_reasons([value_of(table) for table in call.mask_tables]))
     except UnsupportedMaskError as error:
         reasons.extend(error.reasons)
     if program is not None and program.is_always_true and _has_block_lists(call):

@@ -40,7 +40,14 @@ def compiled(strict=False):
     return torch.compile(attend, backend=backend, fullgraph=True)
 
 
+def weighted(b, h, q, kv):
+    return WEIGHTS[q] >= WEIGHTS[kv]
+
+
+WEIGHTS = torch.arange(96.0)
+
 CASES = {
+    "float table": ({"mask": weighted}, "float"),
     "score_mod": (
         dict(mask=causal, score_mod=alibi),
         "score_mod applies `add`|score_mod depends on",
