@@ -8,18 +8,38 @@ the copies, so the exception comes with the next attention or its backward, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from magi_compile import _compat
-
-if TYPE_CHECKING:
-    from magi_compile.masks.intervals import MaskCheck
 
 
 class MaskDataError(ValueError):
     """A mask's data (a captured table, a capacity) breaks what its conversion relies on."""
+
+
+class MaskCheck(NamedTuple):
+    """Something a mask takes for granted about its data.
+
+    Attributes:
+        ok: bool, 0-d: whether it is so.
+        message: what has to be so, with the name of the captured tensor.
+        detail: what was found instead, with a `{}` for each of `values`.
+        values: integers, 0-d; they mean something only if `ok` is False.
+    """
+
+    ok: Tensor
+    message: str
+    detail: str = ""
+    values: tuple[Tensor, ...] = ()
+
+    def raise_if_broken(self) -> None:
+        """Raises MaskDataError if it is not so. Waits for the device if `ok` is on a GPU."""
+        if not bool(self.ok):
+            detail = self.detail.format(*(int(value) for value in self.values))
+            raise MaskDataError(f"{self.message}{', but ' if detail else ''}{detail}")
 
 
 class _DeviceFlags:
@@ -68,10 +88,7 @@ def require(checks: Sequence[MaskCheck]) -> None:
     on_cpu = [check for check in checks if check.ok.device.type != "cuda"]
     on_gpu = [check for check in checks if check.ok.device.type == "cuda"]
     for check in on_cpu:
-        try:
-            check.raise_if_broken()
-        except ValueError as error:
-            raise MaskDataError(str(error)) from None
+        check.raise_if_broken()
     if on_gpu:
         device = on_gpu[0].ok.device
         if device not in _flags:

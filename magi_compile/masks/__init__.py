@@ -1,8 +1,9 @@
 """What may attend to what. Knows nothing of tiles, kernels or torch.compile."""
 
+from magi_compile._checks import MaskCheck
 from magi_compile.masks.block_mask import slices_from_block_mask
 from magi_compile.masks.convert import padded_slices_from_intervals, slices_from_intervals
-from magi_compile.masks.intervals import MaskCheck, RowIntervals, row_intervals
+from magi_compile.masks.intervals import RowIntervals, row_intervals
 from magi_compile.masks.plot import plot
 from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.masks.intervals import MaskCheck, RowIntervals
+from magi_compile._checks import MaskCheck
+from magi_compile.masks.intervals import RowIntervals
 from magi_compile.masks.slices import MAX_SEQLEN, AttnSlices
 
 

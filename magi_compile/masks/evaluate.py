@@ -11,32 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile._checks import MaskCheck
 from magi_compile.masks.arithmetic import INT32, INT64, Value, apply, counted
 from magi_compile.masks.expr import TRUE, Expr
 from magi_compile.masks.key_sets import Lane, Promise
 from magi_compile.masks.program import MaskProgram
-
-
-class MaskCheck(NamedTuple):
-    """Something a mask takes for granted about its data.
-
-    Attributes:
-        ok: bool, 0-d: whether it is so.
-        message: what has to be so, with the name of the captured tensor.
-        detail: what was found instead, with a `{}` for each of `values`.
-        values: integers, 0-d; they mean something only if `ok` is False.
-    """
-
-    ok: Tensor
-    message: str
-    detail: str = ""
-    values: tuple[Tensor, ...] = ()
-
-    def raise_if_broken(self) -> None:
-        """Raises ValueError if it is not so. Waits for the device if `ok` is on a GPU."""
-        if not bool(self.ok):
-            detail = self.detail.format(*(int(value) for value in self.values))
-            raise ValueError(f"{self.message}{', but ' if detail else ''}{detail}")
 
 
 class _Groups(NamedTuple):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magi_compile.masks.evaluate import Evaluation, MaskCheck
+from magi_compile._checks import MaskCheck
+from magi_compile.masks.evaluate import Evaluation
 from magi_compile.masks.expr import Expr
 from magi_compile.masks.program import MaskProgram
 

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._checks import require
-from magi_compile.masks.intervals import MaskCheck
+from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.cost import longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import NO_DIAG, Rects

@@ -84,7 +84,7 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        _, _, *backward_plan = plan
         if problem.head_dim in BACKWARD_HEAD_DIMS:
-            return backward(dout, dlse, q, k, v, out, lse, *backward_plan, problem)
-        return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, backward_plan, problem)
+            _, _, k_tiles, k_runs = plan
+            return backward(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem)
+        return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[2:], problem)
