@@ -15,6 +15,7 @@ cut into d equal parts, whose casts run while the stage before is being computed
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from magi_compile.dtensor.chunks import slice_bands
 from magi_compile.dtensor.dispatch import Dispatch
-from magi_compile.dtensor.ranges import Ranges, expand, split_at_multiples, total_by_owner, unite
+from magi_compile.dtensor.ranges import (
+    Ranges,
+    expand,
+    join,
+    split_at_multiples,
+    total_by_owner,
+    unite,
+)
 from magi_compile.masks import bands
 from magi_compile.masks.bands import Bands
 from magi_compile.masks.slices import AttnSlices
@@ -39,6 +47,7 @@ class RankRows:
         needs: the keys each rank's rows see, cut into chunks; `owner` is the rank.
         chunk: int64 `[num_needs]`, the chunk of each of them.
         holder: int64 `[num_needs]`, the rank that holds it.
+        slot_of_chunk: int64 `[num_chunks]`, as in `Dispatch`.
     """
 
     parts: Bands
@@ -47,6 +56,7 @@ class RankRows:
     needs: Ranges
     chunk: Tensor
     holder: Tensor
+    slot_of_chunk: Tensor
 
     @staticmethod
     def of(slices: AttnSlices, dispatch: Dispatch) -> RankRows:
@@ -55,17 +65,18 @@ class RankRows:
         is_cut = (rank[1:] != rank[:-1]).nonzero().flatten() + 1
         parts, _ = bands.cut_at(whole, is_cut * size)
         chunk = parts.begin.div(size, rounding_mode="floor")
-        offset = (dispatch.slot_of_chunk()[chunk] - chunk) * size
+        slot = dispatch.slot_of_chunk()
+        offset = (slot[chunk] - chunk) * size
         _, last_hi = parts.at(parts.end - 1)
         needs = unite(Ranges(rank[chunk], parts.lo, last_hi), dispatch.total_padded)
         needs, key_chunk = split_at_multiples(needs, size)
-        return RankRows(parts, rank[chunk], offset, needs, key_chunk, rank[key_chunk])
+        return RankRows(parts, rank[chunk], offset, needs, key_chunk, rank[key_chunk], slot)
 
 
 class Pieces(NamedTuple):
     """Key rows on their way, one entry for each run of rows from one chunk; int64 `[num_pieces]` each.
 
-    Sorted by (stage, receiver, key). Rows of a receiver and stage lie in its buffer in this order.
+    Sorted by (stage, receiver, key).
     """
 
     stage: Tensor
@@ -74,14 +85,16 @@ class Pieces(NamedTuple):
     lo: Tensor  # rows of the sequence
     hi: Tensor
     source_row: Tensor  # the row `lo` on the sender
-    buffer_row: Tensor  # the row `lo` in the receiver's buffer of the stage
-
-    def take(self, index: Tensor) -> Pieces:
-        return Pieces(*(field[index] for field in self))
 
     @property
     def rows(self) -> Tensor:
         return self.hi - self.lo
+
+    @property
+    def buffer_row(self) -> Tensor:
+        """The row `lo` in the buffer of its stage, where all pieces have one receiver: rows lie in this order."""
+        before = self.rows.cumsum(0) - self.rows
+        return before - before[torch.searchsorted(self.stage, self.stage)]
 
 
 class Transfer(NamedTuple):
@@ -116,48 +129,55 @@ class CommPlan:
         dispatch: who holds what.
         rows: the mask by rank.
         degree: 0 for one merged stage, otherwise the number of remote stages.
-        pieces: everything that moves, and what each rank needs of its own keys.
+        stage: int64 `[num_needs]`, the stage of each of `rows.needs`.
     """
 
     dispatch: Dispatch
     rows: RankRows
     degree: int
-    pieces: Pieces
+    stage: Tensor
 
-    @property
+    @cached_property
     def num_stages(self) -> int:
         """The same on all ranks. Remote stages in which nothing moves at all do not exist."""
-        return 1 + int(self.pieces.stage.max()) if len(self.pieces.stage) else 1
+        return 1 + int(self.stage.max()) if len(self.stage) else 1
 
     def stages(self, rank: int) -> list[Stage]:
         """What `rank` does; tensors are on the CPU."""
-        mine = self.pieces.take((self.pieces.receiver == rank).nonzero().flatten())
-        theirs = self.pieces.take((self.pieces.sender == rank).nonzero().flatten())
-        is_in_place = self.degree > 0  # the first stage
-        in_place = (
-            (mine.stage == 0) if is_in_place else torch.zeros_like(mine.stage, dtype=torch.bool)
-        )
-        buffer_row = torch.where(in_place, mine.source_row, mine.buffer_row)
+        mine = self._pieces(self.rows.needs.owner == rank)
+        theirs = self._pieces(self.rows.holder == rank)
+        buffer_row = mine.buffer_row
         buffer_rows = total_by_owner(Ranges(mine.stage, mine.lo, mine.hi), self.num_stages).tolist()
-        if is_in_place:
+        key_row = buffer_row
+        if self.degree > 0:  # the keys of the first stage are attended in place
+            key_row = torch.where(mine.stage == 0, mine.source_row, buffer_row)
             buffer_rows[0] = self.dispatch.seqlen_local
-        slices = self._slices(rank, mine, buffer_row - mine.lo, buffer_rows)
+        slices = self._slices(rank, mine, key_row - mine.lo, buffer_rows)
         sent = torch.stack([theirs.source_row, theirs.rows], 1)
         order = torch.argsort(mine.stage * self.dispatch.cp_size + mine.sender, stable=True)
-        received = torch.stack([mine.buffer_row, mine.rows], 1)[order]
-        sends = zip(
-            self._by_stage(sent, theirs), self._counts(theirs, theirs.receiver), strict=True
+        received = torch.stack([buffer_row, mine.rows], 1)[order]
+        columns = (
+            self._by_stage(sent, theirs),
+            self._by_stage(received, mine),
+            self._counts(theirs, theirs.receiver),
+            self._counts(mine, mine.sender),
         )
-        recvs = zip(self._by_stage(received, mine), self._counts(mine, mine.sender), strict=True)
         transfers: list[Transfer | None] = [
-            Transfer(send_ranges, recv_ranges, send_counts, recv_counts)
-            for (send_ranges, send_counts), (recv_ranges, recv_counts) in zip(
-                sends, recvs, strict=True
-            )
+            Transfer(*fields) for fields in zip(*columns, strict=True)
         ]
-        if is_in_place:
+        if self.degree > 0:
             transfers[0] = None
         return [Stage(*stage) for stage in zip(slices, transfers, strict=True)]
+
+    def _pieces(self, is_taken: Tensor) -> Pieces:
+        """Some of `rows.needs`, in the order of stages."""
+        index = is_taken.nonzero().flatten()
+        stage, order = self.stage[index].sort(stable=True)
+        index = index[order]
+        needs, chunk = self.rows.needs.take(index), self.rows.chunk[index]
+        size = self.dispatch.chunk_size
+        source_row = needs.lo + (self.rows.slot_of_chunk[chunk] - chunk) * size
+        return Pieces(stage, needs.owner, self.rows.holder[index], needs.lo, needs.hi, source_row)
 
     def _by_stage(self, rows: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
         return rows.split(torch.bincount(pieces.stage, minlength=self.num_stages).tolist())
@@ -176,7 +196,7 @@ class CommPlan:
         rows = (self.rows.rank == rank).nonzero().flatten().repeat(num_stages)
         stage = torch.arange(num_stages).repeat_interleave(len(rows) // num_stages)
         # Neighbouring pieces of a stage are neighbours in its buffer too.
-        keys = unite(Ranges(mine.stage, mine.lo, mine.hi), total)
+        keys = join(Ranges(mine.stage, mine.lo, mine.hi))
         first = torch.searchsorted(mine.stage * total + mine.lo, keys.owner * total + keys.lo)
         clipped, part, key = clip_to(self.rows.parts.take(rows), stage, keys, total)
         order = torch.argsort(stage[part], stable=True)
@@ -209,19 +229,7 @@ def plan_communication(rows: RankRows, dispatch: Dispatch, degree: int) -> CommP
     if degree < 0:
         raise ValueError(f"`degree` must not be negative, got {degree}")
     stage = _stages(rows.needs, rows.holder != rows.needs.owner, dispatch.cp_size, degree)
-    order = torch.argsort(stage, stable=True)
-    stage, pieces = stage[order], rows.needs.take(order)
-    chunk, sender = rows.chunk[order], rows.holder[order]
-    rows_before = (pieces.hi - pieces.lo).cumsum(0) - (pieces.hi - pieces.lo)
-    group = stage * dispatch.cp_size + pieces.owner
-    is_first = torch.ones(len(group), dtype=torch.bool)
-    torch.ne(group[1:], group[:-1], out=is_first[1:])
-    group_start = rows_before[is_first][is_first.cumsum(0) - 1]
-    source_row = pieces.lo + (dispatch.slot_of_chunk()[chunk] - chunk) * dispatch.chunk_size
-    table = Pieces(
-        stage, pieces.owner, sender, pieces.lo, pieces.hi, source_row, rows_before - group_start
-    )
-    return CommPlan(dispatch, rows, degree, table)
+    return CommPlan(dispatch, rows, degree, stage)
 
 
 def _stages(pieces: Ranges, is_remote: Tensor, cp_size: int, degree: int) -> Tensor:
@@ -274,7 +282,7 @@ class StageLoads(NamedTuple):
         cp_size, total = dispatch.cp_size, dispatch.total_padded
         is_remote = rows.holder != rows.needs.owner
         remote = rows.needs.take(is_remote)
-        local = unite(rows.needs.take(~is_remote), total)
+        local = join(rows.needs.take(~is_remote))
         local_parts, part, _ = clip_to(rows.parts, rows.rank, local, total)
         return StageLoads(
             _area_by_owner(rows.parts, rows.rank, cp_size),

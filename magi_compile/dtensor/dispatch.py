@@ -124,7 +124,7 @@ def dispatch(
     per_rank = max(-(-slices.seqlen_q // (chunk_size * cp_size)), 1)
     table = ChunkTable.of(slices, chunk_size, per_rank * cp_size)
     assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
-    return Dispatch(chunk_size, slices.seqlen_q, torch.tensor(assignment).sort(1).values)
+    return Dispatch(chunk_size, slices.seqlen_q, torch.as_tensor(assignment).sort(1).values)
 
 
 def check_self_attention(slices: AttnSlices) -> None:
@@ -156,17 +156,17 @@ def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
 # Strategies
 
 
-def sequential(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
-    return torch.arange(table.num_chunks).view(cp_size, -1).tolist()
+def sequential(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
+    return torch.arange(table.num_chunks).view(cp_size, -1)
 
 
-def zigzag(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
+def zigzag(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
     per_rank = table.num_chunks // cp_size
     head = per_rank // 2  # from the front; the rest of every rank from the back, in reverse order
     chunks = torch.arange(table.num_chunks)
     front = chunks[: head * cp_size].view(cp_size, head)
     back = chunks[head * cp_size :].view(cp_size, per_rank - head).flip(0)
-    return torch.cat([front, back], 1).tolist()
+    return torch.cat([front, back], 1)
 
 
 def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
@@ -182,15 +182,15 @@ def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> 
     return assignment
 
 
-def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
+def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment | Tensor:
     """The simplest placement that is balanced, or else the best of ours, min_heap and a contiguous one: least
     `RankLoads.seconds`, and of those within `TIE` of it the one with the least traffic."""
     for simple in (sequential, zigzag):
         assignment = simple(table, cp_size, slack, cost)
         if _imbalance(table, assignment) <= 1 + slack:
             return assignment
-    packed = repair(pack(table, cp_size, slack), table, slack)
-    candidates = [packed]
+    packed = torch.tensor(repair(pack(table, cp_size, slack), table, slack))
+    candidates: list[Assignment | Tensor] = [packed]
     if _imbalance(table, packed) > 1 + max(slack, TIE):
         candidates.append(min_heap(table, cp_size, slack, cost))
     # A contiguous placement can only win where an all-gather takes longer than its compute.
@@ -206,12 +206,12 @@ def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Ass
     return candidates[min(good, key=lambda i: (traffic[i], seconds[i]))]
 
 
-def _imbalance(table: ChunkTable, assignment: Assignment) -> float:
-    loads = table.area[torch.tensor(assignment)].sum(1)
+def _imbalance(table: ChunkTable, assignment: Tensor) -> float:
+    loads = table.area[assignment].sum(1)
     return loads.max().item() / max(loads.double().mean().item(), 1.0)
 
 
-Strategy = Callable[[ChunkTable, int, float, CostModel], Assignment]
+Strategy = Callable[[ChunkTable, int, float, CostModel], Assignment | Tensor]
 
 STRATEGIES: Mapping[str, Strategy] = {
     "sequential": sequential,

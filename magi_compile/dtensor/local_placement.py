@@ -9,12 +9,13 @@ window whose load is what it lacks. Swaps then repair the balance.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
+from functools import reduce
 from itertools import accumulate
+from operator import or_
 
 import torch
-from torch import Tensor
 
 from magi_compile.dtensor.chunks import Assignment, ChunkTable
 
@@ -29,127 +30,139 @@ class _Run:
     def __init__(self, heavy: list[tuple[int, int]], company: list[tuple[int, int]]):
         self.heavy = sorted(heavy)
         self.company = sorted(company)
+        self._area = sum(area for area, _ in heavy)
 
-    def take_heavy(self, count: int, target: float, least_fill: list[int]) -> list[tuple[int, int]]:
-        """Pops the heaviest chunks that fit into `target` beside the lightest possible filling."""
+    def heaviest(self) -> int:
+        return self.heavy[-1][0] if self.heavy else 0
+
+    def take_heavy(
+        self, count: int, target: float, least_fill: Callable[[int], int]
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Pops the heaviest chunks that fit into `target` beside the lightest filling; also their area."""
         taken: list[tuple[int, int]] = []
-        load, end = 0.0, len(self.heavy)
+        load, end = 0, len(self.heavy)
         while end and len(taken) < count:
-            fill = least_fill[min(count - len(taken), len(least_fill)) - 1]
-            end = bisect_right(self.heavy, (target - load - fill, 1 << 62), 0, end)
-            if not end:
+            fill = least_fill(count - len(taken) - 1)
+            end = bisect_right(self.heavy, (target - load - fill, 1 << 62), 0, end) - 1
+            if end < 0:
                 break
-            end -= 1
-            taken.append(self.heavy.pop(end))
-            load += taken[-1][0]
-        return taken
+            item = self.heavy.pop(end)
+            taken.append(item)
+            load += item[0]
+        self._area -= load
+        return taken, load
 
-    def take_company(self, load: float, count: int) -> list[tuple[int, int]]:
+    def take_company(self, load: int, count: int) -> list[tuple[int, int]]:
         """Pops as large a part of the company as `load` is of the run: what all of these ranks need is spread
         over them, so that none has to send it all."""
-        area = load + sum(area for area, _ in self.heavy)
-        share = min(round(len(self.company) * load / area), count) if area else 0
+        if not load:
+            return []
+        share = min(round(len(self.company) * load / (load + self._area)), count)
         taken = self.company[:share]
         del self.company[:share]
         return taken
 
-    def give_back(self, items: list[tuple[int, int]]) -> None:
-        for item in items:
-            insort(self.heavy, item)
+    def give_back(self, item: tuple[int, int]) -> None:
+        insort(self.heavy, item)
+        self._area += item[0]
 
 
-class _Runs:
-    """All runs, by their heaviest chunk."""
-
-    def __init__(self, area: list[int], is_heavy: list[bool], lowest: list[int]):
-        self._runs: list[_Run] = []
-        begin = 0
-        while begin < len(area):
-            end = begin + 1
-            if is_heavy[begin]:
-                while end < len(area) and is_heavy[end] and lowest[end] < end:
-                    end += 1
-                floor = min(lowest[end - 1], begin)
-                company = [(area[i], i) for i in range(floor, begin) if not is_heavy[i]]
-                limit = COMPANY * max(area[begin:end])
-                items = [(area[i], i) for i in range(begin, end)]
-                company += [item for item in items if item[0] < limit]
-                self._runs.append(_Run([item for item in items if item[0] >= limit], company))
-            begin = end
-        self._heap = [(-run.heavy[-1][0], index) for index, run in enumerate(self._runs)]
-        heapq.heapify(self._heap)
-        seen: set[int] = set()  # a chunk in the company of two runs stays with the first
-        for run in self._runs:
-            run.company = [item for item in run.company if item[1] not in seen]
-            seen.update(chunk for _, chunk in run.company)
-        self.company = seen
-
-    def heaviest(self) -> _Run | None:
-        while self._heap:
-            key, index = self._heap[0]
-            run = self._runs[index]
-            if run.heavy and -run.heavy[-1][0] == key:
-                return run
-            heapq.heappop(self._heap)
-            if run.heavy:
-                heapq.heappush(self._heap, (-run.heavy[-1][0], index))
-        return None
-
-    def pop_lightest(self) -> tuple[int, int]:
-        """The lightest chunk left in any run, company first."""
-        left = [run.company or run.heavy for run in self._runs if run.company or run.heavy]
-        return min(left, key=lambda items: items[0]).pop(0)
+def _runs(area: list[int], is_heavy: list[bool], lowest: list[int]) -> list[_Run]:
+    """All runs: heavy chunks in a row that need the ones before them."""
+    runs: list[_Run] = []
+    begin, end, num_chunks = 0, 0, len(area)
+    is_company = [False] * num_chunks  # a chunk in the company of two runs stays with the first
+    while begin < num_chunks:
+        end = begin + 1
+        if is_heavy[begin]:
+            while end < num_chunks and is_heavy[end] and lowest[end] < end:
+                end += 1
+            limit = COMPANY * max(area[begin:end])
+            floor = min(lowest[end - 1], begin)
+            heavy, company = [], []
+            for chunk in range(floor, end):
+                if area[chunk] >= limit and chunk >= begin:
+                    heavy.append((area[chunk], chunk))
+                elif not is_company[chunk] and (chunk >= begin or not is_heavy[chunk]):
+                    company.append((area[chunk], chunk))
+                    is_company[chunk] = True
+            runs.append(_Run(heavy, company))
+        begin = end
+    return runs
 
 
-class _LightWindows:
-    """The other chunks in sequence order, from which windows of neighbours are taken.
-
-    A window of chunks pays for its deviation from the wanted area, for the keys that its chunks need across gaps
-    (where a chunk's left neighbour is not in the list), and for those its first chunk needs if there is no gap.
-
-    `sums [3, n + 1]`: prefix sums of area, counted in rows; prefix sums of the keys needed across gaps; what a
-    window that starts here pays for its first chunk, minus the second row.
+class _Lights:
+    """The other chunks, from which windows are taken: documents of about one length stand side by side, short
+    ones first, so that a window holds whole documents and its area grows with its place.
     """
 
-    def __init__(self, table: ChunkTable, chunks: Tensor, reach: Tensor, rows_per_area: float):
-        self.chunks = chunks.tolist()
-        self._rows_per_area = rows_per_area
-        reach = reach[chunks].double()
-        is_gap = torch.ones(len(chunks), dtype=torch.bool)
-        torch.ne(chunks[1:], chunks[:-1] + 1, out=is_gap[1:])
-        gaps = reach * is_gap
-        self._sums = torch.zeros(3, len(chunks) + 1, dtype=torch.float64)
-        area = table.area[chunks].double() * rows_per_area
-        torch.cumsum(torch.stack([area, gaps]), 1, out=self._sums[:2, 1:])
-        self._sums[2] = -self._sums[1]
-        self._sums[2, :-1] += reach - gaps
-        self._rows = self._sums.unbind()
+    def __init__(self, chunks: list[int], area: list[int], reach: list[int], size: int):
+        # What follows a chunk that needs much of it stands behind it.
+        first: dict[int, int] = {}
+        heaviest: dict[int, int] = {}
+        previous = -2
+        for chunk in chunks:
+            start = first[previous] if chunk == previous + 1 and reach[chunk] >= size else chunk
+            first[chunk] = start
+            heaviest[start] = max(heaviest.get(start, 0), area[chunk])
+            previous = chunk
+        self._chunks = sorted(chunks, key=lambda i: (heaviest[first[i]].bit_length(), i))
+        self._area = area
+        self._reach = reach
+        self._sums = [0, *accumulate(area[chunk] for chunk in self._chunks)]
+        # What a window pays whose first chunk this is: the keys of the neighbour it leaves.
+        self._cuts = [reach[i] * (first[i] != i) for i in self._chunks] + [0]
 
     def __len__(self) -> int:
-        return len(self.chunks)
+        return len(self._chunks)
 
-    def find(self, size: int, area: float) -> tuple[int, float]:
-        """The window of `size` chunks that pays least, and its area."""
-        count = len(self) - size + 1
-        area_sums, gap_sums, first = self._rows
-        rows = area_sums[size : size + count] - area_sums[:count]
-        price = (rows - area * self._rows_per_area).abs_()
-        price.add_(gap_sums[size : size + count]).add_(first[:count])
-        begin = int(price.argmin())
-        return begin, float(rows[begin]) / self._rows_per_area
+    def least_area(self, count: int) -> int:
+        """The area of the `count` chunks in front."""
+        return self._sums[min(count, len(self))]
+
+    def most_area(self, count: int) -> int:
+        """The area of the `count` chunks at the end."""
+        return self._sums[-1] - self._sums[max(len(self) - count, 0)]
+
+    def find(self, size: int, area: float, tolerance: float) -> tuple[int, int]:
+        """The window of `size` chunks with about `area` that cuts least, and its area."""
+        if not size:
+            return 0, 0
+        sums, cuts = self._sums, self._cuts
+        last = len(self) - size
+
+        def area_at(begin: int) -> int:
+            return sums[begin + size] - sums[begin]
+
+        starts = range(last + 1)
+        low = bisect_left(starts, area - tolerance, key=area_at)
+        high = bisect_right(starts, area + tolerance, low, key=area_at)
+        if low < high:
+            begin = min(range(low, high), key=lambda i: cuts[i] + cuts[i + size])
+        else:
+            near = range(max(low - 1, 0), min(low, last) + 1)
+            begin = min(near, key=lambda i: abs(area_at(i) - area))
+        return begin, area_at(begin)
+
+    def append(self, run: _Run) -> None:
+        """Puts what is left of a run at the end."""
+        chunks = sorted(chunk for _, chunk in run.heavy + run.company)
+        del self._cuts[-1]
+        for index, chunk in enumerate(chunks):
+            follows = index and chunks[index - 1] == chunk - 1
+            self._cuts.append(self._reach[chunk] if follows else 0)
+            self._sums.append(self._sums[-1] + self._area[chunk])
+        self._chunks += chunks
+        self._cuts.append(0)
 
     def take(self, begin: int, size: int) -> list[int]:
-        end, count = begin + size, len(self)
-        taken = self.chunks[begin:end]
-        del self.chunks[begin:end]
-        area, gaps, _ = self._sums[:, begin].tolist()
-        end_area, end_gaps, end_first = self._sums[:, end].tolist()
-        # The chunk behind the window has a gap in front of it now, if it had none before.
-        new_gap = end_first + end_gaps
-        shift = gaps - end_gaps + new_gap
-        moved = torch.tensor([[area - end_area], [shift], [-shift]], dtype=torch.float64)
-        self._sums[:, begin : count - size + 1] = self._sums[:, end : count + 1] + moved
-        self._rows[1][begin] = gaps
+        end, sums = begin + size, self._sums
+        taken = self._chunks[begin:end]
+        del self._chunks[begin:end]
+        del self._cuts[begin:end]
+        self._cuts[begin] = 0
+        moved = sums[end] - sums[begin]
+        sums[begin:] = [x - moved for x in sums[end:]]
         return taken
 
 
@@ -160,65 +173,62 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     per_rank = num_chunks // cp_size
     area = table.area.tolist()
     left = sum(area)
-    is_heavy = table.area * num_chunks > left
+    is_heavy = [a * num_chunks > left for a in area]
     begin = torch.arange(num_chunks) * size
     lowest = begin.scatter_reduce(0, table.needs.owner, table.needs.lo, "amin")
-    runs = _Runs(area, is_heavy.tolist(), lowest.div(size, rounding_mode="floor").tolist())
-    is_window = ~is_heavy
-    is_window[list(runs.company)] = False
-    # A rank that is off by `slack` of its share is as bad as one that needs a tenth more than it holds.
-    rows_per_share = 0.1 * size * per_rank / max(slack, 1e-6)
-    light = _LightWindows(
-        table,
-        is_window.nonzero().flatten(),
-        begin - lowest,
-        rows_per_share * cp_size / max(left, 1),
-    )
-    least_fill = [0, *accumulate(sorted(a for a in area if a * num_chunks <= left))]
+    runs = _runs(area, is_heavy, lowest.div(size, rounding_mode="floor").tolist())
+    is_light = [not heavy for heavy in is_heavy]
+    for run in runs:
+        for _, chunk in run.company:
+            is_light[chunk] = False
+    light_chunks = [chunk for chunk in range(num_chunks) if is_light[chunk]]
+    light = _Lights(light_chunks, area, (begin - lowest).tolist(), size)
     assignment: Assignment = []
     for rank in range(cp_size):
         target = max(left / (cp_size - rank), 1.0)
-        taken, company = [], []
-        run = runs.heaviest()
-        if run is not None:
-            taken = run.take_heavy(per_rank, target, least_fill)
-            company = run.take_company(sum(a for a, _ in taken), per_rank - len(taken))
-        while per_rank - len(taken) - len(company) > len(light):
-            company.append(runs.pop_lightest())
-        room = per_rank - len(company)
-        fixed = sum(a for a, _ in company)
-        kept, window = _fill(taken, light, room, target, fixed, slack)
-        if run is not None:
-            run.give_back(taken[kept:])
-        chunks = [chunk for _, chunk in company + taken[:kept]]
-        chunks += light.take(window, room - kept)
+        runs = sorted((run for run in runs if run.heavy or run.company), key=_Run.heaviest)
+        while runs and len(light) < per_rank:
+            light.append(runs.pop(0))
+        heavy: list[tuple[int, int]] = []
+        sources: list[_Run] = []  # of each chunk in `heavy`
+        chunks: list[int] = []
+        load = 0
+        # One run, and others only where no window of light chunks could make up for what is missing.
+        for run in reversed(runs):
+            room = per_rank - len(heavy) - len(chunks)
+            if heavy and target - load <= light.most_area(room):
+                break
+            taken, taken_area = run.take_heavy(room, target - load, light.least_area)
+            heavy += taken
+            sources += [run] * len(taken)
+            load += taken_area
+            for company_area, chunk in run.take_company(taken_area, room - len(taken)):
+                chunks.append(chunk)
+                load += company_area
+        kept, window = _fill(heavy, light, per_rank - len(chunks), target - load, slack * target)
+        for item, run in zip(heavy[kept:], sources[kept:], strict=True):
+            run.give_back(item)
+        chunks += [chunk for _, chunk in heavy[:kept]]
+        chunks += light.take(window, per_rank - len(chunks))
         assignment.append(chunks)
-        left -= sum(area[chunk] for chunk in chunks)
+        left -= sum([area[chunk] for chunk in chunks])
     return assignment
 
 
 def _fill(
-    taken: list[tuple[int, int]],
-    light: _LightWindows,
-    room: int,
-    target: float,
-    fixed: float,
-    slack: float,
+    heavy: list[tuple[int, int]], light: _Lights, room: int, missing: float, tolerance: float
 ) -> tuple[int, int]:
-    """How many of the heavy chunks `taken` to keep, and the window of light ones that fills the room left."""
-    load = fixed + sum(area for area, _ in taken)
+    """How many of the chunks `heavy` to keep, and the window of light ones that fills the room left: what comes
+    nearest to adding the area `missing`."""
     best: tuple[float, int, int] | None = None  # error, kept, window
-    for kept in range(len(taken), -1, -1):
-        size = room - kept
-        if size > len(light):
-            break
-        window, area = light.find(size, target - load) if size else (0, 0.0)
-        error = load + area - target
+    for kept in range(len(heavy), -1, -1):
+        window, area = light.find(room - kept, missing, tolerance)
+        error = area - missing
         if best is None or abs(error) < best[0]:
             best = (abs(error), kept, window)
-        if error <= slack * target or not kept:
+        if error <= tolerance or not kept:
             break
-        load -= taken[kept - 1][0]
+        missing += heavy[kept - 1][0]
     assert best is not None
     return best[1:]
 
@@ -227,29 +237,27 @@ class _Needs:
     """The chunks that a chunk needs or a rank has, as the bits of an integer."""
 
     def __init__(self, table: ChunkTable):
-        size = table.chunk_size
-        self._first = table.needs.lo.div(size, rounding_mode="floor").tolist()
-        self._last = (table.needs.hi - 1).div(size, rounding_mode="floor").tolist()
-        self._ranges: dict[int, list[int]] = {}
-        for index, chunk in enumerate(table.needs.owner.tolist()):
-            self._ranges.setdefault(chunk, []).append(index)
-        self._bits: dict[int, int] = {}
+        size, needs = table.chunk_size, table.needs
+        first = needs.lo.div(size, rounding_mode="floor")
+        last = (needs.hi - 1).div(size, rounding_mode="floor")
+        self._bits = [1 << chunk for chunk in range(table.num_chunks)]
+        fields = (needs.owner, first, last - first + 1)
+        for chunk, begin, count in zip(*(x.tolist() for x in fields), strict=True):
+            self._bits[chunk] |= ((1 << count) - 1) << begin
+        self._present: dict[int, int] = {}
 
     def of(self, chunk: int) -> int:
-        if chunk not in self._bits:
-            bits = 0
-            for index in self._ranges.get(chunk, ()):
-                first, last = self._first[index], self._last[index]
-                bits |= ((1 << (last - first + 1)) - 1) << first
-            self._bits[chunk] = bits
         return self._bits[chunk]
 
-    def present(self, chunks: list[int]) -> int:
-        """What a rank with these chunks has, local or received."""
-        bits = 0
-        for chunk in chunks:
-            bits |= self.of(chunk) | (1 << chunk)
-        return bits
+    def present(self, rank: int, chunks: list[int]) -> int:
+        """What a rank with these chunks has, local or received; kept until it is told that they changed."""
+        if rank not in self._present:
+            self._present[rank] = reduce(or_, map(self._bits.__getitem__, chunks))
+        return self._present[rank]
+
+    def forget(self, *ranks: int) -> None:
+        for rank in ranks:
+            self._present.pop(rank, None)
 
 
 def repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignment:
@@ -264,7 +272,7 @@ def repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignmen
     loads = [sum(area[chunk] for chunk in chunks) for chunks in ranks]
     limit = sum(loads) / cp_size * (1 + slack)
     needs: _Needs | None = None
-    wide_searches = 8
+    wide_searches = 4
     for _ in range(4 * cp_size + len(area) // 8):
         source = max(range(cp_size), key=loads.__getitem__)
         if loads[source] <= limit:
@@ -281,6 +289,7 @@ def repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignmen
             ranks[rank].remove(old)
             insort(ranks[rank], new, key=area.__getitem__)
             loads[rank] += area[new] - area[old]
+        needs.forget(source, target)
     return ranks
 
 
@@ -297,7 +306,7 @@ def _best_swap(
     """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves."""
     over = loads[source] - limit
     given_areas = [(area[chunk], chunk) for chunk in ranks[source]]
-    targets = heapq.nsmallest(num_targets, range(len(ranks)), key=loads.__getitem__)
+    targets = sorted(range(len(ranks)), key=loads.__getitem__)[:num_targets]
     target_areas = [[area[chunk] for chunk in ranks[target]] for target in targets]
 
     settling: list[tuple[int, int, int]] = []
@@ -320,7 +329,9 @@ def _best_swap(
                 if 0.1 * middle < moved < 1.9 * middle:
                     easing.append((abs(moved - middle), target, given, ranks[target][index]))
         return min(easing)[1:] if easing else None
-    absent = {rank: ~needs.present(ranks[rank]) for rank in {source, *(s[0] for s in settling)}}
+    absent = {
+        rank: ~needs.present(rank, ranks[rank]) for rank in {source, *(s[0] for s in settling)}
+    }
 
     def added_traffic(swap: tuple[int, int, int]) -> int:
         target, given, received = swap

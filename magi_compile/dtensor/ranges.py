@@ -20,7 +20,9 @@ class Ranges(NamedTuple):
     hi: Tensor
 
     def take(self, index: Tensor) -> Ranges:
-        return Ranges(*(field[index] for field in self))
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        return Ranges(*(field.index_select(0, index) for field in self))
 
 
 def unite(ranges: Ranges, span: int) -> Ranges:
@@ -43,6 +45,14 @@ def unite(ranges: Ranges, span: int) -> Ranges:
     owner = lo.div(stride, rounding_mode="floor")
     hi = reach[torch.cat([is_first[1:], is_first[:1]])]
     return Ranges(owner, lo - owner * stride, hi - owner * stride)
+
+
+def join(ranges: Ranges) -> Ranges:
+    """The union of ranges that are sorted by (owner, lo) and disjoint already: neighbours become one."""
+    is_first = torch.ones(len(ranges.lo), dtype=torch.bool)
+    is_first[1:] = (ranges.lo[1:] != ranges.hi[:-1]) | (ranges.owner[1:] != ranges.owner[:-1])
+    first = ranges.take(is_first)
+    return first._replace(hi=ranges.hi[torch.cat([is_first[1:], is_first[:1]])])
 
 
 def expand(counts: Tensor) -> tuple[Tensor, Tensor]:

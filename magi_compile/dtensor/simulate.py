@@ -237,6 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     option("--chunk", type=parse_count, help="tokens of a chunk; by default chosen from the mask")
     option("--strategies", default=",".join(STRATEGIES))
     option("--packs", type=int, default=4, help="packs of documents to average over")
+    option("--seed", type=int, default=42, help="of the packs")
     option("--slack", type=float, default=0.01)
     option("--nheads-q", type=int, default=64)
     option("--nheads-kv", type=int, default=8)
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         flops_per_second=options.tflops * 1e12,
         bytes_per_second=options.gbytes * 1e9,
     )
-    packs = document_packs(options.tokens, options.packs)
+    packs = document_packs(options.tokens, options.packs, options.seed)
     masks = [mask_of(options.mask, lengths) for lengths in packs]
     outcomes = [
         mean_outcome(
@@ -274,7 +275,9 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
         for cp_size in options.cp.split(",")
         for strategy in options.strategies.split(",")
     ]
-    print(f"{options.mask}, {options.tokens} tokens, mean of {options.packs} packs")
+    print(
+        f"{options.mask}, {options.tokens} tokens, mean of {options.packs} packs, seed {options.seed}"
+    )
     print(table_of(outcomes))
     if options.plot:
         plot(outcomes, options.plot, f"{options.mask}, {options.tokens} tokens")

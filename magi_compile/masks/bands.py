@@ -28,7 +28,9 @@ class Bands(NamedTuple):
     dhi: Tensor
 
     def take(self, index: Tensor) -> Bands:
-        return Bands(*(field[index] for field in self))
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        return Bands(*(field.index_select(0, index) for field in self))
 
     def at(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """The columns `[lo, hi)` that `row` sees."""

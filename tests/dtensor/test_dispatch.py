@@ -136,12 +136,10 @@ def test_chunk_size_follows_the_mask():
     assert choose_chunk_size(AttnSlices.causal(1000), 8) == 128
 
 
-def test_compute_alone_decides_where_communication_is_free():
+def test_without_slack_the_balance_is_tight():
     slices = documents(document_packs(2**16, 1)[0], causal=True)
     plan = dispatch(slices, 8, chunk_size=512, cost=COMPUTE_BOUND, slack=0.0)
-    heap = dispatch(slices, 8, chunk_size=512, strategy="min_heap")
-    table = ChunkTable.of(slices, 512, 128)
-    assert rank_loads(table, plan.chunks).imbalance <= rank_loads(table, heap.chunks).imbalance
+    assert rank_loads(ChunkTable.of(slices, 512, 128), plan.chunks).imbalance <= 1.01
 
 
 @pytest.mark.parametrize(
