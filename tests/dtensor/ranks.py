@@ -21,7 +21,9 @@ class Ranks:
     def __init__(self, size: int):
         self.size = size
         self._directory = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        # Workers are forks of one server, which has only imported what takes long to import.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["magi_compile.dtensor.attention", "torch._dynamo"])
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
