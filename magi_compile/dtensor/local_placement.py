@@ -3,8 +3,9 @@
 Two facts guide it. A heavy chunk (the end of a long document) needs the keys of its whole document, so few ranks
 should hold such chunks, each as many as it can: a rank takes neighbours from the end of one document up to its
 share of the load, and a fair part of the beginning, which all of these ranks need, so that none has to send it all.
-Light chunks fill the rest, and those from one window of the sequence need few remote keys: each rank takes the
-window whose load is what it lacks. Swaps then repair the balance.
+Light chunks fill the rest. They lie in one list by the length of their document, so that a window of it holds
+whole documents and the windows' areas ascend: each rank takes, by bisection, one whose area is what it lacks. What
+is left of a long document joins the list when the list runs short. Swaps then repair the balance.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable
 from functools import reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import or_
 
 import torch
@@ -97,21 +98,19 @@ class _Lights:
     """
 
     def __init__(self, chunks: list[int], area: list[int], reach: list[int], size: int):
-        # What follows a chunk that needs much of it stands behind it.
-        first: dict[int, int] = {}
-        heaviest: dict[int, int] = {}
-        previous = -2
-        for chunk in chunks:
-            start = first[previous] if chunk == previous + 1 and reach[chunk] >= size else chunk
-            first[chunk] = start
-            heaviest[start] = max(heaviest.get(start, 0), area[chunk])
-            previous = chunk
-        self._chunks = sorted(chunks, key=lambda i: (heaviest[first[i]].bit_length(), i))
-        self._area = area
-        self._reach = reach
-        self._sums = [0, *accumulate(area[chunk] for chunk in self._chunks)]
+        self._area, self._reach, self._size = area, reach, size
+        self._chunks: list[int] = []
+        self._sums = [0]
         # What a window pays whose first chunk this is: the keys of the neighbour it leaves.
-        self._cuts = [reach[i] * (first[i] != i) for i in self._chunks] + [0]
+        self._cuts = [0]
+        documents: list[list[int]] = []
+        for chunk in chunks:
+            if documents and chunk == documents[-1][-1] + 1 and reach[chunk] >= size:
+                documents[-1].append(chunk)
+            else:
+                documents.append([chunk])
+        documents.sort(key=lambda chunks: max([area[i] for i in chunks]).bit_length())
+        self.extend(list(chain.from_iterable(documents)))
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -144,14 +143,15 @@ class _Lights:
             begin = min(near, key=lambda i: abs(area_at(i) - area))
         return begin, area_at(begin)
 
-    def append(self, run: _Run) -> None:
-        """Puts what is left of a run at the end."""
-        chunks = sorted(chunk for _, chunk in run.heavy + run.company)
-        del self._cuts[-1]
-        for index, chunk in enumerate(chunks):
-            follows = index and chunks[index - 1] == chunk - 1
-            self._cuts.append(self._reach[chunk] if follows else 0)
-            self._sums.append(self._sums[-1] + self._area[chunk])
+    def extend(self, chunks: list[int]) -> None:
+        """Puts chunks at the end."""
+        reach, size = self._reach, self._size
+        sums = accumulate([self._area[i] for i in chunks], initial=self._sums.pop())
+        self._sums += sums
+        self._cuts.pop()
+        for previous, chunk in zip([-2, *chunks], chunks, strict=False):
+            follows = chunk == previous + 1 and reach[chunk] >= size
+            self._cuts.append(reach[chunk] if follows else 0)
         self._chunks += chunks
         self._cuts.append(0)
 
@@ -188,7 +188,8 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
         target = max(left / (cp_size - rank), 1.0)
         runs = sorted((run for run in runs if run.heavy or run.company), key=_Run.heaviest)
         while runs and len(light) < per_rank:
-            light.append(runs.pop(0))
+            run = runs.pop(0)
+            light.extend(sorted(chunk for _, chunk in run.heavy + run.company))
         heavy: list[tuple[int, int]] = []
         sources: list[_Run] = []  # of each chunk in `heavy`
         chunks: list[int] = []
