@@ -65,15 +65,15 @@ def run_nvrtc(variant: Variant) -> tuple[bytes, str]:
     program = _check(nvrtc.nvrtcCreateProgram(source, variant.source.encode(), 0, [], []))
     options = [option.encode() for option in _options(variant)]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+    log = _buffer(_check(nvrtc.nvrtcGetProgramLogSize(program)))
     _check(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode().rstrip("\0 \n")
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         raise CompileError(f"{variant} does not compile ({result.name}):\n{text}")
-    cubin = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+    cubin = _buffer(size := _check(nvrtc.nvrtcGetCUBINSize(program)))
     _check(nvrtc.nvrtcGetCUBIN(program, cubin))
     _check(nvrtc.nvrtcDestroyProgram(program))
-    return cubin, text
+    return cubin[:size], text
 
 
 def parse_resources(log: str) -> Resources:
@@ -115,6 +115,7 @@ def _options(variant: Variant) -> list[str]:
         "--use_fast_math",
         f"-I{source_dir()}",
         "--ptxas-options=-v",
+        "--no-cache",  # what NVRTC takes from its own cache comes without the assembler's report
         *(f"-D{name}={value}" for name, value in variant.defines),
     ]
 
@@ -134,6 +135,11 @@ def _write_atomically(path: Path, content: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(content)
     os.replace(file.name, path)
+
+
+def _buffer(size: int) -> bytes:
+    """Memory for NVRTC to write to: never an object of one byte, which Python shares with everybody."""
+    return bytes(size + 1)
 
 
 def _check(result):
