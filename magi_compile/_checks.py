@@ -7,6 +7,7 @@ the copies, so the exception comes with the next attention or its backward, and 
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,6 +51,8 @@ class _DeviceFlags:
     def __init__(self, device: torch.device):
         self.failed = torch.zeros(self.CAPACITY, dtype=torch.bool, device=device)
         self.mirror = torch.zeros(self.CAPACITY, dtype=torch.bool, pin_memory=device.type == "cuda")
+        # The mirror is read on every call, maybe while a graph is traced: not through torch.
+        self.seen = (ctypes.c_char * self.CAPACITY).from_address(self.mirror.data_ptr())
         self.slots: dict[str, int] = {}
 
     def slot(self, message: str) -> int:
@@ -67,12 +70,13 @@ class _DeviceFlags:
             torch.cuda.synchronize(self.failed.device)
 
     def take_failures(self) -> list[str]:
-        failed = set(self.mirror.nonzero().flatten().tolist())
-        if failed:
-            self.failed.zero_()
-            self.synchronize()  # or a copy under way would report them again
-            self.mirror.zero_()
-        return [message for message, slot in self.slots.items() if slot in failed]
+        seen = self.seen.raw
+        if 1 not in seen:
+            return []
+        self.failed.zero_()
+        self.synchronize()  # or a copy under way would report them again
+        self.mirror.zero_()
+        return [message for message, slot in self.slots.items() if seen[slot]]
 
 
 _flags: dict[torch.device, _DeviceFlags] = {}
@@ -84,6 +88,8 @@ def require(checks: Sequence[MaskCheck]) -> None:
     Checks of fake tensors, which have no values, are skipped.
     """
     checks = [check for check in checks if not _compat.is_fake(check.ok)]
+    if not checks:
+        return
     raise_pending()
     on_cpu = [check for check in checks if check.ok.device.type != "cuda"]
     on_gpu = [check for check in checks if check.ok.device.type == "cuda"]

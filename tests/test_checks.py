@@ -31,6 +31,13 @@ def test_checks_of_fake_tensors_have_no_values_to_fail():
         _checks.require([MaskCheck(mode.from_tensor(torch.tensor(False)), "never seen")])
 
 
+def test_flags_of_earlier_checks_do_not_disturb_tracing(flags):
+    flags.submit([check(True)])
+    with FakeTensorMode() as mode:
+        _checks.require([MaskCheck(mode.from_tensor(torch.tensor(True)), "never seen")])
+        _checks.raise_pending()
+
+
 def test_a_later_success_does_not_hide_a_failure(flags):
     flags.submit([check(False)])
     flags.submit([check(True)])
