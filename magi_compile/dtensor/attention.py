@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.collectives import PendingCast, PendingReduce, start_cast, start_reduce
+from magi_compile.dtensor.collectives import Collective, PendingCast, PendingReduce
+from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors, unpack
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
 from magi_compile.kernels.merge import merge_partials
@@ -32,11 +33,12 @@ def forward(
     plan: DevicePlan,
     kernel: Kernel,
     problem: AttnProblem,
+    collective: Collective,
     group: dist.ProcessGroup,
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of `group` call it together."""
     out: Tensor | None = None
-    for stage, k_stage, v_stage in _with_keys(plan.forward, k, v, group):
+    for stage, k_stage, v_stage in _with_keys(plan.forward, k, v, collective, group):
         if stage.is_empty:
             continue
         part, part_lse = kernel.forward(
@@ -64,6 +66,7 @@ def backward(
     plan: DevicePlan,
     kernel: Kernel,
     problem: AttnProblem,
+    collective: Collective,
     group: dist.ProcessGroup,
 ) -> BackwardOutput:
     """Gradients of this rank's rows of q, k and v; all ranks of `group` call it together.
@@ -73,7 +76,7 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
     reducing: PendingReduce | None = None
-    for stage, k_stage, v_stage in _with_keys(plan.backward, k, v, group):
+    for stage, k_stage, v_stage in _with_keys(plan.backward, k, v, collective, group):
         if stage.is_empty:
             dk_stage, dv_stage = torch.zeros_like(k_stage), torch.zeros_like(v_stage)
         else:
@@ -88,17 +91,22 @@ def backward(
             continue
         if reducing is not None:
             reducing.add_to((dk, dv))
-        reducing = start_reduce((dk_stage, dv_stage), stage.route, group)
+        reducing = collective.start_reduce((dk_stage, dv_stage), stage.route, group)
     if reducing is not None:
         reducing.add_to((dk, dv))
     return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
 def _with_keys(
-    stages: list[DeviceStage], k: Tensor, v: Tensor, group: dist.ProcessGroup
+    stages: list[DeviceStage],
+    k: Tensor,
+    v: Tensor,
+    collective: Collective,
+    group: dist.ProcessGroup,
 ) -> Iterator[tuple[DeviceStage, Tensor, Tensor]]:
     """Each stage with its keys and values; the cast of the next one is under way while a stage is computed."""
-    casts = (start_cast((k, v), stage.route, group) for stage in stages if stage.route is not None)
+    routes = [stage.route for stage in stages if stage.route is not None]
+    casts = collective.casts((k, v), routes, group)
     ahead: PendingCast | None = next(casts, None)
     for stage in stages:
         if stage.route is None:
@@ -132,6 +140,7 @@ def _cp_ffa_fwd(
     softmax_scale: float,
     softcap: float,
     kernel: str,
+    collective: str,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, softcap)
@@ -140,7 +149,8 @@ def _cp_ffa_fwd(
     plan = unpack(meta, data)
     if q.shape[0] != plan.rows:
         raise ValueError(f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}")
-    return forward(q, k, v, plan, chosen, problem, group)
+    moving = select_collective(collective, group, q.device)
+    return forward(q, k, v, plan, chosen, problem, moving, group)
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -161,13 +171,15 @@ def _cp_ffa_bwd(
     softmax_scale: float,
     softcap: float,
     kernel: str,
+    collective: str,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, softcap)
     chosen = select(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
-    return backward(dout, dlse, q, k, v, out, lse, plan, chosen, problem, group)
+    moving = select_collective(collective, group, q.device)
+    return backward(dout, dlse, q, k, v, out, lse, plan, chosen, problem, moving, group)
 
 
 def _cp_ffa_bwd_fake(
@@ -178,13 +190,13 @@ def _cp_ffa_bwd_fake(
 
 _define(
     "cp_ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor meta, Tensor data, float softmax_scale, float softcap, "
-    "str kernel, str group_name) -> (Tensor, Tensor)",
+    "str kernel, str collective, str group_name) -> (Tensor, Tensor)",
     _cp_ffa_fwd,
     _cp_ffa_fwd_fake,
 )
 _define(
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor meta, "
-    "Tensor data, float softmax_scale, float softcap, str kernel, str group_name) -> (Tensor, Tensor, Tensor)",
+    "Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name) -> (Tensor, Tensor, Tensor)",
     _cp_ffa_bwd,
     _cp_ffa_bwd_fake,
 )
@@ -202,7 +214,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if dout is None:
         dout = torch.zeros_like(out)
     grads = torch.ops.magi.cp_ffa_bwd(dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
-    return (*grads, *[None] * 6)
+    return (*grads, *[None] * 7)
 
 
 torch.library.register_autograd(
@@ -220,6 +232,7 @@ def context_parallel_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     kernel: str = "",
+    collective: str = "auto",
 ) -> ForwardOutput:
     """Attention over a sequence that is spread over the ranks of `group`; differentiable.
 
@@ -234,6 +247,7 @@ def context_parallel_attention(
         softmax_scale: factor of the scores; `head_dim ** -0.5` by default.
         softcap: 0.0 for none.
         kernel: the only kernel to consider, by name; empty chooses.
+        collective: how rows move, a name in `collectives.COLLECTIVES`; "auto" chooses.
 
     Returns:
         out `[seqlen_local, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_local]`.
@@ -241,14 +255,14 @@ def context_parallel_attention(
     Raises:
         ValueError: if a tensor does not fit the plan.
         TypeError: if dtypes differ.
-        NotImplementedError: if no kernel can run this.
+        NotImplementedError: if no kernel or no collective can run this.
     """
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
     group_name = group if isinstance(group, str) else group.group_name
     out, lse = torch.ops.magi.cp_ffa_fwd(
-        q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, group_name
+        q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, group_name
     )
     return ForwardOutput(out, lse)
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from magi_compile.dtensor.collectives import Route, start_cast, start_reduce
+from magi_compile.dtensor.collectives import Route
+from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.cost import CostModel
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlices
@@ -28,6 +30,7 @@ def calibrate(
     nheads_kv: int = 8,
     head_dim: int = 128,
     seqlen: int = 8192,
+    collective: str = "auto",
     repeats: int = 5,
 ) -> CostModel:
     """Measures compute and communication; all ranks of `group` call it together.
@@ -40,6 +43,7 @@ def calibrate(
         nheads_kv: key-value heads.
         head_dim: of q, k and v.
         seqlen: rows of one rank; the larger, the less fixed costs blur the rates.
+        collective: how rows move, a name in `collectives.COLLECTIVES`.
         repeats: runs of each measurement.
 
     Returns:
@@ -70,30 +74,39 @@ def calibrate(
         lambda: kernel.forward(q[:tiny], k[:tiny], v[:tiny], tiny_slices, tiny_plan, problem)
     )
     per_area = forward / seqlen**2
-    route = _everything_to_everyone(group.size(), seqlen, device)
-    nothing = _everything_to_everyone(group.size(), 0, device)
-    num_rows = sum(route.recv_counts) - route.recv_counts[group.rank()]
-    latency = seconds(lambda: start_cast((k, v), nothing, group).wait())
-    cast = seconds(lambda: start_cast((k, v), route, group).wait())
+    moving = select_collective(collective, group, device)
+    route = _everything_to_everyone(group, seqlen, device)
+    nothing = _everything_to_everyone(group, 0, device)
     totals = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
-    buffers = start_cast((k, v), route, group).wait()
-    reduce = seconds(lambda: start_reduce(buffers, route, group).add_to(totals))
-    moving = max(cast - latency, 1e-9)
+
+    def cast(route: Route) -> Sequence[Tensor]:
+        casts = moving.casts((k, v), [route], group)
+        buffers = next(casts).wait()
+        assert next(casts, None) is None
+        return buffers
+
+    latency = seconds(lambda: cast(nothing))
+    casting = max(seconds(lambda: cast(route)) - latency, 1e-9)
+    buffers = cast(route)
+    reduce = seconds(lambda: moving.start_reduce(buffers, route, group).add_to(totals))
     return CostModel(
         seconds_per_area=per_area,
-        seconds_per_row=moving / max(num_rows, 1),
+        seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
         stage_seconds=max(launch - per_area * tiny**2, 0.0),
         latency_seconds=latency,
         backward_area_factor=backward / forward,
-        backward_reduce_factor=max(reduce - latency, 1e-9) / moving,
+        backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
     )
 
 
-def _everything_to_everyone(cp_size: int, rows: int, device: torch.device) -> Route:
+def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.device) -> Route:
     """Each rank sends all of its rows to all ranks, itself included."""
-    send_rows = torch.arange(rows, device=device).repeat(cp_size)
-    recv_rows = torch.arange(rows * cp_size, device=device)
-    return Route(send_rows, recv_rows, [rows] * cp_size, [rows] * cp_size)
+    cp_size, rank = group.size(), group.rank()
+    sends = torch.tensor([[peer, 0, rank * rows, rows] for peer in range(cp_size)])
+    recvs = torch.tensor([[peer, peer * rows, 0, rows] for peer in range(cp_size)])
+    host = [x.to(torch.int32) for x in (sends, recvs)]
+    counts = [rows] * cp_size
+    return Route(*(x.to(device) for x in host), *host, counts, counts, cp_size * rows)
 
 
 def _slowest_median(

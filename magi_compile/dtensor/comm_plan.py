@@ -85,31 +85,27 @@ class Pieces(NamedTuple):
     lo: Tensor  # rows of the sequence
     hi: Tensor
     source_row: Tensor  # the row `lo` on the sender
+    buffer_row: Tensor  # the row `lo` in the receiver's buffer of the stage, where rows lie in the order of keys
 
     @property
     def rows(self) -> Tensor:
         return self.hi - self.lo
 
-    @property
-    def buffer_row(self) -> Tensor:
-        """The row `lo` in the buffer of its stage, where all pieces have one receiver: rows lie in this order."""
-        before = self.rows.cumsum(0) - self.rows
-        return before - before[torch.searchsorted(self.stage, self.stage)]
-
 
 class Transfer(NamedTuple):
-    """One rank's share of one cast. Ranges are int64 `[num_ranges, 2]`: first row, number of rows.
+    """One rank's share of one cast, as `Route` says it: int64 tables in the columns `peer, row, peer_row, count`.
 
     A reduce is the same transfer backwards.
     """
 
-    send_ranges: Tensor  # local rows, ordered by receiver
-    recv_ranges: Tensor  # buffer rows, ordered by sender
+    sends: Tensor  # ordered by peer
+    recvs: Tensor  # ordered by peer
     send_counts: list[int]  # rows for each rank
     recv_counts: list[int]
+    peak_received: int  # rows of the largest buffer of any rank
 
     @property
-    def num_rows(self) -> int:
+    def num_received(self) -> int:
         """Rows of the buffer."""
         return sum(self.recv_counts)
 
@@ -146,21 +142,22 @@ class CommPlan:
         """What `rank` does; tensors are on the CPU."""
         mine = self._pieces(self.rows.needs.owner == rank)
         theirs = self._pieces(self.rows.holder == rank)
-        buffer_row = mine.buffer_row
-        buffer_rows = total_by_owner(Ranges(mine.stage, mine.lo, mine.hi), self.num_stages).tolist()
-        key_row = buffer_row
+        received = self._received.view(-1, self.num_stages)
+        buffer_rows = received[rank].tolist()
+        key_row = mine.buffer_row
         if self.degree > 0:  # the keys of the first stage are attended in place
-            key_row = torch.where(mine.stage == 0, mine.source_row, buffer_row)
+            key_row = torch.where(mine.stage == 0, mine.source_row, mine.buffer_row)
             buffer_rows[0] = self.dispatch.seqlen_local
         slices = self._slices(rank, mine, key_row - mine.lo, buffer_rows)
-        sent = torch.stack([theirs.source_row, theirs.rows], 1)
         order = torch.argsort(mine.stage * self.dispatch.cp_size + mine.sender, stable=True)
-        received = torch.stack([buffer_row, mine.rows], 1)[order]
+        recvs = [mine.sender, mine.buffer_row, mine.source_row, mine.rows]
+        sends = [theirs.receiver, theirs.source_row, theirs.buffer_row, theirs.rows]
         columns = (
-            self._by_stage(sent, theirs),
-            self._by_stage(received, mine),
+            self._by_stage(theirs.stage, torch.stack(sends, 1)),
+            self._by_stage(mine.stage[order], torch.stack(recvs, 1)[order]),
             self._counts(theirs, theirs.receiver),
             self._counts(mine, mine.sender),
+            received.amax(0).tolist(),
         )
         transfers: list[Transfer | None] = [
             Transfer(*fields) for fields in zip(*columns, strict=True)
@@ -168,6 +165,29 @@ class CommPlan:
         if self.degree > 0:
             transfers[0] = None
         return [Stage(*stage) for stage in zip(slices, transfers, strict=True)]
+
+    @cached_property
+    def _buffer(self) -> Tensor:
+        """The buffer of each of `rows.needs`: one of each receiver and stage."""
+        return self.rows.needs.owner * self.num_stages + self.stage
+
+    @cached_property
+    def _received(self) -> Tensor:
+        """Rows of each buffer."""
+        buffers = self.rows.needs._replace(owner=self._buffer)
+        return total_by_owner(buffers, self.dispatch.cp_size * self.num_stages)
+
+    @cached_property
+    def _buffer_row(self) -> Tensor:
+        """Where each of `rows.needs` begins in its buffer; of no meaning for keys that are attended in place."""
+        rows = self.rows.needs.hi - self.rows.needs.lo
+        if self.degree > 0:
+            rows = torch.where(self.stage > 0, rows, 0)
+        before = rows.cumsum(0) - rows
+        # What moves to one receiver is in the order of stages, so a buffer's pieces follow each other.
+        first = before.new_zeros(len(self._received))
+        first.scatter_reduce_(0, self._buffer, before, "amin", include_self=False)
+        return before - first[self._buffer]
 
     def _pieces(self, is_taken: Tensor) -> Pieces:
         """Some of `rows.needs`, in the order of stages."""
@@ -177,10 +197,24 @@ class CommPlan:
         needs, chunk = self.rows.needs.take(index), self.rows.chunk[index]
         size = self.dispatch.chunk_size
         source_row = needs.lo + (self.rows.slot_of_chunk[chunk] - chunk) * size
-        return Pieces(stage, needs.owner, self.rows.holder[index], needs.lo, needs.hi, source_row)
+        holder, buffer_row = self.rows.holder[index], self._buffer_row[index]
+        return Pieces(stage, needs.owner, holder, needs.lo, needs.hi, source_row, buffer_row)
 
-    def _by_stage(self, rows: Tensor, pieces: Pieces) -> tuple[Tensor, ...]:
-        return rows.split(torch.bincount(pieces.stage, minlength=self.num_stages).tolist())
+    def _by_stage(self, stage: Tensor, runs: Tensor) -> tuple[Tensor, ...]:
+        """The runs of each stage, where neighbours on both sides have become one."""
+        peer, row, peer_row, count = runs.unbind(1)
+        is_first = torch.ones(len(runs), dtype=torch.bool)
+        is_first[1:] = (
+            (stage[1:] != stage[:-1])
+            | (peer[1:] != peer[:-1])
+            | (row[1:] != (row + count)[:-1])
+            | (peer_row[1:] != (peer_row + count)[:-1])
+        )
+        joined = runs[is_first]
+        before = (count.cumsum(0) - count)[is_first]
+        joined[:, 3] = torch.diff(before, append=count.sum()[None])
+        sizes = torch.bincount(stage[is_first], minlength=self.num_stages)
+        return joined.split(sizes.tolist())
 
     def _counts(self, pieces: Pieces, peer: Tensor) -> list[list[int]]:
         """Rows per stage and peer."""

@@ -55,9 +55,12 @@ def join(ranges: Ranges) -> Ranges:
     return first._replace(hi=ranges.hi[torch.cat([is_first[1:], is_first[:1]])])
 
 
-def expand(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For `counts[i]` items of each i: `(i, number of the item within i)` of all items, in order."""
-    index = torch.repeat_interleave(counts)
+def expand(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
+    """For `counts[i]` items of each i: `(i, number of the item within i)` of all items, in order.
+
+    Where `total`, their sum, is known, nothing waits for a device.
+    """
+    index = torch.repeat_interleave(counts, output_size=total)
     first = counts.cumsum(0) - counts
     return index, torch.arange(len(index), device=counts.device) - first[index]
 

@@ -4,13 +4,14 @@ A plan is two int tensors, so that a compiled graph takes it as a value: a new m
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
     meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, then for each stage:
-            in place?, num_slices, seqlen_k, num_send_ranges, num_recv_ranges, send_counts, recv_counts
-    data    for each stage: q_ranges, k_ranges, mask_types, send_ranges, recv_ranges
+            in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -30,7 +31,6 @@ from magi_compile.dtensor.comm_plan import (
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
-from magi_compile.dtensor.ranges import expand
 from magi_compile.dtensor.stages import choose_degree
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.masks.slices import AttnSlices
@@ -94,9 +94,11 @@ class RankPlan:
             data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
             if transfer is None:
                 continue
-            meta += [len(transfer.send_ranges), len(transfer.recv_ranges)]
+            runs = [transfer.sends, transfer.recvs]
+            meta += [*map(len, runs), transfer.peak_received]
             meta += transfer.send_counts + transfer.recv_counts
-            data += [transfer.send_ranges, transfer.recv_ranges]
+            meta += torch.cat(runs).flatten().tolist()
+            data += runs
         flat = torch.cat([x.to(torch.int32).flatten() for x in data])
         return PlanTensors(torch.tensor(meta), flat.to(device))
 
@@ -242,6 +244,9 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     counts = iter(meta[6:])
     position = 0
 
+    def take_counts(number: int) -> list[int]:
+        return list(itertools.islice(counts, number))
+
     def take(*shape: int) -> Tensor:
         nonlocal position
         begin = position
@@ -249,23 +254,14 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         return data[begin:position].view(shape)
 
     def stage() -> DeviceStage:
-        is_local, num_slices, seqlen_k = (next(counts) for _ in range(3))
+        is_local, num_slices, seqlen_k = take_counts(3)
         ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
         slices = AttnSlices(*ranges, rows, seqlen_k)
         if is_local:
             return DeviceStage(slices, None)
-        num_send, num_recv = next(counts), next(counts)
-        send, recv = ([next(counts) for _ in range(cp_size)] for _ in range(2))
-        return DeviceStage(
-            slices, Route(_rows(take(num_send, 2)), _rows(take(num_recv, 2)), send, recv)
-        )
+        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
+        host = num_runs + rest + take_counts(4 * sum(num_runs))
+        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size))
 
     stages = [stage() for _ in range(num_forward + num_backward)]
     return DevicePlan(rows, stages[:num_forward], stages[num_forward:])
-
-
-def _rows(ranges: Tensor) -> Tensor:
-    """Every row of `(first, count)` ranges, in order, int64."""
-    first, count = ranges.long().unbind(1)
-    index, step = expand(count)
-    return first[index] + step

@@ -156,7 +156,7 @@ def run_opcheck(group):
     q = torch.randn(64, 4, 8, requires_grad=True)
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
     torch.library.opcheck(
-        torch.ops.magi.cp_ffa_fwd, (q, k, v, *plan, 0.3, 0.0, "cpu", group.group_name)
+        torch.ops.magi.cp_ffa_fwd, (q, k, v, *plan, 0.3, 0.0, "cpu", "auto", group.group_name)
     )
 
 

@@ -25,8 +25,8 @@ def all_stages(slices, cp_size, degree, strategy="local"):
     return where, stages
 
 
-def rows_of(ranges):
-    parts = [torch.arange(first, first + count) for first, count in ranges.tolist()]
+def rows_of(runs):
+    parts = [torch.arange(row, row + count) for _, row, _, count in runs.tolist()]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
@@ -36,15 +36,18 @@ def buffers_of(where, stages, stage):
     sent = []
     for rank in range(cp_size):
         transfer = stages[rank][stage].transfer
-        rows = where.positions(rank)[rows_of(transfer.send_ranges)]
+        rows = where.positions(rank)[rows_of(transfer.sends)]
         sent.append(rows.split(transfer.send_counts))
     buffers = []
     for rank in range(cp_size):
         transfer = stages[rank][stage].transfer
         arrived = [sent[peer][rank] for peer in range(cp_size)]
         assert [len(x) for x in arrived] == transfer.recv_counts
-        buffer = torch.full((transfer.num_rows,), -1)
-        buffer[rows_of(transfer.recv_ranges)] = torch.cat(arrived)
+        assert transfer.peak_received == max(
+            rank_stages[stage].transfer.num_received for rank_stages in stages
+        )
+        buffer = torch.full((transfer.num_received,), -1)
+        buffer[rows_of(transfer.recvs)] = torch.cat(arrived)
         buffers.append(buffer)
     return buffers
 
@@ -76,6 +79,25 @@ def test_stages_cover_the_mask_once(case, cp_size, degree):
     assert torch.equal(seen, dense.int())
 
 
+@pytest.mark.parametrize("degree", [0, 2])
+@pytest.mark.parametrize("name", ["varlen_causal", "holes", "full_63x63"])
+def test_both_sides_name_the_same_runs(name, degree):
+    _, stages = all_stages(SQUARE[name].slices(), 3, degree)
+    for stage in range(len(stages[0])):
+        if stages[0][stage].transfer is None:
+            continue
+        sent, received = [], []
+        for rank in range(3):
+            transfer = stages[rank][stage].transfer
+            sent += [(rank, *run) for run in transfer.sends.tolist()]
+            received += [(rank, *run) for run in transfer.recvs.tolist()]
+        mirrored = [
+            (sender, receiver, row, buffer_row, count)
+            for receiver, sender, buffer_row, row, count in received
+        ]
+        assert sorted(sent) == sorted(mirrored)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_covers_the_mask(strategy):
     slices = SQUARE["varlen_causal"].slices()
@@ -90,7 +112,7 @@ def test_remote_rows_move_once_in_equal_parts(degree):
     slices = AttnSlices.full(8 * 64)
     where, stages = all_stages(slices, 8, degree)
     for rank in range(8):
-        counts = [stage.transfer.num_rows for stage in stages[rank][1:]]
+        counts = [stage.transfer.num_received for stage in stages[rank][1:]]
         assert sum(counts) == where.total_padded - where.seqlen_local
         assert max(counts) - min(counts) <= CHUNK
         assert all(stage.transfer.recv_counts[rank] == 0 for stage in stages[rank][1:])
