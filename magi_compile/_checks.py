@@ -1,14 +1,15 @@
 """How a failed data precondition reaches the user: as a Python exception, on every device.
 
 On a CPU the exception is raised where the check is made. On a GPU nothing waits for the device: each check owns
-a sticky flag on the device and a copy of it in pinned host memory. Every later call into this package looks at
-the copies, so the exception comes with the next attention or its backward, and the CUDA context stays healthy.
+a sticky flag, which the device writes and the host reads. Every later call into this package looks at the flags,
+so the exception comes with the next attention or its backward, and the CUDA context stays healthy.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -44,15 +45,22 @@ class MaskCheck(NamedTuple):
 
 
 class _DeviceFlags:
-    """Sticky failure flags of the checks made on one device, mirrored in pinned memory."""
+    """Sticky failure flags of the checks made on one device, in pinned host memory that the device writes to.
+
+    Such memory belongs to no CUDA graph's pool, whoever makes the first check.
+    """
 
     CAPACITY = 1024
 
     def __init__(self, device: torch.device):
-        self.failed = torch.zeros(self.CAPACITY, dtype=torch.bool, device=device)
-        self.mirror = torch.zeros(self.CAPACITY, dtype=torch.bool, pin_memory=device.type == "cuda")
-        # The mirror is read on every call, maybe while a graph is traced: not through torch.
-        self.seen = (ctypes.c_char * self.CAPACITY).from_address(self.mirror.data_ptr())
+        self.device = device
+        is_cuda = device.type == "cuda"
+        with torch.cuda.device(device) if is_cuda else nullcontext():
+            self.on_host = torch.zeros(self.CAPACITY, dtype=torch.bool, pin_memory=is_cuda)
+            address = self.on_host.data_ptr()
+            self.on_device = torch.as_tensor(_Flags(address)) if is_cuda else self.on_host
+        # Read on every call, maybe while a graph is traced: past torch.
+        self.memory = (ctypes.c_char * self.CAPACITY).from_address(address)
         self.slots: dict[str, int] = {}
 
     def slot(self, message: str) -> int:
@@ -61,22 +69,32 @@ class _DeviceFlags:
 
     def submit(self, checks: Sequence[MaskCheck]) -> None:
         for check in checks:
-            self.failed[self.slot(check.message)].logical_or_(check.ok.logical_not())
-        self.mirror.copy_(self.failed, non_blocking=True)
+            self.on_device[self.slot(check.message)].logical_or_(check.ok.logical_not())
 
     def synchronize(self) -> None:
-        """Waits until the mirror shows every check submitted so far."""
-        if self.failed.device.type == "cuda":
-            torch.cuda.synchronize(self.failed.device)
+        """Waits until the flags show every check submitted so far."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def take_failures(self) -> list[str]:
-        seen = self.seen.raw
-        if 1 not in seen:
+        if 1 not in self.memory.raw:
             return []
-        self.failed.zero_()
-        self.synchronize()  # or a copy under way would report them again
-        self.mirror.zero_()
-        return [message for message, slot in self.slots.items() if seen[slot]]
+        self.synchronize()  # or a check under way would set its flag again
+        failed = self.memory.raw
+        ctypes.memset(self.memory, 0, self.CAPACITY)
+        return [message for message, slot in self.slots.items() if failed[slot]]
+
+
+class _Flags:
+    """Bools in memory that CUDA can reach, as `torch.as_tensor` understands them."""
+
+    def __init__(self, address: int):
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (_DeviceFlags.CAPACITY,),
+            "typestr": "|b1",
+            "data": (address, False),
+        }
 
 
 _flags: dict[torch.device, _DeviceFlags] = {}
