@@ -4,7 +4,7 @@
     backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
-it, because a graph compiler does not reorder communication it does not know. Partial results add up in fp32.
+it, because a graph compiler does not reorder communication it does not know. Partial results merge and add up in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from magi_compile.dtensor.collectives import Collective, PendingCast, PendingRed
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors, unpack
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
-from magi_compile.kernels.merge import merge_partials
+from magi_compile.kernels.merge import merge_outputs, sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.ops.library import problem_of
 
@@ -37,22 +37,15 @@ def forward(
     group: dist.ProcessGroup,
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of `group` call it together."""
-    out: Tensor | None = None
+    parts = []
     for stage, k_stage, v_stage in _with_keys(plan.forward, k, v, collective, group):
-        if stage.is_empty:
-            continue
-        part, part_lse = kernel.forward(
-            q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem
-        )
-        if out is None:
-            out, lse = part, part_lse
-        else:
-            out, merged = merge_partials((out, part), (lse.t(), part_lse.t()))
-            lse = merged.t()
-    if out is None:
-        out = q.new_zeros(*q.shape[:2], v.shape[2])
-        lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
-    return ForwardOutput(out.to(q.dtype), lse.float().contiguous())
+        if not stage.is_empty:
+            kernel_plan = stage.kernel_plan(kernel, problem)
+            parts.append(kernel.forward(q, k_stage, v_stage, stage.slices, kernel_plan, problem))
+    if parts:
+        return merge_outputs(parts)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    return ForwardOutput(out, q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32))
 
 
 def backward(
@@ -74,27 +67,33 @@ def backward(
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (q, k, v))
+    dq_parts: list[Tensor] = []
+    totals: list[Tensor] | None = None  # of dk and dv
     reducing: PendingReduce | None = None
     for stage, k_stage, v_stage in _with_keys(plan.backward, k, v, collective, group):
         if stage.is_empty:
-            dk_stage, dv_stage = torch.zeros_like(k_stage), torch.zeros_like(v_stage)
+            shares = [torch.zeros_like(k_stage), torch.zeros_like(v_stage)]
         else:
             kernel_plan = stage.kernel_plan(kernel, problem)
-            dq_stage, dk_stage, dv_stage = kernel.backward(
+            dq_stage, *shares = kernel.backward(
                 dout, dlse, q, k_stage, v_stage, out, lse, stage.slices, kernel_plan, problem
             )
-            dq += dq_stage
+            dq_parts.append(dq_stage)
         if stage.route is None:
-            dk += dk_stage
-            dv += dv_stage
+            totals = [share.to(wide) for share in shares]
             continue
+        if totals is None:
+            totals = [x.new_zeros(x.shape, dtype=wide) for x in (k, v)]
         if reducing is not None:
-            reducing.add_to((dk, dv))
-        reducing = collective.start_reduce((dk_stage, dv_stage), stage.route, group)
+            reducing.add_to(totals)
+        reducing = collective.start_reduce(shares, stage.route, group)
+    assert totals is not None
+    # Before the wait for the last reduce, because it hides a little of it.
+    dq = sum_partials(dq_parts) if dq_parts else torch.zeros_like(q)
     if reducing is not None:
-        reducing.add_to((dk, dv))
-    return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+        reducing.add_to(totals)
+    dk, dv = totals
+    return BackwardOutput(dq, dk.to(k.dtype), dv.to(v.dtype))
 
 
 def _with_keys(

@@ -24,6 +24,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -134,6 +135,16 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
         ValueError: if there is none of that name.
         NotImplementedError: if every considered one refuses, with all reasons.
     """
+    chosen = _chosen.setdefault(group, {})
+    if (name, device) not in chosen:
+        chosen[name, device] = _select(name, group, device)
+    return chosen[name, device]
+
+
+_chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()
+
+
+def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
     if name != "auto" and name not in COLLECTIVES:
         raise ValueError(
             f"`collective` must be one of auto, {', '.join(COLLECTIVES)}, got {name!r}"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from magi_compile.kernels.base import ForwardOutput
 
 
 def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -36,3 +40,35 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
 
 def _accumulator(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def merge_outputs(parts: Sequence[ForwardOutput]) -> ForwardOutput:
+    """`merge_partials` of what kernels return, in the dtype of their outputs; one pass on a GPU."""
+    outs, lses = [part.out for part in parts], [part.lse for part in parts]
+    if len(parts) == 1:
+        return parts[0]
+    if _fits_triton(outs):
+        return ForwardOutput(*_triton().merge(outs, lses))
+    out, lse = merge_partials(outs, [lse.t() for lse in lses])
+    return ForwardOutput(out.to(outs[0].dtype), lse.t().contiguous())
+
+
+def sum_partials(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of tensors of one shape and dtype, rounded once: added in fp32 or wider; one pass on a GPU."""
+    if len(parts) == 1:
+        return parts[0]
+    if _fits_triton(parts):
+        return _triton().add(parts)
+    total = parts[0].to(_accumulator(parts[0]))
+    for part in parts[1:]:
+        total = total + part
+    return total.to(parts[0].dtype)
+
+
+def _fits_triton(parts: Sequence[Tensor]) -> bool:
+    return parts[0].is_cuda and parts[0].dtype.itemsize <= 4
+
+
+def _triton() -> ModuleType:
+    """Imported at first use, because Triton need not be installed."""
+    return importlib.import_module("magi_compile.kernels.merge_triton")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from magi_compile.kernels.merge import merge_partials
+from magi_compile.kernels.merge import merge_outputs, merge_partials, sum_partials
+from tests.kernels.partials import SHAPES, check_merge, check_sum
 
 INF = torch.inf
 
@@ -42,3 +43,12 @@ def test_low_precision_is_merged_in_fp32(dtype):
     assert out.dtype == lse.dtype == torch.float32
     torch.testing.assert_close(out, torch.ones(2, 3))
     torch.testing.assert_close(lse, torch.full((2,), 0.6931472))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_parts(device, dtype, num_parts, shape):
+    check_merge(merge_outputs, shape, num_parts, dtype, device)
+    check_sum(sum_partials, shape, num_parts, dtype, device)

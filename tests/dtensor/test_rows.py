@@ -1,0 +1,42 @@
+"""Moving rows: on the CPU, on a GPU, and its Triton code in Triton's interpreter."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from magi_compile.dtensor import rows
+from tests.dtensor.moves import check_moves, check_sums
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_gather_and_scatter(device, dtype):
+    check_moves(rows, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_in_the_order_of_ranks(device, dtype):
+    check_sums(dtype, device)
+
+
+def test_rows_of():
+    first, count = torch.tensor([5, 0, 9]), torch.tensor([2, 0, 3])
+    assert rows.rows_of(first, count, 5).tolist() == [5, 6, 9, 10, 11]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_in_the_interpreter():
+    """See `interpreted_rows.py`."""
+    path = Path(__file__).with_name("interpreted_rows.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
