@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 
+from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import TilePlan, build_tile_plan
 
-TILES = {"q_tile_rows": 128, "q_block_cols": 128, "k_tile_rows": 128, "k_block_cols": 64}
+TILE_SIZES = PlanTiles(q_tile_rows=128, q_block_cols=128, k_tile_rows=128, k_block_cols=64)
+TILES = TILE_SIZES._asdict()
 WORKLOADS = [(1 << 16, 100), (1 << 20, 1), (1 << 20, 1000), (1 << 20, 4000)]  # tokens, documents
 
 
@@ -77,7 +79,10 @@ def measure(seqlen: int, num_documents: int, device: str) -> list[dict]:
             plan,
         )
     if device == "cuda":
+        from magi_compile.kernels.cuda.planner import plan_on_device
+
         add("padded, CUDA graph", captured(lambda: build_tile_plan(slices, **TILES)), plan)
+        add("one launch", lambda: plan_on_device(slices, TILE_SIZES), plan)
     return rows
 
 

@@ -1,20 +1,10 @@
 // What a block of scores shows: a run's interval of columns per row, the question of who sees what, and the mask.
 #pragma once
 
+#include "plan.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
-
-// A run of the plan, as it lies in memory: row r in [row_begin, row_end) sees the columns
-// max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi).
-struct alignas(16) Run {
-    int row_begin, row_end, col_begin, col_end;
-    int diag_lo, diag_hi, first, num_blocks;
-    int num_lead, num_trail, unused[2];
-
-    __device__ __forceinline__ int visible_begin(int row) const { return max(col_begin, row + diag_lo); }
-    __device__ __forceinline__ int visible_end(int row) const { return min(col_end, row + diag_hi); }
-};
 
 // What a warpgroup sees of a block; kEnd: there is none left.
 enum Visibility : uint32_t { kNothing, kPart, kAll, kEnd };

@@ -3,14 +3,10 @@
 // another has work left.
 #pragma once
 
+#include "plan.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
-
-// A tile of the plan, as it lies in memory.
-struct Tile {
-    int row_begin, row_end, run_begin, run_end;
-};
 
 struct Schedule {
     const Tile* tiles;       // [num_tiles]

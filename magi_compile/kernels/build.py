@@ -14,6 +14,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda.backward import backward_variants
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
 from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
+from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS
 
 
@@ -27,6 +28,7 @@ def variants() -> Iterator[Variant]:
             yield main
             if not softcap:  # the other two do not depend on it
                 yield from (preprocess, postprocess)
+    yield planner_variant()
 
 
 def main() -> int:

@@ -22,6 +22,7 @@ from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.cost import longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import NO_DIAG, Rects
 
+MAX_OVERLAP = 64
 TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
 RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "unused0", "unused1")
 
@@ -60,7 +61,7 @@ def build_tile_plan(
     k_tile_rows: int,
     k_block_cols: int,
     exact: bool | None = None,
-    max_overlap: int = 64,
+    max_overlap: int = MAX_OVERLAP,
 ) -> TilePlan:
     """Plans the walk of `slices`, on their device.
 
@@ -94,22 +95,66 @@ def build_tile_plan(
             raise ValueError(f"`{name}` must be positive, got {size}")
     if exact is None:
         exact = slices.q_ranges.device.type == "cpu"
-    overlap = None if exact else max_overlap
     rects = Rects.from_slices(slices).trimmed()
+
+    num_rects = rects.row_begin.numel()
+
+    def padded(total_rows: int, tile_rows: int) -> PaddedSizes | None:
+        return None if exact else padded_sizes(num_rects, total_rows, tile_rows, max_overlap)
+
+    by_q, by_k = padded(slices.seqlen_q, q_tile_rows), padded(slices.seqlen_k, k_tile_rows)
     return TilePlan(
-        *_walk(rects, slices.seqlen_q, q_tile_rows, q_block_cols, overlap),
-        *_walk(rects.transposed(), slices.seqlen_k, k_tile_rows, k_block_cols, overlap),
+        *_walk(rects, slices.seqlen_q, q_tile_rows, q_block_cols, by_q),
+        *_walk(rects.transposed(), slices.seqlen_k, k_tile_rows, k_block_cols, by_k),
     )
 
 
+class PaddedSizes(NamedTuple):
+    """How much room a walk has whose sizes follow from shapes alone.
+
+    Attributes:
+        num_regions: a region starts at row 0 and where a slice begins or ends, if a tile of rows
+            without another such place follows.
+        num_tiles: a region of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles.
+        num_runs: a slice touches one tile more than it crosses borders between tiles, so there are
+            at most `num_slices + overlap * (num_tiles - 1)` pairs of a tile and a slice in it,
+            `overlap` being the number of slices across a border, averaged over the borders.
+        max_overlap: the largest `overlap` there is room for.
+    """
+
+    num_regions: int
+    num_tiles: int
+    num_runs: int
+    max_overlap: int
+
+    def check(self, fits: Tensor) -> MaskCheck:
+        """The check that no more than `num_runs` pairs were met, as `fits` (0-d) tells."""
+        message = (
+            f"at most `max_overlap` = {self.max_overlap} slices may cross the average tile border"
+        )
+        return MaskCheck(fits, message)
+
+
+def padded_sizes(
+    num_slices: int, total_rows: int, tile_rows: int, max_overlap: int = MAX_OVERLAP
+) -> PaddedSizes:
+    """The room of a padded walk of at least one slice; ints or SymInts, as in `build_tile_plan`."""
+    num_regions = 1 + torch.sym_min(2 * num_slices + 1, total_rows // tile_rows)
+    num_tiles = (total_rows + num_regions * (tile_rows - 1)) // tile_rows
+    if num_tiles == 0:
+        return PaddedSizes(num_regions, 0, 0, max_overlap)
+    num_runs = num_slices + torch.sym_min(max_overlap, num_slices) * (num_tiles - 1)
+    return PaddedSizes(num_regions, num_tiles, num_runs, max_overlap)
+
+
 def _walk(
-    rects: Rects, total_rows: int, tile_rows: int, block_cols: int, max_overlap: int | None
+    rects: Rects, total_rows: int, tile_rows: int, block_cols: int, padded: PaddedSizes | None
 ) -> tuple[Tensor, Tensor]:
-    """The tiles and runs of one walk over `rects`; of exact size where `max_overlap` is None."""
-    tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, exact=max_overlap is None)
+    """The tiles and runs of one walk over `rects`; of exact size where `padded` is None."""
+    tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, padded)
     num_tiles = tile_begin.numel()
-    run_tile, runs = _meet(rects, tile_begin, tile_end, max_overlap)
-    run_tile, runs = _merge(run_tile, runs, num_tiles, exact=max_overlap is None)
+    run_tile, runs = _meet(rects, tile_begin, tile_end, padded)
+    run_tile, runs = _merge(run_tile, runs, num_tiles, exact=padded is None)
 
     # Padding has no blocks, and `num_tiles` as its tile, which keeps it out of every tile.
     is_padding = run_tile == num_tiles
@@ -133,15 +178,14 @@ def _walk(
     return tiles.int(), walked.int()
 
 
-def _cut_rows(rects: Rects, total_rows: int, tile_rows: int, exact: bool) -> tuple[Tensor, Tensor]:
+def _cut_rows(
+    rects: Rects, total_rows: int, tile_rows: int, padded: PaddedSizes | None
+) -> tuple[Tensor, Tensor]:
     """Cuts `[0, total_rows)` into tiles, sorted by row: `(begin, end)`, each int64 `[num_tiles]`.
 
     The borders of the rects cut the rows into segments. A segment of at least one tile starts a
     region, which reaches to the next long segment; each region is tiled from its start. So long
     documents start a tile, and short ones share tiles.
-
-    The padded size: there are at most `1 + min(num_segments, total_rows // tile_rows)` regions, and
-    one of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles.
     """
     num_rects = rects.row_begin.numel()
     ends = rects.row_begin.new_zeros(2)
@@ -159,11 +203,7 @@ def _cut_rows(rects: Rects, total_rows: int, tile_rows: int, exact: bool) -> tup
     tiles_in_region = (region_end - segment_begin + tile_rows - 1) // tile_rows
     tiles_before_end = torch.where(starts_region, tiles_in_region, 0).cumsum(0)
 
-    if exact:
-        num_tiles = int(tiles_before_end[-1])
-    else:
-        num_regions = 1 + torch.sym_min(2 * num_rects + 1, total_rows // tile_rows)
-        num_tiles = (total_rows + num_regions * (tile_rows - 1)) // tile_rows
+    num_tiles = int(tiles_before_end[-1]) if padded is None else padded.num_tiles
     tile = torch.arange(num_tiles, device=borders.device)
     region = torch.searchsorted(tiles_before_end, tile, right=True).clamp(max=2 * num_rects)
     # Beyond the last tile the rows would start past the end: such tiles are empty.
@@ -176,14 +216,9 @@ def _cut_rows(rects: Rects, total_rows: int, tile_rows: int, exact: bool) -> tup
 
 
 def _meet(
-    rects: Rects, tile_begin: Tensor, tile_end: Tensor, max_overlap: int | None
+    rects: Rects, tile_begin: Tensor, tile_end: Tensor, padded: PaddedSizes | None
 ) -> tuple[Tensor, Rects]:
-    """All pairs of a tile and a rect with rows in common: the tile, and the rect clipped to it.
-
-    The padded size: a rect touches one tile more than it crosses borders between tiles. So there
-    are at most `num_rects + overlap * (num_tiles - 1)` pairs, `overlap` being the number of rects
-    across a border, averaged over the borders; it is at most `num_rects`.
-    """
+    """All pairs of a tile and a rect with rows in common: the tile, and the rect clipped to it."""
     num_rects, num_tiles = rects.row_begin.numel(), tile_begin.numel()
     is_live = rects.row_begin < rects.row_end
     first_tile = torch.searchsorted(tile_begin, rects.row_begin, right=True) - 1
@@ -191,14 +226,9 @@ def _meet(
     num_touched = torch.where(is_live, last_tile - first_tile + 1, 0)
     pairs_before_end = num_touched.cumsum(0)
 
-    if max_overlap is None:
-        num_pairs = int(pairs_before_end[-1])
-    elif num_tiles == 0:
-        num_pairs = 0
-    else:
-        num_pairs = num_rects + torch.sym_min(max_overlap, num_rects) * (num_tiles - 1)
-        message = f"at most `max_overlap` = {max_overlap} slices may cross the average tile border"
-        require([MaskCheck(pairs_before_end[-1] <= num_pairs, message)])
+    num_pairs = int(pairs_before_end[-1]) if padded is None else padded.num_runs
+    if padded is not None and num_tiles > 0:
+        require([padded.check(pairs_before_end[-1] <= num_pairs)])
     pair = torch.arange(num_pairs, device=tile_begin.device)
     rect = torch.searchsorted(pairs_before_end, pair, right=True).clamp(max=num_rects - 1)
     tile = first_tile[rect] + pair - (pairs_before_end - num_touched)[rect]

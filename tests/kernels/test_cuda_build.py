@@ -19,8 +19,9 @@ def _empty_cache(tmp_path, monkeypatch):
 
 def variant_id(variant):
     defines = dict(variant.defines)
-    softcap = "-softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else ""
-    return f"{variant.entry}-{defines['FFA_ELEMENT']}-d{defines['FFA_HEAD_DIM']}{softcap}"
+    softcap = "softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else None
+    parts = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"), softcap)
+    return "-".join(part for part in parts if part)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)

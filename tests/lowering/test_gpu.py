@@ -78,8 +78,12 @@ def test_failed_check_is_an_exception_and_the_context_survives():
     broken = document_mask((761, 760))
     document = broken.mask_mod.__closure__[0].cell_contents
     document.copy_(torch.arange(SEQLEN, device="cuda") // 10 % 2)
-    with pytest.raises(magi_compile.MaskDataError, match="closure"):
+
+    def attend_and_wait():
         compiled(*tensors, broken)  # raises by itself where the device is quick
         magi_compile.synchronize_checks()
+
+    with pytest.raises(magi_compile.MaskDataError, match="closure"):
+        attend_and_wait()
     assert torch.isfinite(compiled(*tensors, document_mask((1521,)))).all()
     magi_compile.synchronize_checks()

@@ -6,9 +6,11 @@ from collections.abc import Hashable
 
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.cuda.backward import backward
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
+from magi_compile.kernels.cuda.planner import plan_on_device
 from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
@@ -49,7 +51,12 @@ class CudaKernel:
         return reasons
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        plan = build_tile_plan(slices, **plan_tiles(problem)._asdict())
+        sizes = plan_tiles(problem)
+        # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
+        if slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges):
+            plan = plan_on_device(slices, sizes)
+        else:
+            plan = build_tile_plan(slices, **sizes._asdict())
         if problem.head_dim in BACKWARD_HEAD_DIMS:
             return plan.to_list()
         return [plan.q_tiles, plan.q_runs, *self._triton.plan(slices, problem)]

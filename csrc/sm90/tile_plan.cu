@@ -1,0 +1,354 @@
+// Slices to a plan without the host: what `build_tile_plan` computes, one thread block for each of the two walks.
+//
+//   borders of slices -> regions -> tiles -> (tile, slice) pairs -> runs -> the order of the tiles
+#include "block.cuh"
+#include "plan.cuh"
+
+namespace ffa {
+
+constexpr int kNoDiagonal = 1 << 30;
+constexpr int kMovesRightEdge = 1;   // bits of a mask type
+constexpr int kMovesLeftEdge = 2;
+constexpr int kBlockCost = FFA_BLOCK_COST;
+constexpr int kMaskCost = FFA_MASK_COST;
+constexpr int kTileCost = FFA_TILE_COST;
+constexpr int kThreads = 1024;
+
+// One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
+struct Walk {
+    Tile* tiles;     // [num_tiles]
+    Run* runs;       // [max_runs]
+    int* scratch;    // [scratch_words], 8-byte aligned
+    int num_tiles;   // those left over become tiles without rows
+    int max_runs;
+    int max_regions;
+    int total_rows;
+    int tile_rows;
+    int block_cols;
+    int num_sorted;  // the power of two from num_tiles up
+    int num_slices;
+};
+
+struct TilePlanParams {
+    const int* q_ranges;     // [num_slices, 2]
+    const int* k_ranges;     // [num_slices, 2]
+    const int* mask_types;   // [num_slices]
+    bool* fits;              // [2]: whether max_runs was enough; if not, no tile has a run
+    Walk walks[2];
+};
+
+static_assert(sizeof(Walk) == 56 && sizeof(TilePlanParams) == 144, "packed by magi_compile/kernels/cuda/planner.py");
+
+// A rectangle with up to two corners cut off; see `Rects` in magi_compile/plan/rects.py.
+struct Rect {
+    int row_begin, row_end, col_begin, col_end, diag_lo, diag_hi;
+
+    // The same area: every row sees a column, every column is seen, no diagonal that cuts nothing.
+    __device__ __forceinline__ Rect trimmed() const {
+        Rect r;
+        r.row_begin = max(row_begin, col_begin - diag_hi + 1);
+        r.row_end = min(row_end, col_end - diag_lo);
+        r.col_begin = max(col_begin, r.row_begin + diag_lo);
+        r.col_end = min(col_end, r.row_end - 1 + diag_hi);
+        if (r.row_begin >= r.row_end || col_begin >= col_end || diag_lo >= diag_hi) {
+            return {0, 0, 0, 0, -kNoDiagonal, kNoDiagonal};
+        }
+        r.diag_lo = r.row_end - 1 + diag_lo > r.col_begin ? diag_lo : -kNoDiagonal;
+        r.diag_hi = r.row_begin + diag_hi < r.col_end ? diag_hi : kNoDiagonal;
+        return r;
+    }
+
+    __device__ __forceinline__ Rect transposed() const {
+        return {col_begin,
+                col_end,
+                row_begin,
+                row_end,
+                diag_hi == kNoDiagonal ? -kNoDiagonal : 1 - diag_hi,
+                diag_lo == -kNoDiagonal ? kNoDiagonal : 1 - diag_lo};
+    }
+
+    __device__ __forceinline__ Rect clipped(int begin, int end) const {
+        Rect r = *this;
+        r.row_begin = max(row_begin, begin);
+        r.row_end = min(row_end, end);
+        return r.trimmed();
+    }
+
+    // Whether `next`, of the same rows, goes on in the column where this ends, and no diagonal cuts there.
+    __device__ __forceinline__ bool joins(const Rect& next) const {
+        return row_begin == next.row_begin && row_end == next.row_end && col_end == next.col_begin &&
+               diag_hi == kNoDiagonal && next.diag_lo == -kNoDiagonal;
+    }
+};
+
+// The number of elements of the sorted `values` that are at most `x`.
+__device__ __forceinline__ int count_up_to(const int* values, int count, int x) {
+    int low = 0;
+    for (int high = count; low < high;) {
+        const int middle = (low + high) / 2;
+        if (values[middle] <= x) {
+            low = middle + 1;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+class Planner {
+public:
+    __device__ Planner(const TilePlanParams& params, int walk)
+        : params_(params), walk_(params.walks[walk]), is_transposed_(walk == 1), num_words_(walk_.total_rows / 32 + 1) {
+        int* next = walk_.scratch;
+        const auto take = [&next](int count) {
+            int* const array = next;
+            next += count;
+            return array;
+        };
+        order_ = reinterpret_cast<unsigned long long*>(take(2 * walk_.num_sorted));
+        run_keys_ = reinterpret_cast<unsigned long long*>(take(2 * walk_.max_runs));
+        borders_ = reinterpret_cast<unsigned*>(take(num_words_));
+        starts_ = reinterpret_cast<unsigned*>(take(num_words_));
+        region_begin_ = take(walk_.max_regions + 1);
+        region_tile_ = take(walk_.max_regions);
+        tile_begin_ = take(walk_.num_tiles);
+        tile_end_ = take(walk_.num_tiles);
+        pair_count_ = take(walk_.num_tiles);
+        pair_begin_ = take(walk_.num_tiles);
+        run_count_ = take(walk_.num_tiles);
+        run_begin_ = take(walk_.num_tiles);
+        cost_ = take(walk_.num_tiles);
+        pair_slice_ = take(walk_.max_runs);
+        pair_tile_ = take(walk_.max_runs);
+        sorted_slice_ = take(walk_.max_runs);
+        slice_pairs_ = take(walk_.num_slices);
+    }
+
+    __device__ void run() {
+        cut_rows();
+        const bool fits = meet();
+        sort_pairs();
+        merge();
+        hand_out();
+        for_each(1, [&](int) { params_.fits[is_transposed_] = fits; });
+    }
+
+private:
+    __device__ __forceinline__ Rect rect(int i) const {
+        const int q_begin = params_.q_ranges[2 * i], q_end = params_.q_ranges[2 * i + 1];
+        const int k_begin = params_.k_ranges[2 * i], k_end = params_.k_ranges[2 * i + 1];
+        const int mask_type = params_.mask_types[i];
+        const Rect r = Rect{q_begin, q_end, k_begin, k_end,
+                            mask_type & kMovesLeftEdge ? k_begin - q_begin : -kNoDiagonal,
+                            mask_type & kMovesRightEdge ? k_end - q_end + 1 : kNoDiagonal}
+                           .trimmed();
+        return is_transposed_ ? r.transposed() : r;
+    }
+
+    __device__ __forceinline__ Rect rect_in_tile(int slice, int tile) const {
+        return rect(slice).clipped(tile_begin_[tile], tile_end_[tile]);
+    }
+
+    __device__ __forceinline__ int tile_of(int row) const {
+        return count_up_to(tile_begin_, num_live_tiles_, row) - 1;
+    }
+
+    __device__ __forceinline__ void mark(int row) { atomicOr(&borders_[row / 32], 1u << (row % 32)); }
+
+    // Whether no row in (row, row + tile_rows) is a border. The end of all rows is one.
+    __device__ __forceinline__ bool starts_region(int row) const {
+        const int last = row + walk_.tile_rows - 1;
+        if (row == 0 || last >= walk_.total_rows) {
+            return row == 0;
+        }
+        for (int word = (row + 1) / 32; word <= last / 32; ++word) {
+            unsigned bits = borders_[word];
+            bits &= word == (row + 1) / 32 ? ~0u << ((row + 1) % 32) : ~0u;
+            bits &= word == last / 32 ? ~0u >> (31 - last % 32) : ~0u;
+            if (bits != 0) {
+                return false;
+            }
+        }
+        return true;
+    }
+
+    // A border followed by at least a tile of rows without another one starts a region; a region is tiled from its
+    // start, to the next one.
+    __device__ void cut_rows() {
+        for_each(num_words_, [&](int word) { borders_[word] = 0; });
+        for_each(walk_.num_slices, [&](int i) {
+            const Rect r = rect(i);
+            mark(r.row_begin);
+            mark(r.row_end);
+        });
+        for_each(1, [&](int) {
+            mark(0);
+            mark(walk_.total_rows);
+        });
+        for_each(num_words_, [&](int word) {
+            unsigned starts = 0;
+            for (unsigned bits = borders_[word]; bits != 0; bits &= bits - 1) {
+                const int bit = __ffs(bits) - 1;
+                starts |= starts_region(32 * word + bit) ? 1u << bit : 0u;
+            }
+            starts_[word] = starts;
+        });
+        const int num_regions = prefix_sum(
+            num_words_, [&](int word) { return __popc(starts_[word]); },
+            [&](int word, int region) {
+                for (unsigned bits = starts_[word]; bits != 0; bits &= bits - 1) {
+                    region_begin_[region++] = 32 * word + __ffs(bits) - 1;
+                }
+            });
+        for_each(1, [&](int) { region_begin_[num_regions] = walk_.total_rows; });
+        num_live_tiles_ = prefix_sum(
+            num_regions,
+            [&](int region) {
+                return (region_begin_[region + 1] - region_begin_[region] + walk_.tile_rows - 1) / walk_.tile_rows;
+            },
+            [&](int region, int tile) { region_tile_[region] = tile; });
+        for_each(walk_.num_tiles, [&](int tile) {
+            int begin = walk_.total_rows, end = walk_.total_rows;
+            if (tile < num_live_tiles_) {
+                const int region = count_up_to(region_tile_, num_regions, tile) - 1;
+                begin = region_begin_[region] + (tile - region_tile_[region]) * walk_.tile_rows;
+                end = min(begin + walk_.tile_rows, region_begin_[region + 1]);
+            }
+            tile_begin_[tile] = begin;
+            tile_end_[tile] = end;
+            pair_count_[tile] = 0;
+        });
+    }
+
+    // All pairs of a tile and a slice with rows in common, by tile. Whether there was room.
+    __device__ bool meet() {
+        num_pairs_ = prefix_sum(
+            walk_.num_slices,
+            [&](int i) {
+                const Rect r = rect(i);
+                return r.row_begin < r.row_end ? tile_of(r.row_end - 1) - tile_of(r.row_begin) + 1 : 0;
+            },
+            [&](int i, int pairs) { slice_pairs_[i] = pairs; });
+        const bool fits = num_pairs_ <= walk_.max_runs;
+        num_pairs_ = fits ? num_pairs_ : 0;
+        for_each(num_pairs_, [&](int pair) {
+            const int slice = count_up_to(slice_pairs_, walk_.num_slices, pair) - 1;
+            const int tile = tile_of(rect(slice).row_begin) + pair - slice_pairs_[slice];
+            pair_slice_[pair] = slice;
+            pair_tile_[pair] = tile;
+            atomicAdd(&pair_count_[tile], 1);
+        });
+        prefix_sum(
+            walk_.num_tiles, [&](int tile) { return pair_count_[tile]; },
+            [&](int tile, int begin) { pair_begin_[tile] = begin; });
+        return fits;
+    }
+
+    // The pairs of a tile by row and column, which no two have in common. Each looks up its place among the others.
+    __device__ void sort_pairs() {
+        for_each(walk_.num_tiles, [&](int tile) { run_count_[tile] = 0; });
+        for_each(num_pairs_, [&](int pair) {
+            const int tile = pair_tile_[pair];
+            const int place = pair_begin_[tile] + atomicAdd(&run_count_[tile], 1);
+            const Rect r = rect_in_tile(pair_slice_[pair], tile);
+            run_keys_[place] = static_cast<unsigned long long>(r.row_begin) << 32 | static_cast<unsigned>(r.col_begin);
+            sorted_slice_[place] = pair_slice_[pair];
+        });
+        for_each(num_pairs_, [&](int place) {   // puts `pair_slice_` in order
+            const int tile = count_up_to(pair_begin_, num_live_tiles_, place) - 1;
+            const int begin = pair_begin_[tile], end = begin + pair_count_[tile];
+            const unsigned long long key = run_keys_[place];
+            int rank = begin;
+            for (int other = begin; other < end; ++other) {
+                rank += run_keys_[other] < key;
+            }
+            pair_slice_[rank] = sorted_slice_[place];
+        });
+    }
+
+    // Calls use(rect) for each run of a tile: neighbours whose union is one rect are joined.
+    template <class Use>
+    __device__ __forceinline__ void for_each_run(int tile, Use use) const {
+        const int begin = pair_begin_[tile], end = begin + pair_count_[tile];
+        if (begin == end || num_pairs_ == 0) {
+            return;
+        }
+        Rect joined = rect_in_tile(pair_slice_[begin], tile);
+        for (int place = begin + 1; place < end; ++place) {
+            const Rect next = rect_in_tile(pair_slice_[place], tile);
+            if (joined.joins(next)) {
+                joined.col_end = next.col_end;
+                joined.diag_hi = next.diag_hi;
+            } else {
+                use(joined);
+                joined = next;
+            }
+        }
+        use(joined);
+    }
+
+    __device__ __forceinline__ Run walked(const Rect& r, bool covers_tile) const {
+        const int cols = walk_.block_cols;
+        const int num_blocks = (r.col_end - r.col_begin + cols - 1) / cols;
+        const int left = max(r.col_begin, r.row_end - 1 + r.diag_lo) - r.col_begin;
+        const int right = covers_tile ? min(r.col_end, r.row_begin + r.diag_hi) - r.col_begin : 0;
+        const int num_trail = num_blocks - right / cols;
+        const int num_lead = min((left + cols - 1) / cols, num_blocks - num_trail);
+        return {r.row_begin, r.row_end, r.col_begin, r.col_end, r.diag_lo, r.diag_hi,
+                r.col_begin, num_blocks, num_lead, num_trail, {0, 0}};
+    }
+
+    __device__ void merge() {
+        for_each(walk_.num_tiles, [&](int tile) {
+            int count = 0;
+            for_each_run(tile, [&](const Rect&) { ++count; });
+            run_count_[tile] = count;
+        });
+        prefix_sum(
+            walk_.num_tiles, [&](int tile) { return run_count_[tile]; },
+            [&](int tile, int begin) { run_begin_[tile] = begin; });
+        for_each(walk_.num_tiles, [&](int tile) {
+            int cost = tile < num_live_tiles_ ? kTileCost : 0;
+            Run* next = walk_.runs + run_begin_[tile];
+            for_each_run(tile, [&](const Rect& r) {
+                const Run run = walked(r, r.row_begin == tile_begin_[tile] && r.row_end == tile_end_[tile]);
+                cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
+                *next++ = run;
+            });
+            cost_[tile] = cost;
+        });
+    }
+
+    // The most expensive tile first, equal ones by row.
+    __device__ void hand_out() {
+        for_each(walk_.num_sorted, [&](int tile) {
+            const unsigned cost = tile < walk_.num_tiles ? cost_[tile] : 0;
+            order_[tile] = static_cast<unsigned long long>(~cost) << 32 | static_cast<unsigned>(tile);
+        });
+        sort(order_, walk_.num_sorted);
+        for_each(walk_.num_tiles, [&](int i) {
+            const int tile = static_cast<int>(order_[i] & ~0u);
+            walk_.tiles[i] = {tile_begin_[tile], tile_end_[tile], run_begin_[tile], run_begin_[tile] + run_count_[tile]};
+        });
+    }
+
+    const TilePlanParams& params_;
+    const Walk& walk_;
+    const bool is_transposed_;
+    const int num_words_;
+    int num_live_tiles_ = 0;
+    int num_pairs_ = 0;
+    unsigned long long *order_, *run_keys_;
+    unsigned *borders_, *starts_;   // a bit for each row
+    int *region_begin_, *region_tile_;
+    int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *cost_;
+    int *pair_slice_, *pair_tile_, *sorted_slice_;
+    int* slice_pairs_;   // how many pairs the slices before this one have
+};
+
+}  // namespace ffa
+
+extern "C" __global__ void __launch_bounds__(ffa::kThreads)
+    ffa_tile_plan(const __grid_constant__ ffa::TilePlanParams params) {
+    ffa::Planner(params, blockIdx.x).run();
+}

@@ -1,0 +1,91 @@
+"""The planner of the GPU gives what `build_tile_plan` gives: compiled for the CPU here, as it is on a GPU."""
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile._checks import synchronize_checks
+from magi_compile.kernels.cuda.nvrtc import source_dir
+from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant, prepare
+from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.masks import library
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.testing.cases import random_disjoint
+
+SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
+LENGTHS = {
+    "one": [1000],
+    "one_token": [1],
+    "documents": [300, 1, 17, 128, 129, 500, 3, 3, 3],
+    "tiny": [1, 2, 3, 1, 5, 1, 1, 2] * 30,
+}
+MASKS = {
+    f"{name}-{lengths}": getattr(library, name)(LENGTHS[lengths]).slices
+    for name in ("full", "causal", "document_causal", "share_question", "global_sliding_window")
+    for lengths in LENGTHS
+}
+MASKS |= {f"random{seed}": random_disjoint(257, 391, seed).slices() for seed in range(4)}
+MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
+
+
+def assert_same_plan(actual, expected):
+    """Equal, but for the runs behind the last one of any tile."""
+    for tiles in (0, 2):
+        torch.testing.assert_close(actual[tiles].cpu(), expected[tiles].cpu(), rtol=0, atol=0)
+        num_runs = int(expected[tiles][:, 3].max()) if expected[tiles].numel() else 0
+        actual_runs, expected_runs = actual[tiles + 1].cpu(), expected[tiles + 1].cpu()
+        assert actual_runs.shape == expected_runs.shape
+        torch.testing.assert_close(actual_runs[:num_runs], expected_runs[:num_runs], rtol=0, atol=0)
+
+
+@pytest.fixture(scope="module")
+def run_on_host(tmp_path_factory):
+    """The kernel's source behind a header that knows one thread."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    path = tmp_path_factory.mktemp("planner")
+    for name in ("tile_plan.cu", "plan.cuh"):
+        shutil.copy(source_dir() / name, path)
+    shutil.copy(__file__.replace("test_cuda_planner.py", "one_thread.cuh"), path / "block.cuh")
+    (path / "main.cpp").write_text(
+        '#include "tile_plan.cu"\n'
+        'extern "C" void plan(const ffa::TilePlanParams* params) {\n'
+        "    ffa::Planner(*params, 0).run();\n    ffa::Planner(*params, 1).run();\n}\n"
+    )
+    defines = [f"-D{name}={value}" for name, value in planner_variant().defines]
+    options = "-std=c++17 -O1 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover"
+    command = ["g++", *options.split(), *defines, "main.cpp", "-o", "plan.so"]
+    subprocess.run(command, cwd=path, check=True)
+    return ctypes.CDLL(str(path / "plan.so")).plan
+
+
+@pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_source_on_the_host(mask, sizes, run_on_host):
+    prepared = prepare(MASKS[mask], sizes)
+    run_on_host((ctypes.c_char * len(prepared.params)).from_buffer(prepared.params))
+    assert prepared.fits.all()
+    assert_same_plan(prepared.plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_on_the_gpu(mask, sizes):
+    plan = plan_on_device(MASKS[mask].to("cuda"), sizes)
+    synchronize_checks()
+    assert_same_plan(plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
+
+
+@pytest.mark.gpu
+def test_a_million_tokens():
+    for lengths in ([1 << 20], torch.randint(1, 500, (4000,)).tolist()):
+        slices = library.document_causal(lengths).slices
+        plan = plan_on_device(slices.to("cuda"), HOPPER)
+        assert_same_plan(plan, build_tile_plan(slices, **HOPPER._asdict(), exact=False))
