@@ -127,3 +127,15 @@ def cpu_flash_backward(
 def resolve_process_group(name: str) -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def spin_gpu(cycles: int) -> None:
+    """Keeps the current CUDA stream busy for so many clock cycles, while the host enqueues what comes next."""
+    torch.cuda._sleep(cycles)
+
+
+def allow_repeated_backward() -> None:
+    """Lets `torch.autograd.grad(..., retain_graph=True)` run more than once through compiled graphs."""
+    import torch._functorch.config as config
+
+    config.donated_buffer = False

@@ -1,0 +1,91 @@
+"""A cell: one point of the benchmark's grid, without the contender."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+PASSES = ("fwd", "bwd", "fwdbwd")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured. Everything random in it follows from `seed`.
+
+    Attributes:
+        level: "kernel" for masks that all heads share, "sparse" for block masks of each key-value head.
+        mask: a name in `workload.MASKS`.
+        seqlen: queries and keys.
+        nheads_q: query heads.
+        nheads_kv: key-value heads; divides nheads_q.
+        head_dim: of q, k and v.
+        dtype: "bfloat16", "float16" or "float32".
+        lengths: how documents are drawn, a name in `lengths.SAMPLERS`.
+        block: tokens of a block of a sparse mask; the mean where sizes vary. 0 for kernel cells.
+        density: the share of blocks that a row of a sparse mask keeps. 1.0 for kernel cells.
+        seed: of documents, masks and inputs.
+    """
+
+    level: str
+    mask: str
+    seqlen: int
+    nheads_q: int
+    nheads_kv: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    lengths: str = "seeds"
+    block: int = 0
+    density: float = 1.0
+    seed: int = 42
+
+    @property
+    def heads(self) -> str:
+        return f"{self.nheads_q}:{self.nheads_kv}"
+
+    @property
+    def mask_label(self) -> str:
+        """The mask with what tells sparse ones apart."""
+        if self.level == "kernel":
+            return self.mask
+        return f"{self.mask} {self.block}, {self.density:.0%}"
+
+    @property
+    def key(self) -> str:
+        """The same for equal cells only; what `--resume` goes by."""
+        sparse = [f"b{self.block}", f"p{self.density:g}"] if self.level == "sparse" else []
+        parts = [self.level, self.mask, *sparse, self.lengths, f"s{self.seqlen}", self.heads]
+        return "/".join([*parts, f"d{self.head_dim}", self.dtype, f"seed{self.seed}"])
+
+    def at(self, seqlen: int) -> Cell:
+        """The same cell at another length."""
+        return replace(self, seqlen=seqlen)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Cell:
+        return cls(**fields)
+
+
+def parse_length(text: str) -> int:
+    """`"8192"`, `"8K"` or `"1M"` as a number of tokens.
+
+    Raises:
+        ValueError: if it is none of these, or not positive.
+    """
+    factor = {"K": 1024, "M": 1024**2}.get(text[-1:].upper(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isdigit() or int(digits) == 0:
+        raise ValueError(
+            f"`seqlen` must be a number of tokens such as 8192, 8K or 1M, got {text!r}"
+        )
+    return int(digits) * factor
+
+
+def format_length(seqlen: int) -> str:
+    """8192 as "8K"."""
+    for factor, suffix in ((1024**2, "M"), (1024, "K")):
+        if seqlen % factor == 0 and seqlen:
+            return f"{seqlen // factor}{suffix}"
+    return str(seqlen)

@@ -1,0 +1,272 @@
+"""The command line: `magi-bench kernel | sparse | masks | report | compare`."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from magi_compile.bench import contenders, rows
+from magi_compile.bench.cells import PASSES, Cell, format_length, parse_length
+from magi_compile.bench.compare import compare, to_text
+from magi_compile.bench.contenders.base import refusals
+from magi_compile.bench.lengths import SAMPLERS
+from magi_compile.bench.presets import PRESETS, Preset
+from magi_compile.bench.run import Settings, execute, order
+from magi_compile.bench.timing import Protocol
+from magi_compile.bench.workload import MASKS, SPARSE_MASKS, build
+from magi_compile.masks.library import MASKS as NAMED_MASKS
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; bad arguments end in a message and exit code 2."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    args.command_line = ["magi-bench", *(sys.argv[1:] if arguments is None else arguments)]
+    try:
+        return args.command(args)
+    except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
+        parser.exit(2, f"magi-bench: {error}\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="magi-bench", description="Benchmarks of attention.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for level, summary in (
+        ("kernel", "masks that all heads share, on one device"),
+        ("sparse", "block-sparse masks of each head, on one device"),
+    ):
+        _add_run_arguments(commands.add_parser(level, help=summary), level)
+    masks = commands.add_parser("masks", help="list the masks, or draw one")
+    masks.add_argument("--show", metavar="NAME", help="draw this mask")
+    masks.add_argument("--seqlen", type=parse_length, default=4096)
+    masks.add_argument("--lengths", choices=SAMPLERS, default="seeds")
+    masks.add_argument("--block", type=int, default=128, help="tokens of a block of a sparse mask")
+    masks.add_argument("--density", type=float, default=0.2, help="of a sparse mask")
+    masks.add_argument("--seed", type=int, default=42)
+    masks.add_argument("--output", type=Path, help="a .png or .svg; by default text")
+    masks.set_defaults(command=_masks)
+    report = commands.add_parser("report", help="Markdown and one self-contained HTML page")
+    report.add_argument("results", type=Path, nargs="+", help="JSONL files")
+    report.add_argument("--output", type=Path, help="without suffix; by default beside the first")
+    report.add_argument("--title", default="Attention kernels")
+    report.add_argument("--readme", type=Path, help="rewrite the marked table of this file")
+    report.set_defaults(command=_report)
+    versus = commands.add_parser("compare", help="what is faster in B than in A, beyond noise")
+    versus.add_argument("before", type=Path)
+    versus.add_argument("after", type=Path)
+    versus.add_argument("--threshold", type=float, default=0.03, help="changes below do not count")
+    versus.add_argument("--fail-on-regression", action="store_true", help="exit code 1")
+    versus.set_defaults(command=_compare)
+    return parser
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
+    parser.add_argument("--preset", choices=PRESETS, default="smoke")
+    masks = SPARSE_MASKS if level == "sparse" else tuple(NAMED_MASKS)
+    parser.add_argument("--masks", nargs="+", choices=masks, help="only these")
+    parser.add_argument("--seqlens", nargs="+", type=parse_length, help="only these, or others")
+    parser.add_argument(
+        "--heads", nargs="+", type=_heads, metavar="Q:KV", help="only these, or others"
+    )
+    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--lengths", choices=SAMPLERS, help="how documents are drawn")
+    if level == "sparse":
+        parser.add_argument("--blocks", nargs="+", type=int, help="only these sizes")
+        parser.add_argument("--densities", nargs="+", type=float, help="only these")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--contenders", nargs="+", choices=contenders.names(), metavar="NAME")
+    parser.add_argument(
+        "--without", nargs="+", choices=contenders.names(), metavar="NAME", default=[]
+    )
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda if there is one")
+    parser.add_argument("--output", type=Path, default=Path("magi-bench.jsonl"), help="JSONL file")
+    parser.add_argument("--resume", action="store_true", help="go on with the output file")
+    parser.add_argument("--dry-run", action="store_true", help="say what would run, and why not")
+    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--cell-limit", type=float, default=120.0, metavar="SECONDS")
+    parser.add_argument("--budget-ms", type=float, help="for the repetitions of a pass")
+    parser.add_argument("--min-reps", type=int, default=3)
+    parser.add_argument("--gate-seqlen", type=parse_length, help="longest sequence checked")
+    parser.add_argument("--cuda-graph", action="store_true", help="also time graph replays")
+    parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 cache")
+    parser.add_argument(
+        "--jobs", type=int, help="contenders checked at a time; by default 1 on a CPU, all on a GPU"
+    )
+    parser.set_defaults(command=_run, level=level)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    nheads_q, _, nheads_kv = text.partition(":")
+    if not (nheads_q.isdigit() and nheads_kv.isdigit()) or not int(nheads_kv):
+        raise argparse.ArgumentTypeError(f"heads must look like 64:8, got {text!r}")
+    if int(nheads_q) % int(nheads_kv) or not int(nheads_q):
+        raise argparse.ArgumentTypeError(
+            f"query heads must be a multiple of the others, got {text}"
+        )
+    return int(nheads_q), int(nheads_kv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    preset = PRESETS[args.preset]
+    cells = _filtered(preset.cells(args.level, device), args)
+    if not cells:
+        raise ValueError(f"nothing to run: `{args.preset}` has no such {args.level} cells")
+    names = _contenders(args, preset, device)
+    if args.dry_run:
+        return _dry_run(cells, names, device)
+    if args.output.exists() and not args.resume:
+        raise FileExistsError(f"`{args.output}` exists: add --resume, or choose another --output")
+    settings = Settings(
+        device=device,
+        command=[shlex.quote(part) for part in args.command_line],
+        passes=tuple(args.passes),
+        protocol=Protocol(
+            budget_ms=args.budget_ms or preset.budget_ms,
+            min_reps=args.min_reps,
+            flush_bytes=0 if args.warm_l2 or device == "cpu" else Protocol.flush_bytes,
+            cuda_graph=args.cuda_graph,
+        ),
+        gate_seqlen=args.gate_seqlen or preset.gate_seqlen,
+        cell_limit_s=args.cell_limit,
+        time_limit_s=args.time_limit,
+        jobs=args.jobs or (len(names) if device == "cuda" else 1),
+    )
+    results = execute(cells, names, settings, args.output, _say)
+    _say(f"{len(results.ok_rows())} measured, {len(results.not_run)} not run: {args.output}")
+    return 0
+
+
+def _filtered(cells: list[Cell], args: argparse.Namespace) -> list[Cell]:
+    """The preset's cells that the filters leave; lengths and heads outside the preset replace its own."""
+    fields: dict[str, list | None] = {
+        "mask": args.masks,
+        "seqlen": args.seqlens,
+        "heads": [f"{q}:{kv}" for q, kv in args.heads] if args.heads else None,
+        "block": getattr(args, "blocks", None),
+        "density": getattr(args, "densities", None),
+    }
+    found: dict[str, Cell] = {}
+    for cell in cells:
+        variants = [cell.to_json()]
+        for seqlen in args.seqlens or [cell.seqlen]:
+            for nheads_q, nheads_kv in args.heads or [(cell.nheads_q, cell.nheads_kv)]:
+                changed = {"seqlen": seqlen, "nheads_q": nheads_q, "nheads_kv": nheads_kv}
+                variants.append(cell.to_json() | changed)
+        for variant in variants:
+            for name in ("head_dim", "dtype", "lengths", "seed"):
+                value = getattr(args, name)
+                if value is not None:
+                    variant[name] = value
+            made = Cell.from_json(variant)
+            wanted = {"heads": made.heads, **variant}
+            if all(not allowed or wanted[name] in allowed for name, allowed in fields.items()):
+                found[made.key] = made
+    return list(found.values())
+
+
+def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[str]:
+    """Those asked for; else the preset's, or all that know the level and the device."""
+    names = args.contenders or preset.contenders[device]
+    if names is None:
+        loaded = {name: contenders.load(name) for name in contenders.names()}
+        names = [
+            name
+            for name, contender in loaded.items()
+            if args.level in contender.levels and device in contender.devices
+        ]
+    return [name for name in names if name not in args.without]
+
+
+def _dry_run(cells: list[Cell], names: list[str], device: str) -> int:
+    """Prints every cell with the contenders that would run, and the reasons of the others."""
+    missing = {name: contenders.load(name).available() for name in names}
+    for name, reason in missing.items():
+        if reason:
+            _say(f"{name} is unavailable: {reason}")
+    count, described = 0, dict.fromkeys(task.cell for task in order(cells, names))
+    for cell in described:
+        workload = build(cell)
+        runs, reasons = [], []
+        for name in names:
+            against = [] if missing[name] else refusals(contenders.load(name), workload, device)
+            if against:
+                reasons.append(f"    not {name}: {'; '.join(against)}")
+            elif not missing[name]:
+                runs.append(name)
+        count += len(runs)
+        density = workload.pairs / cell.nheads_q / cell.seqlen**2
+        _say(
+            f"{cell.mask_label} {format_length(cell.seqlen)} {cell.heads} d{cell.head_dim} "
+            f"{cell.dtype}, {len(workload.documents)} documents, density {density:.1%}: "
+            f"{', '.join(runs) or 'nobody'}"
+        )
+        for line in reasons:
+            _say(line)
+    _say(f"{count} measurements of {len(described)} cells on {device}")
+    return 0
+
+
+def _masks(args: argparse.Namespace) -> int:
+    if args.show is None:
+        for name in MASKS:
+            documented = (NAMED_MASKS[name].__doc__ or "") if name in NAMED_MASKS else ""
+            _say(f"{name:24}{documented or 'Blocks drawn for each key-value head.'}")
+        return 0
+    is_sparse = args.show in SPARSE_MASKS
+    cell = Cell(
+        "sparse" if is_sparse else "kernel",
+        args.show,
+        args.seqlen,
+        1,
+        1,
+        128,
+        lengths=args.lengths,
+        block=args.block if is_sparse else 0,
+        density=args.density if is_sparse else 1.0,
+        seed=args.seed,
+    )
+    slices = build(cell).head_slices(0)
+    if args.output is None:
+        from magi_compile.bench.draw import to_text as draw_text
+
+        _say(draw_text(slices))
+        return 0
+    from matplotlib import pyplot
+
+    from magi_compile.masks.plot import plot
+
+    figure = pyplot.figure(figsize=(5, 5.4), layout="constrained")
+    title = f"{cell.mask_label}, {format_length(cell.seqlen)} tokens"
+    plot(slices, figure.add_subplot(), title=title)
+    figure.savefig(args.output, dpi=150)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from magi_compile.bench.report import write_readme_table, write_report
+
+    results = rows.load(args.results)
+    output = args.output or args.results[0].with_suffix("")
+    for path in write_report(results, output, args.title):
+        _say(str(path))
+    if args.readme:
+        write_readme_table(results, args.readme)
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    verdicts = compare(rows.load([args.before]), rows.load([args.after]), args.threshold)
+    _say(to_text(verdicts))
+    return int(args.fail_on_regression and any(v.verdict == "slower" for v in verdicts))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

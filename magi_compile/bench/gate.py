@@ -1,0 +1,97 @@
+"""The numerical gate: a contender is timed only if it is right, at a reduced length, about out, dq, dk and dv."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.bench.contenders.base import Attend, Contender
+from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.reference import exact_backward, exact_forward
+from magi_compile.testing.numerics import plain_attention
+
+RESULTS = ("out", "dq", "dk", "dv")
+
+
+class Check(NamedTuple):
+    """Relative errors (root mean square) against fp64, and what they may be.
+
+    A contender may be twice as far from the truth as plain PyTorch in the same dtype, plus one rounding step.
+    """
+
+    seqlen: int
+    errors: dict[str, float]
+    allowed: dict[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return all(error <= self.allowed[name] for name, error in self.errors.items())
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "passed": self.passed}
+
+
+def run(attend: Attend, contender: Contender, inputs: Inputs) -> list[Tensor]:
+    """`(out, dq, dk, dv)`, packed; `(out,)` of a contender without a backward."""
+    layout = contender.layout
+    leaves = [layout.of(x).detach().requires_grad_(contender.has_backward) for x in inputs[:3]]
+    out = attend(*leaves)
+    results = [out]
+    if contender.has_backward:
+        results += torch.autograd.grad(out, leaves, layout.of(inputs.dout))
+    return [layout.to_packed(x.detach()) for x in results]
+
+
+def check(contender: Contender, workload: Workload, inputs: Inputs, attend: Attend) -> Check:
+    """Run `attend` and hold it to the oracle; the workload must be short enough for dense fp64 scores."""
+    actual = run(attend, contender, inputs)
+    exact, plain = _exact_and_plain(workload, inputs)
+    step = torch.finfo(inputs.q.dtype).eps
+    errors, allowed = {}, {}
+    for name, x, truth, rounded in zip(RESULTS, actual, exact, plain, strict=False):
+        errors[name] = _relative(x, truth)
+        allowed[name] = 2 * _relative(rounded, truth) + step
+    return Check(workload.cell.seqlen, errors, allowed)
+
+
+def _relative(actual: Tensor, exact: Tensor) -> float:
+    """Infinite where a value is not finite."""
+    error = float((actual.double() - exact).norm() / exact.norm())
+    return error if error == error else float("inf")
+
+
+def _exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+    """Out and gradients in fp64, and by plain PyTorch in the inputs' dtype, one key-value head at a time."""
+    cell = workload.cell
+    group = cell.nheads_q // cell.nheads_kv
+    problem = AttnProblem(
+        device_type=inputs.q.device.type,
+        device_arch=None,
+        dtype=inputs.q.dtype,
+        nheads_q=group,
+        nheads_kv=1,
+        head_dim=cell.head_dim,
+        head_dim_v=cell.head_dim,
+        softmax_scale=cell.head_dim**-0.5,
+    )
+    exact, plain = [], []
+    for kv_head in range(cell.nheads_kv):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        q, dout = inputs.q[:, heads], inputs.dout[:, heads]
+        k, v = (x[:, kv_head : kv_head + 1] for x in (inputs.k, inputs.v))
+        slices = workload.head_slices(kv_head).to(q.device)
+        out, lse = exact_forward(q, k, v, slices, problem.softmax_scale)
+        grads = exact_backward(dout, None, q, k, v, out, lse, slices, problem.softmax_scale)
+        exact.append((out, *grads))
+        dlse = torch.zeros_like(lse, dtype=torch.float32)
+        rounded = plain_attention(q, k, v, dout, dlse, slices, problem)
+        plain.append((rounded.out, rounded.dq, rounded.dk, rounded.dv))
+    return _join(exact), _join(plain)
+
+
+def _join(heads: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
+    return [torch.cat(parts, 1) for parts in zip(*heads, strict=True)]

@@ -1,0 +1,140 @@
+"""One contender on one cell, from the check of its numbers to its times, as a row of results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from magi_compile.bench import gate, timing
+from magi_compile.bench.cells import Cell
+from magi_compile.bench.contenders.base import Attend, Contender, refusals
+from magi_compile.bench.workload import Inputs, Workload, build
+
+
+class Bench:
+    """A contender on a device; remembers which masks it has been found right about."""
+
+    def __init__(self, contender: Contender, device: str, gate_seqlen: int = 2048):
+        self.contender, self.device, self.gate_seqlen = contender, device, gate_seqlen
+        self._outcomes: dict[str, dict[str, Any]] = {}
+
+    def gate(self, cell: Cell) -> dict[str, Any]:
+        """`status` "ok", "wrong", "unsupported", "oom" or "error", with the errors found at a reduced length."""
+        small = cell.at(min(cell.seqlen, self.gate_seqlen))
+        if small.key not in self._outcomes:
+            self._outcomes[small.key] = self._guarded(lambda: self._gate(small))
+        return self._outcomes[small.key]
+
+    def time(
+        self, cell: Cell, passes: tuple[str, ...], protocol: timing.Protocol
+    ) -> dict[str, Any]:
+        """The fields of a row: `status`, and all that was measured if that is "ok"."""
+        outcome = self._guarded(lambda: self._time(cell, passes, protocol))
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
+        return outcome
+
+    def _guarded(self, step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return step()
+        except torch.OutOfMemoryError as error:
+            return {"status": "oom", "reason": _first_line(error)}
+        except Exception as error:  # whatever a contender raises costs it this cell only
+            return {"status": "error", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+
+    def _gate(self, cell: Cell) -> dict[str, Any]:
+        workload = build(cell, self.device)
+        reasons = refusals(self.contender, workload, self.device)
+        if reasons:
+            return {"status": "unsupported", "reason": "; ".join(reasons)}
+        inputs = workload.inputs(self.device)
+        attend = self.contender.prepare(workload, inputs)
+        check = gate.check(self.contender, workload, inputs, attend)
+        outcome: dict[str, Any] = {"status": "ok", "gate": check.to_json()}
+        if not check.passed:
+            worst = max(check.errors, key=lambda name: check.errors[name] / check.allowed[name])
+            outcome["status"] = "wrong"
+            outcome["reason"] = (
+                f"{worst}: relative error {check.errors[worst]:.2e}, "
+                f"allowed {check.allowed[worst]:.2e}, at {cell.seqlen} tokens"
+            )
+        return outcome
+
+    def _time(
+        self, cell: Cell, passes: tuple[str, ...], protocol: timing.Protocol
+    ) -> dict[str, Any]:
+        workload = build(cell, self.device)
+        reasons = refusals(self.contender, workload, self.device)
+        if reasons:
+            return {"status": "unsupported", "reason": "; ".join(reasons)}
+        outcome = self.gate(cell)
+        if outcome["status"] != "ok":
+            return outcome
+        inputs = workload.inputs(self.device)
+        attend, first_s = self._prepare_and_run(workload, inputs)
+        plan_ms = self._plan_ms(workload, inputs)
+        return {
+            **outcome,
+            "area": workload.pairs // cell.nheads_q,
+            "density": workload.pairs / cell.nheads_q / cell.seqlen**2,
+            "num_documents": len(workload.documents),
+            "num_slices": len(workload.slices),
+            "mask_hash": workload.mask_hash,
+            "first_s": first_s,
+            "plan_ms": plan_ms,
+            "passes": self._passes(workload, inputs, attend, passes, protocol),
+        }
+
+    def _prepare_and_run(self, workload: Workload, inputs: Inputs) -> tuple[Attend, float]:
+        """Preparation and all passes once, compilation included, in seconds."""
+        begin = time.perf_counter()
+        attend = self.contender.prepare(workload, inputs)
+        gate.run(attend, self.contender, inputs)
+        self._wait()
+        return attend, time.perf_counter() - begin
+
+    def _plan_ms(self, workload: Workload, inputs: Inputs) -> float:
+        """Preparation again: what the next mask of the same shape costs."""
+        self._wait()
+        begin = time.perf_counter()
+        self.contender.prepare(workload, inputs)
+        self._wait()
+        return (time.perf_counter() - begin) * 1e3
+
+    def _passes(
+        self,
+        workload: Workload,
+        inputs: Inputs,
+        attend: Attend,
+        passes: tuple[str, ...],
+        protocol: timing.Protocol,
+    ) -> dict[str, dict[str, Any]]:
+        layout, has_backward = self.contender.layout, self.contender.has_backward
+        leaves = [layout.of(x).detach().requires_grad_(has_backward) for x in inputs[:3]]
+        dout = layout.of(inputs.dout)
+        runs: dict[str, Callable[[], object]] = {"fwd": lambda: attend(*leaves)}
+        if has_backward:
+            # Gradients are returned, not accumulated: accumulation is no part of attention.
+            runs["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+            if "bwd" in passes:
+                out = attend(*leaves)
+                runs["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        measured = {}
+        for which in passes:
+            if which in runs:
+                result = timing.measure(runs[which], self.device, protocol)
+                result["tflops"] = workload.flops(which) / result["ms"] / 1e9
+                measured[which] = result
+        return measured
+
+    def _wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else ""

@@ -1,0 +1,148 @@
+"""How a call is timed: cold L2, median and percentiles, the host's share apart, peak memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from magi_compile import _compat
+
+# Longer than the host needs to enqueue the calls behind it, so that the GPU never waits inside a measurement.
+SPIN_CYCLES_PER_CALL = 400_000
+MAX_SPIN_CYCLES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How long and how often.
+
+    Attributes:
+        budget_ms: about how long the repetitions of one pass may take together.
+        min_reps: repetitions at least, however long they take.
+        max_reps: repetitions at most.
+        flush_bytes: written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache.
+        cuda_graph: also time replays of a CUDA graph, in which the host has no part.
+    """
+
+    budget_ms: float = 100.0
+    min_reps: int = 3
+    max_reps: int = 50
+    flush_bytes: int = 256 * 2**20
+    cuda_graph: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def reps(self, estimate_ms: float) -> int:
+        wanted = int(self.budget_ms / max(estimate_ms, 1e-3))
+        return min(max(wanted, self.min_reps), self.max_reps)
+
+
+def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[str, Any]:
+    """Times `run`, which has run before: what it compiles is compiled.
+
+    Returns:
+        `ms` (median), `p20_ms`, `p80_ms`, `reps`; on a GPU also `host_ms`, the time until a call returns,
+        `peak_bytes`, what it allocates at most, and `graph_ms` (a CUDA graph's replay) or `graph_error`.
+    """
+    if device == "cpu":
+        return _summary(_cpu_times(run, protocol))
+    first = _first_call(run)
+    reps, flush = protocol.reps(first["host_ms"] + first.pop("wait_ms")), _flush_buffer(protocol)
+    result = {**first, **_summary(_gpu_times(run, reps, flush))}
+    if protocol.cuda_graph:
+        result |= _graph(run, reps, flush)
+    return result
+
+
+def matmul_tflops(device: str, protocol: Protocol) -> float:
+    """The rate of a large square matmul, bf16 on a GPU and fp32 on a CPU: what attention's products could reach."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    times = _cpu_times(lambda: a @ b, protocol)
+    if device == "cuda":
+        times = _gpu_times(lambda: a @ b, protocol.reps(2.0), _flush_buffer(protocol))
+    return 2 * size**3 / statistics.median(times) / 1e9
+
+
+def _summary(times: list[float]) -> dict[str, Any]:
+    ordered = sorted(times)
+
+    def percentile(share: float) -> float:
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+    return {
+        "ms": statistics.median(ordered),
+        "p20_ms": percentile(0.2),
+        "p80_ms": percentile(0.8),
+        "reps": len(ordered),
+    }
+
+
+def _cpu_times(run: Callable[[], object], protocol: Protocol) -> list[float]:
+    times = [_wall_ms(run)]
+    for _ in range(protocol.reps(times[0])):
+        times.append(_wall_ms(run))
+    return times[1:]
+
+
+def _wall_ms(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _flush_buffer(protocol: Protocol) -> torch.Tensor | None:
+    if not protocol.flush_bytes:
+        return None
+    return torch.empty(protocol.flush_bytes, dtype=torch.int8, device="cuda")
+
+
+def _gpu_times(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> list[float]:
+    """Milliseconds of GPU time of each call, all enqueued behind a spinning kernel."""
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
+    torch.cuda.synchronize()
+    _compat.spin_gpu(min(SPIN_CYCLES_PER_CALL * reps, MAX_SPIN_CYCLES))
+    for begin, end in events:
+        if flush is not None:
+            flush.zero_()
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events]
+
+
+def _first_call(run: Callable[[], object]) -> dict[str, Any]:
+    """Of one call on an idle GPU: when it returns, how long the GPU still works then, and the memory it takes."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    host_ms = _wall_ms(run)
+    wait_ms = _wall_ms(torch.cuda.synchronize)
+    peak_bytes = torch.cuda.max_memory_allocated() - before
+    return {"peak_bytes": peak_bytes, "host_ms": host_ms, "wait_ms": wait_ms}
+
+
+def _graph(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> dict[str, Any]:
+    try:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        times = _gpu_times(graph.replay, reps, flush)
+    except RuntimeError as error:  # not every contender can be captured
+        torch.cuda.synchronize()
+        return {"graph_error": str(error).splitlines()[0][:200]}
+    return {"graph_ms": statistics.median(times)}
