@@ -10,6 +10,7 @@ it, because a graph compiler does not reorder communication it does not know. Pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -120,6 +121,9 @@ def _with_keys(
 
 # The custom ops
 
+# Refusals depend on the problem alone, and a call is too short to ask for them each time.
+_select_kernel = lru_cache(maxsize=1024)(select)
+
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 
@@ -143,7 +147,7 @@ def _cp_ffa_fwd(
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, softcap)
-    chosen = select(problem, kernel or None)
+    chosen = _select_kernel(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
     if q.shape[0] != plan.rows:
@@ -174,7 +178,7 @@ def _cp_ffa_bwd(
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, softcap)
-    chosen = select(problem, kernel or None)
+    chosen = _select_kernel(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
     moving = select_collective(collective, group, q.device)

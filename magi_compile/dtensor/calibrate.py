@@ -16,8 +16,9 @@ from torch import Tensor
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.cost import CostModel
+from magi_compile.kernels.merge import merge_outputs, sum_partials
 from magi_compile.kernels.select import select
-from magi_compile.masks.slices import AttnSlices
+from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.ops.library import problem_of
 
 
@@ -66,12 +67,22 @@ def calibrate(
 
     forward = seconds(lambda: kernel.forward(q, k, v, slices, plan, problem))
     backward = seconds(lambda: kernel.backward(q, None, q, k, v, out, lse, slices, plan, problem))
-    # One block of rows and keys: what a launch costs when there is next to nothing to compute.
-    tiny = min(seqlen, 128)
-    tiny_slices = AttnSlices.full(tiny).to(device)
-    tiny_plan = kernel.plan(tiny_slices, problem)
-    launch = seconds(
-        lambda: kernel.forward(q[:tiny], k[:tiny], v[:tiny], tiny_slices, tiny_plan, problem)
+    # The same in two stages, over one half of the keys each.
+    half = seqlen // 2
+    part = AttnSlices.from_slices([AttnSlice((0, seqlen), (0, half), MaskType.FULL)], seqlen, half)
+    part = part.to(device)
+    part_plan = kernel.plan(part, problem)
+    halves = [(k[:half], v[:half]), (k[half : 2 * half], v[half : 2 * half])]
+    forward_in_two = seconds(
+        lambda: merge_outputs([kernel.forward(q, *kv, part, part_plan, problem) for kv in halves])
+    )
+    backward_in_two = seconds(
+        lambda: sum_partials(
+            [
+                kernel.backward(q, None, q, *kv, out, lse, part, part_plan, problem).dq
+                for kv in halves
+            ]
+        )
     )
     per_area = forward / seqlen**2
     moving = select_collective(collective, group, device)
@@ -92,7 +103,8 @@ def calibrate(
     return CostModel(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
-        stage_seconds=max(launch - per_area * tiny**2, 0.0),
+        stage_seconds=max(forward_in_two - forward, 0.0),
+        backward_stage_seconds=max(backward_in_two - backward, 0.0),
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,

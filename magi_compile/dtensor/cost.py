@@ -12,7 +12,8 @@ class CostModel:
     Attributes:
         seconds_per_area: forward, for one visible (row, key) pair with all heads.
         seconds_per_row: receiving one remote row of K and V with all heads.
-        stage_seconds: what one more kernel launch costs: its ramp, its tail and merging its result.
+        stage_seconds: what one more stage costs forward: a kernel's ramp and tail, and merging its result.
+        backward_stage_seconds: the same backward.
         latency_seconds: one collective without data.
         backward_area_factor: backward compute over forward compute.
         backward_reduce_factor: sending back dK and dV of a row over receiving K and V of it.
@@ -20,7 +21,8 @@ class CostModel:
 
     seconds_per_area: float
     seconds_per_row: float
-    stage_seconds: float = 30e-6
+    stage_seconds: float = 100e-6
+    backward_stage_seconds: float = 300e-6
     latency_seconds: float = 20e-6
     backward_area_factor: float = 2.5
     backward_reduce_factor: float = 1.0

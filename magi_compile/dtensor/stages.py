@@ -18,14 +18,15 @@ MAX_DEGREE = 4
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
     cast = _cast_seconds(loads, degree, cost)
-    return _stage_ends(loads, degree, cost, cast, 1.0)[-1]
+    return _stage_ends(loads, degree, cast, cost.seconds_per_area, cost.stage_seconds)[-1]
 
 
 def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
     cast = _cast_seconds(loads, degree, cost)
     home = 0.0
-    for end in _stage_ends(loads, degree, cost, cast, cost.backward_area_factor):
+    rate = cost.seconds_per_area * cost.backward_area_factor
+    for end in _stage_ends(loads, degree, cast, rate, cost.backward_stage_seconds):
         # A reduce starts when the slowest rank has computed the stage and the reduce before is done.
         home = max(home, end) + cast * cost.backward_reduce_factor
     return home
@@ -48,18 +49,18 @@ def _cast_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
 
 
 def _stage_ends(
-    loads: StageLoads, degree: int, cost: CostModel, cast: float, factor: float
+    loads: StageLoads, degree: int, cast: float, seconds_per_area: float, stage_seconds: float
 ) -> list[float]:
     """When the slowest rank is done with each stage that needs a cast: a stage starts once its keys have arrived
     and the stage before is done."""
-    rate, parts = cost.seconds_per_area * factor, max(degree, 1)
-    area = loads.area.double() * rate
+    parts = max(degree, 1)
+    area = loads.area.double() * seconds_per_area
     done = torch.zeros_like(area)
     if degree:
-        local = loads.local_area.double() * rate
+        local = loads.local_area.double() * seconds_per_area
         area = area - local
-        done = local + cost.stage_seconds
-    stage = area / parts + cost.stage_seconds
+        done = local + stage_seconds
+    stage = area / parts + stage_seconds
     ends = []
     for index in range(parts):
         done = done.clamp(min=(index + 1) * cast) + stage

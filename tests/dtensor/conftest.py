@@ -1,18 +1,37 @@
 import pytest
+import torch
 
 from tests.dtensor.ranks import Ranks
 
 
 @pytest.fixture(scope="session")
-def ranks_of():
-    """`ranks_of(size)`: that many workers, started at the first call and kept."""
-    pools: dict[int, Ranks] = {}
+def pools():
+    """Workers by their number and backend, started when they are first asked for and kept."""
+    started: dict[tuple[int, str], Ranks] = {}
+    yield started
+    for pool in started.values():
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def ranks_of(pools):
+    """`ranks_of(size)`: that many workers over gloo."""
+    return lambda size: _get(pools, size, "gloo")
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks_of(pools):
+    """`gpu_ranks_of(size)`: that many workers over NCCL, each with a GPU."""
 
     def get(size: int) -> Ranks:
-        if size not in pools or not pools[size].is_alive:
-            pools[size] = Ranks(size)
-        return pools[size]
+        if torch.cuda.device_count() < size:
+            pytest.skip(f"needs {size} GPUs, found {torch.cuda.device_count()}")
+        return _get(pools, size, "nccl")
 
-    yield get
-    for pool in pools.values():
-        pool.close()
+    return get
+
+
+def _get(pools: dict[tuple[int, str], Ranks], size: int, backend: str) -> Ranks:
+    if (size, backend) not in pools or not pools[size, backend].is_alive:
+        pools[size, backend] = Ranks(size, backend)
+    return pools[size, backend]

@@ -1,4 +1,4 @@
-"""A few processes on this machine that run one function together, over gloo."""
+"""A few processes on this machine that run one function together: over gloo, or over NCCL with a GPU each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ TIMEOUT = datetime.timedelta(seconds=40)
 
 
 class Ranks:
-    """`size` worker processes; each call runs `function(group, *arguments)` on all of them."""
+    """`size` worker processes; each call runs `function(group, *arguments)` on all of them.
 
-    def __init__(self, size: int):
-        self.size = size
+    With the backend "nccl" each has a GPU of its own, which is its current device.
+    """
+
+    def __init__(
+        self, size: int, backend: str = "gloo", timeout: datetime.timedelta = TIMEOUT
+    ) -> None:
+        self.size, self._timeout = size, timeout
         self._directory = tempfile.TemporaryDirectory()
         # Workers are forks of one server, which has only imported what takes long to import.
         context = mp.get_context("forkserver")
@@ -27,7 +32,7 @@ class Ranks:
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            arguments = (rank, size, f"{self._directory.name}/store", theirs)
+            arguments = (rank, size, backend, timeout, f"{self._directory.name}/store", theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that a dead worker's pipe is at its end
@@ -52,7 +57,7 @@ class Ranks:
             pipe.send((function, arguments))
         results, failures = [], []
         for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT.total_seconds() + 20):
+            if not pipe.poll(self._timeout.total_seconds() + 20):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.size} did not answer")
             try:
@@ -75,10 +80,21 @@ class Ranks:
         self._directory.cleanup()
 
 
-def _serve(rank: int, size: int, store: str, pipe: Any) -> None:
+def _serve(
+    rank: int, size: int, backend: str, timeout: datetime.timedelta, store: str, pipe: Any
+) -> None:
     torch.set_num_threads(1)
+    device = None
+    if backend == "nccl":
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device,
     )
     while True:
         function, arguments = pipe.recv()

@@ -5,71 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.dispatch import STRATEGIES
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, check_agreement, plan_rank
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import HEADS, Heads
-from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+from tests.dtensor.across_ranks import OPTIONS, run_on_ranks, shard
 from tests.dtensor.masks import SQUARE
 from tests.dtensor.ranks import Ranks
-
-OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
-
-
-def shard(x, positions):
-    """The rows `positions` of `x`, with random rows where the sequence is padded."""
-    padding = torch.randn(int(positions.max()) + 1, *x.shape[1:]).to(x.dtype)
-    padding[: x.shape[0]] = x[: padding.shape[0]]
-    return padding[positions]
-
-
-def gather(group, local, plan):
-    """The whole sequence from every rank's rows."""
-    dtype = local.dtype
-    local = local.contiguous().view(torch.uint8)
-    parts = [torch.empty_like(local) for _ in range(plan.dispatch.cp_size)]
-    dist.all_gather(parts, local, group)
-    return torch.cat(parts).view(dtype)[plan.dispatch.inverse_positions()][: plan.dispatch.total]
-
-
-def run_on_ranks(group, case, options, dtype, is_compiled=False):
-    """Forward and backward on this rank; rank 0 compares the whole with the oracle."""
-    slices = case.slices()
-    plan = plan_rank(slices, group.size(), group.rank(), options)
-    check_agreement(plan, group)
-    inputs, problem = case.inputs(dtype), case.problem(dtype)
-    where = plan.dispatch.positions(plan.rank)
-    q, k, v, dout = (shard(x, where) for x in inputs[:4])
-    dlse = shard(inputs.dlse.t(), where).t()
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-
-    def attend(q, k, v, tensors):
-        return context_parallel_attention(
-            q,
-            k,
-            v,
-            tensors,
-            group.group_name,
-            softmax_scale=problem.softmax_scale,
-            softcap=problem.softcap,
-        )
-
-    if is_compiled:
-        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
-    out, lse = attend(q, k, v, plan.tensors("cpu"))
-    # Rows of padding have gradients of zero: what they see is nothing.
-    is_real = where < plan.dispatch.total
-    dout = dout * is_real[:, None, None]
-    dlse = dlse.masked_fill(~is_real, 0.0)
-    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.contiguous()))
-    locals_ = [out.detach(), lse.detach().t(), *grads]
-    out, lse, *grads = (gather(group, x, plan) for x in locals_)
-    if group.rank() == 0:
-        assert_attention_close(AttentionResults(out, lse.t(), *grads), inputs, slices, problem)
-
 
 # Every mask on 2 and 3 ranks, the long ones on 3 alone; some on the others.
 FEW = ["full_1x1", "varlen_causal", "nobody_sees_anything", "holes", "shared_prefix"]

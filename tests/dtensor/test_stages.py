@@ -13,7 +13,7 @@ def loads(area, local_area, rows, cp_size=2):
 
 
 def cost(per_area=1.0, per_row=1.0, stage=0.0, latency=0.0):
-    return CostModel(per_area, per_row, stage_seconds=stage, latency_seconds=latency)
+    return CostModel(per_area, per_row, stage, stage, latency)
 
 
 def test_one_stage_is_cast_then_compute():

@@ -1,0 +1,414 @@
+"""Attention across GPUs against one GPU: what of the kernel's rate is left, and where the rest goes.
+
+    python benchmarks/context_parallel.py --gpus 4 --output benchmarks/results/context_parallel_4xh200_2026-11-21
+
+The one-GPU rate is that of the same kernel on the same mask over the whole sequence. A row's rate counts the mask's
+mean area of a rank and the time of the slowest rank; `stages` is the number of remote stages, forward and backward,
+where "auto" is the cost model's choice with rates measured on this machine. Exposed communication is a step's time
+minus that of the same step with everything that moves rows taken out. Planning is the host's time for a mask never
+seen before. FLOPs are 4 * area * nheads_q * head_dim forward and 2.5 times that backward; medians over rounds.
+
+With `--ranks` above `--gpus`, GPU 0 alone runs the steps of every rank, one after another, with everything that moves
+rows taken out: what balance, kernel and stages leave, on any number of ranks.
+
+`--dry-run` runs the same code on CPUs over gloo with a few rows, and its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from magi_compile.dtensor import attention, rank_plan
+from magi_compile.dtensor.calibrate import calibrate
+from magi_compile.dtensor.collectives import COLLECTIVES, Route, select
+from magi_compile.dtensor.comm_plan import Stage
+from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.documents import document_packs
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, RankPlan, plan_rank, unpack
+from magi_compile.kernels import select as kernels
+from magi_compile.masks.library import MASKS as LIBRARY
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.library import problem_of
+
+MASKS = ("full", "causal", "document_full", "document_causal", "block_causal_document")
+SPIN_CYCLES = 2_000_000
+BACKWARD_FLOPS = 2.5
+
+
+class Stopped(NamedTuple):
+    """A cast and a reduce that are done before they begin."""
+
+    buffers: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        return self.buffers
+
+    def add_to(self, totals: Sequence[Tensor]) -> None:
+        pass
+
+
+class NoCommunication:
+    """A collective that moves nothing: buffers hold whatever they held."""
+
+    name = "none"
+
+    def __init__(self) -> None:
+        self._buffers: dict[Route, list[Tensor]] = {}
+
+    def casts(
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
+    ) -> Iterator[Stopped]:
+        for route in routes:
+            if route not in self._buffers:
+                shapes = [(route.num_received, *x.shape[1:]) for x in tensors]
+                self._buffers[route] = [tensors[0].new_empty(shape).normal_() for shape in shapes]
+            yield Stopped(self._buffers[route])
+
+    def start_reduce(
+        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> Stopped:
+        return Stopped([])
+
+
+class Rank:
+    """One process of the run, and what it measures."""
+
+    def __init__(self, rank: int, args: argparse.Namespace):
+        self.args, self.rank = args, rank
+        self.device = torch.device("cpu") if args.dry_run else torch.device("cuda", rank)
+        self.dtype = torch.float32 if args.dry_run else torch.bfloat16
+        self.group = dist.group.WORLD
+        torch.manual_seed(rank)
+
+    def inputs(self, rows: int) -> list[Tensor]:
+        """q, k, v, dout."""
+        heads = (self.args.heads[0], self.args.heads[1], self.args.heads[1], self.args.heads[0])
+        shapes = [(rows, n, self.args.head_dim) for n in heads]
+        return [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
+
+    def seconds(self, run: Callable[[], object]) -> list[float]:
+        """Of one call on each rank, behind each other on the device: the round with the median slowest rank."""
+        for _ in range(2):
+            run()
+        rounds = []
+        for _ in range(self.args.rounds):
+            mine = torch.tensor([self._round(run)], dtype=torch.float64, device=self.device)
+            everybody = torch.empty(self.args.gpus, dtype=torch.float64, device=self.device)
+            dist.all_gather_into_tensor(everybody, mine, self.group)
+            rounds.append(everybody.tolist())
+        return sorted(rounds, key=max)[len(rounds) // 2]
+
+    def _round(self, run: Callable[[], object]) -> float:
+        calls = self.args.calls
+        self._synchronize()
+        dist.barrier(self.group)
+        if self.device.type == "cpu":
+            begin = time.perf_counter()
+            for _ in range(calls):
+                run()
+            return (time.perf_counter() - begin) / calls
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES)  # so that the host is ahead of the device
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / calls / 1e3
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def one_gpu(self, slices: AttnSlices) -> tuple[list[float], list[float]]:
+        """Seconds of the kernel over the whole sequence, forward and backward; every GPU for itself."""
+        q, k, v, dout = self.inputs(slices.seqlen_q)
+        problem = problem_of(q, k, v, self.args.head_dim**-0.5, 0.0)
+        kernel = kernels.select(problem)
+        slices = slices.to(self.device)
+        plan = kernel.plan(slices, problem)
+        out, lse = kernel.forward(q, k, v, slices, plan, problem)
+        forward = self.seconds(lambda: kernel.forward(q, k, v, slices, plan, problem))
+        backward = self.seconds(
+            lambda: kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem)
+        )
+        return forward, backward
+
+    def planned(
+        self, slices: AttnSlices, degree: int | None, cost: CostModel, rank: int
+    ) -> tuple[RankPlan, float]:
+        """A plan, and the milliseconds that a new mask takes on the slowest host."""
+        options = ContextParallelOptions(degree=degree, backward_degree=degree, cost=cost)
+        seconds = []
+        for _ in range(3):
+            rank_plan._plans.clear()
+            begin = time.perf_counter()
+            plan = plan_rank(slices, self.args.ranks, rank, options)
+            seconds.append(time.perf_counter() - begin)
+        slowest = torch.tensor([min(seconds)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self.group)
+        return plan, slowest.item() * 1e3
+
+    def steps(
+        self, plan: RankPlan, collective: object
+    ) -> tuple[Callable[[], object], Callable[[], object]]:
+        """A forward and a backward pass."""
+        q, k, v, dout = self.inputs(plan.dispatch.seqlen_local)
+        problem = problem_of(q, k, v, self.args.head_dim**-0.5, 0.0)
+        kernel = kernels.select(problem)
+        ready = unpack(*plan.tensors(self.device))
+        rest = (ready, kernel, problem, collective, self.group)
+
+        def forward() -> tuple[Tensor, Tensor]:
+            return attention.forward(q, k, v, *rest)
+
+        out, lse = forward()
+        return forward, lambda: attention.backward(dout, None, q, k, v, out, lse, *rest)
+
+    def rows(self, mask: str, tokens: int, cost: CostModel) -> Iterator[dict]:
+        """All rows of one mask with `tokens` of each rank."""
+        args, total = self.args, tokens * self.args.ranks
+        (lengths,) = document_packs(total, 1, args.seed)
+        slices = LIBRARY[mask](lengths if "document" in mask else [total]).slices
+        flops = 4 * slices.area() * args.heads[0] * args.head_dim
+        work = (flops, BACKWARD_FLOPS * flops)
+        alone = [
+            statistics.mean(amount / s for s in seconds) / 1e12
+            for amount, seconds in zip(work, self.one_gpu(slices), strict=True)
+        ]
+        self._free()
+        for degree in args.stages:
+            plan, planning_ms = self.planned(slices, degree, cost, self.rank)
+            row = {
+                "mask": mask,
+                "tokens": tokens,
+                "stages": "auto" if degree is None else degree,
+                "stages_run": [len(plan.forward) - 1, len(plan.backward) - 1],
+                "chunk": plan.dispatch.chunk_size,
+                "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
+                "planning_ms": round(planning_ms, 2),
+                "one_gpu_tflops": [round(x) for x in alone],
+            }
+            still = self.still(slices, degree, cost)
+            for name in args.collectives:
+                seconds, timelines = still, None
+                if name != NoCommunication.name:
+                    steps = self.steps(plan, select(name, self.group, self.device))
+                    seconds = [max(self.seconds(step)) for step in steps]
+                    if args.timeline:
+                        timelines = [self.timeline(step) for step in steps]
+                rates = [
+                    amount / args.ranks / s / 1e12 for amount, s in zip(work, seconds, strict=True)
+                ]
+                yield row | {
+                    "collective": name,
+                    "tflops": [round(x) for x in rates],
+                    "percent": [round(100 * x / y, 1) for x, y in zip(rates, alone, strict=True)],
+                    "ms": [round(1e3 * x, 3) for x in seconds],
+                    "exposed_ms": [
+                        round(1e3 * (x - y), 3) for x, y in zip(seconds, still, strict=True)
+                    ],
+                    "timeline": timelines,
+                }
+                self._free()
+
+    def still(self, slices: AttnSlices, degree: int | None, cost: CostModel) -> list[float]:
+        """Seconds of the slowest rank, forward and backward, when nothing moves."""
+        ranks = [self.rank]
+        if self.args.ranks > self.args.gpus:
+            ranks = list(range(self.args.ranks if slices.area() < slices.seqlen_q**2 else 1))
+        seconds = []
+        for rank in ranks:
+            plan, _ = self.planned(slices, degree, cost, rank)
+            seconds.append([max(self.seconds(x)) for x in self.steps(plan, NoCommunication())])
+        return [max(column) for column in zip(*seconds, strict=True)]
+
+    def timeline(self, step: Callable[[], object]) -> dict[str, float]:
+        """Milliseconds of rank 0's device in one step, by what runs; `idle` is when nothing does."""
+        if self.device.type == "cpu":
+            return {}
+        step()
+        self._synchronize()
+        dist.barrier(self.group)
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            torch.cuda._sleep(SPIN_CYCLES)
+            step()
+            self._synchronize()
+        spans = [
+            (event.name, event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and "spin" not in event.name
+        ]
+        return summary(spans)
+
+    def _free(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def received_rows(stages: list[Stage]) -> int:
+    return sum(stage.transfer.num_received for stage in stages if stage.transfer)
+
+
+def summary(spans: list[tuple[str, float, float]]) -> dict[str, float]:
+    """Milliseconds by kind of work, from (name, begin, end) in microseconds."""
+    kinds = {"ffa": "attention", "nccl": "communication", "Memcpy": "copies"}
+    times: dict[str, float] = {}
+    for name, begin, end in spans:
+        kind = next((kind for part, kind in kinds.items() if part in name), "other")
+        times[kind] = times.get(kind, 0.0) + end - begin
+    covered, reach = 0.0, -1.0
+    for _, begin, end in sorted(spans, key=lambda span: span[1]):
+        covered += max(0.0, end - max(begin, reach))
+        reach = max(reach, end)
+    total = max(end for *_, end in spans) - min(begin for _, begin, _ in spans)
+    times |= {"idle": total - covered, "total": total}
+    return {kind: round(us / 1e3, 3) for kind, us in times.items()}
+
+
+def work(rank: int, args: argparse.Namespace, store: str) -> None:
+    if not args.dry_run:
+        torch.cuda.set_device(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo" if args.dry_run else "nccl",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=args.gpus,
+        device_id=None if args.dry_run else torch.device("cuda", rank),
+    )
+    me = Rank(rank, args)
+    begin = time.monotonic()
+    cost = DEFAULT_COST
+    if None in args.stages and args.ranks == args.gpus:
+        nheads_q, nheads_kv = args.heads
+        cost = calibrate(
+            me.group,
+            me.device,
+            me.dtype,
+            nheads_q=nheads_q,
+            nheads_kv=nheads_kv,
+            head_dim=args.head_dim,
+            seqlen=min(args.tokens),
+            collective=args.collectives[0],
+        )
+    if rank == 0:
+        print(cost, flush=True)
+    context = {
+        "gpu": f"{args.gpus} x {device_name(args)}",
+        "ranks": args.ranks,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "command": "python " + " ".join(sys.argv),
+        "inputs": f"{me.dtype}, heads {args.heads[0]}:{args.heads[1]}, head_dim {args.head_dim}; "
+        f"documents of dtensor/documents.py, seed {args.seed}",
+        "timing": f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
+        "cost": str(cost),
+    }
+    rows: list[dict] = []
+    for tokens, mask in itertools.product(args.tokens, args.masks):
+        if me_is_late(me, begin):
+            break
+        for row in me.rows(mask, tokens, cost):
+            rows.append(row)
+            if rank == 0:
+                print(json.dumps(row), flush=True)
+                write(args.output, context, rows)
+    dist.destroy_process_group()
+
+
+def me_is_late(me: Rank, begin: float) -> bool:
+    """Whether the time limit has passed, as rank 0 sees it."""
+    late = torch.tensor([time.monotonic() - begin > me.args.max_seconds], device=me.device).float()
+    dist.broadcast(late, 0, me.group)
+    return bool(late)
+
+
+def device_name(args: argparse.Namespace) -> str:
+    if args.dry_run:
+        return "CPU (dry run)"
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def to_markdown(context: dict, rows: list[dict]) -> str:
+    lines = ["# Attention across GPUs, TFLOP/s of a GPU", ""]
+    lines += [f"- {name}: {value}" for name, value in context.items()]
+    header = ["mask", "tokens/GPU", "collective", "stages", "pass", "one GPU", "TFLOP/s", "%", "ms"]
+    header += ["exposed ms", "planning ms", "received rows"]
+    lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in rows:
+        for index, name in enumerate(("forward", "backward")):
+            stages = row["stages"]
+            if stages == "auto":
+                stages = f"auto: {row['stages_run'][index]}"
+            cells = [row["mask"], row["tokens"], row["collective"], stages, name]
+            fields = ("one_gpu_tflops", "tflops", "percent", "ms", "exposed_ms")
+            cells += [row[field][index] for field in fields]
+            cells += [row["planning_ms"], row["received_rows"][index]]
+            lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write(output: Path | None, context: dict, rows: list[dict]) -> None:
+    if output:
+        record = {"context": context, "rows": rows}
+        output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+        output.with_suffix(".md").write_text(to_markdown(context, rows))
+
+
+def stages_argument(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def heads_argument(text: str) -> tuple[int, int]:
+    nheads_q, _, nheads_kv = text.partition(":")
+    return int(nheads_q), int(nheads_kv)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    option = parser.add_argument
+    names = [*COLLECTIVES, "auto", NoCommunication.name]
+    option("--gpus", type=int, default=torch.cuda.device_count() or 2)
+    option("--ranks", type=int, help="that the sequence is spread over; as many as GPUs")
+    option("--output", type=Path, help="where to write: adds .json and .md")
+    option("--masks", nargs="+", choices=MASKS, default=list(MASKS))
+    option("--tokens", type=int, nargs="+", default=[8192, 16384], help="of each GPU")
+    option("--stages", type=stages_argument, nargs="+", default=[None, 0, 1, 2, 4])
+    option("--collectives", nargs="+", choices=names, default=["all_to_all"])
+    option("--heads", type=heads_argument, default=(64, 8))
+    option("--head-dim", type=int, default=128)
+    option("--seed", type=int, default=42, help="of the documents")
+    option("--rounds", type=int, default=3)
+    option("--calls", type=int, default=3)
+    option("--timeline", action="store_true", help="profile a step of every row on rank 0")
+    option("--max-seconds", type=float, default=3600.0, help="no new mask after that")
+    option("--dry-run", action="store_true")
+    args = parser.parse_args()
+    args.ranks = args.ranks or args.gpus
+    if args.ranks > args.gpus:
+        args.gpus, args.collectives = 1, [NoCommunication.name]
+    with tempfile.TemporaryDirectory() as directory:
+        mp.spawn(work, (args, f"{directory}/store"), nprocs=args.gpus)
+
+
+if __name__ == "__main__":
+    main()

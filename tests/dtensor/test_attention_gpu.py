@@ -1,0 +1,113 @@
+"""Attention across GPUs over NCCL, with every collective: against the oracle, compiled, and again and again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.collectives import COLLECTIVES, select
+from magi_compile.dtensor.dispatch import STRATEGIES
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.testing.cases import Heads
+from tests.dtensor.across_ranks import OPTIONS, run_on_ranks
+from tests.dtensor.masks import SQUARE, documents
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("collective", COLLECTIVES),
+    pytest.mark.parametrize("size", [1, 2, 4]),
+]
+
+GQA = Heads(8, 2, 128, 128)
+OPTIONS = replace(OPTIONS, degree=2, backward_degree=1)
+
+
+@pytest.fixture
+def run(gpu_ranks_of, size, collective):
+    """Runs a function on all ranks with this test's collective, unless that can not serve here."""
+    ranks = gpu_ranks_of(size)
+    for refusals in ranks.run(refusals_of, collective):
+        if refusals:
+            pytest.skip(refusals)
+
+    def run(function, *arguments, **options):
+        return ranks.run(call, function, arguments, {"collective": collective, **options})
+
+    return run
+
+
+def refusals_of(group, collective):
+    try:
+        select(collective, group, torch.device("cuda", torch.cuda.current_device()))
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def call(group, function, arguments, options):
+    return function(group, *arguments, **options)
+
+
+def check(run, case, options=OPTIONS, **more):
+    run(run_on_ranks, case, options, torch.bfloat16, device="cuda", **more)
+
+
+@pytest.mark.parametrize("name", SQUARE)
+def test_every_mask(run, name):
+    check(run, replace(SQUARE[name], heads=GQA))
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_and_degree(run, strategy, degree):
+    options = ContextParallelOptions(
+        strategy=strategy, chunk_size=32, degree=degree, backward_degree=4 - degree
+    )
+    check(run, replace(SQUARE["varlen_causal"], heads=GQA), options)
+
+
+@pytest.mark.parametrize(
+    "heads", [Heads(2, 2, 128, 128), Heads(8, 1, 128, 128), Heads(4, 2, 64, 64)], ids=lambda h: h.id
+)
+def test_heads(run, heads):
+    check(run, replace(SQUARE["varlen_full"], heads=heads))
+
+
+@pytest.mark.parametrize("name", ["varlen_causal", "causal_129x129"])
+def test_compiled(run, name):
+    check(run, replace(SQUARE[name], heads=GQA), is_compiled=True)
+
+
+def run_again_and_again(group, steps, collective):
+    """Alternating masks; equal inputs must give equal bits, but for dq, whose sum has no fixed order."""
+    device = torch.device("cuda", group.rank())
+    masks = [documents([700, 1, 90, 1257], causal=True), AttnSlices.full(2048)]
+    first, differences = [], []
+    for step in range(steps):
+        plan = plan_rank(masks[step % 2], group.size(), group.rank(), OPTIONS)
+        generator = torch.Generator(device).manual_seed(group.rank())
+        q, k, v, dout = (
+            torch.randn(plan.dispatch.seqlen_local, heads, 128, device=device, generator=generator)
+            .bfloat16()
+            .requires_grad_()
+            for heads in (8, 2, 2, 8)
+        )
+        out, lse = context_parallel_attention(
+            q, k, v, plan.tensors(device), group, collective=collective
+        )
+        results = [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
+        if step < 2:
+            first.append(results)
+            continue
+        # Left on the device until the end, so that steps follow each other as they do in training.
+        pairs = zip(results, first[step % 2], strict=True)
+        differences.append(torch.stack([(x.float() - y.float()).abs().max() for x, y in pairs]))
+    return torch.stack(differences).amax(0).tolist()
+
+
+def test_200_steps(run):
+    for out, lse, dq, dk, dv in run(run_again_and_again, 200):
+        assert out == lse == dk == dv == 0
+        assert dq < 0.05
