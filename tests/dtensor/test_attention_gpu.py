@@ -17,7 +17,7 @@ from tests.dtensor.masks import SQUARE, documents
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.parametrize("collective", COLLECTIVES),
-    pytest.mark.parametrize("size", [1, 2, 4]),
+    pytest.mark.parametrize("size", [1, 2, 4, 8], ids=lambda size: f"{size}gpus"),
 ]
 
 GQA = Heads(8, 2, 128, 128)
