@@ -114,11 +114,12 @@ def calibrate(
 def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.device) -> Route:
     """Each rank sends all of its rows to all ranks, itself included."""
     cp_size, rank = group.size(), group.rank()
-    sends = torch.tensor([[peer, 0, rank * rows, rows] for peer in range(cp_size)])
-    recvs = torch.tensor([[peer, peer * rows, 0, rows] for peer in range(cp_size)])
-    host = [x.to(torch.int32) for x in (sends, recvs)]
+    sends = [[peer, 0, rank * rows, rows] for peer in range(cp_size)]
+    recvs = [[peer, peer * rows, 0, rows] for peer in range(cp_size)]
+    runs = torch.tensor(sends + recvs, dtype=torch.int32)
     counts = [rows] * cp_size
-    return Route(*(x.to(device) for x in host), *host, counts, counts, cp_size * rows)
+    host = [cp_size, cp_size, cp_size * rows, *counts, *counts, *runs.flatten().tolist()]
+    return Route.unpack(host, runs.to(device), cp_size)
 
 
 def _slowest_median(

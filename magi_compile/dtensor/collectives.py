@@ -67,11 +67,10 @@ class Route:
         num_sends, num_recvs, peak_received, *rest = host
         counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
         on_host = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
-        sizes = [num_sends, num_recvs]
+        sends, recvs = runs.split([num_sends, num_recvs])
+        host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
-        return Route(
-            *runs.split(sizes), *on_host.split(sizes), send_counts, recv_counts, peak_received
-        )
+        return Route(sends, recvs, host_sends, host_recvs, send_counts, recv_counts, peak_received)
 
     @property
     def num_sent(self) -> int:

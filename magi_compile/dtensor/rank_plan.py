@@ -15,8 +15,11 @@ import itertools
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cache
+from threading import Lock
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -132,9 +135,47 @@ def plan_rank(
         content += part.flatten().tolist()
     digest = _digest(content, options)
     key = digest, rank
-    if key not in _plans:
-        _plans[key] = _plan(slices, cp_size, rank, options, digest)
-    return _recent(_plans, key)
+    with _lock:
+        if key in _plans:
+            return _recent(_plans, key)
+    plan = _plan(slices, cp_size, rank, options, digest)
+    with _lock:
+        _plans.setdefault(key, plan)
+        return _recent(_plans, key)
+
+
+def plan_rank_ahead(
+    slices: AttnSlices,
+    cp_size: int,
+    rank: int,
+    options: ContextParallelOptions = ContextParallelOptions(),
+    device: torch.device | str | None = None,
+) -> Future[RankPlan]:
+    """`plan_rank` on a thread of its own, for the next batch while this one is computed; plans queue up.
+
+    Args:
+        slices: as in `plan_rank`, like `cp_size`, `rank` and `options`.
+        cp_size: see `slices`.
+        rank: see `slices`.
+        options: see `slices`.
+        device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
+
+    Returns:
+        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too.
+    """
+
+    def run() -> RankPlan:
+        plan = plan_rank(slices, cp_size, rank, options)
+        if device is not None:
+            plan.tensors(device)
+        return plan
+
+    return _planner().submit(run)
+
+
+@cache
+def _planner() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magi-plan")
 
 
 def check_agreement(plan: RankPlan, group: dist.ProcessGroup) -> None:
@@ -154,6 +195,7 @@ def check_agreement(plan: RankPlan, group: dist.ProcessGroup) -> None:
 
 
 _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
+_lock = Lock()
 
 
 def _plan(
@@ -189,11 +231,14 @@ def _digest(content: list[int], options: ContextParallelOptions) -> int:
     return int.from_bytes(hasher.digest(), "little") >> 1
 
 
-def _recent(cache: OrderedDict, key: Hashable) -> RankPlan:
-    cache.move_to_end(key)
-    while len(cache) > CACHE_SIZE:
-        cache.popitem(last=False)
-    return cache[key]
+_Plan = TypeVar("_Plan")
+
+
+def _recent(kept: OrderedDict[Hashable, _Plan], key: Hashable) -> _Plan:
+    kept.move_to_end(key)
+    while len(kept) > CACHE_SIZE:
+        kept.popitem(last=False)
+    return kept[key]
 
 
 # The other end: inside the op
@@ -235,8 +280,7 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     key = (*meta[:2].tolist(), data.device)
     if key not in _device_plans:
         _device_plans[key] = _unpack(meta.tolist(), data)
-    _recent(_device_plans, key)
-    return _device_plans[key]
+    return _recent(_device_plans, key)
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:

@@ -1,6 +1,8 @@
 """Attention across ranks equals attention on one: values and gradients, over gloo."""
 
+import datetime
 import os
+import time
 from dataclasses import replace
 
 import pytest
@@ -8,12 +10,19 @@ import torch
 
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.dispatch import STRATEGIES
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, check_agreement, plan_rank
+from magi_compile.dtensor.rank_plan import (
+    ContextParallelOptions,
+    check_agreement,
+    plan_rank,
+    plan_rank_ahead,
+)
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import HEADS, Heads
 from tests.dtensor.across_ranks import OPTIONS, run_on_ranks, shard
 from tests.dtensor.masks import SQUARE
 from tests.dtensor.ranks import Ranks
+
+SHORT = datetime.timedelta(seconds=3)
 
 # Every mask on 2 and 3 ranks, the long ones on 3 alone; some on the others.
 FEW = ["full_1x1", "varlen_causal", "nobody_sees_anything", "holes", "shared_prefix"]
@@ -154,6 +163,27 @@ def test_a_dead_rank_is_an_error_on_the_others():
         ranks.close()
 
 
+def run_until_a_rank_hangs(group):
+    plan = plan_rank(AttnSlices.full(64), group.size(), group.rank(), OPTIONS).tensors("cpu")
+    x = torch.randn(plan.meta[3].item(), 2, 8)
+    begin = time.monotonic()
+    if group.rank() == 1:
+        time.sleep(2 * SHORT.total_seconds())
+        return 0.0
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        context_parallel_attention(x, x, x, plan, group)
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_hangs_is_an_error_within_the_timeout():
+    ranks = Ranks(2, timeout=SHORT)
+    try:
+        waited, _ = ranks.run(run_until_a_rank_hangs)
+        assert waited < 1.5 * SHORT.total_seconds()
+    finally:
+        ranks.close()
+
+
 def run_bad_calls(group):
     plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
     x = torch.zeros(64, 4, 8)
@@ -174,6 +204,16 @@ def run_bad_calls(group):
 
 def test_bad_calls(ranks_of):
     ranks_of(1).run(run_bad_calls)
+
+
+def test_planning_ahead():
+    slices = AttnSlices.causal(333)
+    plan = plan_rank_ahead(slices, 2, 1, OPTIONS, "cpu").result()
+    assert plan.rank == 1
+    assert plan_rank(slices, 2, 1, OPTIONS) is plan
+    assert plan_rank(slices, 2, 0, OPTIONS).digest == plan.digest
+    with pytest.raises(ValueError, match="`rank` must be in"):
+        plan_rank_ahead(slices, 2, 2, OPTIONS).result()
 
 
 def test_bad_rank():
