@@ -12,6 +12,7 @@ import itertools
 import random
 import sysconfig
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -65,10 +66,22 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A transformer over bytes; the loss is the cross-entropy of the next byte, in nats."""
+    """A transformer over bytes; the loss is the cross-entropy of the next byte, in nats.
 
-    def __init__(self, dim: int, nlayers: int, nheads_q: int, nheads_kv: int):
+    `make_mask` turns the document of each token, `[S]`, into what the attention takes. A BlockMask is built in here, in
+    the graph, so backend="magi" takes its meaning and skips building it.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        nlayers: int,
+        nheads_q: int,
+        nheads_kv: int,
+        make_mask: Callable[[Tensor], BlockMask | Tensor],
+    ):
         super().__init__()
+        self.make_mask = make_mask
         self.embedding = nn.Embedding(256, dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(Block(dim, nheads_q, nheads_kv) for _ in range(nlayers))
@@ -76,7 +89,8 @@ class GPT(nn.Module):
         half = dim // nheads_q // 2
         self.register_buffer("frequencies", 1e4 ** (-torch.arange(half) / half), persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor, mask: BlockMask | Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, document: Tensor) -> Tensor:
+        mask = self.make_mask(document)
         x = self.embedding(tokens)
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         angles = positions[:, None] * self.frequencies
@@ -124,7 +138,7 @@ def train(name: str, args: argparse.Namespace, make_mask, backend: str | None) -
     """Trains one model from the seed and returns its losses."""
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    model = GPT(args.dim, args.layers, args.heads, args.kv_heads).to(device)
+    model = GPT(args.dim, args.layers, args.heads, args.kv_heads, make_mask).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
     step = torch.compile(model, backend=backend, fullgraph=True) if backend else model
     packs, losses, seconds = packed_documents(args.seqlen, args.seed), [], []
@@ -133,7 +147,7 @@ def train(name: str, args: argparse.Namespace, make_mask, backend: str | None) -
             tokens, targets, document = (tensor.to(device) for tensor in next(packs))
             start = time.perf_counter()
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                loss = step(tokens, targets, make_mask(document))
+                loss = step(tokens, targets, document)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -149,9 +163,9 @@ def explain(args: argparse.Namespace) -> None:
     tokens, targets, document = (
         t.to(args.device) for t in next(packed_documents(args.seqlen, args.seed))
     )
-    model = GPT(args.dim, args.layers, args.heads, args.kv_heads).to(args.device)
+    model = GPT(args.dim, args.layers, args.heads, args.kv_heads, block_mask).to(args.device)
     with torch.autocast(args.device, torch.bfloat16, enabled=args.device == "cuda"):
-        print(magi_compile.explain(model, tokens, targets, block_mask(document)))
+        print(magi_compile.explain(model, tokens, targets, document))
 
 
 def main() -> None:
