@@ -1,0 +1,27 @@
+"""Reports of result files: Markdown, and one HTML page without anything from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from magi_compile.bench.report.markdown import to_markdown, write_readme_table
+from magi_compile.bench.report.page import to_html
+from magi_compile.bench.rows import Results
+
+__all__ = ["write_readme_table", "write_report"]
+
+
+def write_report(results: Results, output: Path, title: str) -> list[Path]:
+    """Write `output` with .md and .html.
+
+    Raises:
+        ValueError: there is nothing to report.
+    """
+    if not results.ok_rows():
+        raise ValueError("the results hold no measured row")
+    written = []
+    for suffix, make in ((".md", to_markdown), (".html", to_html)):
+        path = output.with_name(output.name + suffix)
+        path.write_text(make(results, title))
+        written.append(path)
+    return written

@@ -1,0 +1,79 @@
+"""A report as Markdown, and the table in the README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from magi_compile.bench.cells import format_length
+from magi_compile.bench.report import tables
+from magi_compile.bench.rows import Results
+
+BEGIN, END = "<!-- magi-bench report -->", "<!-- end of magi-bench report -->"
+# Lengths in the README.
+README_SEQLENS = (8192, 32768, 131072)
+
+
+def to_markdown(results: Results, title: str) -> str:
+    parts = [f"# {title}", ""]
+    for run in results.runs.values():
+        parts += [f"- {name}: {value}" for name, value in tables.run_facts(run)] + [""]
+    for group in tables.groups(results):
+        parts += [f"## {group.title}", ""]
+        for which in group.passes:
+            parts += [f"### {tables.PASS_TITLES[which]}, {tables.unit(group)[0]}", ""]
+            parts += [*_table(*tables.speed_table(group, which)), ""]
+        parts += ["### Other costs, medians", "", *_table(*tables.cost_table(group)), ""]
+    missing = tables.absent(results)
+    if missing:
+        header = ["contender", "outcome", "reason", "cells"]
+        lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
+        parts += ["## Without a number", "", *_table(header, lines), ""]
+    return "\n".join(parts)
+
+
+def _table(header: list[str], lines: list[list[str]]) -> list[str]:
+    rows = [header, ["---"] * len(header), *lines]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+
+
+def readme_table(results: Results) -> str:
+    """Our fastest kernel beside the fastest other, of the first group."""
+    group = next(g for g in tables.groups(results) if any(map(tables.is_ours, g.names)))
+    header = ["mask", "tokens"]
+    for which in ("fwd", "bwd"):
+        title = tables.PASS_TITLES[which].lower()
+        header += [title, "best other", "ratio"]
+    lines = []
+    for mask in group.masks:
+        for seqlen in README_SEQLENS:
+            rows = group.at(mask, seqlen)
+            line = [mask.replace("_", " "), format_length(seqlen)]
+            for which in ("fwd", "bwd"):
+                line += _against_best(rows, which)
+            if any(cell != "-" for cell in line[2:]):
+                lines.append(line)
+    return "\n".join(_table(header, lines))
+
+
+def _against_best(rows: dict[str, tables.Row], which: str) -> list[str]:
+    ours, other = (tables.best(rows, which, ours) for ours in (True, False))
+    ratio = tables.ratio_to_best(rows, which)
+    return [
+        f"{ours[1]:.0f}" if ours else "-",
+        f"{other[1]:.0f} ({tables.label(other[0])})" if other else "-",
+        f"{ratio:.2f}" if ratio else "-",
+    ]
+
+
+def write_readme_table(results: Results, path: Path) -> None:
+    """Replace what stands between the two marks in `path`.
+
+    Raises:
+        ValueError: the marks are missing.
+    """
+    text = path.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"`{path}` must hold the lines {BEGIN} and {END}")
+    path.write_text(f"{before}{BEGIN}\n{readme_table(results)}\n{END}{after}")

@@ -1,0 +1,254 @@
+"""A report as one HTML page: no script, nothing from outside, light and dark, wide and narrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+from magi_compile.bench.cells import format_length
+from magi_compile.bench.report import published, svg, tables
+from magi_compile.bench.report.tables import Group
+from magi_compile.bench.rows import Results
+
+# The style sheet has so many colours for contenders that are not ours, and so many for ours.
+NUM_COLORS, NUM_OURS = 12, 3
+
+
+def to_html(results: Results, title: str) -> str:
+    found = tables.groups(results)
+    style = Path(__file__).with_name("page.css").read_text()
+    body = [f"<header><h1>{escape(title)}</h1>{_summary(results, found)}</header>"]
+    if len(found) > 1:
+        links = "".join(f'<a href="#g{i}">{escape(g.title)}</a>' for i, g in enumerate(found))
+        body.append(f"<nav>{links}</nav>")
+    body += [_section(group, i, results) for i, group in enumerate(found)]
+    body += [_absent(results), _provenance(results)]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _summary(results: Results, found: list[Group]) -> str:
+    devices = " and ".join(dict.fromkeys(group.device for group in found))
+    dates = sorted({run["date"][:10] for run in results.runs.values() if "date" in run})
+    span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
+    tiles = [("measured", f"{len(results.ok_rows())}", "contenders' cells")]
+    for which in ("fwd", "bwd"):
+        ratios = [r for g in found if (r := tables.mean_ratio(g, which))]
+        if ratios:
+            mean = tables.geometric_mean(ratios)
+            tiles.append(
+                (
+                    f"ours / best other, {tables.PASS_TITLES[which].lower()}",
+                    f"{mean:.2f}",
+                    "geometric mean",
+                )
+            )
+    wrong = sum(row["status"] == "wrong" for row in results.rows.values())
+    tiles.append(("failed the numerical gate", str(wrong), "never drawn as speed"))
+    boxes = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span><i>{escape(note)}</i></div>'
+        for name, value, note in tiles
+    )
+    return (
+        f'<p class="lead">{escape(devices)} <span>{span}</span></p><div class="tiles">{boxes}</div>'
+    )
+
+
+def _section(group: Group, index: int, results: Results) -> str:
+    styles = _styles(group)
+    parts = [f'<section id="g{index}"><h2>{escape(group.title)}</h2>']
+    for which in group.passes:
+        parts.append(f"<h3>{tables.PASS_TITLES[which]}</h3>")
+        parts.append(_heat_map(group, which))
+        parts.append(_legend(group, styles, which))
+        charts = (_speed_chart(group, which, mask, styles, results) for mask in group.masks)
+        parts.append(f'<div class="charts">{"".join(charts)}</div>')
+        table = _table(*tables.speed_table(group, which))
+        parts.append(
+            f"<details><summary>All numbers, {tables.unit(group)[0]}</summary>{table}</details>"
+        )
+    parts.append(_memory(group, styles))
+    parts.append(
+        "<h3>Other costs</h3><p>Medians over all cells: preparing for a new mask of a known shape, "
+        "the first call with compilation, the time until a call returns, and the worst of all errors "
+        "over what is allowed.</p>"
+    )
+    parts.append(_table(*tables.cost_table(group)))
+    return "".join([*parts, "</section>"])
+
+
+def _styles(group: Group) -> dict[str, str]:
+    """A style of the sheet for each contender; ours stand out."""
+    ours = [name for name in group.names if tables.is_ours(name)]
+    others = [name for name in group.names if not tables.is_ours(name)]
+    styles = {name: f"ours{i % NUM_OURS}" for i, name in enumerate(ours)}
+    return styles | {name: f"c{i % NUM_COLORS}" for i, name in enumerate(others)}
+
+
+def _legend(group: Group, styles: dict[str, str], which: str) -> str:
+    entries = [
+        f'<span><i class="swatch {styles[name]}"></i>{escape(tables.label(name))}</span>'
+        for name in group.names
+    ]
+    entries.append('<span><i class="stroke roof"></i>large matmul, measured</span>')
+    if _has_published(group):
+        systems = dict.fromkeys(
+            system for mask in group.masks for system in published.figures(mask, which)
+        )
+        entries += [
+            f'<span><i class="stroke published{i}"></i>{escape(system)}, published</span>'
+            for i, system in enumerate(systems)
+        ]
+    note = f'<p class="note">{escape(published.SOURCE)}</p>' if _has_published(group) else ""
+    return f'<div class="legend">{"".join(entries)}</div>{note}'
+
+
+def _has_published(group: Group) -> bool:
+    return (
+        group.level == "kernel"
+        and (group.heads, group.head_dim) == (published.HEADS, published.HEAD_DIM)
+        and "NVIDIA" in group.device
+    )
+
+
+def _speed_chart(
+    group: Group, which: str, mask: str, styles: dict[str, str], results: Results
+) -> str:
+    unit, size = tables.unit(group)
+    bars: list[tuple[str, list[svg.Bar]]] = []
+    seqlens, roofs = [], []
+    for seqlen in group.seqlens:
+        rows = group.at(mask, seqlen)
+        cell_bars = [
+            _bar(rows[name], name, which, styles[name], unit, size)
+            for name in group.names
+            if tables.tflops(rows.get(name), which) is not None
+        ]
+        if cell_bars:
+            bars.append((format_length(seqlen), cell_bars))
+            seqlens.append(seqlen)
+            run = results.runs[next(iter(rows.values()))["run"]]
+            roofs.append(run["matmul_tflops"] / size if "matmul_tflops" in run else None)
+    if not bars:
+        return ""
+    lines = []
+    if any(roofs):
+        lines.append(
+            svg.Line("roof", roofs, f"large matmul: {next(filter(None, roofs)):.0f} {unit}")
+        )
+    if _has_published(group):
+        for i, (system, figures) in enumerate(published.figures(mask, which).items()):
+            values = [figures.get(seqlen) for seqlen in seqlens]
+            if any(values):
+                lines.append(svg.Line(f"published{i}", values, f"{system}, published"))
+    chart = svg.bar_chart(bars, lines, unit, f"{mask}, {tables.PASS_TITLES[which]}")
+    return (
+        f'<figure><figcaption>{escape(mask)}</figcaption><div class="scroll">{chart}</div></figure>'
+    )
+
+
+def _bar(row: tables.Row, name: str, which: str, style: str, unit: str, size: float) -> svg.Bar:
+    times = row["passes"][which]
+    value = times["tflops"] / size
+    low, high = (value * times["ms"] / times[key] for key in ("p80_ms", "p20_ms"))
+    tip = f"{tables.label(name)}: {value:.0f} {unit}, {times['ms']:.4g} ms"
+    return svg.Bar(style, value, low, high, tip)
+
+
+def _heat_map(group: Group, which: str) -> str:
+    found = tables.heat_map(group, which)
+    names = [name for name in group.names if name in found]
+    if len(names) < 2:
+        return ""
+    head = "".join(f"<th><span>{escape(mask)}</span></th>" for mask in group.masks)
+    lines = []
+    for name in names:
+        cells = []
+        for mask in group.masks:
+            share = found[name].get(mask)
+            if share is None:
+                cells.append('<td class="none">-</td>')
+            else:
+                cells.append(f'<td style="--share:{share:.3f}"><b>{share:.0%}</b></td>')
+        lines.append(f"<tr><th>{escape(tables.label(name))}</th>{''.join(cells)}</tr>")
+    return (
+        "<p>Share of the fastest contender's speed, geometric mean over the lengths each one ran.</p>"
+        f'<div class="scroll"><table class="heat"><tr><th></th>{head}</tr>{"".join(lines)}</table></div>'
+    )
+
+
+def _memory(group: Group, styles: dict[str, str]) -> str:
+    which = "fwdbwd" if "fwdbwd" in group.passes else group.passes[-1]
+    charts = []
+    for mask in group.masks:
+        lines = []
+        for name in group.names:
+            values = [_peak_gib(group.at(mask, s).get(name), which) for s in group.seqlens]
+            if any(values):
+                lines.append(svg.Line(styles[name], values, tables.label(name)))
+        if lines:
+            xs = [format_length(seqlen) for seqlen in group.seqlens]
+            chart = svg.line_chart(xs, lines, "GiB", f"{mask}, peak memory")
+            charts.append(
+                f"<figure><figcaption>{escape(mask)}</figcaption>"
+                f'<div class="scroll">{chart}</div></figure>'
+            )
+    if not charts:
+        return ""
+    title = tables.PASS_TITLES[which].lower()
+    return (
+        f"<h3>Peak memory, {title}</h3><p>Allocated by the call at most, beyond its inputs.</p>"
+        f'{_legend_of(group, styles)}<div class="charts">{"".join(charts)}</div>'
+    )
+
+
+def _legend_of(group: Group, styles: dict[str, str]) -> str:
+    entries = "".join(
+        f'<span><i class="swatch {styles[name]}"></i>{escape(tables.label(name))}</span>'
+        for name in group.names
+    )
+    return f'<div class="legend">{entries}</div>'
+
+
+def _peak_gib(row: tables.Row | None, which: str) -> float | None:
+    if row is None or row["status"] != "ok":
+        return None
+    peak = row["passes"].get(which, {}).get("peak_bytes")
+    return peak / 2**30 if peak else None
+
+
+def _absent(results: Results) -> str:
+    missing = tables.absent(results)
+    if not missing:
+        return ""
+    header = ["contender", "outcome", "reason", "cells"]
+    lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
+    return f"<section><h2>Without a number</h2>{_table(header, lines)}</section>"
+
+
+def _provenance(results: Results) -> str:
+    parts = []
+    for run in results.runs.values():
+        facts = "".join(
+            f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
+            for name, value in tables.run_facts(run)
+        )
+        parts.append(f"<dl>{facts}</dl>")
+    text = (
+        "FLOPs are 4 x visible pairs x query heads x head_dim forward and 2.5 times that backward, for every "
+        "contender. All contenders of a cell get the same random inputs and a mask derived from the same slices."
+    )
+    return f"<section><h2>How it was measured</h2><p>{text}</p>{''.join(parts)}</section>"
+
+
+def _table(header: list[str], lines: Iterable[list[str]]) -> str:
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in line) + "</tr>" for line in lines
+    )
+    return f'<div class="scroll"><table class="plain"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'

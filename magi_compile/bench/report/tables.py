@@ -1,0 +1,248 @@
+"""What a report says: rows sorted into groups of the same heads, and the tables made of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from magi_compile.bench import contenders
+from magi_compile.bench.cells import PASSES, Cell, format_length
+from magi_compile.bench.rows import Results
+from magi_compile.bench.workload import MASKS
+
+Row = dict[str, Any]
+
+PASS_TITLES = {"fwd": "Forward", "bwd": "Backward", "fwdbwd": "Forward and backward"}
+# How a cell without a number reads.
+SHORT = {
+    "unsupported": "-",
+    "unavailable": "-",
+    "oom": "OOM",
+    "wrong": "wrong",
+    "error": "error",
+    "crash": "crash",
+    "timeout": "timeout",
+}
+
+
+@dataclass
+class Group:
+    """Rows of one level, heads, head_dim and dtype on one device."""
+
+    device: str
+    level: str
+    heads: str
+    head_dim: int
+    dtype: str
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        kind = "Kernels" if self.level == "kernel" else "Block-sparse kernels"
+        return f"{kind}, heads {self.heads}, head_dim {self.head_dim}, {self.dtype}, {self.device}"
+
+    @property
+    def names(self) -> list[str]:
+        """Contenders with a result, ours first, else in the order of the registry."""
+        present = {row["contender"] for row in self.rows if row["status"] == "ok"}
+        known = contenders.names()
+        return sorted(present, key=lambda n: (not is_ours(n), known.index(n) if n in known else 99))
+
+    @property
+    def passes(self) -> list[str]:
+        found = {which for row in self.rows for which in row.get("passes", ())}
+        return [which for which in PASSES if which in found]
+
+    @property
+    def masks(self) -> list[str]:
+        labels = {cell_of(row).mask_label: cell_of(row) for row in self.rows}
+        return sorted(
+            labels, key=lambda x: (MASKS.index(labels[x].mask), labels[x].block, labels[x].density)
+        )
+
+    @property
+    def seqlens(self) -> list[int]:
+        return sorted({row["cell"]["seqlen"] for row in self.rows})
+
+    def at(self, mask: str, seqlen: int) -> dict[str, Row]:
+        """The rows of a cell by contender."""
+        return {
+            row["contender"]: row
+            for row in self.rows
+            if cell_of(row).mask_label == mask and row["cell"]["seqlen"] == seqlen
+        }
+
+
+def cell_of(row: Row) -> Cell:
+    return Cell.from_json(row["cell"])
+
+
+def is_ours(name: str) -> bool:
+    return name in contenders.names() and contenders.load(name).is_ours
+
+
+def label(name: str) -> str:
+    return contenders.load(name).label if name in contenders.names() else name
+
+
+def groups(results: Results) -> list[Group]:
+    """All rows, grouped, in the order of the file."""
+    found: dict[tuple, Group] = {}
+    for row in results.rows.values():
+        cell = cell_of(row)
+        device = results.runs[row["run"]]["device"]
+        key = (device, cell.level, cell.heads, cell.head_dim, cell.dtype)
+        found.setdefault(key, Group(*key, rows=[])).rows.append(row)
+    return [group for group in found.values() if group.names]
+
+
+def tflops(row: Row | None, which: str) -> float | None:
+    if row is None or row["status"] != "ok" or which not in row["passes"]:
+        return None
+    return row["passes"][which]["tflops"]
+
+
+def unit(group: Group) -> tuple[str, float]:
+    """TFLOP/s, or GFLOP/s where that is all there is, and its size in TFLOP/s."""
+    best = max(
+        (x["tflops"] for row in group.rows for x in row.get("passes", {}).values()), default=0.0
+    )
+    return ("TFLOP/s", 1.0) if best >= 10 else ("GFLOP/s", 1e-3)
+
+
+def speed_table(group: Group, which: str) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: a mask and length each, all contenders, and ours against the best of the others."""
+    names, (_, size) = group.names, unit(group)
+    has_ratio = any(map(is_ours, names)) and not all(map(is_ours, names))
+    header = ["mask", "tokens", *map(label, names)] + ["ours / best other"] * has_ratio
+    lines = []
+    for mask in group.masks:
+        for seqlen in group.seqlens:
+            rows = group.at(mask, seqlen)
+            if not rows:
+                continue
+            line = [mask, format_length(seqlen)]
+            line += [_speed(rows.get(name), which, size) for name in names]
+            if has_ratio:
+                ratio = ratio_to_best(rows, which)
+                line.append(f"{ratio:.2f}" if ratio else "-")
+            lines.append(line)
+    return header, lines
+
+
+def _speed(row: Row | None, which: str, size: float) -> str:
+    if row is None:
+        return "not run"
+    value = tflops(row, which)
+    return SHORT.get(row["status"], "-") if value is None else f"{value / size:.0f}"
+
+
+def best(rows: dict[str, Row], which: str, ours: bool) -> tuple[str, float] | None:
+    """The fastest contender of a cell among ours or the others."""
+    speeds = {
+        name: speed
+        for name, row in rows.items()
+        if is_ours(name) == ours and (speed := tflops(row, which)) is not None
+    }
+    return max(speeds.items(), key=lambda item: item[1]) if speeds else None
+
+
+def ratio_to_best(rows: dict[str, Row], which: str) -> float | None:
+    """Our fastest over their fastest."""
+    ours, other = best(rows, which, True), best(rows, which, False)
+    return ours[1] / other[1] if ours and other else None
+
+
+def mean_ratio(group: Group, which: str) -> float | None:
+    """The geometric mean of `ratio_to_best` over all cells that have one."""
+    ratios = [
+        ratio
+        for mask in group.masks
+        for seqlen in group.seqlens
+        if (ratio := ratio_to_best(group.at(mask, seqlen), which))
+    ]
+    return geometric_mean(ratios) if ratios else None
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    logarithms = [math.log(value) for value in values]
+    return math.exp(sum(logarithms) / len(logarithms))
+
+
+def heat_map(group: Group, which: str) -> dict[str, dict[str, float]]:
+    """By contender and mask: the share of the cell's fastest speed, as a geometric mean over the lengths."""
+    shares: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for mask in group.masks:
+        for seqlen in group.seqlens:
+            rows = group.at(mask, seqlen)
+            speeds = {name: s for name, row in rows.items() if (s := tflops(row, which))}
+            for name, speed in speeds.items():
+                shares[name][mask].append(speed / max(speeds.values()))
+    return {
+        name: {mask: geometric_mean(found) for mask, found in by_mask.items()}
+        for name, by_mask in shares.items()
+    }
+
+
+def cost_table(group: Group) -> tuple[list[str], list[list[str]]]:
+    """Medians over all cells of what speed does not show, and the worst error that the gate found."""
+    header = ["contender", "plan ms", "first call s", "host us", "worst error / allowed"]
+    lines = []
+    for name in group.names:
+        rows = [r for r in group.rows if r["contender"] == name and r["status"] == "ok"]
+        hosts = [x["host_ms"] for r in rows for x in r["passes"].values() if "host_ms" in x]
+        errors = [
+            error / r["gate"]["allowed"][key]
+            for r in rows
+            for key, error in r["gate"]["errors"].items()
+        ]
+        lines.append(
+            [
+                label(name),
+                f"{statistics.median(r['plan_ms'] for r in rows):.2f}",
+                f"{statistics.median(r['first_s'] for r in rows):.2f}",
+                f"{1e3 * statistics.median(hosts):.0f}" if hosts else "-",
+                f"{max(errors):.2f}",
+            ]
+        )
+    return header, lines
+
+
+def absent(results: Results) -> list[tuple[str, str, str, int]]:
+    """Why there is no number: contender, status, reason, cells."""
+    counts = Counter(
+        (label(row["contender"]), row["status"], row["reason"])
+        for row in results.rows.values()
+        if row["status"] != "ok"
+    )
+    counts.update(
+        (label(key.rsplit("/", 1)[1]), "not run", "time limit") for key in results.not_run
+    )
+    return [(*key, count) for key, count in sorted(counts.items())]
+
+
+def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
+    """The provenance of a run, in words."""
+    protocol = run.get("protocol", {})
+    facts: dict[str, str] = {name: str(run[name]) for name in ("device", "date", "command") if name in run}
+    versions = {"torch": run.get("torch"), **run.get("versions", {})}
+    for name in ("magi_compile", "commit", "python", "cuda", "cudnn", "driver"):
+        versions[name] = run.get(name, versions.get(name))
+    facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
+    if "matmul_tflops" in run:
+        facts["matmul"] = f"{run['matmul_tflops']:.3g} TFLOP/s"
+    for name in ("power_limit", "max_sm_clock"):
+        if name in run:
+            facts[name.replace("_", " ")] = run[name]
+    flush = protocol.get("flush_bytes", 0) // 2**20
+    cache = f"{flush} MiB written between calls" if flush else "caches as the last call left them"
+    facts["timing"] = (
+        f"median of {protocol.get('min_reps')} to {protocol.get('max_reps')} calls within about "
+        f"{protocol.get('budget_ms'):g} ms, {cache}; checked against fp64 at up to "
+        f"{run.get('gate_seqlen')} tokens"
+    )
+    return list(facts.items())
