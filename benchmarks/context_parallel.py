@@ -94,6 +94,7 @@ class Rank:
         self.device = torch.device("cpu") if args.dry_run else torch.device("cuda", rank)
         self.dtype = torch.float32 if args.dry_run else torch.bfloat16
         self.group = dist.group.WORLD
+        self.reduce_group = dist.new_group() if args.reduce_group else self.group
         torch.manual_seed(rank)
 
     def inputs(self, rows: int) -> list[Tensor]:
@@ -179,7 +180,9 @@ class Rank:
             return attention.forward(q, k, v, *rest)
 
         out, lse = forward()
-        return forward, lambda: attention.backward(dout, None, q, k, v, out, lse, *rest)
+        return forward, lambda: attention.backward(
+            dout, None, q, k, v, out, lse, *rest, self.reduce_group
+        )
 
     def rows(self, mask: str, tokens: int, cost: CostModel) -> Iterator[dict]:
         """All rows of one mask with `tokens` of each rank."""
@@ -397,6 +400,7 @@ def main() -> None:
     option("--heads", type=heads_argument, default=(64, 8))
     option("--head-dim", type=int, default=128)
     option("--seed", type=int, default=42, help="of the documents")
+    option("--reduce-group", action="store_true", help="gradients go home in a group of their own")
     option("--rounds", type=int, default=3)
     option("--calls", type=int, default=3)
     option("--timeline", action="store_true", help="profile a step of every row on rank 0")

@@ -24,9 +24,6 @@ class AllToAll:
 
     name = "all_to_all"
 
-    def __init__(self) -> None:
-        self._groups_of_reduces: dict[str, dist.ProcessGroup] = {}
-
     def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
         return []
 
@@ -38,17 +35,7 @@ class AllToAll:
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
-        return _Reduce(tensors, route, self._group_of_reduces(group))
-
-    def _group_of_reduces(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
-        """The same ranks again, because collectives of one NCCL group wait for each other."""
-        if dist.get_backend(group) != "nccl":
-            return group
-        if group.group_name not in self._groups_of_reduces:
-            self._groups_of_reduces[group.group_name] = dist.new_group(
-                dist.get_process_group_ranks(group), use_local_synchronization=True
-            )
-        return self._groups_of_reduces[group.group_name]
+        return _Reduce(tensors, route, group)
 
 
 class _Cast:

@@ -62,6 +62,7 @@ def backward(
     problem: AttnProblem,
     collective: Collective,
     group: dist.ProcessGroup,
+    reduce_group: dist.ProcessGroup,
 ) -> BackwardOutput:
     """Gradients of this rank's rows of q, k and v; all ranks of `group` call it together.
 
@@ -87,7 +88,7 @@ def backward(
             totals = [x.new_zeros(x.shape, dtype=wide) for x in (k, v)]
         if reducing is not None:
             reducing.add_to(totals)
-        reducing = collective.start_reduce(shares, stage.route, group)
+        reducing = collective.start_reduce(shares, stage.route, reduce_group)
     assert totals is not None
     # Before the wait for the last reduce, because it hides a little of it.
     dq = sum_partials(dq_parts) if dq_parts else torch.zeros_like(q)
@@ -145,6 +146,7 @@ def _cp_ffa_fwd(
     kernel: str,
     collective: str,
     group_name: str,
+    reduce_group_name: str,
 ) -> tuple[Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, softcap)
     chosen = _select_kernel(problem, kernel or None)
@@ -176,13 +178,17 @@ def _cp_ffa_bwd(
     kernel: str,
     collective: str,
     group_name: str,
+    reduce_group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     problem = problem_of(q, k, v, softmax_scale, softcap)
     chosen = _select_kernel(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
     moving = select_collective(collective, group, q.device)
-    return backward(dout, dlse, q, k, v, out, lse, plan, chosen, problem, moving, group)
+    reduce_group = _compat.resolve_process_group(reduce_group_name)
+    return backward(
+        dout, dlse, q, k, v, out, lse, plan, chosen, problem, moving, group, reduce_group
+    )
 
 
 def _cp_ffa_bwd_fake(
@@ -193,13 +199,15 @@ def _cp_ffa_bwd_fake(
 
 _define(
     "cp_ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor meta, Tensor data, float softmax_scale, float softcap, "
-    "str kernel, str collective, str group_name) -> (Tensor, Tensor)",
+    "str kernel, str collective, str group_name, "
+    "str reduce_group_name) -> (Tensor, Tensor)",
     _cp_ffa_fwd,
     _cp_ffa_fwd_fake,
 )
 _define(
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor meta, "
-    "Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name) -> (Tensor, Tensor, Tensor)",
+    "Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
+    "str reduce_group_name) -> (Tensor, Tensor, Tensor)",
     _cp_ffa_bwd,
     _cp_ffa_bwd_fake,
 )
@@ -217,7 +225,7 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
     if dout is None:
         dout = torch.zeros_like(out)
     grads = torch.ops.magi.cp_ffa_bwd(dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
-    return (*grads, *[None] * 7)
+    return (*grads, *[None] * 8)
 
 
 torch.library.register_autograd(
@@ -236,6 +244,7 @@ def context_parallel_attention(
     softcap: float = 0.0,
     kernel: str = "",
     collective: str = "auto",
+    reduce_group: dist.ProcessGroup | str | None = None,
 ) -> ForwardOutput:
     """Attention over a sequence that is spread over the ranks of `group`; differentiable.
 
@@ -251,6 +260,8 @@ def context_parallel_attention(
         softcap: 0.0 for none.
         kernel: the only kernel to consider, by name; empty chooses.
         collective: how rows move, a name in `collectives.COLLECTIVES`; "auto" chooses.
+        reduce_group: the same ranks again, for gradients on their way home: they wait for no cast in `group`, at the
+            price of another communicator. None takes `group`.
 
     Returns:
         out `[seqlen_local, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_local]`.
@@ -263,9 +274,9 @@ def context_parallel_attention(
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    group_name = group if isinstance(group, str) else group.group_name
+    names = [x if isinstance(x, str) else x.group_name for x in (group, reduce_group or group)]
     out, lse = torch.ops.magi.cp_ffa_fwd(
-        q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, group_name
+        q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, *names
     )
     return ForwardOutput(out, lse)
 

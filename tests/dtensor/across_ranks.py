@@ -28,7 +28,7 @@ def gather(group, local, plan):
 
 
 def run_on_ranks(
-    group, case, options, dtype, *, device="cpu", collective="auto", is_compiled=False
+    group, case, options, dtype, *, device="cpu", is_compiled=False, **attention_options
 ):
     """Forward and backward on this rank; rank 0 compares the whole with the oracle."""
     plan = plan_rank(case.slices(), group.size(), group.rank(), options)
@@ -48,7 +48,7 @@ def run_on_ranks(
             group.group_name,
             softmax_scale=problem.softmax_scale,
             softcap=problem.softcap,
-            collective=collective,
+            **attention_options,
         )
 
     if is_compiled:

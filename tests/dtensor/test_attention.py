@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.dispatch import STRATEGIES
@@ -104,12 +105,21 @@ def test_new_masks_do_not_recompile(ranks_of):
     assert max(ranks_of(2).run(run_without_recompiling, masks)) <= 2
 
 
+def run_with_a_group_for_reduces(group, case):
+    run_on_ranks(group, case, OPTIONS, torch.float32, reduce_group=dist.new_group())
+
+
+def test_a_group_for_reduces(ranks_of):
+    ranks_of(3).run(run_with_a_group_for_reduces, SQUARE["varlen_causal"])
+
+
 def run_opcheck(group):
     plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
     q = torch.randn(64, 4, 8, requires_grad=True)
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
     torch.library.opcheck(
-        torch.ops.magi.cp_ffa_fwd, (q, k, v, *plan, 0.3, 0.0, "cpu", "auto", group.group_name)
+        torch.ops.magi.cp_ffa_fwd,
+        (q, k, v, *plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2),
     )
 
 
