@@ -67,6 +67,11 @@ class BlockMap:
         keys = (k_ranges + (head * seqlen)[:, None]).repeat(self.group, 1)
         return _full_slices(torch.cat(rows), keys, num_kv * self.group * seqlen, num_kv * seqlen)
 
+    def areas(self, block: int) -> Tensor:
+        """Visible pairs in every `block x block` tile, as `derive.block_areas`, of all heads: `[heads, q, k]`."""
+        rows, keys = (_overlaps(sizes, block) for sizes in (self.q_sizes, self.k_sizes))
+        return (rows @ self.visible.double() @ keys.T).long()
+
     def _runs(self, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Neighbouring visible blocks of a row of blocks: head, row range and key range of each run."""
         change = torch.nn.functional.pad(visible.to(torch.int8), (1, 1)).diff(dim=-1)
@@ -107,6 +112,14 @@ def _variable_sizes(seqlen: int, mean: int, rng: random.Random) -> list[int]:
     cuts = sorted(rng.randint(0, seqlen - least * count) for _ in range(count - 1))
     ends = [*cuts, seqlen - least * count]
     return [least + end - begin for begin, end in itertools.pairwise([0, *ends])]
+
+
+def _overlaps(sizes: list[int], block: int) -> Tensor:
+    """How many tokens each tile of `block` tokens shares with each block: fp64 `[tiles, blocks]`."""
+    ends = torch.tensor(sizes).cumsum(0)
+    tile = torch.arange(-(-sum(sizes) // block))[:, None] * block
+    shared = torch.minimum(ends, tile + block) - torch.maximum(ends - torch.tensor(sizes), tile)
+    return shared.clamp(min=0).double()
 
 
 def _full_slices(q_ranges: Tensor, k_ranges: Tensor, seqlen_q: int, seqlen_k: int) -> AttnSlices:

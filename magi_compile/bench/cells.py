@@ -44,10 +44,9 @@ class Cell:
 
     @property
     def mask_label(self) -> str:
-        """The mask with what tells sparse ones apart."""
-        if self.level == "kernel":
-            return self.mask
-        return f"{self.mask} {self.block}, {self.density:.0%}"
+        """The mask in words, with what tells sparse ones apart."""
+        words = self.mask.replace("_", " ")
+        return words if self.level == "kernel" else f"{words} {self.block}, {self.density:.0%}"
 
     @property
     def key(self) -> str:

@@ -174,15 +174,18 @@ def _filtered(cells: list[Cell], args: argparse.Namespace) -> list[Cell]:
 
 def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[str]:
     """Those asked for; else the preset's, or all that know the level and the device."""
-    names = args.contenders or preset.contenders[device]
-    if names is None:
-        loaded = {name: contenders.load(name) for name in contenders.names()}
-        names = [
-            name
-            for name, contender in loaded.items()
-            if args.level in contender.levels and device in contender.devices
-        ]
-    return [name for name in names if name not in args.without]
+    if args.contenders:
+        return [name for name in args.contenders if name not in args.without]
+    loaded = {
+        name: contenders.load(name) for name in preset.contenders[device] or contenders.names()
+    }
+    return [
+        name
+        for name, contender in loaded.items()
+        if args.level in contender.levels
+        and device in contender.devices
+        and name not in args.without
+    ]
 
 
 def _dry_run(cells: list[Cell], names: list[str], device: str) -> int:

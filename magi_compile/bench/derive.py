@@ -98,17 +98,17 @@ def documents_of(slices: AttnSlices) -> Documents | None:
     return None
 
 
-def block_areas(slices: AttnSlices, block: int) -> Tensor:
-    """Visible pairs in every `block x block` tile of the score matrix: int64 `[q blocks, k blocks]`."""
+def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cpu") -> Tensor:
+    """Visible pairs in every `block x block` tile of the score matrix: int64 `[q blocks, k blocks]` on `device`."""
     num_q, num_k = -(-slices.seqlen_q // block), -(-slices.seqlen_k // block)
-    areas = torch.zeros(num_q, num_k, dtype=torch.int64)
+    areas = torch.zeros(num_q, num_k, dtype=torch.int64, device=device)
     for (q_begin, q_end), (k_begin, k_end), kind in slices:
-        row = torch.arange(q_begin, q_end)
+        row = torch.arange(q_begin, q_end, device=device)
         begin = k_begin + (row - q_begin) * (kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL))
         end = k_end - (q_end - 1 - row) * (kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL))
         first, last = k_begin // block, -(-k_end // block)
         # How far an interval reaches into each block is a difference of two clamped ramps.
-        edges = torch.arange(first, last + 1) * block
+        edges = torch.arange(first, last + 1, device=device) * block
         reach = (edges.clamp(max=slices.seqlen_k) - begin[:, None]).clamp(min=0)
         reach = torch.minimum(reach, (end - begin).clamp(min=0)[:, None])
         areas[:, first:last].index_add_(0, row // block, reach.diff(dim=1))

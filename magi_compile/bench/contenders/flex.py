@@ -60,16 +60,16 @@ class FlexFlash(FlexTriton):
 def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
     """Blocks that are full, and blocks in which `mask_mod` decides."""
     cell = workload.cell
-    heads = range(cell.nheads_kv if workload.block_map else 1)
-    areas = torch.stack([block_areas(workload.head_slices(head), BLOCK) for head in heads])
     if workload.block_map:
-        areas = areas.repeat_interleave(workload.blocks.group, 0)
-    sizes = torch.full((areas.shape[1],), BLOCK)
+        areas = workload.blocks.areas(BLOCK).repeat_interleave(workload.blocks.group, 0).to(device)
+    else:
+        areas = block_areas(workload.slices, BLOCK, device)[None]
+    sizes = torch.full((areas.shape[1],), BLOCK, device=device)
     sizes[-1] = cell.seqlen - BLOCK * (len(sizes) - 1)
     full = areas == sizes[:, None] * sizes
     return BlockMask.from_kv_blocks(
-        *block_lists(((areas > 0) & ~full)[None].to(device)),
-        *block_lists(full[None].to(device)),
+        *block_lists(((areas > 0) & ~full)[None]),
+        *block_lists(full[None]),
         BLOCK_SIZE=BLOCK,
         mask_mod=workload.mask_mod,
         seq_lengths=(cell.seqlen, cell.seqlen),

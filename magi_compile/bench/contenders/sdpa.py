@@ -12,6 +12,8 @@ from magi_compile.bench.contenders.naive import dense_mask
 from magi_compile.bench.derive import Window, window_of
 from magi_compile.bench.workload import Inputs, Workload
 
+# Beyond it dense masks cost minutes and tell nothing new.
+MAX_MASK_BYTES = 2 * 2**30
 FULL, CAUSAL = Window(None, None), Window(None, 0)
 
 
@@ -23,8 +25,11 @@ class _Sdpa(Contender):
     def supports(self, workload: Workload, device: str) -> list[str]:
         if window_of(workload.slices) in (FULL, CAUSAL):
             return []
-        width = getattr(torch, workload.cell.dtype).itemsize
-        return memory_refusal(workload.cell.seqlen**2 * (1 + width), "the dense mask", device)
+        needed = workload.cell.seqlen**2 * getattr(torch, workload.cell.dtype).itemsize
+        if needed <= MAX_MASK_BYTES:
+            return []
+        limit = f"more than {MAX_MASK_BYTES / 2**30:.0f} GiB"
+        return [f"needs a dense mask of {needed / 2**30:.0f} GiB, {limit}"]
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         cell, window = workload.cell, window_of(workload.slices)

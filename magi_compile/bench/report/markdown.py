@@ -47,7 +47,7 @@ def readme_table(results: Results) -> str:
     for mask in group.masks:
         for seqlen in README_SEQLENS:
             rows = group.at(mask, seqlen)
-            line = [mask.replace("_", " "), format_length(seqlen)]
+            line = [mask, format_length(seqlen)]
             for which in ("fwd", "bwd"):
                 line += _against_best(rows, which)
             if any(cell != "-" for cell in line[2:]):

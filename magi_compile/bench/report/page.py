@@ -98,7 +98,9 @@ def _legend(group: Group, styles: dict[str, str], which: str) -> str:
     entries.append('<span><i class="stroke roof"></i>large matmul, measured</span>')
     if _has_published(group):
         systems = dict.fromkeys(
-            system for mask in group.masks for system in published.figures(mask, which)
+            system
+            for mask in group.masks
+            for system in published.figures(mask.replace(" ", "_"), which)
         )
         entries += [
             f'<span><i class="stroke published{i}"></i>{escape(system)}, published</span>'
@@ -142,7 +144,9 @@ def _speed_chart(
             svg.Line("roof", roofs, f"large matmul: {next(filter(None, roofs)):.0f} {unit}")
         )
     if _has_published(group):
-        for i, (system, figures) in enumerate(published.figures(mask, which).items()):
+        for i, (system, figures) in enumerate(
+            published.figures(mask.replace(" ", "_"), which).items()
+        ):
             values = [figures.get(seqlen) for seqlen in seqlens]
             if any(values):
                 lines.append(svg.Line(f"published{i}", values, f"{system}, published"))

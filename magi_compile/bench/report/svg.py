@@ -74,16 +74,13 @@ def bar_chart(
             parts.append(_bar(bar, start + j * width, width, axis))
         parts.append(_text(middle, HEIGHT - 8, name, "middle"))
     for line in lines:
+        # Flat over most of a group, so that a single value is a line too.
         points = [
-            (LEFT + pitch * (i + 0.5), axis.y(value))
+            (LEFT + pitch * (i + side), axis.y(value))
             for i, value in enumerate(line.values)
             if value is not None
+            for side in (0.06, 0.94)
         ]
-        if len(points) == 1:
-            points = [
-                (points[0][0] - pitch / 2, points[0][1]),
-                (points[0][0] + pitch / 2, points[0][1]),
-            ]
         parts.append(_polyline(points, line.style, line.tip))
     return "".join([*parts, "</svg>"])
 

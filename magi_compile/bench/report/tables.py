@@ -228,7 +228,9 @@ def absent(results: Results) -> list[tuple[str, str, str, int]]:
 def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
     """The provenance of a run, in words."""
     protocol = run.get("protocol", {})
-    facts: dict[str, str] = {name: str(run[name]) for name in ("device", "date", "command") if name in run}
+    facts: dict[str, str] = {
+        name: str(run[name]) for name in ("device", "date", "command") if name in run
+    }
     versions = {"torch": run.get("torch"), **run.get("versions", {})}
     for name in ("magi_compile", "commit", "python", "cuda", "cudnn", "driver"):
         versions[name] = run.get(name, versions.get(name))
