@@ -12,10 +12,11 @@ __device__ __forceinline__ void for_each(int count, Body body) {
     __syncthreads();
 }
 
-// store(i, value(0) + ... + value(i - 1)) for every i < count; returns the sum of all.
+// store(i, value(0) + ... + value(i - 1)) for every i < count; returns the sum of all. Uses the block's dynamic shared
+// memory, an int for each warp.
 template <class Value, class Store>
 __device__ int prefix_sum(int count, Value value, Store store) {
-    __shared__ int warp_sums[32];
+    extern __shared__ int warp_sums[];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     int carry = 0;

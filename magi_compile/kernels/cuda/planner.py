@@ -53,7 +53,7 @@ def plan_on_device(slices: AttnSlices, sizes: PlanTiles) -> TilePlan:
         prepared = prepare(slices, sizes)
         function = load_function(planner_variant(), device.index)
         stream = torch.cuda.current_stream(device).cuda_stream
-        launch(function, 2, _THREADS, prepared.params, stream, shared_bytes=0)
+        launch(function, 2, _THREADS, prepared.params, stream, shared_bytes=_THREADS // 32 * 4)
     require([prepared.room.check(prepared.fits.all())])
     return prepared.plan
 
