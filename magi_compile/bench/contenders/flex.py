@@ -64,9 +64,7 @@ def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
         areas = workload.blocks.areas(BLOCK).repeat_interleave(workload.blocks.group, 0).to(device)
     else:
         areas = block_areas(workload.slices, BLOCK, device)[None]
-    sizes = torch.full((areas.shape[1],), BLOCK, device=device)
-    sizes[-1] = cell.seqlen - BLOCK * (len(sizes) - 1)
-    full = areas == sizes[:, None] * sizes
+    full = areas == BLOCK**2  # not the ragged blocks at the end, as in `create_block_mask`
     return BlockMask.from_kv_blocks(
         *block_lists(((areas > 0) & ~full)[None]),
         *block_lists(full[None]),

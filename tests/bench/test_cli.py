@@ -1,0 +1,146 @@
+"""The commands, from arguments to files."""
+
+import re
+
+import pytest
+
+from magi_compile.bench import rows
+from magi_compile.bench.cli import main
+from magi_compile.bench.report import markdown, write_report
+from magi_compile.bench.report.svg import Axis
+
+ONE_CELL = ["kernel", "--device", "cpu", "--seqlens", "256", "--masks", "document_causal"]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """One cell by our CPU kernel and plain PyTorch, measured in their own processes."""
+    path = tmp_path_factory.mktemp("bench") / "results.jsonl"
+    run = [*ONE_CELL, "--contenders", "magi-cpu", "naive", "--budget-ms", "2"]
+    assert main([*run, "--jobs", "2", "--output", str(path)]) == 0
+    return path
+
+
+def test_results_say_where_they_come_from(results):
+    loaded = rows.load([results])
+    assert [row["status"] for row in loaded.rows.values()] == ["ok", "ok"]
+    assert loaded.not_run == []
+    (run,) = loaded.runs.values()
+    assert run["command"].startswith("magi-bench kernel --device cpu")
+    assert {"torch", "python", "commit", "date", "matmul_tflops", "protocol"} <= set(run)
+
+
+def test_an_old_file_is_not_overwritten(results, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*ONE_CELL, "--output", str(results)])
+    assert caught.value.code == 2
+    assert "exists: add --resume" in capsys.readouterr().err
+
+
+def test_resume_has_nothing_left(results, capsys):
+    run = [*ONE_CELL, "--contenders", "magi-cpu", "naive", "--resume"]
+    assert main([*run, "--output", str(results)]) == 0
+    assert "nothing left to run" in capsys.readouterr().out
+
+
+def test_report(results, tmp_path, capsys):
+    output = tmp_path / "report"
+    assert main(["report", str(results), "--output", str(output), "--title", "A & B"]) == 0
+    page, text = (output.with_suffix(suffix).read_text() for suffix in (".html", ".md"))
+    assert "<h1>A &amp; B</h1>" in page
+    assert page.count("<svg") == 3
+    assert not re.search(r"<script|https?://|@import|<link", page)
+    assert "| document causal | 256 |" in text
+    assert "magi_compile (CPU)" in text
+
+
+def test_readme_table(results, tmp_path):
+    readme = tmp_path / "README.md"
+    command = ["report", str(results), "--output", str(tmp_path / "r"), "--readme", str(readme)]
+    readme.write_text("no marks")
+    with pytest.raises(SystemExit):
+        main(command)
+    readme.write_text(f"before\n{markdown.BEGIN}\nold\n{markdown.END}\nafter\n")
+    assert main(command) == 0
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| mask | tokens | forward |" in text
+
+
+def test_wrong_results_are_never_drawn(results, tmp_path):
+    loaded = rows.load([results])
+    key = next(key for key in loaded.rows if key.endswith("naive"))
+    times = loaded.rows[key].pop("passes")
+    loaded.rows[key] |= {"status": "wrong", "reason": "dq: relative error 1"}
+    _, page = write_report(loaded, tmp_path / "wrong", "wrong")
+    text = page.read_text()
+    assert f"{times['fwd']['ms']:.4g} ms" not in text
+    assert "dq: relative error 1" in text
+
+
+def test_nothing_to_report(tmp_path):
+    with pytest.raises(ValueError, match="no measured row"):
+        write_report(rows.Results(), tmp_path / "r", "t")
+
+
+def test_compare(results, capsys):
+    assert main(["compare", str(results), str(results), "--fail-on-regression"]) == 0
+    assert "6 same" in capsys.readouterr().out
+
+
+def test_dry_run(capsys):
+    assert main([*ONE_CELL, "--dry-run", "--contenders", "magi-cpu", "fa4", "fa2"]) == 0
+    printed = capsys.readouterr().out
+    assert "fa4 is unavailable: " in printed
+    assert "not fa2: runs on cuda, not on cpu" in printed
+    assert "document causal 256 4:2 d64 float32" in printed
+    assert printed.endswith("1 measurements of 1 cells on cpu\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "count"),
+    [
+        (["kernel", "--preset", "seeds", "--seqlens", "1K"], 6),
+        (["kernel", "--preset", "longca", "--seqlens", "1K", "--masks", "full"], 2),
+        (["sparse", "--preset", "longca", "--seqlens", "1K", "--heads", "4:2"], 12),
+        (["sparse", "--blocks", "64", "--densities", "0.5", "--seed", "7"], 2),
+        (["kernel", "--heads", "8:8", "--head-dim", "32", "--dtype", "float32"], 18),
+    ],
+)
+def test_presets_and_filters(arguments, count, capsys):
+    assert main([*arguments, "--device", "cpu", "--dry-run", "--contenders", "naive"]) == 0
+    assert f"of {count} cells on cpu" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["kernel", "--heads", "8"], "heads must look like 64:8, got '8'"),
+        (["kernel", "--heads", "8:3"], "query heads must be a multiple of the others"),
+        (["kernel", "--masks", "x"], "invalid choice: 'x'"),
+        (["sparse", "--preset", "seeds"], "`seeds` has no such sparse cells"),
+        (["report", "no-such-file"], "No such file"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_masks(tmp_path, capsys):
+    assert main(["masks"]) == 0
+    assert "causal_blockwise" in capsys.readouterr().out
+    assert main(["masks", "--show", "uniform_blocks", "--seqlen", "1K"]) == 0
+    assert "density" in capsys.readouterr().out
+    picture = tmp_path / "mask.svg"
+    main(["masks", "--show", "causal", "--seqlen", "64", "--output", str(picture)])
+    assert "<svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(("largest", "top"), [(1.0, 1.25), (700.0, 800.0), (0.03, 0.04)])
+def test_axes_end_on_round_numbers(largest, top):
+    assert Axis.covering(largest).top == pytest.approx(top)

@@ -1,0 +1,204 @@
+"""Contenders on the CPU: what they compute, what they refuse, how they are found."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from magi_compile.bench import contenders, gate
+from magi_compile.bench.cells import Cell
+from magi_compile.bench.contenders.base import Contender, Layout, import_error, refusals
+from magi_compile.bench.contenders.flex import make_block_mask
+from magi_compile.bench.measure import Bench
+from magi_compile.bench.timing import Protocol, matmul_tflops, measure
+from magi_compile.bench.workload import build
+
+CAUSAL = Cell("kernel", "causal", 96, 4, 2, 16, "float32")
+DOCUMENTS = Cell("kernel", "document_causal", 300, 4, 2, 16, "float32", lengths="pile")
+BLOCKS = Cell("sparse", "uniform_blocks", 128, 4, 2, 16, "float32", block=32, density=0.5)
+QUICK = Protocol(budget_ms=1.0, min_reps=2, max_reps=3, flush_bytes=0)
+
+
+class Doubled(Contender):
+    """Wrong: twice what naive attention gives."""
+
+    name, label = "doubled", "doubled"
+    devices, dtypes, layout = ("cpu",), ("float32",), Layout.HEADS_FIRST
+
+    def prepare(self, workload, inputs):
+        attend = contenders.load("naive").prepare(workload, inputs)
+        return lambda q, k, v: 2 * attend(q, k, v)
+
+
+class Broken(Doubled):
+    """Raises what it is given."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def prepare(self, workload, inputs):
+        raise self.error
+
+
+class ForwardOnly(Doubled):
+    has_backward = False
+
+    def prepare(self, workload, inputs):
+        return contenders.load("naive").prepare(workload, inputs)
+
+
+@pytest.mark.parametrize("name", ["magi-cpu", "naive", "math"])
+@pytest.mark.parametrize("cell", [CAUSAL, DOCUMENTS], ids=lambda cell: cell.mask)
+def test_right_and_timed(name, cell):
+    row = Bench(contenders.load(name), "cpu").time(cell, ("fwd", "bwd", "fwdbwd"), QUICK)
+    assert row["status"] == "ok"
+    assert row["gate"]["passed"]
+    assert set(row["gate"]["errors"]) == {"out", "dq", "dk", "dv"}
+    workload = build(cell)
+    assert row["area"] * 4 == workload.pairs
+    for which, times in row["passes"].items():
+        assert 0 < times["p20_ms"] <= times["ms"] <= times["p80_ms"]
+        assert times["tflops"] == pytest.approx(workload.flops(which) / times["ms"] / 1e9)
+
+
+@pytest.mark.parametrize("name", ["magi-cpu", "naive"])
+def test_sparse_masks_of_each_head(name):
+    assert Bench(contenders.load(name), "cpu").gate(BLOCKS)["status"] == "ok"
+
+
+def test_wrong_results_are_not_timed():
+    row = Bench(Doubled(), "cpu").time(CAUSAL, ("fwd",), QUICK)
+    assert row["status"] == "wrong"
+    assert "passes" not in row
+    assert row["gate"]["errors"]["out"] == pytest.approx(1)
+
+
+def test_not_a_number_is_wrong():
+    class Nan(Doubled):
+        def prepare(self, workload, inputs):
+            attend = super().prepare(workload, inputs)
+            return lambda q, k, v: attend(q, k, v) * math.nan
+
+    assert Bench(Nan(), "cpu").gate(CAUSAL)["status"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(torch.OutOfMemoryError("17 GiB"), "oom"), (KeyError("x"), "error")],
+)
+def test_a_failure_is_a_row(error, status):
+    row = Bench(Broken(error), "cpu").time(CAUSAL, ("fwd",), QUICK)
+    assert row["status"] == status
+    assert row["reason"]
+
+
+def test_forward_only():
+    row = Bench(ForwardOnly(), "cpu").time(CAUSAL, ("fwd", "bwd"), QUICK)
+    assert list(row["passes"]) == ["fwd"]
+    assert list(row["gate"]["errors"]) == ["out"]
+
+
+def test_gate_is_at_a_reduced_length():
+    bench = Bench(contenders.load("naive"), "cpu", gate_seqlen=64)
+    assert bench.gate(CAUSAL)["gate"]["seqlen"] == 64
+
+
+def test_refusals():
+    def against(name, cell, device):
+        return refusals(contenders.load(name), build(cell), device)
+
+    assert against("magi-cpu", DOCUMENTS, "cpu") == []
+    assert against("fa2", CAUSAL, "cpu") == [
+        "runs on cuda, not on cpu",
+        "takes bfloat16, float16, not float32",
+    ]
+    assert against("math", BLOCKS, "cpu") == ["has no sparse masks"]
+    half = Cell("kernel", "share_question", 3000, 4, 2, 64, lengths="pile")
+    assert against("fa2", half, "cuda") == ["takes documents and windows only"]
+    assert against("cudnn-varlen", half, "cuda") == ["takes documents only"]
+    long = Cell("kernel", "share_question", 2**16, 4, 2, 64, lengths="pile")
+    assert against("mem-efficient", long, "cuda") == [
+        "needs a dense mask of 8 GiB, more than 2 GiB"
+    ]
+    sparse = Cell("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
+    assert against("vsa", sparse, "cuda") == ["takes uniform blocks of 64", "has no grouped heads"]
+    assert against("fa4-blocks", sparse, "cuda") == ["takes uniform blocks of 128"]
+
+
+def test_memory_is_refused_before_it_is_taken():
+    cell = Cell("kernel", "causal", 2**18, 64, 8, 128, "float32")
+    (reason,) = refusals(contenders.load("naive"), build(cell), "cpu")
+    assert reason.startswith("the scores would take 65536 GiB of")
+
+
+@pytest.mark.parametrize("name", contenders.names())
+def test_declarations(name):
+    contender = contenders.load(name)
+    assert contender.name == name
+    assert contender.label
+    assert set(contender.levels) <= {"kernel", "sparse"}
+    assert set(contender.devices) <= {"cuda", "cpu"}
+
+
+def test_no_such_contender():
+    with pytest.raises(ValueError, match=r"`contender` must be one of magi-cuda, .*, got 'x'"):
+        contenders.load("x")
+
+
+def test_entry_points(monkeypatch):
+    class Point:
+        name = "theirs"
+
+        def __init__(self, made):
+            self.load = lambda: made
+
+    found = {"theirs": Point(Doubled)}
+    monkeypatch.setattr(contenders, "_third_party", lambda: found)
+    contenders.load.cache_clear()
+    assert contenders.names()[-1] == "theirs"
+    assert isinstance(contenders.load("theirs"), Doubled)
+    found["theirs"] = Point(dict)
+    contenders.load.cache_clear()
+    with pytest.raises(TypeError, match="`theirs` must be a Contender, got dict"):
+        contenders.load("theirs")
+    contenders.load.cache_clear()
+
+
+def test_import_error_is_one_line():
+    assert import_error("no_such_package") == (
+        "ModuleNotFoundError: No module named 'no_such_package'"
+    )
+    assert import_error("json") is None
+
+
+@pytest.mark.parametrize("layout", Layout)
+def test_layouts_are_views(layout):
+    x = torch.randn(6, 2, 3)
+    assert layout.of(x).data_ptr() == x.data_ptr()
+    assert torch.equal(layout.to_packed(layout.of(x)), x)
+
+
+@pytest.mark.parametrize("mask", ["share_question", "document_full", "causal"])
+def test_block_mask_is_flex_attentions_own(mask):
+    cell = Cell("kernel", mask, 600, 4, 2, 16, "float32", lengths="pile")
+    workload = build(cell)
+    ours = make_block_mask(workload, torch.device("cpu"))
+    theirs = create_block_mask(workload.mask_mod, None, None, 600, 600, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    assert torch.equal(ours.full_kv_num_blocks.sum(), theirs.full_kv_num_blocks.sum())
+
+
+def test_gate_checks_gradients_of_forward_and_backward_contenders():
+    workload = build(CAUSAL)
+    inputs = workload.inputs("cpu")
+    naive = contenders.load("naive")
+    check = gate.check(naive, workload, inputs, naive.prepare(workload, inputs))
+    assert check.passed
+    assert not check._replace(allowed=dict.fromkeys(check.allowed, 0.0)).passed
+
+
+def test_timing():
+    result = measure(lambda: None, "cpu", QUICK)
+    assert result["reps"] == 3
+    assert matmul_tflops("cpu", QUICK) > 0

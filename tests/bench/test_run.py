@@ -1,0 +1,166 @@
+"""Order, isolation, limits and resumption, with workers that only pretend; one with a real one."""
+
+import json
+import sys
+from typing import ClassVar
+
+import pytest
+
+from magi_compile.bench import process, rows, run
+from magi_compile.bench.cells import Cell
+from magi_compile.bench.compare import compare, to_text
+from magi_compile.bench.process import Worker, WorkerLost
+from magi_compile.bench.run import Settings, execute, order
+
+CELLS = [
+    Cell("kernel", mask, seqlen, 4, 2, 16, "float32")
+    for seqlen in (64, 128, 256)
+    for mask in ("full", "causal")
+]
+TIMES = {"ms": 2.0, "p20_ms": 1.9, "p80_ms": 2.1, "reps": 3, "tflops": 1.0}
+OK = {"status": "ok", "passes": {"fwd": TIMES}, "gate": {"errors": {}, "allowed": {}}}
+
+
+def test_order():
+    tasks = order(CELLS, ["flex", "naive", "magi-cpu"])
+    assert [task.contender for task in tasks[:4]] == ["naive", "magi-cpu"] * 2
+    assert [task.cell.seqlen for task in tasks[:12:4]] == [128, 64, 256]
+    assert {task.contender for task in tasks[12:]} == {"flex"}
+
+
+class FakeWorker:
+    """Answers at once; what it does about a cell is looked up by contender."""
+
+    behaviour: ClassVar[dict[str, object]] = {}
+
+    def __init__(self, contender, device, gate_seqlen):
+        self.contender = contender
+
+    def ask(self, request, limit_s):
+        found = self.behaviour.get(self.contender)
+        if request["op"] == "probe":
+            return {"reason": found if isinstance(found, str) else None, "versions": {}}
+        if request["op"] == "describe":
+            return {"device": "fake", "command": "magi-bench"}
+        if isinstance(found, WorkerLost):
+            raise found
+        return OK
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(run, "Worker", FakeWorker)
+    monkeypatch.setattr(FakeWorker, "behaviour", {})
+    return FakeWorker
+
+
+def test_every_outcome_is_a_row(fake, tmp_path):
+    fake.behaviour |= {"math": "no such thing", "naive": WorkerLost("crash", "SIGSEGV: bad")}
+    said = []
+    path = tmp_path / "r.jsonl"
+    results = execute(CELLS, ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
+    statuses = {(r["contender"], r["status"]) for r in results.rows.values()}
+    assert statuses == {("magi-cpu", "ok"), ("math", "unavailable"), ("naive", "crash")}
+    assert len(results.rows) == 18
+    assert "math is unavailable: no such thing" in said
+    assert any("naive: crash: SIGSEGV: bad" in line for line in said)
+
+
+def test_resume_repeats_crashes_only(fake, tmp_path):
+    path = tmp_path / "r.jsonl"
+    fake.behaviour["naive"] = WorkerLost("timeout", "slow")
+    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    fake.behaviour.clear()
+    results = execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    assert {row["status"] for row in results.rows.values()} == {"ok"}
+    assert len(path.read_text().splitlines()) == 5  # 2 runs, 2 rows, then 1
+    said = []
+    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
+    assert said == ["nothing left to run"]
+
+
+def test_time_limit(fake, tmp_path):
+    said = []
+    settings = Settings("cpu", time_limit_s=0.0)
+    results = execute(CELLS, ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
+    assert not results.rows
+    assert len(results.not_run) == 6
+    assert said[-1] == "time limit: 6 of 6 not run; --resume continues"
+
+
+def worker_of(program: str) -> Worker:
+    worker = Worker("magi-cpu", "cpu", 64)
+    worker._command = [sys.executable, "-c", program]
+    return worker
+
+
+def test_a_crash_is_told_and_the_worker_starts_again():
+    worker = worker_of("import os, sys; print('last words', file=sys.stderr); os.abort()")
+    for _ in range(2):
+        with pytest.raises(WorkerLost, match="SIGABRT: last words") as caught:
+            worker.ask({"op": "probe"}, 60)
+        assert caught.value.status == "crash"
+
+
+def test_an_exit_is_told():
+    worker = worker_of("raise SystemExit(3)")
+    with pytest.raises(WorkerLost, match="exit code 3: no output"):
+        worker.ask({"op": "probe"}, 60)
+
+
+def test_a_hang_is_stopped():
+    worker = worker_of("import time; time.sleep(600)")
+    with pytest.raises(WorkerLost, match="time limit") as caught:
+        worker.ask({"op": "probe"}, 0.2)
+    assert caught.value.status == "timeout"
+    assert worker._running is None
+
+
+def test_long_answers_arrive_whole():
+    echo = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+    worker = worker_of(echo)
+    request = {"text": "x" * 300_000}
+    assert worker.ask(request, 60) == request
+    worker.stop()
+    assert isinstance(process.Worker("magi-cpu", "cpu", 64), Worker)
+
+
+def make_results(ms: float, status: str = "ok", spread: float = 0.05) -> rows.Results:
+    times = {"ms": ms, "p20_ms": ms * (1 - spread), "p80_ms": ms * (1 + spread), "tflops": 1 / ms}
+    row = {"key": "a/b", "status": status, "passes": {"fwd": times}, "run": "1", "contender": "b"}
+    return rows.Results(rows={"a/b": row})
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        (make_results(1.0), "same"),
+        (make_results(0.8), "faster"),
+        (make_results(1.3), "slower"),
+        (make_results(1.3, spread=0.5), "same"),
+        (make_results(1.0, status="wrong"), "lost"),
+    ],
+)
+def test_verdicts(after, verdict):
+    (found,) = compare(make_results(1.0), after)
+    assert found.verdict == verdict
+    assert f"1 {verdict}" in to_text([found])
+
+
+def test_nothing_to_compare():
+    with pytest.raises(ValueError, match="no measured row in common"):
+        compare(make_results(1.0), rows.Results())
+    with pytest.raises(ValueError, match="`threshold` must not be negative, got -1"):
+        compare(make_results(1.0), make_results(1.0), -1)
+
+
+def test_a_broken_file_is_named(tmp_path):
+    path = tmp_path / "r.jsonl"
+    rows.append(path, "row", {"key": "a/b", "status": "ok"})
+    with open(path, "a") as file:
+        file.write(json.dumps({"key": 1})[:5])
+    with pytest.raises(ValueError, match=r"r\.jsonl` line 2 is no result"):
+        rows.load([path])
