@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from functools import cache, lru_cache
 
 import torch
@@ -76,6 +77,20 @@ def _encode(
     return ctypes.string_at(check(encoded).getPtr(), TENSOR_MAP_BYTES)
 
 
+_thread = threading.local()
+
+
+def _bind_context() -> None:
+    """Gives this thread the context of torch's current device, if it has none yet: in a thread of autograd we may be
+    the first to need one."""
+    if getattr(_thread, "has_context", False):
+        return
+    if not int(check(driver.cuCtxGetCurrent())):
+        context = check(driver.cuDevicePrimaryCtxRetain(torch.cuda.current_device()))
+        check(driver.cuCtxSetCurrent(context))
+    _thread.has_context = True
+
+
 def launch(
     function: driver.CUfunction,
     grid: int | tuple[int, int],
@@ -85,6 +100,7 @@ def launch(
     shared_bytes: int = SHARED_BYTES,
 ) -> None:
     """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies."""
+    _bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     struct = (ctypes.c_char * len(params)).from_buffer(params)
     arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
@@ -103,6 +119,7 @@ def launch(
 
 def zero_word(stream: int, device: torch.device) -> Tensor:
     """An int32 that is zero when work behind it on `stream` starts."""
+    _bind_context()
     word = torch.empty(1, dtype=torch.int32, device=device)
     check(driver.cuMemsetD32Async(word.data_ptr(), 0, 1, stream))
     return word
