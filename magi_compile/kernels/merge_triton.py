@@ -27,10 +27,10 @@ def merge_kernel(
     DIM: tl.constexpr,
 ):
     """`outs`: contiguous `[num_rows, nheads, head_dim]`; `lses`: contiguous `[nheads, num_rows]`."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
-    at_lse = head * num_rows.to(tl.int64) + row
+    at_lse = head * num_rows + row
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     for i in tl.static_range(NUM_PARTS):
         peak = tl.maximum(peak, tl.load(lses[i] + at_lse, mask=row < num_rows, other=0.0))
