@@ -30,8 +30,12 @@ FEW = ["full_1x1", "varlen_causal", "nobody_sees_anything", "holes", "shared_pre
 RUNS = [
     *(pytest.param(3, name, id=f"3-{name}") for name in SQUARE),
     *(pytest.param(2, name, id=f"2-{name}") for name in SQUARE if SQUARE[name].seqlen_q < 1000),
-    *(pytest.param(size, name, id=f"{size}-{name}") for size in (1, 4) for name in FEW),
-    *(pytest.param(8, name, id=f"8-{name}", marks=pytest.mark.slow) for name in SQUARE),
+    *(pytest.param(size, name, id=f"{size}-{name}") for size in (1, 4, 8) for name in FEW),
+    *(
+        pytest.param(8, name, id=f"8-{name}", marks=pytest.mark.slow)
+        for name in SQUARE
+        if name not in FEW
+    ),
 ]
 
 
