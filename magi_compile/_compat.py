@@ -129,6 +129,29 @@ def resolve_process_group(name: str) -> Any:
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
+def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
+    """Uninitialised uint8 memory of a GPU that `symmetric_meeting` can share with peers."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+
+
+def symmetric_meeting(memory: Tensor, group_name: str) -> Any:
+    """Shares `memory` of `symmetric_empty` among the ranks of a group, which call this together with equal sizes.
+
+    Returns when all ranks have called; peers' memory stays mapped while the result lives.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
+
+
+def symmetric_addresses(meeting: Any) -> list[int]:
+    """Where the memory of each rank of a meeting lies for this process."""
+    ranks = range(meeting.world_size)
+    return [meeting.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
+
+
 def spin_gpu(cycles: int) -> None:
     """Keeps the current CUDA stream busy for so many clock cycles, while the host enqueues what comes next."""
     torch.cuda._sleep(cycles)

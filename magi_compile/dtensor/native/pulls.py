@@ -1,0 +1,88 @@
+"""Reading rows from the slots of peers: by copy engines where runs of rows are long, by a few SMs otherwise."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.native import stream_ops
+from magi_compile.dtensor.native.window import Slot
+from magi_compile.dtensor.ranges import expand
+
+COPY_ENGINE, SMS = "copy_engine", "sms"
+MIN_BYTES_OF_A_COPY = 1 << 17  # on average; below that a few SMs are faster than a copy engine
+
+
+class Pulls:
+    """The rows that this rank reads in one go, and what the engines make of them once.
+
+    Args:
+        runs: int32 `[num_runs, 4]`, ordered by peer: `peer, target_row, source_row, count`.
+        host_runs: the same on the CPU.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, runs: Tensor, host_runs: Tensor, rank: int, size: int):
+        self._runs, self._host_runs, self._rank, self._size = runs, host_runs, rank, size
+        self._num_rows = int(host_runs[:, 3].sum())
+        # Every rank begins with the one after it, so that no rank is read by all at once.
+        turn = (host_runs[:, 0] - rank - 1) % size
+        self._copies = host_runs[torch.argsort(turn, stable=True)].tolist()
+        self._tiles: dict[int, Tensor] = {}
+
+    def engine(self, row_bytes: int) -> str:
+        """The faster one for rows of this size."""
+        is_long = self._num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._copies)
+        return COPY_ENGINE if is_long else SMS
+
+    def enqueue(self, slot: Slot, target: Tensor, engine: str, stream: torch.cuda.Stream) -> None:
+        """Reads into `target [rows, width]`, which is contiguous, from slots whose rows are as wide."""
+        if not self._num_rows or not target.shape[1]:
+            return
+        if engine == COPY_ENGINE:
+            self._copy(slot, target, stream)
+            return
+        with torch.cuda.stream(stream):
+            tiles = self.tiles(_kernel().rows_of_tile(target.shape[1]))
+            _kernel().pull(target, tiles, slot.device_addresses)
+
+    def _copy(self, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
+        row_bytes = target.shape[1] * target.element_size()
+        base, addresses = target.data_ptr(), slot.addresses
+        stream_ops.copy(
+            [base + row * row_bytes for _, row, _, _ in self._copies],
+            [addresses[peer] + row * row_bytes for peer, _, row, _ in self._copies],
+            [count * row_bytes for *_, count in self._copies],
+            stream,
+        )
+
+    def tiles(self, rows: int) -> Tensor:
+        """int32 `[num_tiles, 4]` like `runs`, none longer than `rows`, with the peers in turn all along."""
+        if rows not in self._tiles:
+            self._tiles[rows] = self._cut(rows)
+        return self._tiles[rows]
+
+    def _cut(self, rows: int) -> Tensor:
+        size, device = self._size, self._runs.device
+        host_tiles = (self._host_runs[:, 3] + rows - 1).div(rows, rounding_mode="floor")
+        of_peer = host_tiles.new_zeros(size).index_add_(0, self._host_runs[:, 0], host_tiles)
+        before = (of_peer.cumsum(0) - of_peer).to(device)
+        num_tiles = (self._runs[:, 3] + rows - 1).div(rows, rounding_mode="floor")
+        run, step = expand(num_tiles, int(host_tiles.sum()))
+        peer, target_row, source_row, count = self._runs[run].unbind(1)
+        first = (step * rows).to(torch.int32)
+        columns = [peer, target_row + first, source_row + first, (count - first).clamp(max=rows)]
+        # In proportion, so that the last rows of all peers are read together.
+        position = torch.arange(len(run), device=device) - before[peer]
+        share = (position.double() + 0.5) / of_peer.to(device)[peer]
+        turn = (peer - self._rank - 1) % size
+        return torch.stack(columns, 1)[torch.argsort(share + turn * 1e-9)]
+
+
+def _kernel() -> ModuleType:
+    """Imported at first use, because Triton need not be installed."""
+    return importlib.import_module("magi_compile.dtensor.native.pull_triton")
