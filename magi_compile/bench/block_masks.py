@@ -41,15 +41,25 @@ class BlockMap:
     def mask_mod(self, device: str) -> MaskMod:
         """For FlexAttention: looks up the blocks of a row and of a key."""
         visible, group = self.visible.to(device), self.group
-        q_block, k_block = (
-            torch.repeat_interleave(torch.tensor(sizes)).to(device)
-            for sizes in (self.q_sizes, self.k_sizes)
-        )
+        q_block, k_block = self._block_of_token(device)
 
         def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
             return visible[h // group, q_block[q], k_block[kv]]
 
         return mask_mod
+
+    def to_dense(self, device: torch.device | str) -> Tensor:
+        """Of all query heads: bool `[nheads_q, seqlen, seqlen]`."""
+        q_block, k_block = self._block_of_token(device)
+        heads = self.visible.to(device).repeat_interleave(self.group, 0)
+        return heads[:, q_block][:, :, k_block]
+
+    def _block_of_token(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        q_block, k_block = (
+            torch.repeat_interleave(torch.tensor(sizes)).to(device)
+            for sizes in (self.q_sizes, self.k_sizes)
+        )
+        return q_block, k_block
 
     def head_slices(self, kv_head: int) -> AttnSlices:
         """Of one head: `[seqlen, seqlen]`."""

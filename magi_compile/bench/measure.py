@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,10 +34,15 @@ class Bench:
         self, cell: Cell, passes: tuple[str, ...], protocol: timing.Protocol
     ) -> dict[str, Any]:
         """The fields of a row: `status`, and all that was measured if that is "ok"."""
-        outcome = self._guarded(lambda: self._time(cell, passes, protocol))
-        if self.device == "cuda":
-            torch.cuda.empty_cache()
-        return outcome
+        return self._guarded(lambda: self._time(cell, passes, protocol))
+
+    def is_device_usable(self) -> bool:
+        """Whether CUDA still works in this process; after an illegal access it does not."""
+        try:
+            self._wait()
+        except RuntimeError:
+            return False
+        return True
 
     def _guarded(self, step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
@@ -44,6 +51,8 @@ class Bench:
             return {"status": "oom", "reason": _first_line(error)}
         except Exception as error:  # whatever a contender raises costs it this cell only
             return {"status": "error", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+        finally:
+            self._give_memory_back()
 
     def _gate(self, cell: Cell) -> dict[str, Any]:
         workload = build(cell, self.device)
@@ -129,6 +138,13 @@ class Bench:
                 result["tflops"] = workload.flops(which) / result["ms"] / 1e9
                 measured[which] = result
         return measured
+
+    def _give_memory_back(self) -> None:
+        """To the other workers; a broken context is not this cell's problem."""
+        gc.collect()
+        if self.device == "cuda":
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
 
     def _wait(self) -> None:
         if self.device == "cuda":

@@ -42,6 +42,8 @@ class Worker:
         Raises:
             WorkerLost: it died, or took longer than `limit_s` and was stopped.
         """
+        if self._running is not None and self._running.process.poll() is not None:
+            self.stop()
         self._running = self._running or _start(self._command)
         requests = self._running.requests
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import platform
 import subprocess
@@ -22,6 +23,7 @@ def describe(device: str, command: list[str]) -> dict[str, Any]:
         "device": device_name(device),
         "magi_compile": magi_compile.__version__,
         "commit": _commit(),
+        "source": _source_hash(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
@@ -89,6 +91,17 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return head + ("+" if status else "")
+
+
+def _source_hash() -> str:
+    """Of the package's code and its CUDA sources: what ran, whatever version control says."""
+    package = Path(magi_compile.__file__).parent
+    sources = package / "csrc" if (package / "csrc").exists() else package.parent / "csrc"
+    files = [*package.rglob("*.py"), *sources.rglob("*.cu"), *sources.rglob("*.cuh")]
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda path: path.name):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _read(path: Path) -> str:

@@ -139,7 +139,8 @@ def _graph(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> 
             run()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Autograd's thread works on the captured stream too; what else it does is its own affair.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
         times = _gpu_times(graph.replay, reps, flush)
     except RuntimeError as error:  # not every contender can be captured

@@ -24,6 +24,8 @@ def main() -> None:
         request = json.loads(line)
         replies.write(json.dumps(_answer(bench, request)) + "\n")
         replies.flush()
+        if not bench.is_device_usable():
+            break  # an illegal access spoils the process: the next request starts another one
 
 
 def _claim_stdout() -> TextIO:

@@ -43,7 +43,4 @@ def dense_mask(workload: Workload, device: torch.device) -> Tensor:
     """True where a row sees a key: `[seqlen, seqlen]`, or `[nheads_q, seqlen, seqlen]` of a sparse cell."""
     if not workload.block_map:
         return workload.slices.to(device).to_dense()
-    group = workload.blocks.group
-    heads = range(workload.cell.nheads_kv)
-    masks = [workload.head_slices(head).to(device).to_dense() for head in heads]
-    return torch.stack(masks).repeat_interleave(group, 0)
+    return workload.blocks.to_dense(device)

@@ -232,7 +232,7 @@ def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
         name: str(run[name]) for name in ("device", "date", "command") if name in run
     }
     versions = {"torch": run.get("torch"), **run.get("versions", {})}
-    for name in ("magi_compile", "commit", "python", "cuda", "cudnn", "driver"):
+    for name in ("magi_compile", "commit", "source", "python", "cuda", "cudnn", "driver"):
         versions[name] = run.get(name, versions.get(name))
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
     if "matmul_tflops" in run:
