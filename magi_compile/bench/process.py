@@ -29,7 +29,7 @@ class _Running(NamedTuple):
 
 
 class Worker:
-    """One contender's process. It starts at the first request, and again after it was lost."""
+    """One contender's process. It starts at the first request, and again after it was lost or spent."""
 
     def __init__(self, contender: str, device: str, gate_seqlen: int):
         module = "magi_compile.bench.worker"
@@ -42,8 +42,6 @@ class Worker:
         Raises:
             WorkerLost: it died, or took longer than `limit_s` and was stopped.
         """
-        if self._running is not None and self._running.process.poll() is not None:
-            self.stop()
         self._running = self._running or _start(self._command)
         requests = self._running.requests
         try:
@@ -51,7 +49,10 @@ class Worker:
             requests.flush()
         except BrokenPipeError:
             raise self._lost(self._running) from None
-        return json.loads(self._read_line(self._running, time.monotonic() + limit_s))
+        reply = json.loads(self._read_line(self._running, time.monotonic() + limit_s))
+        if reply["spent"]:
+            self.stop()
+        return reply["answer"]
 
     def stop(self) -> None:
         """Ends the process, if there is one."""

@@ -1,6 +1,8 @@
 """A process for one contender: JSON requests on stdin, a JSON line each on stdout. A crash costs one cell.
 
 python -m magi_compile.bench.worker NAME DEVICE GATE_SEQLEN
+
+A reply is `{"answer": ..., "spent": ...}`; a spent worker has lost its GPU and must be replaced.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ def main() -> None:
     bench = Bench(contenders.load(name), device, int(gate_seqlen))
     for line in sys.stdin:
         request = json.loads(line)
-        replies.write(json.dumps(_answer(bench, request)) + "\n")
+        reply = {"answer": _answer(bench, request), "spent": not bench.is_device_usable()}
+        replies.write(json.dumps(reply) + "\n")
         replies.flush()
-        if not bench.is_device_usable():
-            break  # an illegal access spoils the process: the next request starts another one
 
 
 def _claim_stdout() -> TextIO:

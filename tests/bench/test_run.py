@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from magi_compile.bench import process, rows, run
+from magi_compile.bench import rows, run
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.compare import compare, to_text
 from magi_compile.bench.process import Worker, WorkerLost
@@ -119,13 +119,26 @@ def test_a_hang_is_stopped():
     assert worker._running is None
 
 
+ECHO = """
+import json, os, sys
+for line in sys.stdin:
+    answer = json.loads(line) | {"pid": os.getpid()}
+    print(json.dumps({"answer": answer, "spent": answer["spent"]}), flush=True)
+"""
+
+
 def test_long_answers_arrive_whole():
-    echo = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
-    worker = worker_of(echo)
-    request = {"text": "x" * 300_000}
-    assert worker.ask(request, 60) == request
+    worker = worker_of(ECHO)
+    request = {"text": "x" * 300_000, "spent": False}
+    assert worker.ask(request, 60)["text"] == request["text"]
     worker.stop()
-    assert isinstance(process.Worker("magi-cpu", "cpu", 64), Worker)
+
+
+def test_a_spent_worker_is_replaced():
+    worker = worker_of(ECHO)
+    pids = [worker.ask({"spent": spent}, 60)["pid"] for spent in (False, True, False)]
+    worker.stop()
+    assert pids[0] == pids[1] != pids[2]
 
 
 def make_results(ms: float, status: str = "ok", spread: float = 0.05) -> rows.Results:
