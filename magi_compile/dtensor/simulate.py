@@ -187,7 +187,7 @@ def plot(outcomes: Sequence[Outcome], path: str, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (traffic, efficiency) = pyplot.subplots(1, 2, figsize=(11, 4))
+    figure, (traffic, efficiency) = pyplot.subplots(1, 2, figsize=(12, 4))
     for strategy in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == strategy]
         ranks = [outcome.cp for outcome in mine]
@@ -198,11 +198,13 @@ def plot(outcomes: Sequence[Outcome], path: str, title: str) -> None:
     for name, style in (("bound", ":"), ("gather", "--"), ("ulysses", "-.")):
         values = [getattr(outcome, name) for outcome in last]
         traffic.plot(ranks, values, style, color="grey", label=name)
-    traffic.set(xscale="log", yscale="symlog", xlabel="ranks", ylabel="rows received / rows held")
-    efficiency.set(
-        xscale="log", ylim=(0, 1.05), xlabel="ranks", ylabel="predicted forward efficiency"
-    )
-    traffic.legend()
+    for axes in (traffic, efficiency):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ranks, [str(count) for count in ranks])
+        axes.set_xlabel("ranks")
+    traffic.set(yscale="symlog", ylim=(0, None), ylabel="rows received / rows held")
+    efficiency.set(ylim=(0, 1.05), ylabel="predicted forward efficiency")
+    traffic.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
