@@ -3,22 +3,30 @@
     python benchmarks/attention_forward.py --output benchmarks/results/forward_h200_2026-11-21
 
 All contenders of a row get the same random inputs and mask, and are timed in turns: one round measures each of them
-once, over several back-to-back calls queued behind a spinning kernel, so that launch overhead on the host does not
-count. A contender is timed only if it agrees with fp64 attention on sampled rows. FLOPs are 4 * area * nheads_q *
-head_dim for all; the median over the rounds is reported.
+once, in an order of its own because the card is at its power limit and remembers who ran before, over several
+back-to-back calls queued behind a spinning kernel, so that launch overhead on the host does not count. A contender is
+timed only if it agrees with fp64 attention on sampled rows. FLOPs are 4 * area * nheads_q * head_dim for all; the
+median over the rounds is reported.
+
+    python benchmarks/attention_forward.py --contenders magi cudnn --configs block_cols=64,k_stages=4
+
+also times our kernel in other shapes than its own, in the same turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +37,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda import CudaKernel
+from magi_compile.kernels.cuda.forward import forward
+from magi_compile.kernels.heuristics import forward_config
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+from magi_compile.plan.tiles import build_tile_plan
 
 WINDOW = 1024
 BLOCK = 1024
@@ -112,8 +122,8 @@ def make_mask_mod(mask: str, seqlen: int) -> Callable[..., Tensor] | None:
     return {mod.__name__: mod for mod in mods}.get(mask)
 
 
-def magi(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
-    kernel = CudaKernel()
+def magi(inputs: Inputs, mask: str, slices: AttnSlices, **changes: int) -> Callable[[], Tensor]:
+    """Our kernel, with `changes` to its shape."""
     q, k, v = inputs
     head_dim = q.shape[2]
     problem = AttnProblem(
@@ -126,8 +136,13 @@ def magi(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor]:
         head_dim_v=head_dim,
         softmax_scale=head_dim**-0.5,
     )
-    plan = [x.cuda() for x in kernel.plan(slices, problem)]
-    return lambda: kernel.forward(q, k, v, slices, plan, problem).out
+    config = replace(forward_config(problem), **changes)
+    rows, cols = config.tile_rows, config.block_cols
+    plan = build_tile_plan(
+        slices, q_tile_rows=rows, q_block_cols=cols, k_tile_rows=rows, k_block_cols=cols
+    )
+    q_tiles, q_runs = plan.q_tiles.cuda(), plan.q_runs.cuda()
+    return lambda: forward(q, k, v, q_tiles, q_runs, problem, config=config).out
 
 
 def cudnn(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor] | None:
@@ -226,7 +241,9 @@ def relative_error(out: Tensor, inputs: Inputs, slices: AttnSlices) -> float:
     return float((out[rows, -1].double() - expected).norm() / expected.norm())
 
 
-def interleaved_medians(runs: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
+def interleaved_medians(
+    runs: dict[str, Callable[[], Tensor]], rounds: int = ROUNDS
+) -> dict[str, float]:
     """Milliseconds of GPU time a call."""
     calls = {}
     for name, run in runs.items():
@@ -234,9 +251,11 @@ def interleaved_medians(runs: dict[str, Callable[[], Tensor]]) -> dict[str, floa
             run()
         calls[name] = max(1, math.ceil(MIN_MS_PER_ROUND / elapsed_ms(run, 2)))
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(ROUNDS):
-        for name, run in runs.items():
-            times[name].append(elapsed_ms(run, calls[name]))
+    order = list(runs)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            times[name].append(elapsed_ms(runs[name], calls[name]))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -252,16 +271,21 @@ def elapsed_ms(run: Callable[[], Tensor], calls: int) -> float:
 
 
 def measure(
-    mask: str, seqlen: int, heads: tuple[int, int], head_dim: int, names: list[str]
+    mask: str,
+    seqlen: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    contenders: dict[str, Callable[..., Callable[[], Tensor] | None]],
+    rounds: int,
 ) -> dict:
     torch.manual_seed(0)
     slices = make_slices(mask, seqlen)
     shapes = [(seqlen, n, head_dim) for n in (heads[0], heads[1], heads[1])]
     inputs = Inputs(*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes))
     runs, failures = {}, {}
-    for name in names:
+    for name, contender in contenders.items():
         try:
-            run = CONTENDERS[name](inputs, mask, slices)
+            run = contender(inputs, mask, slices)
             error = relative_error(run(), inputs, slices) if run else 0.0
         except Exception as reason:  # a contender may lack its package, or fail on a mask
             failures[name] = f"{type(reason).__name__}: {reason}"[:300]
@@ -272,7 +296,7 @@ def measure(
             runs[name] = run
     assert "magi" in runs, failures["magi"]
     flops = 4 * slices.area() * heads[0] * head_dim
-    milliseconds = interleaved_medians(runs)
+    milliseconds = interleaved_medians(runs, rounds)
     return {
         "mask": mask,
         "seqlen": seqlen,
@@ -316,6 +340,11 @@ def heads_argument(text: str) -> tuple[int, int]:
     return int(nheads_q), int(nheads_kv)
 
 
+def config_argument(text: str) -> tuple[str, dict[str, int]]:
+    changes = (item.partition("=") for item in text.split(","))
+    return f"magi {text}", {name: int(value) for name, _, value in changes}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="where to write: adds .json and .md")
@@ -324,7 +353,11 @@ def main() -> None:
     parser.add_argument("--heads", type=heads_argument, nargs="+", default=[(64, 8)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--configs", type=config_argument, nargs="+", default=[])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     args = parser.parse_args()
+    contenders = {name: CONTENDERS[name] for name in args.contenders}
+    contenders |= {name: functools.partial(magi, **changes) for name, changes in args.configs}
     context = {
         "gpu": gpu_state(),
         "torch": torch.__version__,
@@ -332,7 +365,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(sys.argv),
         "inputs": "bf16, standard normal; documents log-normal, at most a quarter of the sequence",
-        "timing": f"median of {ROUNDS} rounds, contenders in turns; GPU time of back-to-back calls",
+        "timing": f"median of {args.rounds} rounds, contenders in random turns; GPU time of back-to-back calls",
     }
     rows = []
     for heads in args.heads:
@@ -340,11 +373,11 @@ def main() -> None:
             for mask in args.masks:
                 for seqlen in args.seqlens:
                     torch._dynamo.reset()
-                    row = measure(mask, seqlen, heads, head_dim, args.contenders)
+                    row = measure(mask, seqlen, heads, head_dim, contenders, args.rounds)
                     rows.append(row)
                     print(heads, head_dim, mask, seqlen, row["tflops"], row["failures"], flush=True)
                     if args.output:
-                        write(args.output, context, rows, args.contenders)
+                        write(args.output, context, rows, list(contenders))
 
 
 if __name__ == "__main__":

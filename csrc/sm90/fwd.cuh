@@ -3,8 +3,8 @@
 // A persistent thread block works on one (q tile, head) after another. One producer warpgroup streams Q, K and V into
 // shared memory with TMA and says, block by block, what is to be seen; the consumer warpgroups own 64 rows each and
 // keep scores, probabilities and output in registers. Softmax of block j overlaps with P V of block j - 1 in the same
-// warpgroup, and with the matmuls of the other warpgroups, which take turns in issuing them. The stream of blocks does
-// not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
+// warpgroup, and with the matmuls of the other warpgroups. The stream of blocks does not stop at the borders of runs,
+// and a warpgroup masks only the blocks that hide something from it.
 #pragma once
 
 #include "mask.cuh"
@@ -20,19 +20,22 @@ struct ForwardParams {
     TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns
     TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
     TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
-    void* out_rows;    // [total_q, nheads_q, head_dim], contiguous
+    void* out_rows;    // [total_q, nheads_q, head_dim], contiguous; fp32 where `is_out_wide`
     float* lse;        // [nheads_q, total_q]
+    const float* prior_out;   // attention over other keys, to be merged with this one: as `out_rows`, fp32; or null
+    const float* prior_lse;   // as `lse`
     const Run* runs;   // [num_runs]
     Schedule schedule;
     int total_q;
     int qhead_per_kvhead;
     float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;    // softmax_scale / softcap where scores are capped
+    int is_out_wide;
 };
 
 static_assert(sizeof(ForwardParams) == 640, "packed by magi_compile/kernels/cuda/forward.py");
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, bool kOutSharesQ_,
+template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_>
 struct ForwardConfig {
     using Element = Element_;
@@ -40,7 +43,7 @@ struct ForwardConfig {
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kKStages = kKStages_;
     static constexpr int kVStages = kVStages_;
-    static constexpr bool kOutSharesQ = kOutSharesQ_;   // O leaves from Q's buffer, where there is no room for another
+    static constexpr int kQBuffers = kQBuffers_;
     static constexpr int kConsumers = kConsumers_;
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
@@ -55,6 +58,7 @@ struct ForwardConfig {
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
+    static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
     static_assert(kBlockCols % 16 == 0, "P V takes 16 columns a step");
@@ -81,19 +85,18 @@ struct TileOfHead {
 template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
-    static constexpr int kQBuffers = Config::kOutSharesQ ? 1 : 2;
 
-    Element q[kQBuffers][Config::kSlabs][Config::kQSlab];   // the last one is O's
+    Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // of tiles in turns; O leaves from its Q's
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
     Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
     Block blocks[Config::kKStages];   // travel with k
-    TileOfHead tile;                  // travels with q
+    TileOfHead tiles[Config::kQBuffers];   // travel with q
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
 };
 
-enum NamedBarrier : uint32_t { kTurn = 1, kWarpgroupDone = 4 };   // one for each consumer warpgroup; 0 is __syncthreads
+constexpr uint32_t kWarpgroupDone = 1;   // a named barrier for each consumer warpgroup; 0 is __syncthreads
 
 // One thread that keeps the rings full.
 template <class Config>
@@ -113,7 +116,7 @@ public:
             }
         }
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
-        smem_.tile.row_begin = TileOfHead::kNoMoreWork;
+        smem_.tiles[q_phase_ % Config::kQBuffers].row_begin = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.q_full);
     }
 
@@ -152,16 +155,16 @@ private:
 
     __device__ __forceinline__ void announce_empty(const Tile& tile, int head) {
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
-        smem_.tile = {tile.row_begin, tile.row_end, head, true};
+        smem_.tiles[q_phase_ % Config::kQBuffers] = {tile.row_begin, tile.row_end, head, true};
         mbarrier_arrive(smem_.q_full);
         q_phase_ ^= 1;
     }
 
     __device__ __forceinline__ void load_q(const Tile& tile, int head) {
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
-        smem_.tile = {tile.row_begin, tile.row_end, head, false};
+        smem_.tiles[q_phase_ % Config::kQBuffers] = {tile.row_begin, tile.row_end, head, false};
         mbarrier_arrive_expect_tx(smem_.q_full, sizeof(smem_.q[0]));
-        load(smem_.q[0], params_.q, smem_.q_full, tile.row_begin, head);
+        load(smem_.q[q_phase_ % Config::kQBuffers], params_.q, smem_.q_full, tile.row_begin, head);
         q_phase_ ^= 1;
     }
 
@@ -211,23 +214,22 @@ public:
         : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
-        if (warpgroup_ == Config::kConsumers - 1) {
-            pass_turn();   // the first turn is warpgroup 0's
-        }
         while (true) {
             mbarrier_wait(smem_.q_full, q_phase_);
-            q_phase_ ^= 1;
-            const TileOfHead tile = smem_.tile;
+            const TileOfHead& tile = smem_.tiles[q_phase_ % Config::kQBuffers];   // registers are short
             if (tile.row_begin == TileOfHead::kNoMoreWork) {
                 break;
             }
             attend(tile);
+            q_phase_ ^= 1;
         }
+        wait_for_store();
     }
 
 private:
     using Element = typename Config::Element;
     static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
+    static constexpr int kFirstScores = kScores / 16 * 8;   // the first half, in whole steps of P V
     static constexpr int kOut = Config::kHeadDim / 2;
     using Scores = float[kScores];
     using Probs = uint32_t[kScores / 2];
@@ -243,9 +245,11 @@ private:
             out[i] = 0.f;
         }
 
-        holds_q_ = true;
         is_last_block_ = tile.is_empty;
         Visibility sees = next_block(tile);
+        if constexpr (Config::kQBuffers == 2) {
+            release_q();   // of the previous tile
+        }
         while (sees != kEnd) {
             if (sees == kNothing) {
                 skip_block();
@@ -256,14 +260,12 @@ private:
             // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
             const uint32_t q = q_operand();
             const uint32_t k = k_operand();
-            wait_turn();
             issue_scores(scores, q, k);
-            pass_turn();
             Visibility next = next_block(tile);
             wgmma_wait_group<0>();
             pin(scores);
             cap_and_mask(scores, sees, tile);
-            release_k_and_q(next);
+            release_k();
             bool is_v_there = test_v();
             float sum[2];
             soften(scores, probs, sum, out, softmax);
@@ -275,25 +277,23 @@ private:
                 const uint32_t q = q_operand();
                 const uint32_t k = k_operand();
                 const uint32_t v = v_operand();
-                wait_turn();
                 issue_scores(scores, q, k);
                 issue_out(out, probs, v);
-                pass_turn();
                 next = next_block(tile);   // while the scores are on their way
                 wgmma_wait_group<2>();
                 pin(scores);
                 cap_and_mask(scores, sees, tile);
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
-                softmax.exponentiate<Element, 0, kScores / 2>(scores, probs, sum);
+                softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
                 // The assembler moves a wait up to the last memory operation in front of it: this one, which seems to
                 // depend on the exponentials, keeps them in front of the wait and beside the rest of P V.
-                release_k_and_q(next, zero_after(sum[0]) | zero_after(sum[1]));
+                release_k(zero_after(sum[0]) | zero_after(sum[1]));
                 wgmma_wait_group<0>();
                 pin(out);
                 release_v();
                 is_v_there = test_v();
-                softmax.exponentiate<Element, kScores / 2, kScores>(scores, probs, sum);
+                softmax.exponentiate<Element, kFirstScores, kScores>(scores, probs, sum);
                 if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
                     soften(scores, probs, sum, out, softmax);
                 }
@@ -310,22 +310,29 @@ private:
 
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
-        scale_rows(out, normalize);
-        store(out, lse, tile);
-        if (Config::kOutSharesQ) {
-            if (lane_ == 0) {
-                cp_async_bulk_wait_group_read<0>();
-            }
-            release(smem_.q_empty);
-        } else if (holds_q_) {
-            release(smem_.q_empty);
+        if (params_.prior_lse != nullptr) {
+            float keep[2];
+            weigh(normalize, keep, lse, tile);
+            scale_rows(out, normalize);
+            add_prior(out, keep, tile);
+        } else {
+            scale_rows(out, normalize);
+        }
+        if (params_.is_out_wide) {
+            store_wide(out, tile);
+        } else {
+            store(out, tile);
+        }
+        store_lse(lse, tile);
+        if constexpr (Config::kQBuffers == 1) {
+            release_q();
         }
     }
 
     // ---- the matmuls
 
     __device__ __forceinline__ uint32_t q_operand() const {
-        return wgmma_descriptor(smem_.q[0][0] + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+        return wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
     }
 
     __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
@@ -356,7 +363,7 @@ private:
         for (int step = 0; step < Config::kBlockCols / 16; ++step) {
             Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(out, probs + 4 * step,
                                                                      v + ((step * kStepBytes) >> 4), 1);
-            if (step + 1 == Config::kBlockCols / 32) {
+            if (step + 1 == kFirstScores / 8) {
                 wgmma_commit_group();
             }
         }
@@ -397,19 +404,83 @@ private:
 
     // ---- the result
 
+    // How much this output and the prior one weigh in each row; `lse` becomes that of both.
+    __device__ __forceinline__ void weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2],
+                                          const TileOfHead& tile) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row(tile) + 8 * half;
+            const float prior = row < tile.row_end ? params_.prior_lse[lse_offset(tile, row)] : -kInfinity;
+            const float peak = fmaxf(prior, lse[half]);
+            const float reference = peak == -kInfinity ? 0.f : peak;
+            const float own = __expf(lse[half] - reference);
+            const float other = __expf(prior - reference);
+            const float total = own + other;
+            const float scale = total == 0.f ? 0.f : 1.f / total;
+            normalize[half] *= own * scale;
+            keep[half] = other * scale;
+            lse[half] = reference + __logf(total);
+        }
+    }
+
+    __device__ __forceinline__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row(tile) + 8 * half;
+            if (row < tile.row_end) {
+                const float2* const prior = reinterpret_cast<const float2*>(params_.prior_out + out_offset(tile, row));
+#pragma unroll
+                for (int i = 0; i < kOut / 4; ++i) {
+                    const float2 pair = prior[4 * i];
+                    out[4 * i + 2 * half] += keep[half] * pair.x;
+                    out[4 * i + 2 * half + 1] += keep[half] * pair.y;
+                }
+            }
+        }
+    }
+
+    // A quad writes 32 bytes of a row at a time.
+    __device__ __forceinline__ void store_wide(const Out& out, const TileOfHead& tile) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row(tile) + 8 * half;
+            if (row < tile.row_end) {
+                float2* const out_row = reinterpret_cast<float2*>(static_cast<float*>(params_.out_rows) + out_offset(tile, row));
+#pragma unroll
+                for (int i = 0; i < kOut / 4; ++i) {
+                    out_row[4 * i] = make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_lse(const float (&lse)[2], const TileOfHead& tile) const {
+        if (lane_ % 4 == 0) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row(tile) + 8 * half;
+                if (row < tile.row_end) {
+                    params_.lse[lse_offset(tile, row)] = lse[half];
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ long long lse_offset(const TileOfHead& tile, int row) const {
+        return static_cast<long long>(tile.head) * params_.total_q + row;
+    }
+
+    // Of this thread's first two columns in a row of fp32.
+    __device__ __forceinline__ long long out_offset(const TileOfHead& tile, int row) const {
+        return (static_cast<long long>(row) * params_.schedule.num_heads + tile.head) * Config::kHeadDim + 2 * (lane_ % 4);
+    }
+
     // Each warp stores its own 16 rows: with TMA where all of them belong to the tile, else row by row, because the
     // rows behind the tile are another's.
-    __device__ __forceinline__ void store(const Out& out, const float (&lse)[2], const TileOfHead& tile) {
+    __device__ __forceinline__ void store(const Out& out, const TileOfHead& tile) {
         const int row_in_tile = warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
-        Element* const staging = smem_.q[SharedStorage<Config>::kQBuffers - 1][0] + row_in_tile * Config::kSlabCols;
-        if constexpr (Config::kOutSharesQ) {
-            barrier_sync(kWarpgroupDone + warpgroup_, Config::kWarpgroup);   // all four warps have read Q
-        } else {
-            if (lane_ == 0) {
-                cp_async_bulk_wait_group_read<0>();   // the previous tile has left the staging buffer
-            }
-            __syncwarp();
-        }
+        Element* const staging = q_buffer() + row_in_tile * Config::kSlabCols;
+        barrier_sync(kWarpgroupDone + warpgroup_, Config::kWarpgroup);   // all four warps have read Q
         stage(out, staging);
         fence_proxy_async_shared();
         __syncwarp();
@@ -425,15 +496,6 @@ private:
             }
         } else {
             store_rows(staging, warp_row, tile);
-        }
-        if (lane_ % 4 == 0) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int row = first_row(tile) + 8 * half;
-                if (row < tile.row_end) {
-                    params_.lse[static_cast<long long>(tile.head) * params_.total_q + row] = lse[half];
-                }
-            }
         }
     }
 
@@ -467,14 +529,7 @@ private:
         }
     }
 
-    // ---- turns and buffers
-
-    __device__ __forceinline__ void wait_turn() { barrier_sync(kTurn + warpgroup_, 2 * Config::kWarpgroup); }
-
-    __device__ __forceinline__ void pass_turn() {
-        const int next = warpgroup_ + 1 == Config::kConsumers ? 0 : warpgroup_ + 1;
-        barrier_arrive(kTurn + next, 2 * Config::kWarpgroup);
-    }
+    // ---- buffers
 
     // Waits for the next block of the tile, if there is one, and tells what this warpgroup sees of it.
     __device__ __forceinline__ Visibility next_block(const TileOfHead& tile) {
@@ -502,13 +557,18 @@ private:
         }
     }
 
-    // After the scores of a block are there; behind those of the last one nobody needs Q.
-    __device__ __forceinline__ void release_k_and_q(Visibility next, uint32_t zero = 0) {
-        release_k(zero);
-        if (!Config::kOutSharesQ && next == kEnd) {
-            release(smem_.q_empty);
-            holds_q_ = false;
+    __device__ __forceinline__ Element* q_buffer() const { return smem_.q[q_phase_ % Config::kQBuffers][0]; }
+
+    // Until the last output has left its buffer, which the thread that stored it knows.
+    __device__ __forceinline__ void wait_for_store() const {
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();
         }
+    }
+
+    __device__ __forceinline__ void release_q() {
+        wait_for_store();
+        release(smem_.q_empty);
     }
 
     __device__ __forceinline__ void release_k(uint32_t zero = 0) {
@@ -521,10 +581,8 @@ private:
         v_.advance();
     }
 
-    // Every warpgroup takes every turn and releases every buffer, in order, also those it does not use.
+    // Every warpgroup releases every buffer, in order, also those it does not use.
     __device__ __forceinline__ void skip_block() {
-        wait_turn();
-        pass_turn();
         release_k();
         wait_for_v(false);
         release_v();
@@ -554,7 +612,6 @@ private:
     Position<Config::kKStages> scored_;   // of the block in work
     Position<Config::kVStages> v_;
     bool is_last_block_;
-    bool holds_q_;
 };
 
 template <class Config>

@@ -136,6 +136,39 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Waits until every access of this thread's bulk copies is done, those to global memory included.
+template <int kPending>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// ---- between thread blocks
+
+// Lets the next kernel of the stream start as soon as there is room. It sees what this one writes after its own
+// `griddepcontrol_wait`, which every kernel that may start early begins with.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+__device__ __forceinline__ void griddepcontrol_wait() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ int load_acquire(const int* pointer) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void add_release(int* pointer, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+// Orders this thread's accesses by bulk copies before and after those by ordinary instructions.
+__device__ __forceinline__ void fence_proxy_async() {
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 // ---- registers and conversions
 
 template <int kRegisters>
@@ -246,6 +279,12 @@ __device__ __forceinline__ uint32_t zero_after(float value) {
     return __float_as_uint(value) & blockIdx.y;
 }
 
+// The same number, of which the compiler knows nothing: it keeps no register for what could be computed ahead from it.
+__device__ __forceinline__ int opaque(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
+}
+
 enum class Major { K = 0, MN = 1 };
 
 // D[64, N] (+)= A[64, 16] B[16, N] in fp32, A from shared memory (ss) or from registers (rs).
@@ -257,6 +296,7 @@ struct Wgmma;
 #define FFA_F16_0(d) FFA_F16(d, 0)
 #define FFA_F32(d) FFA_F16(d, 0), FFA_F16(d, 16)
 #define FFA_F48(d) FFA_F32(d), FFA_F16(d, 32)
+#define FFA_F40(d) FFA_F32(d), FFA_F4(d, 32), FFA_F4(d, 36)
 #define FFA_F64(d) FFA_F48(d), FFA_F16(d, 48)
 #define FFA_F96(d) FFA_F64(d), FFA_F16(d, 64), FFA_F16(d, 80)
 #define FFA_F128(d) FFA_F96(d), FFA_F16(d, 96), FFA_F16(d, 112)
@@ -264,6 +304,7 @@ struct Wgmma;
 #define FFA_R32                                                                                                  \
     "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28," \
     "%29,%30,%31"
+#define FFA_R40 FFA_R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define FFA_R48 FFA_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define FFA_R64 FFA_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define FFA_R96                                                                                                      \
@@ -305,6 +346,7 @@ struct Wgmma;
 #define FFA_WGMMA_SIZES(ELEMENT, TYPE)                                                                      \
     FFA_WGMMA(ELEMENT, TYPE, 32, FFA_R16, FFA_F16_0, "%16", "%17", "%18", "%19", "%20", "%21", "%22", "%23")       \
     FFA_WGMMA(ELEMENT, TYPE, 64, FFA_R32, FFA_F32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39")         \
+    FFA_WGMMA(ELEMENT, TYPE, 80, FFA_R40, FFA_F40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", "%47")         \
     FFA_WGMMA(ELEMENT, TYPE, 96, FFA_R48, FFA_F48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55")         \
     FFA_WGMMA(ELEMENT, TYPE, 128, FFA_R64, FFA_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")        \
     FFA_WGMMA(ELEMENT, TYPE, 192, FFA_R96, FFA_F96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103")     \
@@ -317,12 +359,14 @@ FFA_WGMMA_SIZES(float16, "f16")
 #undef FFA_R96
 #undef FFA_R64
 #undef FFA_R48
+#undef FFA_R40
 #undef FFA_R32
 #undef FFA_R16
 #undef FFA_F128
 #undef FFA_F96
 #undef FFA_F64
 #undef FFA_F48
+#undef FFA_F40
 #undef FFA_F32
 #undef FFA_F16_0
 #undef FFA_F16

@@ -78,7 +78,16 @@ class Kernel(Protocol):
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
-    ) -> ForwardOutput: ...
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> ForwardOutput:
+        """Attention of `q` over `slices`, and where there is a `prior`, over its keys too.
+
+        `prior` is the attention of the same queries over other keys, its `out` in fp32 or wider. What comes out has
+        `out_dtype`: by default that of `q`, wider where it will be a prior.
+        """
+        ...
 
     def backward(
         self,

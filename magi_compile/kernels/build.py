@@ -15,14 +15,18 @@ from magi_compile.kernels.cuda.backward import backward_variants
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
 from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
 from magi_compile.kernels.cuda.planner import planner_variant
-from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS
+from magi_compile.kernels.heuristics import (
+    BACKWARD_HEAD_DIMS,
+    FORWARD_HEAD_DIMS,
+    forward_config,
+)
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that some problem needs."""
     for head_dim, dtype, softcap in itertools.product(FORWARD_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
-        yield forward_variant(problem)
+        yield forward_variant(problem, forward_config(problem))
         if head_dim in BACKWARD_HEAD_DIMS:
             preprocess, main, postprocess = backward_variants(problem)
             yield main

@@ -16,7 +16,7 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.cpu_pieces import Piece, additive_mask, cut, plan_pieces
-from magi_compile.kernels.merge import merge_partials
+from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.masks.slices import AttnSlices
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,6 +54,9 @@ class CpuKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
         pieces = _pieces(plan, problem)
         merges = not all(piece.is_first for piece in pieces)
@@ -78,7 +81,7 @@ class CpuKernel:
                 )
             out_heads[:, :, rows] = part
             lse_heads[:, :, rows] = part_lse
-        return ForwardOutput(out.to(q.dtype), lse)
+        return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
 
     def backward(
         self,

@@ -24,15 +24,15 @@ class PlanTiles(NamedTuple):
 class ForwardConfig:
     """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd.cuh`.
 
-    A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. The output
-    leaves through the buffer of Q where shared memory has no room for another one.
+    A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
+    `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q.
     """
 
     num_consumers: int
     block_cols: int
     k_stages: int
     v_stages: int
-    out_shares_q: bool
+    q_buffers: int
     producer_registers: int
     consumer_registers: int
 
@@ -47,11 +47,11 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(3, 96, 4, 4, False, 32, 160),
-    96: ForwardConfig(2, 128, 3, 2, False, 40, 232),
-    128: ForwardConfig(2, 128, 3, 2, False, 40, 232),
-    192: ForwardConfig(2, 96, 2, 2, True, 40, 232),
-    256: ForwardConfig(2, 64, 3, 2, True, 40, 232),
+    64: ForwardConfig(3, 96, 4, 4, 2, 40, 152),
+    96: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
+    128: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
+    192: ForwardConfig(2, 80, 3, 2, 1, 40, 232),
+    256: ForwardConfig(2, 64, 3, 2, 1, 40, 232),
 }
 
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.

@@ -53,6 +53,17 @@ def merge_outputs(parts: Sequence[ForwardOutput]) -> ForwardOutput:
     return ForwardOutput(out.to(outs[0].dtype), lse.t().contiguous())
 
 
+def merge_prior(
+    output: ForwardOutput, prior: ForwardOutput | None, out_dtype: torch.dtype
+) -> ForwardOutput:
+    """`output` merged with `prior`, if there is one, in `out_dtype`: for kernels that do not do it themselves."""
+    out, lse = output
+    if prior is not None:
+        out, lse = merge_partials((prior.out, out), (prior.lse.t(), lse.t()))
+        lse = lse.t().contiguous()
+    return ForwardOutput(out.to(out_dtype), lse)
+
+
 def sum_partials(parts: Sequence[Tensor]) -> Tensor:
     """The sum of tensors of one shape and dtype, rounded once: added in fp32 or wider; one pass on a GPU."""
     if len(parts) == 1:

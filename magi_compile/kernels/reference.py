@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -118,9 +119,12 @@ class ReferenceKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
         out, lse = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
-        return ForwardOutput(out.to(q.dtype), lse.float())
+        return merge_prior(ForwardOutput(out, lse.float()), prior, out_dtype or q.dtype)
 
     def backward(
         self,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
+from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 
@@ -63,6 +64,9 @@ class TritonKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
         q_tiles, q_runs, _, _ = plan
         config = triton_config(problem)
@@ -85,7 +89,7 @@ class TritonKernel:
                     **_sizes(problem),
                     **config.forward._asdict(),
                 )
-        return ForwardOutput(out, lse)
+        return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
 
     def backward(
         self,

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.masks.slices import MaskType
+from magi_compile.kernels.base import ForwardOutput
+from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.prior import check_prior
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -32,6 +34,7 @@ CASES = [
     *(replace(case, heads=heads) for case in MASKS for heads in (HEADS[0], HEADS[2])),
     *(replace(case, heads=heads) for case in SHORT for heads in HEADS),
     *(replace(case, heads=HEADS[2], softcap=5.0) for case in SHORT),
+    *(replace(SHORT[1], heads=Heads(n, m, 128, 128)) for n, m in ((8, 8), (8, 2), (8, 1), (64, 1))),
     replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
 ]
 
@@ -54,6 +57,57 @@ def test_matches_the_oracle(kernel, case, dtype):
     inputs = case.inputs(dtype, "cuda")
     out, lse = forward(kernel, inputs.q, inputs.k, inputs.v, slices, problem)
     assert_attention_close((out, lse), inputs, slices, problem)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["as_q", "fp32"])
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: heads.id)
+@pytest.mark.parametrize("case", SHORT[:2], ids=lambda case: case.name)
+def test_merges_with_a_prior(kernel, case, heads, out_dtype):
+    check_prior(kernel, replace(case, heads=heads), torch.bfloat16, out_dtype, "cuda")
+
+
+def test_prior_and_output_dtypes(kernel):
+    case = replace(SHORT[0], heads=HEADS[2])
+    problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
+    slices = case.slices("cuda")
+    arguments = (*inputs[:3], slices, kernel.plan(slices, problem), problem)
+    with pytest.raises(
+        TypeError, match=r"`out_dtype` must be torch\.bfloat16 .*, got torch\.float16"
+    ):
+        kernel.forward(*arguments, out_dtype=torch.float16)
+    prior = ForwardOutput(inputs.q, torch.zeros(4, len(inputs.q), device="cuda"))
+    with pytest.raises(
+        TypeError, match=r"`prior\.out` must be torch\.float32, got torch\.bfloat16"
+    ):
+        kernel.forward(*arguments, prior=prior)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "heads"),
+    [([1 << 20], Heads(1, 1, 128, 128)), ([1, 2, 3, 4, 5, 6, 7] * 1000, Heads(8, 2, 128, 128))],
+    ids=["one_document_of_a_million_tokens", "thousands_of_tiny_documents"],
+)
+def test_long_sequences(kernel, lengths, heads):
+    """Against fp64 in some rows, because the oracle is too slow for all of them."""
+    total = sum(lengths)
+    case = replace(varlen("long", [total], MaskType.CAUSAL), heads=heads)
+    problem = case.problem(torch.bfloat16, "cuda")
+    q, k, v = (
+        torch.randn(total, n, 128, device="cuda", dtype=torch.bfloat16)
+        for n in (heads.nheads_q, heads.nheads_kv, heads.nheads_kv)
+    )
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    slices = AttnSlices.from_cu_seqlens(cu_seqlens.tolist(), causal=True).to("cuda")
+    out, lse = forward(kernel, q, k, v, slices, problem)
+    assert out.isfinite().all()
+    rows = torch.cat([torch.randint(total, (30,)), torch.tensor([0, total - 1])])
+    begins = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]
+    for row, begin in zip(rows.tolist(), begins.tolist(), strict=True):
+        keys, values = (x[begin : row + 1, -1].double() for x in (k, v))
+        scores = keys @ q[row, -1].double() * problem.softmax_scale
+        expected = scores.softmax(0) @ values
+        assert (out[row, -1] - expected).norm() < 1e-2 * expected.norm()
+        assert lse[-1, row].item() == pytest.approx(scores.logsumexp(0).item(), abs=1e-3)
 
 
 def test_plans_from_the_host_and_from_the_device_agree(kernel):

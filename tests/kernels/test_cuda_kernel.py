@@ -9,7 +9,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda.forward import forward_variant
-from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS, heads_per_section
+from magi_compile.kernels.heuristics import FORWARD_HEAD_DIMS, forward_config, heads_per_section
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 64, 8, 128, 128, 128**-0.5)
 
@@ -39,7 +39,8 @@ def test_refusals(kernel, change, reason):
 
 def test_a_variant_does_not_depend_on_heads_or_scale():
     other = replace(PROBLEM, nheads_q=4, nheads_kv=4, softmax_scale=1.0)
-    assert forward_variant(PROBLEM) == forward_variant(other)
+    config = forward_config(PROBLEM)
+    assert forward_variant(PROBLEM, config) == forward_variant(other, config)
 
 
 @pytest.mark.parametrize("head_dim", FORWARD_HEAD_DIMS)

@@ -3,8 +3,12 @@
 import pytest
 import torch
 
-from magi_compile.kernels.merge import merge_outputs, merge_partials, sum_partials
+from magi_compile.kernels.base import ForwardOutput
+from magi_compile.kernels.merge import merge_outputs, merge_partials, merge_prior, sum_partials
+from magi_compile.kernels.select import load
+from magi_compile.testing.cases import random_disjoint
 from tests.kernels.partials import SHAPES, check_merge, check_sum
+from tests.kernels.prior import check_prior
 
 INF = torch.inf
 
@@ -52,3 +56,16 @@ def test_low_precision_is_merged_in_fp32(dtype):
 def test_parts(device, dtype, num_parts, shape):
     check_merge(merge_outputs, shape, num_parts, dtype, device)
     check_sum(sum_partials, shape, num_parts, dtype, device)
+
+
+def test_without_a_prior_only_the_dtype_changes():
+    output = ForwardOutput(torch.ones(2, 3), torch.zeros(3, 2))
+    out, lse = merge_prior(output, None, torch.bfloat16)
+    assert out.dtype == torch.bfloat16
+    assert lse is output.lse
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["as_q", "fp32"])
+def test_kernels_merge_with_a_prior(name, out_dtype):
+    check_prior(load(name), random_disjoint(257, 391, 5), torch.bfloat16, out_dtype, "cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+import torch
 from torch import Tensor
 
 from magi_compile import _compat
@@ -74,9 +75,12 @@ class CudaKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
         q_tiles, q_runs, *_ = plan
-        return forward(q, k, v, q_tiles, q_runs, problem)
+        return forward(q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype)
 
     def backward(
         self,
@@ -93,5 +97,8 @@ class CudaKernel:
     ) -> BackwardOutput:
         if problem.head_dim in BACKWARD_HEAD_DIMS:
             _, _, k_tiles, k_runs = plan
-            return backward(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem)
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            return backward(
+                dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+            )
         return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[2:], problem)

@@ -42,6 +42,8 @@ def num_sms(device_index: int) -> int:
 def tma_compatible(x: Tensor) -> Tensor:
     """`x [rows, heads, head_dim]` itself if TMA can read it, else a copy."""
     aligned = x.data_ptr() % 16 == 0 and x.stride(2) == 1
+    if aligned and x.is_contiguous() and x.shape[2] * x.element_size() % 16 == 0:
+        return x
     for dim in (0, 1):
         stride = x.stride(dim) * x.element_size()
         aligned = aligned and (x.shape[dim] == 1 or (stride > 0 and stride % 16 == 0))
@@ -98,23 +100,38 @@ def launch(
     params: bytearray,
     stream: int,
     shared_bytes: int = SHARED_BYTES,
+    may_start_early: bool = False,
 ) -> None:
-    """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies."""
+    """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies.
+
+    With `may_start_early` it starts when the kernel in front of it lets it, and is to wait for its results itself
+    (`griddepcontrol`).
+    """
     _bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     struct = (ctypes.c_char * len(params)).from_buffer(params)
-    arguments = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
-    check(
-        driver.cuLaunchKernel(
-            function,
-            *(grid_x, grid_y, 1),
-            *(block, 1, 1),
-            shared_bytes,
-            stream,
-            ctypes.addressof(arguments),
-            0,
-        )
-    )
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+    arguments = ctypes.addressof(pointers)
+    if not may_start_early:
+        dims = (grid_x, grid_y, 1, block, 1, 1)
+        check(driver.cuLaunchKernel(function, *dims, shared_bytes, stream, arguments, 0))
+        return
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = stream
+    config.attrs = [_programmatic_start()]
+    config.numAttrs = 1
+    check(driver.cuLaunchKernelEx(config, function, arguments, 0))
+
+
+@cache
+def _programmatic_start() -> driver.CUlaunchAttribute:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 def zero_word(stream: int, device: torch.device) -> Tensor:
