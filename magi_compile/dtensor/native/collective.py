@@ -46,10 +46,10 @@ class NativeCollective:
         slot = _fill(window, tensors, tensors[0].shape[0], current)
         received = [route.num_received for route in routes]
         packed = tensors[0].new_empty(sum(received), sum(rows.widths(tensors)))
+        pulls_of = [_pulls_of_cast(route, group) for route in routes]
         published = _publish(slot, current, window.stream)
         like = [x[:0] for x in tensors]
-        for index, (route, part) in enumerate(zip(routes, packed.split(received), strict=True)):
-            pulls = _pulls_of_cast(route, group)
+        for index, (pulls, part) in enumerate(zip(pulls_of, packed.split(received), strict=True)):
             self._pull(pulls, slot, part, window.stream, published)
             if index == len(routes) - 1:
                 slot.release(window.stream)
@@ -62,8 +62,9 @@ class NativeCollective:
         current = torch.cuda.current_stream(tensors[0].device)
         slot = _fill(window, tensors, route.peak_received, current)
         arrived = tensors[0].new_empty(route.num_sent, sum(rows.widths(tensors)))
+        pulls = _pulls_of_reduce(route, group)
         published = _publish(slot, current, window.stream)
-        self._pull(_pulls_of_reduce(route, group), slot, arrived, window.stream, published)
+        self._pull(pulls, slot, arrived, window.stream, published)
         slot.release(window.stream)
         return _Reduce(route, arrived, window.stream.record_event())
 
