@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -66,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
-    parser.add_argument("--preset", choices=PRESETS, default="smoke")
+    parser.add_argument(
+        "--preset", nargs="+", choices=PRESETS, default=["smoke"], help="one after the other"
+    )
     masks = SPARSE_MASKS if level == "sparse" else tuple(NAMED_MASKS)
     parser.add_argument("--masks", nargs="+", choices=masks, help="only these")
     parser.add_argument("--seqlens", nargs="+", type=parse_length, help="only these, or others")
@@ -102,7 +105,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.set_defaults(command=_run, level=level)
 
 
-def _heads(text: str) -> tuple[int, int]:
+def _heads(text: str) -> str:
     nheads_q, _, nheads_kv = text.partition(":")
     if not (nheads_q.isdigit() and nheads_kv.isdigit()) or not int(nheads_kv):
         raise argparse.ArgumentTypeError(f"heads must look like 64:8, got {text!r}")
@@ -110,18 +113,19 @@ def _heads(text: str) -> tuple[int, int]:
         raise argparse.ArgumentTypeError(
             f"query heads must be a multiple of the others, got {text}"
         )
-    return int(nheads_q), int(nheads_kv)
+    return f"{int(nheads_q)}:{int(nheads_kv)}"
 
 
 def _run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    preset = PRESETS[args.preset]
-    cells = _filtered(preset.cells(args.level, device), args)
-    if not cells:
-        raise ValueError(f"nothing to run: `{args.preset}` has no such {args.level} cells")
+    presets = [PRESETS[name] for name in args.preset]
+    stages = [_filtered(preset.cells(args.level, device), args) for preset in presets]
+    if not any(stages):
+        raise ValueError(f"nothing to run: {args.preset} have no such {args.level} cells")
+    preset = presets[0]
     names = _contenders(args, preset, device)
     if args.dry_run:
-        return _dry_run(cells, names, device)
+        return _dry_run(stages, names, device)
     if args.output.exists() and not args.resume:
         raise FileExistsError(f"`{args.output}` exists: add --resume, or choose another --output")
     settings = Settings(
@@ -139,37 +143,32 @@ def _run(args: argparse.Namespace) -> int:
         time_limit_s=args.time_limit,
         jobs=args.jobs or (len(names) if device == "cuda" else 1),
     )
-    results = execute(cells, names, settings, args.output, _say)
+    results = execute(stages, names, settings, args.output, _say)
     _say(f"{len(results.ok_rows())} measured, {len(results.not_run)} not run: {args.output}")
     return 0
 
 
 def _filtered(cells: list[Cell], args: argparse.Namespace) -> list[Cell]:
-    """The preset's cells that the filters leave; lengths and heads outside the preset replace its own."""
-    fields: dict[str, list | None] = {
-        "mask": args.masks,
-        "seqlen": args.seqlens,
-        "heads": [f"{q}:{kv}" for q, kv in args.heads] if args.heads else None,
-        "block": getattr(args, "blocks", None),
-        "density": getattr(args, "densities", None),
-    }
-    found: dict[str, Cell] = {}
-    for cell in cells:
-        variants = [cell.to_json()]
-        for seqlen in args.seqlens or [cell.seqlen]:
-            for nheads_q, nheads_kv in args.heads or [(cell.nheads_q, cell.nheads_kv)]:
-                changed = {"seqlen": seqlen, "nheads_q": nheads_q, "nheads_kv": nheads_kv}
-                variants.append(cell.to_json() | changed)
-        for variant in variants:
-            for name in ("head_dim", "dtype", "lengths", "seed"):
-                value = getattr(args, name)
-                if value is not None:
-                    variant[name] = value
-            made = Cell.from_json(variant)
-            wanted = {"heads": made.heads, **variant}
-            if all(not allowed or wanted[name] in allowed for name, allowed in fields.items()):
-                found[made.key] = made
-    return list(found.values())
+    """The cells that the filters leave. Lengths and heads that a preset lacks replace its own."""
+    for name, wanted in (
+        ("mask", args.masks),
+        ("seqlen", args.seqlens),
+        ("heads", args.heads),
+        ("block", getattr(args, "blocks", None)),
+        ("density", getattr(args, "densities", None)),
+    ):
+        if not wanted:
+            continue
+        kept = [cell for cell in cells if getattr(cell, name) in wanted]
+        if not kept and name == "seqlen":
+            kept = [cell.at(seqlen) for cell in cells for seqlen in wanted]
+        elif not kept and name == "heads":
+            pairs = [tuple(map(int, heads.split(":"))) for heads in wanted]
+            kept = [replace(cell, nheads_q=q, nheads_kv=kv) for cell in cells for q, kv in pairs]
+        cells = kept
+    changes = {name: getattr(args, name) for name in ("head_dim", "dtype", "lengths", "seed")}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return list(dict.fromkeys(replace(cell, **changes) for cell in cells))
 
 
 def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[str]:
@@ -188,13 +187,13 @@ def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[s
     ]
 
 
-def _dry_run(cells: list[Cell], names: list[str], device: str) -> int:
+def _dry_run(stages: list[list[Cell]], names: list[str], device: str) -> int:
     """Prints every cell with the contenders that would run, and the reasons of the others."""
     missing = {name: contenders.load(name).available() for name in names}
     for name, reason in missing.items():
         if reason:
             _say(f"{name} is unavailable: {reason}")
-    count, described = 0, dict.fromkeys(task.cell for task in order(cells, names))
+    count, described = 0, dict.fromkeys(task.cell for task in order(stages, names))
     for cell in described:
         workload = build(cell)
         runs, reasons = [], []

@@ -1,4 +1,4 @@
-"""Runs cells: every contender in a process of its own, cells in an order that makes a cut-short run useful.
+"""Runs cells: every contender in a process of its own, short cells first, so that a run cut short lacks the longest.
 
 First all contenders prove themselves right, side by side; then they are timed, one at a time. Contenders that compile
 slowly come last, so that they cost the others nothing when time runs out.
@@ -58,28 +58,20 @@ class Task:
         return rows.row_key(self.cell, self.contender)
 
 
-def order(cells: Sequence[Cell], names: Sequence[str]) -> list[Task]:
-    """Fast contenders before slow ones; then lengths from the middle outwards; all contenders of a cell together."""
-    rank = {seqlen: i for i, seqlen in enumerate(_middle_first(sorted({c.seqlen for c in cells})))}
-    by_length = sorted(cells, key=lambda cell: rank[cell.seqlen])
-    tasks = [Task(cell, name) for cell in by_length for name in names]
-    return sorted(tasks, key=lambda task: contenders.load(task.contender).compiles_slowly)
-
-
-def _middle_first(values: list[int]) -> list[int]:
-    """The middle, then the middles of what is left of it and right of it, and so on."""
-    found, level = [], [values]
-    while level:
-        found += [part[len(part) // 2] for part in level]
-        halves = [
-            half for part in level for half in (part[: len(part) // 2], part[len(part) // 2 + 1 :])
-        ]
-        level = [half for half in halves if half]
-    return found
+def order(stages: Sequence[Sequence[Cell]], names: Sequence[str]) -> list[Task]:
+    """Fast contenders before slow ones, stage by stage, short lengths first, all contenders of a cell together."""
+    tasks = [
+        Task(cell, name)
+        for cells in stages
+        for cell in sorted(cells, key=lambda cell: cell.seqlen)
+        for name in names
+    ]
+    unique = dict.fromkeys(tasks)
+    return sorted(unique, key=lambda task: contenders.load(task.contender).compiles_slowly)
 
 
 def execute(
-    cells: Sequence[Cell],
+    stages: Sequence[Sequence[Cell]],
     names: Sequence[str],
     settings: Settings,
     output: Path,
@@ -88,14 +80,14 @@ def execute(
     """Measure all that `output` does not hold yet, append it there, and return all of it.
 
     Args:
-        cells: the grid.
+        stages: grids of cells, one after the other.
         names: contenders.
         settings: what holds for all cells.
         output: a JSONL file; created if there is none.
         say: takes lines of progress.
     """
     finished = rows.load([output]).finished if output.exists() else set()
-    tasks = [task for task in order(cells, names) if task.key not in finished]
+    tasks = [task for task in order(stages, names) if task.key not in finished]
     _Run(tasks, settings, output, say).execute()
     return rows.load([output])
 

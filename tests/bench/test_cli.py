@@ -104,7 +104,7 @@ def test_dry_run(capsys):
     [
         (["kernel", "--preset", "seeds", "--seqlens", "1K"], 6),
         (["kernel", "--preset", "longca", "--seqlens", "1K", "--masks", "full"], 2),
-        (["sparse", "--preset", "longca", "--seqlens", "1K", "--heads", "4:2"], 12),
+        (["kernel", "--preset", "seeds", "longca", "--seqlens", "2K", "16K", "--masks", "full"], 4),
         (["sparse", "--blocks", "64", "--densities", "0.5", "--seed", "7"], 2),
         (["kernel", "--heads", "8:8", "--head-dim", "32", "--dtype", "float32"], 18),
     ],
@@ -120,7 +120,7 @@ def test_presets_and_filters(arguments, count, capsys):
         (["kernel", "--heads", "8"], "heads must look like 64:8, got '8'"),
         (["kernel", "--heads", "8:3"], "query heads must be a multiple of the others"),
         (["kernel", "--masks", "x"], "invalid choice: 'x'"),
-        (["sparse", "--preset", "seeds"], "`seeds` has no such sparse cells"),
+        (["sparse", "--preset", "seeds"], "have no such sparse cells"),
         (["report", "no-such-file"], "No such file"),
     ],
 )

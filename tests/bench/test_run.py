@@ -22,9 +22,9 @@ OK = {"status": "ok", "passes": {"fwd": TIMES}, "gate": {"errors": {}, "allowed"
 
 
 def test_order():
-    tasks = order(CELLS, ["flex", "naive", "magi-cpu"])
+    tasks = order([CELLS[2:], CELLS], ["flex", "naive", "magi-cpu"])
     assert [task.contender for task in tasks[:4]] == ["naive", "magi-cpu"] * 2
-    assert [task.cell.seqlen for task in tasks[:12:4]] == [128, 64, 256]
+    assert [task.cell.seqlen for task in tasks[:12:4]] == [128, 256, 64]
     assert {task.contender for task in tasks[12:]} == {"flex"}
 
 
@@ -61,7 +61,7 @@ def test_every_outcome_is_a_row(fake, tmp_path):
     fake.behaviour |= {"math": "no such thing", "naive": WorkerLost("crash", "SIGSEGV: bad")}
     said = []
     path = tmp_path / "r.jsonl"
-    results = execute(CELLS, ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
+    results = execute([CELLS], ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
     statuses = {(r["contender"], r["status"]) for r in results.rows.values()}
     assert statuses == {("magi-cpu", "ok"), ("math", "unavailable"), ("naive", "crash")}
     assert len(results.rows) == 18
@@ -72,20 +72,20 @@ def test_every_outcome_is_a_row(fake, tmp_path):
 def test_resume_repeats_crashes_only(fake, tmp_path):
     path = tmp_path / "r.jsonl"
     fake.behaviour["naive"] = WorkerLost("timeout", "slow")
-    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    execute([CELLS[:1]], ["magi-cpu", "naive"], Settings("cpu"), path, print)
     fake.behaviour.clear()
-    results = execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    results = execute([CELLS[:1]], ["magi-cpu", "naive"], Settings("cpu"), path, print)
     assert {row["status"] for row in results.rows.values()} == {"ok"}
     assert len(path.read_text().splitlines()) == 5  # 2 runs, 2 rows, then 1
     said = []
-    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
+    execute([CELLS[:1]], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
     assert said == ["nothing left to run"]
 
 
 def test_time_limit(fake, tmp_path):
     said = []
     settings = Settings("cpu", time_limit_s=0.0)
-    results = execute(CELLS, ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
+    results = execute([CELLS], ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
     assert not results.rows
     assert len(results.not_run) == 6
     assert said[-1] == "time limit: 6 of 6 not run; --resume continues"
