@@ -1,9 +1,11 @@
-"""Group collectives over one all-to-all: gather rows, exchange, scatter rows. Works on every backend."""
+"""Group collectives over one all-to-all: gather rows, exchange, scatter rows. Works on every backend.
+
+Rows that stay on their rank take no part in the exchange.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,36 +32,82 @@ class AllToAll:
     def casts(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[_Cast]:
-        return (_Cast(tensors, route, group) for route in routes)
+        return (_Cast(tensors, _Order.of(route, group), group) for route in routes)
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
-        return _Reduce(tensors, route, group)
+        return _Reduce(tensors, _Order.of(route, group), group)
+
+
+class _Order:
+    """A route row by row, int32: what travels, in the order of ranks, and what stays."""
+
+    def __init__(self, route: Route, rank: int):
+        self.send_counts, self.recv_counts = (
+            [0 if peer == rank else count for peer, count in enumerate(counts)]
+            for counts in (route.send_counts, route.recv_counts)
+        )
+        self.num_received = route.num_received
+        self.send_rows, self.own_home_rows = _apart(route.sends, route.send_counts, rank)
+        self.recv_rows, self.own_buffer_rows = _apart(route.recvs, route.recv_counts, rank)
+        first, count = route.host_recvs[:, 1], route.host_recvs[:, 3]
+        in_order = torch.equal(first, count.cumsum(0, dtype=first.dtype) - count)
+        self.arrives_in_place = in_order and route.recv_counts[rank] == 0
+        self._sums: dict[int, rows.Sums] = {}
+
+    @staticmethod
+    def of(route: Route, group: dist.ProcessGroup) -> _Order:
+        """Made once for a route."""
+        if AllToAll not in route.derived:
+            route.derived[AllToAll] = _Order(route, group.rank())
+        return route.derived[AllToAll]
+
+    def sums(self, num_rows: int) -> rows.Sums:
+        if num_rows not in self._sums:
+            self._sums[num_rows] = rows.Sums(self.send_rows, num_rows, self.send_counts)
+        return self._sums[num_rows]
+
+
+def _apart(runs: Tensor, counts: list[int], rank: int) -> tuple[Tensor, Tensor]:
+    """The local rows of `runs` that have another rank as their peer, and those that have `rank` itself."""
+    every = rows.rows_of(runs[:, 1], runs[:, 3], sum(counts))
+    before, own, after = every.split([sum(counts[:rank]), counts[rank], sum(counts[rank + 1 :])])
+    return torch.cat([before, after]), own
 
 
 class _Cast:
-    def __init__(self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup):
-        self._order = _order_of(route)
+    def __init__(self, tensors: Sequence[Tensor], order: _Order, group: dist.ProcessGroup):
+        self._order = order
+        packed = rows.gather(tensors, order.send_rows)
+        self._exchange = Exchange(packed, order.send_counts, order.recv_counts, group)
         self._like = [x[:0] for x in tensors]
-        packed = rows.gather(tensors, self._order.send_rows)
-        self._exchange = Exchange(packed, route.send_counts, route.recv_counts, group)
+        self._buffers: list[Tensor] = []
+        if not order.arrives_in_place:
+            self._buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
+            for x, buffer in zip(tensors, self._buffers, strict=True):
+                rows.move(x, order.own_home_rows, buffer, order.own_buffer_rows)
 
     def wait(self) -> list[Tensor]:
-        packed = self._exchange.wait()
+        parts = rows.split(self._exchange.wait(), self._like)
         if self._order.arrives_in_place:
-            return rows.split(packed, self._like)
-        return rows.scatter(packed, self._order.recv_rows, self._like)
+            return parts
+        for part, buffer in zip(parts, self._buffers, strict=True):
+            rows.move(part, None, buffer, self._order.recv_rows)
+        return self._buffers
 
 
 class _Reduce:
-    def __init__(self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup):
-        self._route = route
-        packed = rows.gather(tensors, _order_of(route).recv_rows)
-        self._exchange = Exchange(packed, route.recv_counts, route.send_counts, group)
+    def __init__(self, tensors: Sequence[Tensor], order: _Order, group: dist.ProcessGroup):
+        self._tensors, self._order = tensors, order
+        packed = rows.gather(tensors, order.recv_rows)
+        self._exchange = Exchange(packed, order.recv_counts, order.send_counts, group)
 
     def add_to(self, totals: Sequence[Tensor]) -> None:
-        _sums_of(self._route, totals[0].shape[0]).add_to(totals, self._exchange.wait())
+        order = self._order
+        for x, total in zip(self._tensors, totals, strict=True):
+            rows.move(x, order.own_buffer_rows, total, order.own_home_rows, add=True)
+        order.sums(totals[0].shape[0]).add_to(totals, self._exchange.wait())
 
 
 class Exchange:
@@ -79,29 +127,3 @@ class Exchange:
     def wait(self) -> Tensor:
         self._work.wait()
         return self._arrived
-
-
-class _Order(NamedTuple):
-    """Row by row what a route says in runs."""
-
-    send_rows: Tensor  # int32, home rows ordered by receiver
-    recv_rows: Tensor  # int32, buffer rows ordered by sender
-    arrives_in_place: bool  # `recv_rows` counts up from 0
-
-
-def _order_of(route: Route) -> _Order:
-    if AllToAll not in route.derived:
-        first, count = route.host_recvs[:, 1], route.host_recvs[:, 3]
-        route.derived[AllToAll] = _Order(
-            rows.rows_of(route.sends[:, 1], route.sends[:, 3], route.num_sent),
-            rows.rows_of(route.recvs[:, 1], route.recvs[:, 3], route.num_received),
-            torch.equal(first, count.cumsum(0, dtype=first.dtype) - count),
-        )
-    return route.derived[AllToAll]
-
-
-def _sums_of(route: Route, num_rows: int) -> rows.Sums:
-    key = AllToAll, num_rows
-    if key not in route.derived:
-        route.derived[key] = rows.Sums(_order_of(route).send_rows, num_rows, route.send_counts)
-    return route.derived[key]

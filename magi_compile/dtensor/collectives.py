@@ -14,7 +14,7 @@ the host wait for the device: a call enqueues work behind what the current strea
 `PendingReduce.add_to` make the current stream wait for it. Meanwhile the caller computes on the current stream, and
 may start a reduce while a cast is under way. The tensors of a cast are neither written nor freed before the iterator
 is exhausted, which happens right after the last `wait`; those of a reduce not before its `add_to`. Buffers belong to
-the caller. Sums add up in the order of ranks: equal inputs give equal bits.
+the caller. Sums add up in a fixed order: equal inputs give equal bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Moving rows between tensors and one exchange buffer: `[rows, ...]` tensors side by side in `[num, width]`.
+"""Moving rows between tensors `[rows, ...]`: one kernel for each tensor on a GPU, indexed copies elsewhere.
 
-Indices are int32. On a GPU each call is one kernel (`rows_triton`), otherwise indexed copies.
+`packed [num, width]` holds rows of several tensors side by side, as they travel. Indices are int32.
 """
 
 from __future__ import annotations
@@ -15,37 +15,57 @@ from torch import Tensor
 from magi_compile.dtensor.ranges import expand
 
 
-def widths(tensors: Sequence[Tensor]) -> list[int]:
-    """Values in one row of each tensor."""
-    return [x.shape[1:].numel() for x in tensors]
-
-
 def rows_of(first: Tensor, count: Tensor, total: int) -> Tensor:
     """Every row of the runs `[first, first + count)`, which hold `total` together, in order; int32."""
     index, step = expand(count.long(), total)
     return (first[index] + step).to(torch.int32)
 
 
+def move(
+    source: Tensor,
+    source_rows: Tensor | None,
+    target: Tensor,
+    target_rows: Tensor | None,
+    *,
+    add: bool = False,
+) -> None:
+    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`, or on top of it; None is i itself.
+
+    Args:
+        source: `[rows, ...]`; the values of a row lie side by side, or are copied to do so.
+        source_rows: int32 `[num]`.
+        target: `[rows, ...]`, likewise, with equally many values in a row; never copied.
+        target_rows: int32 `[num]`, no row twice.
+        add: whether to add, in the dtype of `target`.
+    """
+    if target.is_cuda:
+        _kernels().move(source, source_rows, target, target_rows, add)
+        return
+    values = source.flatten(1) if source_rows is None else source.flatten(1)[source_rows.long()]
+    values = values.to(target.dtype)
+    flat = target.view(len(target), values.shape[1])
+    rows = slice(None) if target_rows is None else target_rows.long()
+    flat[rows] = flat[rows] + values if add else values
+
+
 def gather(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """`[len(rows), sum of widths]`: the rows `rows` of all tensors, side by side."""
-    if rows.is_cuda:
-        return _kernels().gather(tensors, rows)
-    return torch.cat([x.flatten(1).index_select(0, rows) for x in tensors], 1)
-
-
-def scatter(packed: Tensor, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors with rows like those of `like`; row i of `packed` is their row `rows[i]`, a permutation."""
-    if rows.is_cuda:
-        return _kernels().scatter(packed, rows, like)
-    buffer = torch.empty_like(packed)
-    buffer[rows.long()] = packed
-    return split(buffer, like)
+    """`packed`, the rows `rows` of all tensors."""
+    sizes = widths(tensors)
+    packed = tensors[0].new_empty(len(rows), sum(sizes))
+    for x, part in zip(tensors, packed.split(sizes, 1), strict=True):
+        move(x, rows, part, None)
+    return packed
 
 
 def split(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that lie side by side in `packed`, as views."""
+    """The tensors that lie side by side in `packed`, as views with rows like those of `like`."""
     parts = packed.split(widths(like), 1)
     return [part.unflatten(1, x.shape[1:]) for part, x in zip(parts, like, strict=True)]
+
+
+def widths(tensors: Sequence[Tensor]) -> list[int]:
+    """Values in one row of each tensor."""
+    return [x.shape[1:].numel() for x in tensors]
 
 
 class Sums:
@@ -69,10 +89,10 @@ class Sums:
         if packed.is_cuda:
             _kernels().add(totals, packed, self._begin, self._order)
             return
-        for total, values in zip(totals, split(packed, totals), strict=True):
-            blocks = values.to(total.dtype).split(self._counts)
-            for rows, block in zip(self._rows.split(self._counts), blocks, strict=True):
-                total.index_add_(0, rows, block)
+        blocks = (self._rows.split(self._counts), packed.split(self._counts))
+        for rows, block in zip(*blocks, strict=True):
+            for total, values in zip(totals, split(block, totals), strict=True):
+                move(values, None, total, rows, add=True)
 
 
 def _kernels() -> ModuleType:

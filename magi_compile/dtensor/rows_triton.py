@@ -14,29 +14,34 @@ MAX_BLOCK = 1024  # values of a row in one program
 
 
 @triton.jit
-def gather_kernel(
-    x, packed, rows, num, width, x_stride, packed_stride, BLOCK: tl.constexpr, ROWS: tl.constexpr
+def move_kernel(
+    source,
+    source_rows,
+    target,
+    target_rows,
+    num,
+    width,
+    source_stride,
+    target_stride,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Row `rows[i]` of `x` to row i of `packed`."""
+    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`, or on top of it; None is i itself."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + i, mask=i < num, other=0).to(tl.int64)
     live = (i < num)[:, None] & (col < width)[None, :]
-    values = tl.load(x + row[:, None] * x_stride + col[None, :], mask=live)
-    tl.store(packed + i.to(tl.int64)[:, None] * packed_stride + col[None, :], values, mask=live)
-
-
-@triton.jit
-def scatter_kernel(
-    x, packed, rows, num, width, x_stride, packed_stride, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
-    """Row i of `packed` to row `rows[i]` of `x`."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(rows + i, mask=i < num, other=0).to(tl.int64)
-    live = (i < num)[:, None] & (col < width)[None, :]
-    values = tl.load(packed + i.to(tl.int64)[:, None] * packed_stride + col[None, :], mask=live)
-    tl.store(x + row[:, None] * x_stride + col[None, :], values, mask=live)
+    read, write = i.to(tl.int64), i.to(tl.int64)
+    if source_rows is not None:
+        read = tl.load(source_rows + i, mask=i < num, other=0).to(tl.int64)
+    if target_rows is not None:
+        write = tl.load(target_rows + i, mask=i < num, other=0).to(tl.int64)
+    values = tl.load(source + read[:, None] * source_stride + col[None, :], mask=live)
+    to = target + write[:, None] * target_stride + col[None, :]
+    values = values.to(target.dtype.element_ty)
+    if ADD:
+        values += tl.load(to, mask=live)
+    tl.store(to, values, mask=live)
 
 
 @triton.jit
@@ -57,22 +62,35 @@ def add_kernel(total, packed, begin, order, width, packed_stride, BLOCK: tl.cons
         tl.store(home, value, mask=live)
 
 
-def gather(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
-    """See `rows.gather`."""
-    flat = [x.flatten(1) for x in tensors]
-    packed = tensors[0].new_empty(len(rows), sum(x.shape[1] for x in flat))
-    for x, part in zip(flat, packed.split([x.shape[1] for x in flat], 1), strict=True):
-        _move(gather_kernel, x if x.stride(1) == 1 else x.contiguous(), part, rows)
-    return packed
-
-
-def scatter(packed: Tensor, rows: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """See `rows.scatter`."""
-    buffers = [x.new_empty(len(rows), *x.shape[1:]) for x in like]
-    parts = packed.split([x.shape[1:].numel() for x in like], 1)
-    for buffer, part in zip(buffers, parts, strict=True):
-        _move(scatter_kernel, buffer.flatten(1), part, rows)
-    return buffers
+def move(
+    source: Tensor,
+    source_rows: Tensor | None,
+    target: Tensor,
+    target_rows: Tensor | None,
+    add: bool,
+) -> None:
+    """See `rows.move`."""
+    index = source_rows if source_rows is not None else target_rows
+    num, width = len(target if index is None else index), target.shape[1:].numel()
+    if not (num and width):
+        return
+    flat = source.flatten(1)
+    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    block = min(triton.next_power_of_2(width), MAX_BLOCK)
+    with torch.cuda.device_of(target):
+        move_kernel[(triton.cdiv(num, ROWS), triton.cdiv(width, block))](
+            flat,
+            source_rows,
+            target,
+            target_rows,
+            num,
+            width,
+            flat.stride(0),
+            target.stride(0),
+            ADD=add,
+            ROWS=ROWS,
+            BLOCK=block,
+        )
 
 
 def add(totals: Sequence[Tensor], packed: Tensor, begin: Tensor, order: Tensor) -> None:
@@ -86,13 +104,3 @@ def add(totals: Sequence[Tensor], packed: Tensor, begin: Tensor, order: Tensor) 
                 add_kernel[(num, triton.cdiv(width, block))](
                     total, part, begin, order, width, part.stride(0), BLOCK=block
                 )
-
-
-def _move(kernel: triton.JITFunction, x: Tensor, part: Tensor, rows: Tensor) -> None:
-    num, width = part.shape
-    if num and width:
-        block = min(triton.next_power_of_2(width), MAX_BLOCK)
-        with torch.cuda.device_of(x):
-            kernel[(triton.cdiv(num, ROWS), triton.cdiv(width, block))](
-                x, part, rows, num, width, x.stride(0), part.stride(0), BLOCK=block, ROWS=ROWS
-            )

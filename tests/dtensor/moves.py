@@ -5,21 +5,38 @@ import torch
 from magi_compile.dtensor import rows
 
 
-def check_moves(code, dtype, device="cpu"):
-    """`code.gather` and `code.scatter` against plain indexing, also of tensors with holes between rows."""
+def check_moves(move, dtype, device="cpu"):
+    """`move` against plain indexing, also of rows with holes between them and into a part of a row."""
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(30, 3, 2, 40, generator=generator).to(device, dtype)
-    tensors = [wide[:, :, 0], wide[:, :2, 1]]
-    index = torch.randint(0, 30, (53,), generator=generator, dtype=torch.int32).to(device)
-    packed = code.gather(tensors, index)
-    expected = torch.cat([x.flatten(1)[index.long()] for x in tensors], 1)
-    assert torch.equal(packed, expected)
-    order = torch.randperm(53, generator=generator).to(device, torch.int32)
-    for buffer, x in zip(code.scatter(packed, order, tensors), tensors, strict=True):
-        assert torch.equal(buffer[order.long()], x[index.long()])
-    nothing = index[:0]
-    assert code.gather(tensors, nothing).shape == (0, 200)
-    assert [x.shape[0] for x in code.scatter(packed[:0], nothing, tensors)] == [0, 0]
+    some, order = (
+        torch.randperm(n, generator=generator)[:20].to(device, torch.int32) for n in (30, 25)
+    )
+    for source in (wide[:, :, 0], wide[:, :2, 1], wide.transpose(1, 2)):
+        flat = source.flatten(1)
+        for source_rows in (None, some):
+            for target_rows in (None, order):
+                num = 30 if source_rows is None and target_rows is None else 20
+                for add in (False, True):
+                    packed = torch.randn(30, 300, generator=generator).to(device)
+                    expected = packed.clone()
+                    values = flat[:num] if source_rows is None else flat[some.long()]
+                    to = slice(num) if target_rows is None else order.long()
+                    part = expected[:, 7 : 7 + flat.shape[1]]
+                    part[to] = values.float() + (part[to] if add else 0)
+                    target = packed[:, 7 : 7 + flat.shape[1]]
+                    target = target[:num] if target_rows is None else target
+                    move(
+                        source[:num] if source_rows is None else source,
+                        source_rows,
+                        target,
+                        target_rows,
+                        add=add,
+                    )
+                    assert torch.equal(packed, expected)
+    before = wide.clone()
+    move(wide, some[:0], wide, order[:0])
+    assert torch.equal(wide, before)
 
 
 def sums_and_inputs(dtype, device="cpu"):

@@ -17,8 +17,19 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_gather_and_scatter(device, dtype):
-    check_moves(rows, dtype, device)
+def test_move(device, dtype):
+    check_moves(rows.move, dtype, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gather_and_split(device):
+    x, y = torch.arange(12.0, device=device).view(6, 2), torch.arange(36.0, device=device)
+    tensors, index = [x, y.view(6, 2, 3)], torch.tensor([4, 0, 4], dtype=torch.int32).to(device)
+    packed = rows.gather(tensors, index)
+    assert packed.shape == (3, 8)
+    for part, tensor in zip(rows.split(packed, tensors), tensors, strict=True):
+        assert torch.equal(part, tensor[[4, 0, 4]])
+    assert rows.gather(tensors, index[:0]).shape == (0, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
