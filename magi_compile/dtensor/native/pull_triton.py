@@ -15,55 +15,41 @@ NUM_WARPS = 16
 
 @triton.jit
 def pull_kernel(
-    target, tiles, num_tiles, addresses, width, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    target, places, num_rows, addresses, width, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Each tile `peer, target_row, source_row, count`: rows at `addresses[peer]` to rows of `target`."""
-    step = tl.arange(0, ROWS)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        entry = tiles + 4 * tile
-        peer = tl.load(entry)
-        target_row = tl.load(entry + 1).to(tl.int64)
-        source_row = tl.load(entry + 2).to(tl.int64)
-        is_row = step < tl.load(entry + 3)
+    """Row `places[1, i]` of the rows at `addresses[places[0, i]]` to row `places[2, i]` of `target`."""
+    for begin in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        i = begin + tl.arange(0, ROWS)
+        is_row = i < num_rows
+        peer = tl.load(places + i, mask=is_row, other=0)
+        source_row = tl.load(places + num_rows + i, mask=is_row, other=0).to(tl.int64)
+        target_row = tl.load(places + 2 * num_rows + i, mask=is_row, other=0).to(tl.int64)
         # Slots are aligned, which the compiler can not see in an address that was loaded.
-        source = tl.multiple_of(tl.load(addresses + peer).to(target.dtype), 16)
+        slot = tl.multiple_of(tl.load(addresses + peer).to(target.dtype), 16)
+        source = slot + source_row * width
+        home = target + target_row * width
         for first in range(0, width, BLOCK):
             col = first + tl.arange(0, BLOCK)
-            offset = step.to(tl.int64)[:, None] * width + col[None, :]
             live = is_row[:, None] & (col < width)[None, :]
-            values = tl.load(source + source_row * width + offset, mask=live)
-            tl.store(target + target_row * width + offset, values, mask=live)
-
-
-def rows_of_tile(width: int) -> int:
-    """Rows of one tile, where rows have `width` values."""
-    return max(1, TILE_VALUES // _block(width))
+            values = tl.load(source[:, None] + col[None, :], mask=live)
+            tl.store(home[:, None] + col[None, :], values, mask=live)
 
 
 def pull(
-    target: Tensor, tiles: Tensor, addresses: Tensor, num_programs: int = NUM_PROGRAMS
+    target: Tensor, places: Tensor, addresses: Tensor, num_programs: int = NUM_PROGRAMS
 ) -> None:
     """Rows of peers to rows of `target`, on the current stream.
 
     Args:
         target: `[rows, width]`, contiguous.
-        tiles: int32 `[num_tiles, 4]`: `peer, target_row, source_row, count`, with at most `rows_of_tile(width)` rows.
+        places: int32 `[3, num_rows]`, contiguous: `peer, source_row, target_row` of every row.
         addresses: int64 `[num_peers]`, of contiguous rows of the width and dtype of `target`; multiples of 16.
-        num_programs: thread blocks, each of which takes half an SM or more.
+        num_programs: thread blocks; each takes an SM.
     """
-    width = target.shape[1]
+    width, num_rows = target.shape[1], places.shape[1]
+    block = min(triton.next_power_of_2(width), MAX_BLOCK)
+    rows = min(TILE_VALUES // block, 32 * NUM_WARPS)
     with torch.cuda.device_of(target):
-        pull_kernel[(min(num_programs, len(tiles)),)](
-            target,
-            tiles,
-            len(tiles),
-            addresses,
-            width,
-            BLOCK=_block(width),
-            ROWS=rows_of_tile(width),
-            num_warps=NUM_WARPS,
+        pull_kernel[(min(num_programs, triton.cdiv(num_rows, rows)),)](
+            target, places, num_rows, addresses, width, BLOCK=block, ROWS=rows, num_warps=NUM_WARPS
         )
-
-
-def _block(width: int) -> int:
-    return min(triton.next_power_of_2(width), MAX_BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -32,7 +33,6 @@ class Pulls:
         # Every rank begins with the one after it, so that no rank is read by all at once.
         turn = (host_runs[:, 0] - rank - 1) % size
         self._copies = host_runs[torch.argsort(turn, stable=True)].tolist()
-        self._tiles: dict[int, Tensor] = {}
 
     def engine(self, row_bytes: int) -> str:
         """The faster one for rows of this size."""
@@ -47,8 +47,7 @@ class Pulls:
             self._copy(slot, target, stream)
             return
         with torch.cuda.stream(stream):
-            tiles = self.tiles(_kernel().rows_of_tile(target.shape[1]))
-            _kernel().pull(target, tiles, slot.device_addresses)
+            _kernel().pull(target, self.places, slot.device_addresses)
 
     def _copy(self, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
         row_bytes = target.shape[1] * target.element_size()
@@ -60,27 +59,22 @@ class Pulls:
             stream,
         )
 
-    def tiles(self, rows: int) -> Tensor:
-        """int32 `[num_tiles, 4]` like `runs`, none longer than `rows`, with the peers in turn all along."""
-        if rows not in self._tiles:
-            self._tiles[rows] = self._cut(rows)
-        return self._tiles[rows]
-
-    def _cut(self, rows: int) -> Tensor:
+    @cached_property
+    def places(self) -> Tensor:
+        """int32 `[3, num_rows]` on the device, `peer, source_row, target_row`, with the peers in turn all along."""
         size, device = self._size, self._runs.device
-        host_tiles = (self._host_runs[:, 3] + rows - 1).div(rows, rounding_mode="floor")
-        of_peer = host_tiles.new_zeros(size).index_add_(0, self._host_runs[:, 0], host_tiles)
+        host_peer, host_count = self._host_runs[:, 0], self._host_runs[:, 3]
+        of_peer = host_count.new_zeros(size).index_add_(0, host_peer, host_count)
         before = (of_peer.cumsum(0) - of_peer).to(device)
-        num_tiles = (self._runs[:, 3] + rows - 1).div(rows, rounding_mode="floor")
-        run, step = expand(num_tiles, int(host_tiles.sum()))
-        peer, target_row, source_row, count = self._runs[run].unbind(1)
-        first = (step * rows).to(torch.int32)
-        columns = [peer, target_row + first, source_row + first, (count - first).clamp(max=rows)]
+        run, step = expand(self._runs[:, 3], self._num_rows)
+        peer, target_row, source_row, _ = self._runs[run].unbind(1)
         # In proportion, so that the last rows of all peers are read together.
-        position = torch.arange(len(run), device=device) - before[peer]
+        position = torch.arange(self._num_rows, device=device) - before[peer]
         share = (position.double() + 0.5) / of_peer.to(device)[peer]
         turn = (peer - self._rank - 1) % size
-        return torch.stack(columns, 1)[torch.argsort(share + turn * 1e-9)]
+        order = torch.argsort(share + turn * 1e-9)
+        places = torch.stack([peer, source_row + step, target_row + step])
+        return places[:, order].to(torch.int32).contiguous()
 
 
 def _kernel() -> ModuleType:

@@ -12,7 +12,7 @@ from magi_compile.dtensor.native.pulls import Pulls
 from tests.dtensor.native.wanted import expected_buffer, home_rows, random_runs, routes_of
 from tests.kernels.interpreted_triton import _scalars_are_indices  # noqa: F401
 
-ROWS = 60
+ROWS = 200
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 64])
@@ -24,8 +24,7 @@ def test_pull(dtype, width, num_programs):
     homes = [10 * home_rows(rank, ROWS, (width,), torch.float32).to(dtype) for rank in range(size)]
     addresses = torch.tensor([home.data_ptr() for home in homes])
     for rank, route in enumerate(routes):
-        pulls = Pulls(route.recvs, route.host_recvs, rank, size)
+        places = Pulls(route.recvs, route.host_recvs, rank, size).places
         target = torch.full((route.num_received, width), 99).to(dtype)
-        tiles = pulls.tiles(pull_triton.rows_of_tile(width))
-        pull_triton.pull(target, tiles, addresses, num_programs)
+        pull_triton.pull(target, places, addresses, num_programs)
         assert torch.equal(target, expected_buffer(route, homes))

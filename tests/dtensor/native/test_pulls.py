@@ -13,31 +13,30 @@ from magi_compile.dtensor.native.pulls import COPY_ENGINE, MIN_BYTES_OF_A_COPY, 
 from tests.dtensor.native.wanted import random_runs, routes_of
 
 
-def rows_of(table):
-    """Every row that a table of runs or tiles moves."""
+def rows_of(runs):
+    """Every row that runs move."""
     return sorted(
-        (peer, row + i, peer_row + i)
-        for peer, row, peer_row, count in table.tolist()
+        (peer, source_row + i, target_row + i)
+        for peer, target_row, source_row, count in runs.tolist()
         for i in range(count)
     )
 
 
-@pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_tiles_are_the_runs(size, rows):
-    for rank, route in enumerate(routes_of(random_runs(size, 90, 30, seed=size), seed=rows)):
-        tiles = Pulls(route.recvs, route.host_recvs, rank, size).tiles(rows)
-        assert tiles.dtype == torch.int32
-        assert tiles.is_contiguous()
-        assert rows_of(tiles) == rows_of(route.host_recvs)
-        assert all(0 < count <= rows for count in tiles[:, 3].tolist())
+def test_places_are_the_rows_of_the_runs(size):
+    for rank, route in enumerate(routes_of(random_runs(size, 90, 30, seed=size), seed=size)):
+        places = Pulls(route.recvs, route.host_recvs, rank, size).places
+        assert places.dtype == torch.int32
+        assert places.is_contiguous()
+        assert sorted(zip(*places.tolist(), strict=True)) == rows_of(route.host_recvs)
 
 
 def test_peers_take_turns():
-    runs = torch.tensor([[0, 0, 0, 40], [1, 40, 0, 20], [2, 60, 0, 40]], dtype=torch.int32)
-    tiles = Pulls(runs, runs, rank=1, size=3).tiles(10)
-    # Rank 1 begins with rank 2; rank 1 itself has half as many rows as the others.
-    assert tiles[:, 0].tolist() == [2, 0, 1, 2, 0, 2, 0, 1, 2, 0]
+    runs = torch.tensor([[0, 0, 7, 4], [1, 4, 0, 2], [2, 6, 0, 4]], dtype=torch.int32)
+    peer, source_row, _ = Pulls(runs, runs, rank=1, size=3).places.tolist()
+    # Rank 1 begins with rank 2; it has half as many rows of its own.
+    assert peer == [2, 0, 1, 2, 0, 2, 0, 1, 2, 0]
+    assert source_row == [0, 7, 0, 1, 8, 2, 9, 1, 3, 10]
 
 
 def test_long_runs_go_to_a_copy_engine():
