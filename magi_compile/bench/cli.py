@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     masks.set_defaults(command=_masks)
     report = commands.add_parser("report", help="Markdown and one self-contained HTML page")
     report.add_argument("results", type=Path, nargs="+", help="JSONL files")
+    report.add_argument("--contenders", nargs="+", metavar="NAME", help="only these")
     report.add_argument("--output", type=Path, help="without suffix; by default beside the first")
     report.add_argument("--title", default="Attention kernels")
     report.add_argument("--readme", type=Path, help="rewrite the marked table of this file")
@@ -130,7 +131,10 @@ def _run(args: argparse.Namespace) -> int:
         raise FileExistsError(f"`{args.output}` exists: add --resume, or choose another --output")
     settings = Settings(
         device=device,
-        command=[shlex.quote(part) for part in args.command_line],
+        command=[
+            shlex.quote(args.output.name if part == str(args.output) else part)
+            for part in args.command_line
+        ],
         passes=tuple(args.passes),
         protocol=Protocol(
             budget_ms=args.budget_ms or preset.budget_ms,
@@ -256,6 +260,8 @@ def _report(args: argparse.Namespace) -> int:
     from magi_compile.bench.report import write_readme_table, write_report
 
     results = rows.load(args.results)
+    if args.contenders:
+        results = results.only(args.contenders)
     output = args.output or args.results[0].with_suffix("")
     for path in write_report(results, output, args.title):
         _say(str(path))

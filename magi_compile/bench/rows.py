@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ class Results:
     @property
     def not_run(self) -> list[str]:
         return [key for key in self.planned if key not in self.rows]
+
+    def only(self, contenders: Collection[str]) -> Results:
+        """What concerns these contenders."""
+        rows = {k: row for k, row in self.rows.items() if row["contender"] in contenders}
+        planned = [key for key in self.planned if key.rsplit("/", 1)[1] in contenders]
+        return Results(self.runs, rows, dict.fromkeys(planned))
 
     def ok_rows(self) -> list[dict[str, Any]]:
         return [row for row in self.rows.values() if row["status"] == "ok"]

@@ -12,9 +12,9 @@ import torch
 
 from magi_compile import _compat
 
-# Longer than the host needs to enqueue the calls behind it, so that the GPU never waits inside a measurement.
-SPIN_CYCLES_PER_CALL = 400_000
-MAX_SPIN_CYCLES = 100_000_000
+# The GPU spins for this many times what the host needs to enqueue all calls, so that it never waits inside one.
+SPIN_MARGIN = 1.5
+CYCLES_PER_MS = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
         return _summary(_cpu_times(run, protocol))
     first = _first_call(run)
     reps, flush = protocol.reps(first["host_ms"] + first.pop("wait_ms")), _flush_buffer(protocol)
-    result = {**first, **_summary(_gpu_times(run, reps, flush))}
+    result = {**first, **_summary(_gpu_times(run, reps, first["host_ms"], flush))}
     if protocol.cuda_graph:
         result |= _graph(run, reps, flush)
     return result
@@ -68,7 +68,7 @@ def matmul_tflops(device: str, protocol: Protocol) -> float:
         a @ b
     times = _cpu_times(lambda: a @ b, protocol)
     if device == "cuda":
-        times = _gpu_times(lambda: a @ b, protocol.reps(2.0), _flush_buffer(protocol))
+        times = _gpu_times(lambda: a @ b, protocol.reps(2.0), 0.1, _flush_buffer(protocol))
     return 2 * size**3 / statistics.median(times) / 1e9
 
 
@@ -105,11 +105,13 @@ def _flush_buffer(protocol: Protocol) -> torch.Tensor | None:
     return torch.empty(protocol.flush_bytes, dtype=torch.int8, device="cuda")
 
 
-def _gpu_times(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> list[float]:
-    """Milliseconds of GPU time of each call, all enqueued behind a spinning kernel."""
+def _gpu_times(
+    run: Callable[[], object], reps: int, host_ms: float, flush: torch.Tensor | None
+) -> list[float]:
+    """Milliseconds of GPU time of each call, all enqueued behind a spinning kernel; `host_ms` is to enqueue one."""
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(reps)]
     torch.cuda.synchronize()
-    _compat.spin_gpu(min(SPIN_CYCLES_PER_CALL * reps, MAX_SPIN_CYCLES))
+    _compat.spin_gpu(int(SPIN_MARGIN * host_ms * reps * CYCLES_PER_MS))
     for begin, end in events:
         if flush is not None:
             flush.zero_()
@@ -142,7 +144,7 @@ def _graph(run: Callable[[], object], reps: int, flush: torch.Tensor | None) -> 
         # Autograd's thread works on the captured stream too; what else it does is its own affair.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
-        times = _gpu_times(graph.replay, reps, flush)
+        times = _gpu_times(graph.replay, reps, 0.1, flush)
     except RuntimeError as error:  # not every contender can be captured
         torch.cuda.synchronize()
         return {"graph_error": str(error).splitlines()[0][:200]}

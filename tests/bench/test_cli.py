@@ -54,6 +54,14 @@ def test_report(results, tmp_path, capsys):
     assert "magi_compile (CPU)" in text
 
 
+def test_report_of_some_contenders(results, tmp_path):
+    output = tmp_path / "report"
+    main(["report", str(results), "--contenders", "naive", "--output", str(output)])
+    text = output.with_suffix(".md").read_text()
+    assert "naive PyTorch" in text
+    assert "magi_compile (CPU)" not in text
+
+
 def test_readme_table(results, tmp_path):
     readme = tmp_path / "README.md"
     command = ["report", str(results), "--output", str(tmp_path / "r"), "--readme", str(readme)]
@@ -66,7 +74,7 @@ def test_readme_table(results, tmp_path):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "| mask | tokens | forward |" in text
+    assert "| mask | tokens | forward, magi_compile (CPU) |" in text
 
 
 def test_wrong_results_are_never_drawn(results, tmp_path):

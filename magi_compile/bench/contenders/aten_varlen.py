@@ -102,7 +102,7 @@ class TorchFlash(Contender):
     """PyTorch's own copy of FlashAttention 2."""
 
     name = "fa2"
-    label = "FlashAttention 2 (in PyTorch)"
+    label = "FlashAttention 2 in PyTorch"
 
     def supports(self, workload: Workload, device: str) -> list[str]:
         if documents_of(workload.slices) or window_of(workload.slices):

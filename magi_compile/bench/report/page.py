@@ -36,7 +36,7 @@ def _summary(results: Results, found: list[Group]) -> str:
     devices = " and ".join(dict.fromkeys(group.device for group in found))
     dates = sorted({run["date"][:10] for run in results.runs.values() if "date" in run})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
-    tiles = [("measured", f"{len(results.ok_rows())}", "contenders' cells")]
+    tiles = [("measured", f"{len(results.ok_rows())}", "contenders x cells")]
     for which in ("fwd", "bwd"):
         ratios = [r for g in found if (r := tables.mean_ratio(g, which))]
         if ratios:
@@ -65,7 +65,7 @@ def _section(group: Group, index: int, results: Results) -> str:
     for which in group.passes:
         parts.append(f"<h3>{tables.PASS_TITLES[which]}</h3>")
         parts.append(_heat_map(group, which))
-        parts.append(_legend(group, styles, which))
+        parts.append(_legend(group, styles))
         charts = (_speed_chart(group, which, mask, styles, results) for mask in group.masks)
         parts.append(f'<div class="charts">{"".join(charts)}</div>')
         table = _table(*tables.speed_table(group, which))
@@ -90,21 +90,16 @@ def _styles(group: Group) -> dict[str, str]:
     return styles | {name: f"c{i % NUM_COLORS}" for i, name in enumerate(others)}
 
 
-def _legend(group: Group, styles: dict[str, str], which: str) -> str:
+def _legend(group: Group, styles: dict[str, str]) -> str:
     entries = [
         f'<span><i class="swatch {styles[name]}"></i>{escape(tables.label(name))}</span>'
         for name in group.names
     ]
     entries.append('<span><i class="stroke roof"></i>large matmul, measured</span>')
     if _has_published(group):
-        systems = dict.fromkeys(
-            system
-            for mask in group.masks
-            for system in published.figures(mask.replace(" ", "_"), which)
-        )
         entries += [
             f'<span><i class="stroke published{i}"></i>{escape(system)}, published</span>'
-            for i, system in enumerate(systems)
+            for i, system in enumerate(published.SYSTEMS)
         ]
     note = f'<p class="note">{escape(published.SOURCE)}</p>' if _has_published(group) else ""
     return f'<div class="legend">{"".join(entries)}</div>{note}'
@@ -144,9 +139,9 @@ def _speed_chart(
             svg.Line("roof", roofs, f"large matmul: {next(filter(None, roofs)):.0f} {unit}")
         )
     if _has_published(group):
-        for i, (system, figures) in enumerate(
-            published.figures(mask.replace(" ", "_"), which).items()
-        ):
+        figures_of = published.figures(mask.replace(" ", "_"), which)
+        for i, system in enumerate(published.SYSTEMS):
+            figures = figures_of.get(system, {})
             values = [figures.get(seqlen) for seqlen in seqlens]
             if any(values):
                 lines.append(svg.Line(f"published{i}", values, f"{system}, published"))
@@ -192,12 +187,12 @@ def _memory(group: Group, styles: dict[str, str]) -> str:
     for mask in group.masks:
         lines = []
         for name in group.names:
-            values = [_peak_gib(group.at(mask, s).get(name), which) for s in group.seqlens]
+            values = [_peak_mib(group.at(mask, s).get(name), which) for s in group.seqlens]
             if any(values):
                 lines.append(svg.Line(styles[name], values, tables.label(name)))
         if lines:
             xs = [format_length(seqlen) for seqlen in group.seqlens]
-            chart = svg.line_chart(xs, lines, "GiB", f"{mask}, peak memory")
+            chart = svg.line_chart(xs, lines, "MiB", f"{mask}, peak memory")
             charts.append(
                 f"<figure><figcaption>{escape(mask)}</figcaption>"
                 f'<div class="scroll">{chart}</div></figure>'
@@ -219,11 +214,11 @@ def _legend_of(group: Group, styles: dict[str, str]) -> str:
     return f'<div class="legend">{entries}</div>'
 
 
-def _peak_gib(row: tables.Row | None, which: str) -> float | None:
+def _peak_mib(row: tables.Row | None, which: str) -> float | None:
     if row is None or row["status"] != "ok":
         return None
     peak = row["passes"].get(which, {}).get("peak_bytes")
-    return peak / 2**30 if peak else None
+    return peak / 2**20 if peak else None
 
 
 def _absent(results: Results) -> str:

@@ -15,6 +15,7 @@ SOURCE = (
     "its documents and block size differ from ours."
 )
 HEADS, HEAD_DIM = "64:8", 128
+SYSTEMS = ("FlashAttention 3 on H100", "FFA on H100")
 
 
 @cache

@@ -52,7 +52,7 @@ class Axis(NamedTuple):
 def bar_chart(
     groups: Sequence[tuple[str, Sequence[Bar]]], lines: Sequence[Line], unit: str, title: str
 ) -> str:
-    """Grouped bars, with lines across the middles of the groups.
+    """Grouped bars, with a level across each group for every line.
 
     Args:
         groups: name and bars.
@@ -74,14 +74,14 @@ def bar_chart(
             parts.append(_bar(bar, start + j * width, width, axis))
         parts.append(_text(middle, HEIGHT - 8, name, "middle"))
     for line in lines:
-        # Flat over most of a group, so that a single value is a line too.
-        points = [
-            (LEFT + pitch * (i + side), axis.y(value))
+        steps = "".join(
+            f"M{LEFT + pitch * i:.1f},{axis.y(value):.1f}h{pitch:.1f}"
             for i, value in enumerate(line.values)
             if value is not None
-            for side in (0.06, 0.94)
-        ]
-        parts.append(_polyline(points, line.style, line.tip))
+        )
+        parts.append(
+            f'<path d="{steps}" class="{line.style}"><title>{escape(line.tip)}</title></path>'
+        )
     return "".join([*parts, "</svg>"])
 
 
