@@ -1,6 +1,6 @@
 """Attention across ranks: every rank holds some rows of q, k and v, and keys travel to the queries that see them.
 
-    forward     for each stage: start the next cast; attend; merge by lse
+    forward     for each stage: start the next cast; attend, merged with the stages before
     backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
@@ -22,7 +22,7 @@ from magi_compile.dtensor.collectives import Collective, PendingCast, PendingRed
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors, unpack
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
-from magi_compile.kernels.merge import merge_outputs, sum_partials
+from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.ops.library import problem_of
 
@@ -38,13 +38,20 @@ def forward(
     group: dist.ProcessGroup,
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of `group` call it together."""
-    parts = []
-    for stage, k_stage, v_stage in _with_keys(plan.forward, k, v, collective, group):
+    wide = torch.promote_types(q.dtype, torch.float32)
+    last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
+    result: ForwardOutput | None = None
+    stages = _with_keys(plan.forward, k, v, collective, group)
+    for i, (stage, k_stage, v_stage) in enumerate(stages):
         if not stage.is_empty:
             kernel_plan = stage.kernel_plan(kernel, problem)
-            parts.append(kernel.forward(q, k_stage, v_stage, stage.slices, kernel_plan, problem))
-    if parts:
-        return merge_outputs(parts)
+            result = kernel.forward(
+                *(q, k_stage, v_stage, stage.slices, kernel_plan, problem),
+                prior=result,
+                out_dtype=q.dtype if i == last else wide,
+            )
+    if result is not None:
+        return result
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     return ForwardOutput(out, q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32))
 

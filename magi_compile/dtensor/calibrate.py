@@ -16,7 +16,7 @@ from torch import Tensor
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.cost import CostModel
-from magi_compile.kernels.merge import merge_outputs, sum_partials
+from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.ops.library import problem_of
@@ -73,9 +73,12 @@ def calibrate(
     part = part.to(device)
     part_plan = kernel.plan(part, problem)
     halves = [(k[:half], v[:half]), (k[half : 2 * half], v[half : 2 * half])]
-    forward_in_two = seconds(
-        lambda: merge_outputs([kernel.forward(q, *kv, part, part_plan, problem) for kv in halves])
-    )
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def forward_in_two() -> None:
+        first = kernel.forward(q, *halves[0], part, part_plan, problem, out_dtype=wide)
+        kernel.forward(q, *halves[1], part, part_plan, problem, prior=first)
+
     backward_in_two = seconds(
         lambda: sum_partials(
             [
@@ -103,7 +106,7 @@ def calibrate(
     return CostModel(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
-        stage_seconds=max(forward_in_two - forward, 0.0),
+        stage_seconds=max(seconds(forward_in_two) - forward, 0.0),
         backward_stage_seconds=max(backward_in_two - backward, 0.0),
         latency_seconds=latency,
         backward_area_factor=backward / forward,

@@ -42,26 +42,17 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def merge_outputs(parts: Sequence[ForwardOutput]) -> ForwardOutput:
-    """`merge_partials` of what kernels return, in the dtype of their outputs; one pass on a GPU."""
-    outs, lses = [part.out for part in parts], [part.lse for part in parts]
-    if len(parts) == 1:
-        return parts[0]
-    if _fits_triton(outs):
-        return ForwardOutput(*_triton().merge(outs, lses))
-    out, lse = merge_partials(outs, [lse.t() for lse in lses])
-    return ForwardOutput(out.to(outs[0].dtype), lse.t().contiguous())
-
-
 def merge_prior(
     output: ForwardOutput, prior: ForwardOutput | None, out_dtype: torch.dtype
 ) -> ForwardOutput:
     """`output` merged with `prior`, if there is one, in `out_dtype`: for kernels that do not do it themselves."""
-    out, lse = output
-    if prior is not None:
-        out, lse = merge_partials((prior.out, out), (prior.lse.t(), lse.t()))
-        lse = lse.t().contiguous()
-    return ForwardOutput(out.to(out_dtype), lse)
+    if prior is None:
+        return ForwardOutput(output.out.to(out_dtype), output.lse)
+    outs, lses = zip(prior, output, strict=True)
+    if _fits_triton(outs):
+        return ForwardOutput(*_triton().merge(outs, lses, out_dtype))
+    out, lse = merge_partials(outs, [lse.t() for lse in lses])
+    return ForwardOutput(out.to(out_dtype), lse.t().contiguous())
 
 
 def sum_partials(parts: Sequence[Tensor]) -> Tensor:
@@ -77,7 +68,7 @@ def sum_partials(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _fits_triton(parts: Sequence[Tensor]) -> bool:
-    return parts[0].is_cuda and parts[0].dtype.itemsize <= 4
+    return parts[0].is_cuda and all(part.dtype.itemsize <= 4 for part in parts)
 
 
 def _triton() -> ModuleType:

@@ -59,12 +59,14 @@ def sum_kernel(parts, total, numel, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(total + at, value.to(total.dtype.element_ty), mask=at < numel)
 
 
-def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """See `merge.merge_outputs`."""
+def merge(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """See `merge.merge_prior`."""
     outs = tuple(x.contiguous() for x in outs)
     lses = tuple(x.contiguous() for x in lses)
     num_rows, nheads, head_dim = outs[0].shape
-    out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+    out, lse = torch.empty_like(outs[0], dtype=out_dtype), torch.empty_like(lses[0])
     if out.numel():
         with torch.cuda.device_of(out):
             merge_kernel[(triton.cdiv(num_rows, ROWS), nheads)](

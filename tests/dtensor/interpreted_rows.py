@@ -33,13 +33,14 @@ def test_sums(dtype):
     assert all(torch.equal(a, b) for a, b in zip(totals, expected, strict=True))
 
 
-def merge(parts):
-    return ForwardOutput(*merge_triton.merge(*zip(*parts, strict=True)))
+def merge_prior(output, prior, out_dtype):
+    parts = [output] if prior is None else [prior, output]
+    return ForwardOutput(*merge_triton.merge(*zip(*parts, strict=True), out_dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_parts", [2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_parts(shape, num_parts, dtype):
-    check_merge(merge, shape, num_parts, dtype)
+    check_merge(merge_prior, shape, num_parts, dtype)
     check_sum(merge_triton.add, shape, num_parts, dtype)

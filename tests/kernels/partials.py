@@ -24,9 +24,13 @@ def random_parts(shape, num_parts, dtype, device="cpu"):
     return parts
 
 
-def check_merge(merge, shape, num_parts, dtype, device="cpu"):
+def check_merge(merge_prior, shape, num_parts, dtype, device="cpu"):
+    """Parts merged one after another: in fp32 until the last."""
     parts = random_parts(shape, num_parts, dtype, device)
-    out, lse = merge(parts)
+    merged = None
+    for i, part in enumerate(parts):
+        merged = merge_prior(part, merged, dtype if i == num_parts - 1 else torch.float32)
+    out, lse = merged
     expected, expected_lse = merge_partials(
         [part.out.double() for part in parts], [part.lse.double().t() for part in parts]
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from magi_compile.kernels.base import ForwardOutput
-from magi_compile.kernels.merge import merge_outputs, merge_partials, merge_prior, sum_partials
+from magi_compile.kernels.merge import merge_partials, merge_prior, sum_partials
 from magi_compile.kernels.select import load
 from magi_compile.testing.cases import random_disjoint
 from tests.kernels.partials import SHAPES, check_merge, check_sum
@@ -54,7 +54,7 @@ def test_low_precision_is_merged_in_fp32(dtype):
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_parts(device, dtype, num_parts, shape):
-    check_merge(merge_outputs, shape, num_parts, dtype, device)
+    check_merge(merge_prior, shape, num_parts, dtype, device)
     check_sum(sum_partials, shape, num_parts, dtype, device)
 
 
