@@ -11,8 +11,9 @@ import torch
 from triton.runtime import interpreter
 
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.testing.cases import MASKS, Heads, padded
+from magi_compile.testing.cases import MASKS, Heads, padded, random_disjoint
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
+from tests.kernels.prior import check_prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
 
@@ -53,3 +54,8 @@ def test_matches_the_oracle(case):
 
 def test_fp16_without_dlse():
     check(CASES[0], torch.float16, with_dlse=False)
+
+
+def test_merges_with_a_prior():
+    case = replace(random_disjoint(40, 60, 5), heads=Heads(2, 1, 16, 16))
+    check_prior(TritonKernel(), case, torch.float16, None, "cpu")

@@ -18,6 +18,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.testing.cases import CASES, MASKS, Heads, padded
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
+from tests.kernels.prior import check_prior
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL = TritonKernel()
@@ -51,6 +52,12 @@ def check(case, dtype, device, with_dlse=True):
 @pytest.mark.parametrize("device", [on_gpu])
 def test_matches_the_oracle(case, dtype, device):
     check(case, dtype, device)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["as_q", "fp32"])
+@pytest.mark.parametrize("device", [on_gpu])
+def test_merges_with_a_prior(out_dtype, device):
+    check_prior(KERNEL, MASK["random_257x391_seed1"], torch.bfloat16, out_dtype, device)
 
 
 @pytest.mark.parametrize("name", ["varlen_causal", "random_257x391_seed1"])
