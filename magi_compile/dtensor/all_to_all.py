@@ -11,14 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile import _compat
 from magi_compile.dtensor import rows
 from magi_compile.dtensor.collectives import Route
-
-# NCCL's kernel and the attention kernel that is launched next become ready together, once rows are packed. Attention
-# would take all SMs and keep NCCL out until it ends; given about ten microseconds, NCCL takes the few that it needs,
-# and attention's remaining thread blocks follow when it is done.
-HEAD_START_CYCLES = 20_000
 
 
 class AllToAll:
@@ -121,8 +115,6 @@ class Exchange:
         # As bytes, because backends differ in the dtypes they know.
         outgoing, incoming = (x.view(torch.uint8) for x in (packed, self._arrived))
         self._work = dist.all_to_all_single(incoming, outgoing, recv, send, group, async_op=True)
-        if packed.is_cuda:
-            _compat.spin_gpu(HEAD_START_CYCLES)
 
     def wait(self) -> Tensor:
         self._work.wait()
