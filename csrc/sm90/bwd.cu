@@ -5,7 +5,7 @@
 namespace ffa {
 
 using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_STAGES,
-                              FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP>;
+                              FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP, FFA_IS_DETERMINISTIC>;
 
 }  // namespace ffa
 

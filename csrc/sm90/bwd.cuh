@@ -34,6 +34,7 @@ struct BackwardParams {
     void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
     DqSum dq;
     const Run* runs;   // [num_runs], rows are keys
+    DqOrder order;     // where additions to dq have one
     Schedule schedule;
     int qhead_per_kvhead;
     float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
@@ -44,7 +45,7 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
-          int kConsumerRegisters_, bool kHasSoftcap_>
+          int kConsumerRegisters_, bool kHasSoftcap_, bool kIsDeterministic_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -53,6 +54,7 @@ struct BackwardConfig {
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
@@ -90,6 +92,8 @@ struct alignas(16) Block {
 struct TileOfHead {
     Tile tile;
     int kv_head;
+    int tile_index;
+    bool is_ascending;   // the walk starts with the first queries
 
     __device__ __forceinline__ bool is_empty() const { return tile.run_begin == tile.run_end; }
     __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
@@ -135,9 +139,9 @@ public:
     __device__ __forceinline__ void run() {
         for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
             const WorkItem item = scheduler.item();
-            const Tile tile = params_.schedule.tiles[item.tile];
+            const Tile& tile = params_.schedule.tiles[item.tile];
             if (tile.row_begin < tile.row_end) {
-                load_tile(tile, item.head);
+                load_tile(item);
             } else {
                 scheduler.leave_section();
             }
@@ -148,35 +152,54 @@ public:
     }
 
 private:
-    // From the last queries to the first, all heads of a block of queries in turn: causal tiles that start together see
-    // the same queries together, which then come from the L2 cache. What describes the tile and the run is read again
-    // for each block, because this thread has few registers.
-    __device__ __forceinline__ void load_tile(const Tile& tile, int kv_head) {
+    // Thread blocks that start together walk from the last queries to the first; those that follow them when they end,
+    // the other way. Under a causal mask the first to end are those with the fewest queries: either way all are at the
+    // same queries at a time, which then come from the L2 cache.
+    __device__ __forceinline__ bool is_ascending(const WorkItem& item) const {
+        const Schedule& schedule = params_.schedule;
+        const uint32_t in_section =
+            item.tile * schedule.heads_per_section + item.head % uint32_t(schedule.heads_per_section);
+        return !Config::kIsDeterministic && (in_section / gridDim.x & 1);
+    }
+
+    // What describes the tile and the run is read again for each block, because this thread has few registers.
+    __device__ __forceinline__ void load_tile(const WorkItem& item) {
         const TileOfHead& work = smem_.work;
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        smem_.work = {tile, kv_head};
+        smem_.work = {params_.schedule.tiles[item.tile], item.head, item.tile, is_ascending(item)};
         if (work.is_empty()) {
             mbarrier_arrive(smem_.kv_full);
         } else {
             mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
-            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, kv_head);
-            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, kv_head);
+            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, work.kv_head);
+            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, work.kv_head);
         }
         smem_.kv_phase ^= 1;
-        for (const Run* run = params_.runs + work.tile.run_end; run-- != params_.runs + work.tile.run_begin;) {
-            for (int col = last_block(*run); col >= first_block(*run); col -= Config::kBlockCols) {
-                for (int group = 0; group < params_.qhead_per_kvhead; ++group) {
-                    load_block(*run, col, group);
-                }
-            }
+        for (int i = work.tile.run_end - work.tile.run_begin; i-- > 0;) {
+            const Run& run = params_.runs[work.is_ascending ? work.tile.run_end - 1 - i : work.tile.run_begin + i];
+            load_run(run, i == 0);
+        }
+    }
+
+    // All heads of a block of queries in turn, so that tiles whose queries begin or end together stay together. Where a
+    // window moves on with the keys, tiles that start together are always two blocks apart, and few blocks are loaded
+    // in between only if a head is walked to its end before the next one.
+    __device__ __forceinline__ void load_run(const Run& run, bool is_last_of_tile) {
+        const bool is_window = run.diag_hi < kNoDiagonal;
+        const int num_heads = params_.qhead_per_kvhead;
+        for (int left = num_blocks(run) * num_heads; left-- > 0;) {
+            const int group = is_window ? left / num_blocks(run) : left % num_heads;
+            const int j = is_window ? left % num_blocks(run) : left / num_heads;
+            const int block = smem_.work.is_ascending ? num_blocks(run) - 1 - j : j;
+            load_block(run, first_block(run) + block * Config::kBlockCols, group, is_last_of_tile && left == 0);
         }
     }
 
     // Blocks start at multiples of 8 queries, as TMA asks of lse and delta, and as dQ is laid out.
     __device__ __forceinline__ static int first_block(const Run& run) { return run.first & ~(kDqGroupRows - 1); }
 
-    __device__ __forceinline__ static int last_block(const Run& run) {
-        return run.col_end - 1 - (run.col_end - 1 - first_block(run)) % Config::kBlockCols;
+    __device__ __forceinline__ static int num_blocks(const Run& run) {
+        return (run.col_end - first_block(run) + Config::kBlockCols - 1) / Config::kBlockCols;
     }
 
     // So they are not quite the plan's, of which all from `num_lead` on and before the last `num_trail` need no mask.
@@ -186,12 +209,7 @@ private:
                col + Config::kBlockCols > run.first + (run.num_blocks - run.num_trail) * Config::kBlockCols;
     }
 
-    __device__ __forceinline__ bool is_last_of_tile(const Run& run, int col, int group) const {
-        return &run == params_.runs + smem_.work.tile.run_begin && col == first_block(run) &&
-               group + 1 == params_.qhead_per_kvhead;
-    }
-
-    __device__ __forceinline__ void load_block(const Run& run, int col, int group) {
+    __device__ __forceinline__ void load_block(const Run& run, int col, int group, bool is_last_of_tile) {
         uint64_t& q_full = smem_.q_full[block_.slot];
         Block& block = smem_.blocks[block_.slot];
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
@@ -199,7 +217,7 @@ private:
         block.end = run.col_end;
         block.head = smem_.work.kv_head * params_.qhead_per_kvhead + group;
         block.flags = (is_masked(run, col) ? Block::kIsMasked : 0) |
-                      (is_last_of_tile(run, col, group) ? Block::kIsLastOfTile : 0);
+                      (is_last_of_tile ? Block::kIsLastOfTile : 0);
         const uint32_t run_bytes = block.flags & Block::kIsMasked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load(smem_.q[block_.slot], params_.q, q_full, col, block.head);
@@ -264,6 +282,9 @@ private:
         }
         if (!smem_.work.is_empty()) {
             walk(dk, dv);
+        }
+        if constexpr (Config::kIsDeterministic) {
+            publish_dq();
         }
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
@@ -502,7 +523,9 @@ private:
         using Accumulator = DqAccumulator<Config::kHeadDim>;
         const int groups = Accumulator::col_groups(warpgroup_);
         float* const staging = smem_.dq[warpgroup_][warp_];
-        if (lane_ == 0) {
+        if constexpr (Config::kIsDeterministic) {
+            publish_dq();
+        } else if (lane_ == 0) {
             cp_async_bulk_wait_group_read<0>();   // of the previous block
         }
         __syncwarp();
@@ -518,13 +541,44 @@ private:
             }
         }
         fence_proxy_async_shared();
-        __syncwarp();
         const int row = block.first + warp_ * Config::kWarpRows;
-        if (lane_ == 0 && row < block.end) {
-            const int row_groups = row + kDqGroupRows < block.end ? 2 : 1;
+        const int row_groups = row >= block.end ? 0 : row + kDqGroupRows < block.end ? 2 : 1;
+        if constexpr (Config::kIsDeterministic) {
+            await_turn(block.head, row, row_groups);
+        }
+        __syncwarp();
+        if (lane_ == 0 && row_groups > 0) {
             float* const sum = Accumulator(params_.dq).rows(block.head, warpgroup_, row);
             cp_reduce_async_bulk_add(sum, staging, row_groups * groups * kGroupFloats * sizeof(float));
             cp_async_bulk_commit_group();
+        }
+    }
+
+    // Until all tiles in front of this one have added what they have for these rows. The lanes of the row groups wait.
+    __device__ __forceinline__ void await_turn(int head, int row, int row_groups) {
+        const DqOrder& order = params_.order;
+        const long long num_groups = params_.dq.row_groups;
+        const int group = row / kDqGroupRows + lane_;
+        visits_ = nullptr;
+        if (lane_ < row_groups) {
+            visits_ = order.visits + (2 * head + warpgroup_) * num_groups + group;
+            const int turn = order.turns[smem_.work.tile_index * num_groups + group];
+            while (load_acquire(visits_) < turn) {
+            }
+        }
+        fence_proxy_async();
+    }
+
+    // Tells the tiles behind this one that the last addition has arrived.
+    __device__ __forceinline__ void publish_dq() {
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group<0>();
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (visits_ != nullptr) {
+            add_release(visits_, 1);
+            visits_ = nullptr;
         }
     }
 
@@ -618,6 +672,7 @@ private:
     Position<1> kv_;
     Position<Config::kStages> block_;
     int dscores_slot_ = 0;
+    int* visits_ = nullptr;   // of the rows that this lane has waited for, where additions to dq have an order
 };
 
 template <class Config>
@@ -645,6 +700,8 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
         init_barriers(smem);
     }
     __syncthreads();
+    griddepcontrol_launch_dependents();
+    griddepcontrol_wait();
     if (warpgroup == 0) {
         setmaxnreg_dec<Config::kProducerRegisters>();
         if (threadIdx.x == 0) {

@@ -19,7 +19,8 @@ constexpr int kRows = FFA_ROWS;   // of a thread block
 constexpr int kColGroups = kHeadDim / kDqGroupCols;
 
 __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
-    const int head = blockIdx.y;
+    const int head = gridDim.y - 1 - blockIdx.y;   // the last ones are still in the L2 cache
+    griddepcontrol_wait();
     for (int i = threadIdx.x; i < kRows * kColGroups; i += kThreads) {
         const int row = blockIdx.x * kRows + i / kColGroups;
         const int col_group = i % kColGroups;

@@ -1,5 +1,6 @@
 // What the backward pass needs of each query row before it starts: lse in base 2, +inf where the row sees nothing so
-// that its probabilities are 0, and delta = rowsum(dout * out) - dlse. Clears the accumulator of dq on the way.
+// that its probabilities are 0, and delta = rowsum(dout * out) - dlse. Clears on the way what the main kernel counts with
+// and adds to.
 #include "dq_accumulator.cuh"
 #include "ptx.cuh"
 
@@ -12,13 +13,15 @@ struct PreprocessParams {
     const float* dlse;         // [nheads_q, total_q], or null
     float* stats;              // [nheads_q, 2, stats_stride]: lse in base 2, delta
     DqSum dq;
+    int* visits;   // [nheads_q, 2, dq.row_groups] of DqOrder, or null
+    int* ticket;   // of the schedule
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
     int stats_stride;
 };
 
-static_assert(sizeof(PreprocessParams) == 96, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 112, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -37,7 +40,8 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     constexpr float kLog2E = 1.44269504088896341f;
     const int first_row = blockIdx.x * kRows;
-    const int head = blockIdx.y;
+    const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
+    griddepcontrol_launch_dependents();
     const int lane = threadIdx.x % kLanesPerRow;
     const FFA_ELEMENT* out = params.out + head * params.out_head_stride + lane * kElementsPerLane;
     const FFA_ELEMENT* dout = params.dout + head * params.dout_head_stride + lane * kElementsPerLane;
@@ -63,7 +67,14 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             stats[params.stats_stride] = sees_nothing ? 0.f : sum - (params.dlse ? params.dlse[index] : 0.f);
         }
     }
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) {
+        *params.ticket = 0;
+    }
     const int num_rows = min(kRows, params.dq.row_groups * kDqGroupRows - first_row);
+    if (params.visits && threadIdx.x < 2 * num_rows / kDqGroupRows) {
+        const int warpgroup = threadIdx.x % 2;
+        params.visits[(2ll * head + warpgroup) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x / 2] = 0;
+    }
 #pragma unroll
     for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
         using Accumulator = DqAccumulator<kHeadDim>;

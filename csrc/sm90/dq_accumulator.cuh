@@ -17,6 +17,12 @@ struct DqSum {
 
 static_assert(sizeof(DqSum) == 16, "packed by magi_compile/kernels/cuda/backward.py");
 
+// The order of additions, where they have one: that of the plan's tiles.
+struct DqOrder {
+    const int* turns;   // [num_tiles][row_groups]: how many additions to 8 rows come from the tiles before
+    int* visits;        // [nheads_q][2 warpgroups][row_groups]: how many have arrived
+};
+
 template <int kHeadDim>
 struct DqAccumulator {
     static constexpr int kFirstCols = kHeadDim > 64 ? 64 : kHeadDim / 2;   // of the first warpgroup

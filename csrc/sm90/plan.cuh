@@ -7,6 +7,9 @@ struct Tile {
     int row_begin, row_end, run_begin, run_end;
 };
 
+// A diag_hi that cuts nothing, and the negative of such a diag_lo.
+constexpr int kNoDiagonal = 1 << 30;
+
 // Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi).
 struct alignas(16) Run {
     int row_begin, row_end, col_begin, col_end;

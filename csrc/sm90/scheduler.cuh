@@ -24,9 +24,9 @@ struct WorkItem {
 class Scheduler {
 public:
     __device__ __forceinline__ explicit Scheduler(const Schedule& schedule)
-        : schedule_(schedule), item_(blockIdx.x), num_items_(schedule.num_tiles * schedule.num_heads) {}
+        : schedule_(schedule), item_(blockIdx.x) {}
 
-    __device__ __forceinline__ bool has_work() const { return item_ < num_items_; }
+    __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
     __device__ __forceinline__ WorkItem item() const {
         const int items_per_section = schedule_.num_tiles * schedule_.heads_per_section;
@@ -40,19 +40,21 @@ public:
     __device__ __forceinline__ void leave_section() {
         const int items_per_section = schedule_.num_tiles * schedule_.heads_per_section;
         const int next_section = (item_ / items_per_section + 1) * items_per_section;
-        if (num_items_ > gridDim.x) {
+        if (num_items() > gridDim.x) {
             atomicMax(schedule_.ticket, next_section - static_cast<int>(gridDim.x));
         }
     }
 
     __device__ __forceinline__ void advance() {
-        item_ = gridDim.x < num_items_ ? gridDim.x + atomicAdd(schedule_.ticket, 1) : num_items_;
+        item_ = gridDim.x < num_items() ? gridDim.x + atomicAdd(schedule_.ticket, 1) : num_items();
     }
 
 private:
+    // Computed anew each time: the one thread that schedules has few registers.
+    __device__ __forceinline__ int num_items() const { return opaque(schedule_.num_tiles) * schedule_.num_heads; }
+
     const Schedule& schedule_;
     int item_;
-    int num_items_;
 };
 
 }  // namespace ffa

@@ -6,7 +6,6 @@
 
 namespace ffa {
 
-constexpr int kNoDiagonal = 1 << 30;
 constexpr int kMovesRightEdge = 1;   // bits of a mask type
 constexpr int kMovesLeftEdge = 2;
 constexpr int kBlockCost = FFA_BLOCK_COST;

@@ -29,7 +29,7 @@ def variants() -> Iterator[Variant]:
         yield forward_variant(problem, forward_config(problem))
         if head_dim in BACKWARD_HEAD_DIMS:
             preprocess, main, postprocess = backward_variants(problem)
-            yield main
+            yield from (main, backward_variants(problem, deterministic=True)[1])
             if not softcap:  # the other two do not depend on it
                 yield from (preprocess, postprocess)
     yield planner_variant()

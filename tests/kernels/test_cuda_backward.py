@@ -1,5 +1,6 @@
 """The Hopper backward kernel against the fp64 oracle."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -81,16 +82,46 @@ def test_without_a_gradient_of_lse(kernel):
     )
 
 
+MANY = varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_dk_and_dv_are_bitwise_equal(kernel, head_dim):
-    case = replace(
-        varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL),
-        heads=Heads(16, 2, head_dim, head_dim),
-    )
-    backward = Backward(kernel, case)
+    backward = Backward(kernel, replace(MANY, heads=Heads(16, 2, head_dim, head_dim)))
     first = backward()
     for _ in range(100):
         assert_same(first, backward())
+
+
+@contextmanager
+def deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    "case", [MANY, one(MaskType.FULL, 3000), sliding_window(2500, 600)], ids=lambda case: case.id
+)
+def test_deterministic_dq_is_bitwise_equal(kernel, case, head_dim):
+    backward = Backward(kernel, replace(case, heads=Heads(16, 2, head_dim, head_dim)))
+    with deterministic_algorithms():
+        first = backward()
+        for _ in range(100):
+            for expected, actual in zip(first, backward(), strict=True):
+                assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.id)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_deterministic_matches_the_oracle(kernel, case, softcap):
+    backward = Backward(kernel, replace(case, heads=HEADS[2], softcap=softcap))
+    with deterministic_algorithms():
+        grads = AttentionResults(None, None, *backward())
+    assert_attention_close(grads, backward.inputs, backward.slices, backward.problem)
 
 
 def test_strided_inputs(kernel):

@@ -20,7 +20,8 @@ def _empty_cache(tmp_path, monkeypatch):
 def variant_id(variant):
     defines = dict(variant.defines)
     softcap = "softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else None
-    parts = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"), softcap)
+    order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
+    parts = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"), softcap, order)
     return "-".join(part for part in parts if part)
 
 

@@ -16,11 +16,17 @@ def problem(nheads_q=8, nheads_kv=8, head_dim=128):
     return AttnProblem("cuda", (9, 0), torch.bfloat16, nheads_q, nheads_kv, head_dim, head_dim, 1.0)
 
 
+@pytest.mark.parametrize("num_tiles", [0, 1, 32, 64, 1000])
 @pytest.mark.parametrize("nheads_kv", [1, 2, 3, 5, 6, 8, 64])
-def test_sections_of_the_backward_divide_the_heads(nheads_kv):
-    heads = backward_heads_per_section(problem(nheads_kv, nheads_kv))
-    assert 1 <= heads <= 4
+def test_sections_of_the_backward_divide_the_heads_and_fill_the_gpu(nheads_kv, num_tiles):
+    heads = backward_heads_per_section(problem(nheads_kv, nheads_kv), num_tiles, num_sms=132)
     assert nheads_kv % heads == 0
+    assert heads == nheads_kv or num_tiles * heads >= 132
+
+
+@pytest.mark.parametrize(("num_tiles", "heads"), [(32, 8), (64, 4), (512, 4)])
+def test_sections_are_small_on_long_sequences(num_tiles, heads):
+    assert backward_heads_per_section(problem(64, 8), num_tiles, num_sms=132) == heads
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)

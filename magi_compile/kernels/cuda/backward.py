@@ -21,7 +21,6 @@ from magi_compile.kernels.cuda.launch import (
     num_sms,
     tensor_map,
     tma_compatible,
-    zero_word,
 )
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.heuristics import (
@@ -29,18 +28,22 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_heads_per_section,
 )
+from magi_compile.plan.tiles import RUN_FIELDS
 
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 8
 _STREAM_THREADS = 256  # of a thread block before and after
 _PARAMS_BYTES = 1024
+_RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams.
-_SCALARS = struct.Struct("<3Qi4x3Q3i4xi3f")
-_PREPROCESS = struct.Struct("<6Qi4x4q2i")
+_SCALARS = struct.Struct("<3Qi4x5Q3i4xi3f")
+_PREPROCESS = struct.Struct("<6Qi4x2Q4q2i")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
 
-def backward_variants(problem: AttnProblem) -> tuple[Variant, Variant, Variant]:
+def backward_variants(
+    problem: AttnProblem, deterministic: bool = False
+) -> tuple[Variant, Variant, Variant]:
     """The kernels to compile for `problem`: before, main, after."""
     config = backward_config(problem)
     element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
@@ -52,6 +55,7 @@ def backward_variants(problem: AttnProblem) -> tuple[Variant, Variant, Variant]:
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
+        "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
     }
     return (
         _variant("bwd_preprocess.cu", "ffa_backward_preprocess", rows),
@@ -71,8 +75,14 @@ def backward(
     k_tiles: Tensor,
     k_runs: Tensor,
     problem: AttnProblem,
+    *,
+    deterministic: bool = False,
 ) -> BackwardOutput:
-    """Gradients of attention over the k walk of a plan, on torch's current stream."""
+    """Gradients of attention over the k walk of a plan, on torch's current stream.
+
+    dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
+    `deterministic` is set.
+    """
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, _ = k.shape
     device = q.device
@@ -82,7 +92,9 @@ def backward(
         return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return backward(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem)
+            return backward(
+                dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+            )
 
     q, k, v, out, dout = (tma_compatible(x) for x in (q, k, v, out, dout))
     dq = torch.empty(q.shape, dtype=q.dtype, device=device)
@@ -90,9 +102,15 @@ def backward(
     padded_q = row_groups * _DQ_GROUP_ROWS
     dq_sum = torch.empty((nheads_q, padded_q, head_dim), dtype=torch.float32, device=device)
     stats = torch.empty((nheads_q, 2, padded_q), dtype=torch.float32, device=device)
+    ticket = torch.empty(1, dtype=torch.int32, device=device)
+    turns = visits = None
+    if deterministic:
+        turns = turns_of_tiles(k_tiles, k_runs, row_groups)
+        visits = torch.empty((nheads_q, 2, row_groups), dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
     preprocess, main, postprocess = (
-        load_function(variant, device.index) for variant in backward_variants(problem)
+        load_function(variant, device.index)
+        for variant in backward_variants(problem, deterministic)
     )
     row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
 
@@ -102,10 +120,12 @@ def backward(
         out.data_ptr(),
         dout.data_ptr(),
         lse.data_ptr(),
-        0 if dlse is None else dlse.data_ptr(),
+        _address(dlse),
         stats.data_ptr(),
         dq_sum.data_ptr(),
         row_groups,
+        _address(visits),
+        ticket.data_ptr(),
         *out.stride()[:2],
         *dout.stride()[:2],
         total_q,
@@ -114,9 +134,7 @@ def backward(
     launch(preprocess, row_blocks, _STREAM_THREADS, bytearray(before), stream, shared_bytes=0)
 
     config = backward_config(problem)
-    num_items = k_tiles.shape[0] * nheads_kv
-    grid = min(num_items, num_sms(device.index))
-    ticket = zero_word(stream, device) if num_items > grid else None
+    grid = min(k_tiles.shape[0] * nheads_kv, num_sms(device.index))
     maps = (
         tensor_map(q, config.block_cols),
         tensor_map(dout, config.block_cols),
@@ -137,23 +155,62 @@ def backward(
         dq_sum.data_ptr(),
         row_groups,
         k_runs.data_ptr(),
+        _address(turns),
+        _address(visits),
         k_tiles.data_ptr(),
-        0 if ticket is None else ticket.data_ptr(),
+        ticket.data_ptr(),
         k_tiles.shape[0],
         nheads_kv,
-        backward_heads_per_section(problem),
+        backward_heads_per_section(problem, k_tiles.shape[0], num_sms(device.index)),
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
         problem.softmax_scale,
     )
-    launch(main, grid, config.num_threads, params, stream)
+    launch(main, grid, config.num_threads, params, stream, may_start_early=True)
 
     after = _POSTPROCESS.pack(
         dq_sum.data_ptr(), row_groups, dq.data_ptr(), total_q, problem.softmax_scale
     )
-    launch(postprocess, row_blocks, _STREAM_THREADS, bytearray(after), stream, shared_bytes=0)
+    launch(
+        *(postprocess, row_blocks, _STREAM_THREADS, bytearray(after), stream),
+        shared_bytes=0,
+        may_start_early=True,
+    )
     return BackwardOutput(dq, dk, dv)
+
+
+def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
+    """How many additions to each 8 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
+
+    A run adds once to every 8 rows between its first and its last column.
+    """
+    num_tiles = k_tiles.shape[0]
+    col_begin, col_end = k_runs[:, _RUN_FIRST].long(), k_runs[:, _RUN_COL_END].long()
+    run = torch.arange(k_runs.shape[0], device=k_runs.device)
+    tile = _tile_of_run(k_tiles, run)
+    is_walked = (k_tiles[tile, 2] <= run) & (run < k_tiles[tile, 3]) & (col_begin < col_end)
+    tile = torch.where(is_walked, tile, num_tiles)
+    steps = torch.zeros((num_tiles + 1) * (row_groups + 1), dtype=torch.int32, device=k_runs.device)
+    row = tile * (row_groups + 1)
+    one = torch.ones_like(run, dtype=torch.int32)
+    steps.index_add_(0, row + col_begin // _DQ_GROUP_ROWS, one)
+    steps.index_add_(0, row + (col_end + _DQ_GROUP_ROWS - 1) // _DQ_GROUP_ROWS, -one)
+    additions = steps.view(num_tiles + 1, row_groups + 1)[:num_tiles, :row_groups].cumsum(1)
+    return (additions.cumsum(0) - additions).int()
+
+
+def _tile_of_run(k_tiles: Tensor, run: Tensor) -> Tensor:
+    """The tile whose runs hold `run`; anything for padding. Tiles come in the order of their cost."""
+    run_begin, run_end = k_tiles[:, 2].long(), k_tiles[:, 3].long()
+    run_end = torch.where(run_begin < run_end, run_end, run.shape[0] + 1)
+    run_end, order = run_end.sort()
+    at = torch.searchsorted(run_end, run, right=True)
+    return order[at.clamp(max=k_tiles.shape[0] - 1)]
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def _variant(source: str, entry: str, defines: dict[str, object]) -> Variant:

@@ -23,6 +23,8 @@ class CudaKernel:
 
     For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
     tile sizes beside our own.
+
+    dq is summed up in any order, or in one order under `torch.use_deterministic_algorithms(True)`.
     """
 
     name = "cuda"

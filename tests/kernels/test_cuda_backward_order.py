@@ -1,0 +1,33 @@
+"""The order of additions to dq, against a count of them one by one."""
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.cuda.backward import turns_of_tiles
+from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.testing.cases import MASKS
+
+GROUP_ROWS = 8
+COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
+@pytest.mark.parametrize("case", MASKS, ids=lambda case: case.id)
+def test_turns_count_the_additions_of_earlier_tiles(case, exact):
+    plan = build_tile_plan(
+        case.slices(),
+        q_tile_rows=128,
+        q_block_cols=128,
+        k_tile_rows=128,
+        k_block_cols=64,
+        exact=exact,
+    )
+    row_groups = -(-case.seqlen_q // GROUP_ROWS)
+    turns = turns_of_tiles(plan.k_tiles, plan.k_runs, row_groups)
+    additions = torch.zeros(row_groups, dtype=torch.int32)
+    for tile, (_, _, run_begin, run_end) in enumerate(plan.k_tiles.tolist()):
+        assert torch.equal(turns[tile], additions)
+        for run in plan.k_runs[run_begin:run_end].tolist():
+            additions[run[FIRST] // GROUP_ROWS : -(-run[COL_END] // GROUP_ROWS)] += 1
