@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_compile.bench import contenders, gate
 from magi_compile.bench.cells import Cell
@@ -187,6 +187,17 @@ def test_block_mask_is_flex_attentions_own(mask):
     theirs = create_block_mask(workload.mask_mod, None, None, 600, 600, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     assert torch.equal(ours.full_kv_num_blocks.sum(), theirs.full_kv_num_blocks.sum())
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("cell", [DOCUMENTS, BLOCKS], ids=lambda cell: cell.mask)
+def test_flex_attention_reads_our_block_mask(cell):
+    workload = build(cell)
+    q, k, v, _ = (Layout.HEADS_FIRST.of(x) for x in workload.inputs("cpu"))
+    block_mask = make_block_mask(workload, torch.device("cpu"))
+    out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+    expected = contenders.load("naive").prepare(workload, workload.inputs("cpu"))(q, k, v)
+    torch.testing.assert_close(out, expected)
 
 
 def test_gate_checks_gradients_of_forward_and_backward_contenders():

@@ -53,18 +53,18 @@ def readme_table(results: Results) -> str:
             rows = group.at(mask, seqlen)
             line = [mask, format_length(seqlen)]
             for which in ("fwd", "bwd"):
-                line += _against_best(rows, which)
+                line += _against_best(rows, which, tables.unit(group)[1])
             if any(cell != "-" for cell in line[2:]):
                 lines.append(line)
     return "\n".join(_table(header, lines))
 
 
-def _against_best(rows: dict[str, tables.Row], which: str) -> list[str]:
+def _against_best(rows: dict[str, tables.Row], which: str, size: float) -> list[str]:
     ours, other = (tables.best(rows, which, ours) for ours in (True, False))
     ratio = tables.ratio_to_best(rows, which)
     return [
-        f"{ours[1]:.0f}" if ours else "-",
-        f"{other[1]:.0f}, {tables.label(other[0])}" if other else "-",
+        f"{ours[1] / size:.0f}" if ours else "-",
+        f"{other[1] / size:.0f}, {tables.label(other[0])}" if other else "-",
         f"{ratio:.2f}" if ratio else "-",
     ]
 
