@@ -130,13 +130,13 @@ def resolve_process_group(name: str) -> Any:
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised uint8 memory of a GPU that `symmetric_meeting` can share with peers."""
+    """Uninitialised uint8 memory of a GPU that `symmetric_rendezvous` can share with peers."""
     from torch._C._distributed_c10d import _SymmetricMemory
 
     return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
 
 
-def symmetric_meeting(memory: Tensor, group_name: str) -> Any:
+def symmetric_rendezvous(memory: Tensor, group_name: str) -> Any:
     """Shares `memory` of `symmetric_empty` among the ranks of a group, which call this together with equal sizes.
 
     Returns when all ranks have called; peers' memory stays mapped while the result lives.
@@ -146,10 +146,10 @@ def symmetric_meeting(memory: Tensor, group_name: str) -> Any:
     return _symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
 
 
-def symmetric_addresses(meeting: Any) -> list[int]:
-    """Where the memory of each rank of a meeting lies for this process."""
-    ranks = range(meeting.world_size)
-    return [meeting.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
+def symmetric_addresses(rendezvous: Any) -> list[int]:
+    """Where the memory of each rank of a rendezvous lies for this process."""
+    ranks = range(rendezvous.world_size)
+    return [rendezvous.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
 
 
 def spin_gpu(cycles: int) -> None:

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile import _compat
 from magi_compile.dtensor import rows
-from magi_compile.dtensor.all_to_all import HEAD_START_CYCLES
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.native.peers import refusals
 from magi_compile.dtensor.native.pulls import SMS, Pulls
@@ -86,9 +84,9 @@ class NativeCollective:
         engine = self._engine or pulls.engine(target.shape[1] * target.element_size())
         pulls.enqueue(slot, target, engine, stream)
         if engine == SMS:
-            # Attention that comes next would take all SMs and keep these few waiting until it ends.
+            # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and
+            # keep these few out until it ends.
             torch.cuda.current_stream(target.device).wait_event(met)
-            _compat.spin_gpu(HEAD_START_CYCLES)
 
 
 class _Cast:
@@ -133,12 +131,60 @@ def _fill(
 
 
 class _CastOrder:
-    """What a rank reads in a cast, and which rows it has itself."""
+    """What a rank reads in a cast, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
-        host_runs, _ = _apart(route.host_recvs, route, rank)
-        runs, own = _apart(route.recvs, route, rank)
+        runs, own = _apart(route.recvs, route.host_recvs, rank)
+        host_runs, _ = _apart(route.host_recvs, route.host_recvs, rank)
         self.pulls = Pulls(runs, host_runs, rank, size)
         num_own = route.recv_counts[rank]
         self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
         self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
+
+    @staticmethod
+    def of(route: Route, group: dist.ProcessGroup) -> _CastOrder:
+        """Made once for a route."""
+        if _CastOrder not in route.derived:
+            route.derived[_CastOrder] = _CastOrder(route, group.rank(), group.size())
+        return route.derived[_CastOrder]
+
+
+class _ReduceOrder:
+    """What a rank reads in a reduce, in the order of peers, where that adds up, and the rows that it has itself."""
+
+    def __init__(self, route: Route, rank: int, size: int):
+        runs, own = _apart(route.sends, route.host_sends, rank)
+        host_runs, _ = _apart(route.host_sends, route.host_sends, rank)
+        self.pulls = Pulls(_one_after_another(runs), _one_after_another(host_runs), rank, size)
+        num_own = route.send_counts[rank]
+        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
+        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
+        self._home_rows = rows.rows_of(runs[:, 1], runs[:, 3], self.pulls.num_rows)
+        self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
+        self._sums: dict[int, rows.Sums] = {}
+
+    @staticmethod
+    def of(route: Route, group: dist.ProcessGroup) -> _ReduceOrder:
+        """Made once for a route."""
+        if _ReduceOrder not in route.derived:
+            route.derived[_ReduceOrder] = _ReduceOrder(route, group.rank(), group.size())
+        return route.derived[_ReduceOrder]
+
+    def sums(self, num_rows: int) -> rows.Sums:
+        if num_rows not in self._sums:
+            self._sums[num_rows] = rows.Sums(self._home_rows, num_rows, self._counts)
+        return self._sums[num_rows]
+
+
+def _apart(runs: Tensor, host_runs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The runs whose peer is another rank, and those whose peer is `rank` itself."""
+    peers, own = host_runs[:, 0].contiguous(), host_runs.new_tensor([rank, rank + 1])
+    first, last = torch.searchsorted(peers, own).tolist()
+    return torch.cat([runs[:first], runs[last:]]), runs[first:last]
+
+
+def _one_after_another(sends: Tensor) -> Tensor:
+    """`sends` of a route as runs to read: into a buffer that holds one after another."""
+    peer, _, peer_row, count = sends.unbind(1)
+    row = count.cumsum(0, dtype=count.dtype) - count
+    return torch.stack([peer, row, peer_row, count], 1)

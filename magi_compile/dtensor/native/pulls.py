@@ -20,6 +20,9 @@ MIN_BYTES_OF_A_COPY = 1 << 17  # on average; below that a few SMs are faster tha
 class Pulls:
     """The rows that this rank reads in one go, and what the engines make of them once.
 
+    Attributes:
+        num_rows: how many.
+
     Args:
         runs: int32 `[num_runs, 4]`, ordered by peer: `peer, target_row, source_row, count`.
         host_runs: the same on the CPU.
@@ -29,19 +32,19 @@ class Pulls:
 
     def __init__(self, runs: Tensor, host_runs: Tensor, rank: int, size: int):
         self._runs, self._host_runs, self._rank, self._size = runs, host_runs, rank, size
-        self._num_rows = int(host_runs[:, 3].sum())
+        self.num_rows = int(host_runs[:, 3].sum())
         # Every rank begins with the one after it, so that no rank is read by all at once.
         turn = (host_runs[:, 0] - rank - 1) % size
         self._copies = host_runs[torch.argsort(turn, stable=True)].tolist()
 
     def engine(self, row_bytes: int) -> str:
         """The faster one for rows of this size."""
-        is_long = self._num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._copies)
+        is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._copies)
         return COPY_ENGINE if is_long else SMS
 
     def enqueue(self, slot: Slot, target: Tensor, engine: str, stream: torch.cuda.Stream) -> None:
         """Reads into `target [rows, width]`, which is contiguous, from slots whose rows are as wide."""
-        if not self._num_rows or not target.shape[1]:
+        if not self.num_rows or not target.shape[1]:
             return
         if engine == COPY_ENGINE:
             self._copy(slot, target, stream)
@@ -66,10 +69,10 @@ class Pulls:
         host_peer, host_count = self._host_runs[:, 0], self._host_runs[:, 3]
         of_peer = host_count.new_zeros(size).index_add_(0, host_peer, host_count)
         before = (of_peer.cumsum(0) - of_peer).to(device)
-        run, step = expand(self._runs[:, 3], self._num_rows)
+        run, step = expand(self._runs[:, 3], self.num_rows)
         peer, target_row, source_row, _ = self._runs[run].unbind(1)
         # In proportion, so that the last rows of all peers are read together.
-        position = torch.arange(self._num_rows, device=device) - before[peer]
+        position = torch.arange(self.num_rows, device=device) - before[peer]
         share = (position.double() + 0.5) / of_peer.to(device)[peer]
         turn = (peer - self._rank - 1) % size
         order = torch.argsort(share + turn * 1e-9)

@@ -33,7 +33,8 @@ def await_flag(address: int, value: int) -> Op:
 
 def enqueue(ops: Sequence[Op], stream: torch.cuda.Stream) -> None:
     """Flag operations, in this order."""
-    _check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(ops), ops, 0))
+    if ops:
+        _check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(ops), ops, 0))
 
 
 def copy(

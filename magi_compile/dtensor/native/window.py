@@ -1,13 +1,13 @@
-"""Symmetric memory of a group: two slots that ranks fill in turn and read from each other, and the flags around them.
+"""Symmetric memory of a group: two slots that all ranks fill in turn and read from each other.
 
-A slot goes round, on every rank alike, with two flags for each peer in the memory of the rank that awaits them:
+    rank 0    fill A | meet | read A of all | fill B | meet | read B of all | fill A | ...
+    rank 1    fill A   | meet | read A of all | fill B   | meet | read B of all | fill A | ...
 
-    acquire    await "read" of every peer: all have read what the slot held; clear it      before its owner writes
-    publish    set "published" at every peer; await that of every peer; clear it           before anybody reads
-    release    set "read" at every peer                                                    after the last read
-
-Flags hold 0 or 1 and never count, so a recorded graph may replay these operations. A rank keeps flags for itself too,
-which orders its own streams. With two slots, one is filled while peers still read the other.
+At a meeting a rank sets a flag in the memory of every peer, and goes on once every peer has set its own. That is all:
+whoever comes to a meeting has read all of the slot before, so after it that slot is free on every rank, and the
+other one is what is read meanwhile. A flag is cleared by the rank that awaited it and is set again two meetings
+later, which that peer reaches only after this rank was at the one between. Flags hold 0 or 1 and never count, so a
+recorded graph may replay all of this.
 """
 
 from __future__ import annotations
@@ -34,27 +34,17 @@ class Slot(NamedTuple):
     memory: Tensor  # this rank's, uint8
     addresses: list[int]  # where it lies on each rank, as this process sees it
     device_addresses: Tensor  # the same on the device, int64
-    acquire_ops: list[Op]
-    publish_ops: list[Op]
-    release_ops: list[Op]
-
-    def acquire(self, stream: torch.cuda.Stream) -> None:
-        """From here on `stream` may write to this rank's slot."""
-        stream_ops.enqueue(self.acquire_ops, stream)
-
-    def publish(self, stream: torch.cuda.Stream) -> None:
-        """What `stream` did before is what peers read; from here on it may read the slots of all ranks."""
-        stream_ops.enqueue(self.publish_ops, stream)
-
-    def release(self, stream: torch.cuda.Stream) -> None:
-        """`stream` has read all that it wants."""
-        stream_ops.enqueue(self.release_ops, stream)
+    meeting: list[Op]
 
 
 class Window:
     """The slots of one group for one purpose, and the stream that reads from them.
 
-    Ranks ask for slots in the same order and of the same sizes. Memory grows to the largest that was asked for.
+    A use is `next_slot`, `meet`, reads on `stream`, `end`; the next begins after that. Ranks go through the same uses
+    in the same order, with equal sizes. Memory grows to the largest that was asked for.
+
+    Attributes:
+        stream: reads from slots.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -65,9 +55,12 @@ class Window:
         self._slots: list[Slot] = []
         self._capacity = 0  # bytes of a slot
         self._turn = 0
+        self._last: torch.cuda.Event | None = (
+            None  # the end of the last use, unless it was waited for
+        )
 
-    def next_slot(self, num_bytes: int) -> Slot:
-        """The slot whose turn it is, with room for `num_bytes`.
+    def next_slot(self, num_bytes: int, current: torch.cuda.Stream) -> Slot:
+        """The slot whose turn it is, with room for `num_bytes`, which `current` may fill.
 
         Raises:
             RuntimeError: if it would have to grow while a graph is being captured.
@@ -79,55 +72,65 @@ class Window:
                     "run the step once before it is captured in a graph"
                 )
             self._grow(num_bytes)
+        if self._last is not None:
+            self.wait(self._last, current)
         self._turn = (self._turn + 1) % NUM_SLOTS
         return self._slots[self._turn]
 
+    def meet(self, slot: Slot, current: torch.cuda.Stream) -> torch.cuda.Event:
+        """Lets `stream` read the slots of all ranks, once what `current` holds is done everywhere: at the event."""
+        self.stream.wait_stream(current)
+        stream_ops.enqueue(slot.meeting, self.stream)
+        return self.stream.record_event()
+
+    def end(self) -> torch.cuda.Event:
+        """When `stream` has read what it was to read of this use."""
+        self._last = self.stream.record_event()
+        return self._last
+
+    def wait(self, event: torch.cuda.Event, current: torch.cuda.Stream) -> None:
+        """Makes `current` wait for what `stream` does until `event`."""
+        current.wait_event(event)
+        if event is self._last:
+            self._last = None
+
     def _grow(self, num_bytes: int) -> None:
-        # What was enqueued here is done, and nobody leaves the meeting before that is so on every rank.
+        # What was enqueued here is done, and nobody leaves the rendezvous before that is so on every rank.
         torch.cuda.synchronize(self._device)
         self._slots.clear()
-        num_flags = NUM_SLOTS * 2 * self._size
+        num_flags = NUM_SLOTS * self._size
         begin = _round_up(num_flags * FLAG_BYTES, ALIGNMENT)
         total = _round_up(begin + NUM_SLOTS * _round_up(num_bytes, ALIGNMENT), GRANULARITY)
         self._capacity = (total - begin) // NUM_SLOTS // ALIGNMENT * ALIGNMENT
         memory = _compat.symmetric_empty(total, self._device)
-        flags = memory[: num_flags * FLAG_BYTES].view(torch.int32).view(NUM_SLOTS, 2, self._size)
-        flags[:, _PUBLISHED] = 0
-        flags[:, _READ] = 1
+        memory[:begin] = 0
         torch.cuda.synchronize(self._device)
-        self._meeting = _compat.symmetric_meeting(memory, self._group_name)
-        addresses = _compat.symmetric_addresses(self._meeting)
+        self._rendezvous = _compat.symmetric_rendezvous(memory, self._group_name)
+        addresses = _compat.symmetric_addresses(self._rendezvous)
         for index in range(NUM_SLOTS):
             offset = begin + index * self._capacity
             mine = memory[offset : offset + self._capacity]
             where = [address + offset for address in addresses]
             on_device = torch.tensor(where, device=self._device)
-            self._slots.append(
-                Slot(mine, where, on_device, *_flag_ops(addresses, self._rank, index))
-            )
+            meeting = _meeting(addresses, self._rank, index)
+            self._slots.append(Slot(mine, where, on_device, meeting))
 
 
-_PUBLISHED, _READ = 0, 1
-
-
-def _flag_ops(addresses: list[int], rank: int, slot: int) -> tuple[list[Op], list[Op], list[Op]]:
-    """Acquire, publish and release of one slot, with all flags `[slot, kind, peer]` at `addresses`."""
+def _meeting(addresses: list[int], rank: int, slot: int) -> list[Op]:
+    """The meeting of one slot, where flags `[slot, peer]` lie at the address of the rank that awaits them."""
     size = len(addresses)
     # The next rank first, so that not everybody writes to the same one.
-    peers = [(rank + step) % size for step in range(1, size + 1)]
+    peers = [(rank + step) % size for step in range(1, size)]
 
-    def flag(kind: int, owner: int, peer: int) -> int:
-        return addresses[owner] + ((2 * slot + kind) * size + peer) * FLAG_BYTES
+    def flag(owner: int, peer: int) -> int:
+        return addresses[owner] + (slot * size + peer) * FLAG_BYTES
 
-    def set_at_all(kind: int) -> list[Op]:
-        return [set_flag(flag(kind, peer, rank), 1) for peer in peers]
-
-    def await_all(kind: int) -> list[Op]:
-        mine = [flag(kind, rank, peer) for peer in peers]
-        return [await_flag(x, 1) for x in mine] + [set_flag(x, 0) for x in mine]
-
-    publish = set_at_all(_PUBLISHED) + await_all(_PUBLISHED)
-    return await_all(_READ), publish, set_at_all(_READ)
+    mine = [flag(rank, peer) for peer in peers]
+    return [
+        *(set_flag(flag(peer, rank), 1) for peer in peers),
+        *(await_flag(address, 1) for address in mine),
+        *(set_flag(address, 0) for address in mine),
+    ]
 
 
 def _round_up(number: int, multiple: int) -> int:

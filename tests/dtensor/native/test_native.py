@@ -84,7 +84,7 @@ def run_reduces(group, engine, dtype, steps):
             pending[0].add_to(pending[1])
         pending = started, on_device
         expected = [
-            expected_total(routes[rank], *both) for both in zip(buffers, totals, strict=True)
+            expected_total(routes[rank], rank, *both) for both in zip(buffers, totals, strict=True)
         ]
         found += zip(on_device, expected, strict=True)
     pending[0].add_to(pending[1])
@@ -152,7 +152,7 @@ def run_in_a_graph(group, engine):
         expected = [expected_buffer(r, homes) for r in routes_of(random_runs(size, ROWS, 50, 4), 4)]
         assert torch.equal(buffer.cpu(), expected[rank])
         zero = torch.zeros(ROWS, 64)
-        assert torch.equal(total.cpu(), expected_total(route, expected, zero))
+        assert torch.equal(total.cpu(), expected_total(route, rank, expected, zero))
         if index % 2:
             step()
 

@@ -68,9 +68,10 @@ def expected_buffer(route, tensors):
     return buffer
 
 
-def expected_total(route, buffers, total):
-    """What a reduce makes of `total`, where `buffers` are those of all ranks: sums in fp32, in the order of ranks."""
+def expected_total(route, rank, buffers, total):
+    """What a reduce makes of `total`, where `buffers` are those of all ranks: fp32 sums, `rank` first, then in order."""
     total = total.clone()
-    for peer, row, peer_row, count in route.host_sends.tolist():
+    runs = route.host_sends.tolist()
+    for peer, row, peer_row, count in sorted(runs, key=lambda run: run[0] != rank):
         total[row : row + count] += buffers[peer][peer_row : peer_row + count].float()
     return total
