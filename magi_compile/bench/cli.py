@@ -96,7 +96,7 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--cell-limit", type=float, default=120.0, metavar="SECONDS")
     parser.add_argument("--budget-ms", type=float, help="for the repetitions of a pass")
-    parser.add_argument("--min-reps", type=int, default=3)
+    parser.add_argument("--min-reps", type=int, default=Protocol.min_reps)
     parser.add_argument("--gate-seqlen", type=parse_length, help="longest sequence checked")
     parser.add_argument("--cuda-graph", action="store_true", help="also time graph replays")
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 cache")

@@ -30,7 +30,7 @@ class Protocol:
     """
 
     budget_ms: float = 100.0
-    min_reps: int = 3
+    min_reps: int = 5
     max_reps: int = 50
     flush_bytes: int = 256 * 2**20
     cuda_graph: bool = False
@@ -66,9 +66,10 @@ def matmul_tflops(device: str, protocol: Protocol) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     for _ in range(3):
         a @ b
-    times = _cpu_times(lambda: a @ b, protocol)
     if device == "cuda":
         times = _gpu_times(lambda: a @ b, protocol.reps(2.0), 0.1, _flush_buffer(protocol))
+    else:
+        times = _cpu_times(lambda: a @ b, protocol)
     return 2 * size**3 / statistics.median(times) / 1e9
 
 
@@ -87,10 +88,8 @@ def _summary(times: list[float]) -> dict[str, Any]:
 
 
 def _cpu_times(run: Callable[[], object], protocol: Protocol) -> list[float]:
-    times = [_wall_ms(run)]
-    for _ in range(protocol.reps(times[0])):
-        times.append(_wall_ms(run))
-    return times[1:]
+    estimate = min(_wall_ms(run) for _ in range(2))
+    return [_wall_ms(run) for _ in range(protocol.reps(estimate))]
 
 
 def _wall_ms(run: Callable[[], object]) -> float:

@@ -227,7 +227,7 @@ def _absent(results: Results) -> str:
         return ""
     header = ["contender", "outcome", "reason", "cells"]
     lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
-    return f"<section><h2>Without a number</h2>{_table(header, lines)}</section>"
+    return f'<section class="words"><h2>Without a number</h2>{_table(header, lines)}</section>'
 
 
 def _provenance(results: Results) -> str:
