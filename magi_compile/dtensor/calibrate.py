@@ -15,7 +15,7 @@ from torch import Tensor
 
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
-from magi_compile.dtensor.cost import CostModel
+from magi_compile.dtensor.cost import CostModel, wave_rows
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
@@ -103,6 +103,9 @@ def calibrate(
     casting = max(seconds(lambda: cast(route)) - latency, 1e-9)
     buffers = cast(route)
     reduce = seconds(lambda: moving.start_reduce(buffers, route, group).add_to(totals))
+    num_sms = 0
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return CostModel(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
@@ -111,6 +114,7 @@ def calibrate(
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
+        backward_wave_rows=wave_rows(nheads_kv, num_sms),
     )
 
 

@@ -17,6 +17,8 @@ class CostModel:
         latency_seconds: one collective without data.
         backward_area_factor: backward compute over forward compute.
         backward_reduce_factor: sending back dK and dV of a row over receiving K and V of it.
+        backward_wave_rows: key rows that the whole GPU works on at a time backward, where dK and dV of a block of
+            rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
     """
 
     seconds_per_area: float
@@ -26,6 +28,7 @@ class CostModel:
     latency_seconds: float = 20e-6
     backward_area_factor: float = 2.5
     backward_reduce_factor: float = 1.0
+    backward_wave_rows: float = 0.0
 
     @staticmethod
     def of_heads(
@@ -41,7 +44,13 @@ class CostModel:
         return CostModel(
             seconds_per_area=4 * nheads_q * head_dim / flops_per_second,
             seconds_per_row=2 * nheads_kv * head_dim * bytes_per_value / bytes_per_second,
+            backward_wave_rows=wave_rows(nheads_kv, num_sms=132),
         )
+
+
+def wave_rows(nheads_kv: int, num_sms: int) -> float:
+    """`backward_wave_rows` of a GPU whose thread blocks take 128 keys of one kv head each."""
+    return 128 * num_sms / nheads_kv
 
 
 DEFAULT_COST = CostModel.of_heads()
