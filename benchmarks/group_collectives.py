@@ -11,6 +11,8 @@ indexing, native reduces bit by bit against the all-to-all.
 GB/s is algorithm bandwidth: the bytes that the busiest rank has to receive or to send, over the time of the slowest
 rank; NVLink carries 450 in each direction. `exposed` is what a cast adds to a matrix product of at least its
 length that runs beside it. `host` is the time the host needs to enqueue a call. Medians over rounds.
+
+`--engines` measures first what the engines of native reach alone, by the size of a copy and by the number of SMs.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,15 +37,23 @@ from torch import Tensor
 from magi_compile.dtensor import rows
 from magi_compile.dtensor.collectives import Collective, Route, select
 from magi_compile.dtensor.documents import document_packs
-from magi_compile.dtensor.native import NativeCollective
-from magi_compile.dtensor.native.pull_triton import NUM_PROGRAMS
+from magi_compile.dtensor.native import NativeCollective, pull_triton, stream_ops
 from magi_compile.dtensor.native.pulls import COPY_ENGINE, SMS
+from magi_compile.dtensor.native.window import Window
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
 from magi_compile.masks.library import MASKS
 
 NVLINK = 450e9  # bytes per second and direction
 SPIN_CYCLES = 4_000_000
 MAX_COPIES = 1000  # of one cast by a copy engine that are worth a measurement
+
+
+class Calls(NamedTuple):
+    """What is timed."""
+
+    cast: Callable[[], object]
+    reduce: Callable[[], object]
+    cast_beside: Callable[[Callable[[], object]], object] | None = None  # what runs beside a cast
 
 
 class Rank:
@@ -176,7 +187,7 @@ class Rank:
         ]
         return max(grids, default=0)
 
-    def rows(self, tokens: int) -> Iterator[dict]:
+    def measured(self, tokens: int) -> Iterator[dict]:
         tensors = self.tensors(tokens)
         row_bytes = sum(x[0].numel() * x.element_size() for x in tensors)
         for name, route in self.range_sets(tokens):
@@ -194,11 +205,11 @@ class Rank:
             for contender, collective in self.contenders.items():
                 if "copy engine" in contender and int(runs) > MAX_COPIES:
                     continue
-                cast, reduce = self.calls(collective, route, tensors, shares)
-                sms = 0 if "copy engine" in contender else NUM_PROGRAMS
+                calls = self.calls(collective, route, tensors, shares)
+                sms = 0 if "copy engine" in contender else pull_triton.NUM_PROGRAMS
                 if contender == "all_to_all":
-                    sms = self.sms_of_nccl(cast)
-                yield self.row(head | {"contender": contender, "sms": sms}, cast, reduce, num_bytes)
+                    sms = self.sms_of_nccl(calls.cast)
+                yield self.row(head | {"contender": contender, "sms": sms}, calls, num_bytes)
         packed = torch.cat([x.flatten(1) for x in tensors], 1)
         everything = packed.new_empty(self.size * tokens, packed.shape[1])
 
@@ -212,11 +223,54 @@ class Rank:
         num_bytes = (self.size - 1) * tokens * row_bytes
         head |= {"megabytes": num_bytes / 1e6, "contender": "all-gather, reduce-scatter"}
         head["sms"] = self.sms_of_nccl(all_gather)
-        yield self.row(head, all_gather, reduce_scatter, num_bytes)
+        yield self.row(head, Calls(all_gather, reduce_scatter), num_bytes)
+
+    def engines(self) -> Iterator[dict]:
+        """Reading 32 MB, with no flags and no publishing around it."""
+        width, num_rows = 2048, 8192
+        current = torch.cuda.current_stream()
+        window = Window(self.group, self.device)
+        target = torch.empty(num_rows, width, device=self.device, dtype=torch.bfloat16)
+        num_bytes = target.numel() * target.element_size()
+        slot = window.next_slot(num_bytes, current)
+        slot.memory.zero_()
+        window.wait(window.meet(slot, current), current)
+        source = slot.addresses[(self.rank + 1) % self.size]
+        for copies in (1, 8, 32, 128, 512):
+            size = num_bytes // copies
+            offsets = range(0, num_bytes, size)
+            copy = (
+                [target.data_ptr() + offset for offset in offsets],
+                [source + offset for offset in offsets],
+                [size] * copies,
+            )
+
+            def by_copy_engine(copy: tuple = copy) -> None:
+                window.stream.wait_stream(current)
+                stream_ops.copy(*copy, window.stream)
+                current.wait_stream(window.stream)
+
+            yield self.engine_row(
+                COPY_ENGINE, f"{copies} x {size >> 10} KB", num_bytes, by_copy_engine
+            )
+        row = torch.arange(num_rows, device=self.device)
+        peer = (self.rank + 1 + row % (self.size - 1)) % self.size
+        places = torch.stack([peer, row, row]).to(torch.int32)
+        for sms in (4, 8, 16, 32, 64):
+
+            def by_sms(sms: int = sms) -> None:
+                pull_triton.pull(target, places, slot.device_addresses, sms)
+
+            yield self.engine_row(SMS, f"{sms} SMs, all peers in turn", num_bytes, by_sms)
+
+    def engine_row(self, engine: str, how: str, num_bytes: int, run: Callable[[], object]) -> dict:
+        seconds, on_host = self.seconds(run)
+        gbps, host_us = round(num_bytes / seconds / 1e9), round(1e6 * on_host)
+        return {"engine": engine, "how": how, "gbps": gbps, "host_us": host_us}
 
     def calls(
         self, collective: Collective, route: Route, tensors: list[Tensor], shares: list[Tensor]
-    ) -> tuple[Callable[[], object], Callable[[], object]]:
+    ) -> Calls:
         totals = [torch.zeros(x.shape, device=self.device) for x in tensors]
 
         def cast() -> None:
@@ -231,22 +285,19 @@ class Rank:
                 product()
                 pending.wait()
 
-        cast.beside = cast_beside
-        return cast, reduce
+        return Calls(cast, reduce, cast_beside)
 
-    def row(
-        self, row: dict, cast: Callable[[], object], reduce: Callable[[], object], num_bytes: int
-    ) -> dict:
-        for name, run in (("cast", cast), ("reduce", reduce)):
+    def row(self, row: dict, calls: Calls, num_bytes: int) -> dict:
+        for name, run in (("cast", calls.cast), ("reduce", calls.reduce)):
             seconds, on_host = self.seconds(run)
             row[f"{name}_us"] = round(1e6 * seconds, 1)
             row[f"{name}_gbps"] = round(num_bytes / seconds / 1e9)
             row[f"{name}_percent"] = round(100 * num_bytes / seconds / NVLINK)
             row[f"{name}_host_us"] = round(1e6 * on_host)
-        if hasattr(cast, "beside"):
+        if calls.cast_beside is not None:
             product = self.product_of(row["cast_us"] / 1e6)
             alone, _ = self.seconds(product)
-            both, _ = self.seconds(lambda: cast.beside(product))
+            both, _ = self.seconds(lambda: calls.cast_beside(product))
             row["exposed_us"] = round(1e6 * (both - alone), 1)
         return row
 
@@ -283,8 +334,12 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
         "timing": f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
     }
     begin, found = time.monotonic(), []
+    engines = list(me.engines()) if args.engines else []
+    context["engines"] = engines
+    if rank == 0:
+        print(*map(json.dumps, engines), sep="\n", flush=True)
     for tokens in args.tokens:
-        for row in me.rows(tokens):
+        for row in me.measured(tokens):
             found.append(row)
             if rank == 0:
                 print(json.dumps(row), flush=True)
@@ -316,7 +371,11 @@ COLUMNS = {
 
 
 def to_markdown(context: dict, found: list[dict]) -> str:
-    lines = ["# Group collectives", "", *(f"- {name}: {value}" for name, value in context.items())]
+    facts = {name: value for name, value in context.items() if name != "engines"}
+    lines = ["# Group collectives", "", *(f"- {name}: {value}" for name, value in facts.items())]
+    if context["engines"]:
+        lines += ["", "| engine | how | GB/s | host us |", "|---|---|---|---|"]
+        lines += ["| " + " | ".join(map(str, x.values())) + " |" for x in context["engines"]]
     lines += ["", "| " + " | ".join(COLUMNS.values()) + " |", "|---" * len(COLUMNS) + "|"]
     for row in found:
         cells = [row.get(column, "") for column in COLUMNS]
@@ -346,6 +405,7 @@ def main() -> None:
     option("--seed", type=int, default=42, help="of the documents")
     option("--rounds", type=int, default=5)
     option("--calls", type=int, default=10)
+    option("--engines", action="store_true", help="measure the engines of native alone too")
     option("--max-seconds", type=float, default=3600.0, help="no more tokens after that")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
