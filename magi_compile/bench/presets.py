@@ -109,7 +109,7 @@ def _longca(level: str, device: str) -> list[Cell]:
 PRESETS = {
     "smoke": Preset(
         _smoke,
-        {"cuda": None, "cpu": ("magi-cpu", "math", "naive")},
+        {"cuda": None, "cpu": ("magi-cpu", "flash-cpu", "naive")},
         budget_ms=50.0,
         gate_seqlen=1280,  # more than the window and the blocks
     ),

@@ -48,7 +48,7 @@ class ForwardOnly(Doubled):
         return contenders.load("naive").prepare(workload, inputs)
 
 
-@pytest.mark.parametrize("name", ["magi-cpu", "naive", "math"])
+@pytest.mark.parametrize("name", ["magi-cpu", "flash-cpu", "naive", "math"])
 @pytest.mark.parametrize("cell", [CAUSAL, DOCUMENTS], ids=lambda cell: cell.mask)
 def test_right_and_timed(name, cell):
     row = Bench(contenders.load(name), "cpu").time(cell, ("fwd", "bwd", "fwdbwd"), QUICK)

@@ -26,6 +26,7 @@ CONTENDERS: dict[str, str] = {
     "flex": "flex:FlexTriton",
     "flex-flash": "flex:FlexFlash",
     "mem-efficient": "sdpa:MemoryEfficientSdpa",
+    "flash-cpu": "sdpa:CpuFlashSdpa",
     "math": "sdpa:MathSdpa",
     "naive": "naive:Naive",
     "fa4-blocks": "flash_attention:FlashAttention4Blocks",

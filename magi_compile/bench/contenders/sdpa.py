@@ -72,6 +72,16 @@ class MemoryEfficientSdpa(_Sdpa):
     repeats_heads = True
 
 
+class CpuFlashSdpa(_Sdpa):
+    """What PyTorch chooses on a CPU."""
+
+    name = "flash-cpu"
+    label = "SDPA, flash (CPU)"
+    backend = SDPBackend.FLASH_ATTENTION
+    devices = ("cpu",)
+    dtypes = ("bfloat16", "float16", "float32")
+
+
 class MathSdpa(_Sdpa):
     name = "math"
     label = "SDPA, math"
