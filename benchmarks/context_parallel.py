@@ -5,8 +5,9 @@
 The one-GPU rate is that of the same kernel on the same mask over the whole sequence. A row's rate counts the mask's
 mean area of a rank and the time of the slowest rank; `stages` is the number of remote stages, forward and backward,
 where "auto" is the cost model's choice with rates measured on this machine. Exposed communication is a step's time
-minus that of the same step with everything that moves rows taken out. Planning is the host's time for a mask never
-seen before. FLOPs are 4 * area * nheads_q * head_dim forward and 2.5 times that backward; medians over rounds.
+minus that of the same step with everything that moves rows taken out. All that is compared takes turns, so that it
+meets GPUs equally warm. Planning is the host's time for a mask never seen before. FLOPs are 4 * area * nheads_q *
+head_dim forward and 2.5 times that backward; medians over rounds.
 
 With `--ranks` above `--gpus`, GPU 0 alone runs the steps of every rank, one after another, with everything that moves
 rows taken out: what balance, kernel and stages leave, on any number of ranks.
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ from torch import Tensor
 
 from magi_compile.dtensor import attention, rank_plan
 from magi_compile.dtensor.calibrate import calibrate
-from magi_compile.dtensor.collectives import COLLECTIVES, Route, select
+from magi_compile.dtensor.collectives import COLLECTIVES, Collective, Route, select
 from magi_compile.dtensor.comm_plan import Stage
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.documents import document_packs
@@ -49,6 +50,9 @@ from magi_compile.ops.library import problem_of
 MASKS = ("full", "causal", "document_full", "document_causal", "block_causal_document")
 SPIN_CYCLES = 2_000_000
 BACKWARD_FLOPS = 2.5
+
+Step = Callable[[], object]
+Key = tuple[Hashable, ...]
 
 
 class Stopped(NamedTuple):
@@ -103,20 +107,22 @@ class Rank:
         shapes = [(rows, n, self.args.head_dim) for n in heads]
         return [torch.randn(shape, device=self.device, dtype=self.dtype) for shape in shapes]
 
-    def seconds(self, run: Callable[[], object]) -> list[float]:
-        """Of one call on each rank, behind each other on the device: the round with the median slowest rank."""
-        for _ in range(2):
+    def in_turns(self, runs: dict[Key, Step]) -> dict[Key, list[float]]:
+        """Seconds of one call on each rank: of every run the round with the median slowest rank."""
+        for run in runs.values():
             run()
-        rounds = []
+        rounds: dict[Key, list[list[float]]] = {key: [] for key in runs}
         for _ in range(self.args.rounds):
-            mine = torch.tensor([self._round(run)], dtype=torch.float64, device=self.device)
-            everybody = torch.empty(self.args.gpus, dtype=torch.float64, device=self.device)
-            dist.all_gather_into_tensor(everybody, mine, self.group)
-            rounds.append(everybody.tolist())
-        return sorted(rounds, key=max)[len(rounds) // 2]
+            for key, run in runs.items():
+                mine = torch.tensor([self._round(run)], dtype=torch.float64, device=self.device)
+                everybody = [torch.empty_like(mine) for _ in range(self.args.gpus)]
+                dist.all_gather(everybody, mine, self.group)
+                rounds[key].append([seconds.item() for seconds in everybody])
+        return {key: sorted(times, key=max)[len(times) // 2] for key, times in rounds.items()}
 
-    def _round(self, run: Callable[[], object]) -> float:
+    def _round(self, run: Step) -> float:
         calls = self.args.calls
+        run()
         self._synchronize()
         dist.barrier(self.group)
         if self.device.type == "cpu":
@@ -137,19 +143,35 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def one_gpu(self, slices: AttnSlices) -> tuple[list[float], list[float]]:
-        """Seconds of the kernel over the whole sequence, forward and backward; every GPU for itself."""
+    def one_gpu(self, slices: AttnSlices) -> tuple[Step, Step]:
+        """The kernel over the whole sequence, forward and backward; every GPU for itself."""
         q, k, v, dout = self.inputs(slices.seqlen_q)
         problem = problem_of(q, k, v, self.args.head_dim**-0.5, 0.0)
         kernel = kernels.select(problem)
         slices = slices.to(self.device)
         plan = kernel.plan(slices, problem)
-        out, lse = kernel.forward(q, k, v, slices, plan, problem)
-        forward = self.seconds(lambda: kernel.forward(q, k, v, slices, plan, problem))
-        backward = self.seconds(
-            lambda: kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem)
+        rest = (slices, plan, problem)
+        out, lse = kernel.forward(q, k, v, *rest)
+        return (
+            lambda: kernel.forward(q, k, v, *rest),
+            lambda: kernel.backward(dout, None, q, k, v, out, lse, *rest),
         )
-        return forward, backward
+
+    def cost(self, tokens: int) -> CostModel:
+        """The rates that "auto" goes by: measured if it is asked for."""
+        args = self.args
+        if None not in args.stages or args.ranks > args.gpus:
+            return DEFAULT_COST
+        return calibrate(
+            self.group,
+            self.device,
+            self.dtype,
+            nheads_q=args.heads[0],
+            nheads_kv=args.heads[1],
+            head_dim=args.head_dim,
+            seqlen=tokens,
+            collective=args.collectives[0],
+        )
 
     def planned(
         self, slices: AttnSlices, degree: int | None, cost: CostModel, rank: int
@@ -166,9 +188,7 @@ class Rank:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, self.group)
         return plan, slowest.item() * 1e3
 
-    def steps(
-        self, plan: RankPlan, collective: object
-    ) -> tuple[Callable[[], object], Callable[[], object]]:
+    def steps(self, plan: RankPlan, collective: Collective) -> tuple[Step, Step]:
         """A forward and a backward pass."""
         q, k, v, dout = self.inputs(plan.dispatch.seqlen_local)
         problem = problem_of(q, k, v, self.args.head_dim**-0.5, 0.0)
@@ -189,60 +209,62 @@ class Rank:
         args, total = self.args, tokens * self.args.ranks
         (lengths,) = document_packs(total, 1, args.seed)
         slices = LIBRARY[mask](lengths if "document" in mask else [total]).slices
+        ranks = [self.rank]
+        if args.ranks > args.gpus:
+            ranks = list(range(args.ranks if slices.area() < total**2 else 1))
+        still = NoCommunication()
+        collectives = {name: self.collective(name) for name in args.collectives}
+        steps: dict[Key, tuple[Step, Step]] = {("one GPU",): self.one_gpu(slices)}
+        plans: dict[int | None, tuple[RankPlan, float]] = {}
+        for degree in args.stages:
+            for turn, rank in enumerate(ranks):
+                plans[degree] = self.planned(slices, degree, cost, rank)
+                for name, collective in {still.name: still, **collectives}.items():
+                    steps[degree, name, turn] = self.steps(plans[degree][0], collective)
+        runs = {(*key, i): pair[i] for key, pair in steps.items() for i in (0, 1)}
+        seconds = self.in_turns(runs)
+
+        def slowest(degree: int | None, name: str) -> list[float]:
+            turns = range(len(ranks))
+            return [max(max(seconds[degree, name, turn, i]) for turn in turns) for i in (0, 1)]
+
         flops = 4 * slices.area() * args.heads[0] * args.head_dim
         work = (flops, BACKWARD_FLOPS * flops)
         alone = [
-            statistics.mean(amount / s for s in seconds) / 1e12
-            for amount, seconds in zip(work, self.one_gpu(slices), strict=True)
+            statistics.mean(amount / s for s in seconds["one GPU", i]) / 1e12
+            for i, amount in enumerate(work)
         ]
-        self._free()
-        for degree in args.stages:
-            plan, planning_ms = self.planned(slices, degree, cost, self.rank)
-            row = {
+        for degree, name in itertools.product(args.stages, args.collectives):
+            plan, planning_ms = plans[degree]
+            moving, nothing = slowest(degree, name), slowest(degree, still.name)
+            rates = [amount / args.ranks / s / 1e12 for amount, s in zip(work, moving, strict=True)]
+            yield {
                 "mask": mask,
                 "tokens": tokens,
+                "collective": name,
                 "stages": "auto" if degree is None else degree,
                 "stages_run": [len(plan.forward) - 1, len(plan.backward) - 1],
                 "chunk": plan.dispatch.chunk_size,
                 "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
-                "planning_ms": round(planning_ms, 2),
                 "one_gpu_tflops": [round(x) for x in alone],
+                "tflops": [round(x) for x in rates],
+                "percent": [round(100 * x / y, 1) for x, y in zip(rates, alone, strict=True)],
+                "ms": [round(1e3 * x, 3) for x in moving],
+                "exposed_ms": [
+                    round(1e3 * (x - y), 3) for x, y in zip(moving, nothing, strict=True)
+                ],
+                "planning_ms": round(planning_ms, 2),
+                "timeline": [self.timeline(step) for step in steps[degree, name, 0]]
+                if args.timeline
+                else None,
             }
-            still = self.still(slices, degree, cost)
-            for name in args.collectives:
-                seconds, timelines = still, None
-                if name != NoCommunication.name:
-                    steps = self.steps(plan, select(name, self.group, self.device))
-                    seconds = [max(self.seconds(step)) for step in steps]
-                    if args.timeline:
-                        timelines = [self.timeline(step) for step in steps]
-                rates = [
-                    amount / args.ranks / s / 1e12 for amount, s in zip(work, seconds, strict=True)
-                ]
-                yield row | {
-                    "collective": name,
-                    "tflops": [round(x) for x in rates],
-                    "percent": [round(100 * x / y, 1) for x, y in zip(rates, alone, strict=True)],
-                    "ms": [round(1e3 * x, 3) for x in seconds],
-                    "exposed_ms": [
-                        round(1e3 * (x - y), 3) for x, y in zip(seconds, still, strict=True)
-                    ],
-                    "timeline": timelines,
-                }
-                self._free()
 
-    def still(self, slices: AttnSlices, degree: int | None, cost: CostModel) -> list[float]:
-        """Seconds of the slowest rank, forward and backward, when nothing moves."""
-        ranks = [self.rank]
-        if self.args.ranks > self.args.gpus:
-            ranks = list(range(self.args.ranks if slices.area() < slices.seqlen_q**2 else 1))
-        seconds = []
-        for rank in ranks:
-            plan, _ = self.planned(slices, degree, cost, rank)
-            seconds.append([max(self.seconds(x)) for x in self.steps(plan, NoCommunication())])
-        return [max(column) for column in zip(*seconds, strict=True)]
+    def collective(self, name: str) -> Collective:
+        if name == NoCommunication.name:
+            return NoCommunication()
+        return select(name, self.group, self.device)
 
-    def timeline(self, step: Callable[[], object]) -> dict[str, float]:
+    def timeline(self, step: Step) -> dict[str, float]:
         """Milliseconds of rank 0's device in one step, by what runs; `idle` is when nothing does."""
         if self.device.type == "cpu":
             return {}
@@ -261,10 +283,6 @@ class Rank:
         ]
         return summary(spans)
 
-    def _free(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
 
 def received_rows(stages: list[Stage]) -> int:
     return sum(stage.transfer.num_received for stage in stages if stage.transfer)
@@ -272,7 +290,12 @@ def received_rows(stages: list[Stage]) -> int:
 
 def summary(spans: list[tuple[str, float, float]]) -> dict[str, float]:
     """Milliseconds by kind of work, from (name, begin, end) in microseconds."""
-    kinds = {"ffa": "attention", "nccl": "communication", "Memcpy": "copies"}
+    kinds = {
+        "ffa": "attention",
+        "nccl": "communication",
+        "pull": "communication",
+        "Memcpy": "copies",
+    }
     times: dict[str, float] = {}
     for name, begin, end in spans:
         kind = next((kind for part, kind in kinds.items() if part in name), "other")
@@ -299,21 +322,6 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
     )
     me = Rank(rank, args)
     begin = time.monotonic()
-    cost = DEFAULT_COST
-    if None in args.stages and args.ranks == args.gpus:
-        nheads_q, nheads_kv = args.heads
-        cost = calibrate(
-            me.group,
-            me.device,
-            me.dtype,
-            nheads_q=nheads_q,
-            nheads_kv=nheads_kv,
-            head_dim=args.head_dim,
-            seqlen=min(args.tokens),
-            collective=args.collectives[0],
-        )
-    if rank == 0:
-        print(cost, flush=True)
     context = {
         "gpu": f"{args.gpus} x {device_name(args)}",
         "ranks": args.ranks,
@@ -323,13 +331,16 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
         "inputs": f"{me.dtype}, heads {args.heads[0]}:{args.heads[1]}, head_dim {args.head_dim}; "
         f"documents of dtensor/documents.py, seed {args.seed}",
         "timing": f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
-        "cost": str(cost),
     }
+    costs: dict[int, CostModel] = {}
     rows: list[dict] = []
     for tokens, mask in itertools.product(args.tokens, args.masks):
         if me_is_late(me, begin):
             break
-        for row in me.rows(mask, tokens, cost):
+        if tokens not in costs:
+            costs[tokens] = me.cost(tokens)
+            context[f"rates of {tokens} tokens"] = str(costs[tokens])
+        for row in me.rows(mask, tokens, costs[tokens]):
             rows.append(row)
             if rank == 0:
                 print(json.dumps(row), flush=True)
