@@ -59,7 +59,8 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(self._timeout.total_seconds() + 20):
                 self.close()
-                raise TimeoutError(f"rank {rank} of {self.size} did not answer")
+                failures.append(f"rank {rank} of {self.size} did not answer")
+                raise TimeoutError("\n".join(failures))  # perhaps because an earlier one raised
             try:
                 error, result = pipe.recv()
             except EOFError:

@@ -1,4 +1,8 @@
-"""What a CUDA stream does without any SM: copies between addresses, flags set and awaited in memory."""
+"""What a CUDA stream does without any SM: copies between addresses, flags set and awaited in memory.
+
+The driver is called in the context of the calling thread. A thread of autograd has none before its first call of torch
+that reaches the device, so make one before: any that enqueues something will do.
+"""
 
 from __future__ import annotations
 

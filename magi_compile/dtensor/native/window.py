@@ -79,7 +79,7 @@ class Window:
 
     def meet(self, slot: Slot, current: torch.cuda.Stream) -> torch.cuda.Event:
         """Lets `stream` read the slots of all ranks, once what `current` holds is done everywhere: at the event."""
-        self.stream.wait_stream(current)
+        self.stream.wait_stream(current)  # also gives a thread its context, see `stream_ops`
         stream_ops.enqueue(slot.meeting, self.stream)
         return self.stream.record_event()
 

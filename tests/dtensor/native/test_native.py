@@ -1,5 +1,7 @@
 """The native collective across GPUs: bit by bit what indexing gives, again and again, without waiting in between."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -121,6 +123,29 @@ def run_late_ranks(group, engine):
 @ENGINES
 def test_late_ranks(gpu_ranks_of, size, engine):
     gpu_ranks_of(size).run(run_late_ranks, engine)
+
+
+def run_in_new_threads(group):
+    """As in the backward of autograd, whose thread may come here before it has used the device at all."""
+    device, rank, size = device_of(group), group.rank(), group.size()
+    collective = NativeCollective()
+    routes = routes_of(random_runs(size, ROWS, 50, 6), 6, device)
+    homes = [home_rows(peer, ROWS, (64,), torch.float32) for peer in range(size)]
+    mine = homes[rank].to(device)
+
+    def cast():
+        torch.cuda.set_device(device)
+        (pending,) = collective.casts([mine], [routes[rank]], group)
+        return pending.wait()
+
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as executor:
+            (buffer,) = executor.submit(cast).result()
+        assert torch.equal(buffer.cpu(), expected_buffer(routes[rank], homes))
+
+
+def test_new_threads(gpu_ranks_of, size):
+    gpu_ranks_of(size).run(run_in_new_threads)
 
 
 def run_in_a_graph(group, engine):
