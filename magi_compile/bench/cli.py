@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace) -> int:
             flush_bytes=0 if args.warm_l2 or device == "cpu" else Protocol.flush_bytes,
             cuda_graph=args.cuda_graph,
         ),
-        gate_seqlen=args.gate_seqlen or preset.gate_seqlen,
+        gate_seqlen=args.gate_seqlen or preset.gate_seqlens[args.level],
         cell_limit_s=args.cell_limit,
         time_limit_s=args.time_limit,
         jobs=args.jobs or (len(names) if device == "cuda" else 1),

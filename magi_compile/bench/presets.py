@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.workload import SPARSE_MASKS
@@ -29,13 +29,13 @@ class Preset:
         cells: of a level ("kernel" or "sparse") on a device ("cuda" or "cpu").
         contenders: on each device; None for all that run there.
         budget_ms: for the repetitions of one pass.
-        gate_seqlen: the longest sequence that numbers are checked at.
+        gate_seqlens: the longest sequence that numbers are checked at, by level; more than window and blocks.
     """
 
     cells: Callable[[str, str], list[Cell]]
     contenders: dict[str, tuple[str, ...] | None]
     budget_ms: float = 100.0
-    gate_seqlen: int = 2048
+    gate_seqlens: dict[str, int] = field(default_factory=lambda: {"kernel": 2048, "sparse": 1024})
 
 
 def _kernel_cells(
@@ -111,7 +111,7 @@ PRESETS = {
         _smoke,
         {"cuda": None, "cpu": ("magi-cpu", "flash-cpu", "naive")},
         budget_ms=50.0,
-        gate_seqlen=1280,  # more than the window and the blocks
+        gate_seqlens={"kernel": 1280, "sparse": 1024},
     ),
     "seeds": Preset(_seeds, {"cuda": None, "cpu": None}),
     "longca": Preset(_longca, {"cuda": None, "cpu": None}),

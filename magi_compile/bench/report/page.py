@@ -74,9 +74,9 @@ def _section(group: Group, index: int, results: Results) -> str:
         )
     parts.append(_memory(group, styles))
     parts.append(
-        "<h3>Other costs</h3><p>Medians over all cells: preparing for a new mask of a known shape, "
-        "the first call with compilation, the time until a call returns, and the worst of all errors "
-        "over what is allowed.</p>"
+        "<h3>Other costs</h3><p>Medians over all cells: preparing for a new mask of a known shape, the first "
+        "calls with compilation, the time until a call returns, and the spread from the 20th to the 80th "
+        "percentile; and the worst of all errors over what is allowed.</p>"
     )
     parts.append(_table(*tables.cost_table(group)))
     return "".join([*parts, "</section>"])

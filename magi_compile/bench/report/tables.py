@@ -190,11 +190,12 @@ def heat_map(group: Group, which: str) -> dict[str, dict[str, float]]:
 
 def cost_table(group: Group) -> tuple[list[str], list[list[str]]]:
     """Medians over all cells of what speed does not show, and the worst error that the gate found."""
-    header = ["contender", "plan ms", "first call s", "host us", "worst error / allowed"]
+    header = ["contender", "plan ms", "first s", "host us", "noise", "worst error / allowed"]
     lines = []
     for name in group.names:
         rows = [r for r in group.rows if r["contender"] == name and r["status"] == "ok"]
         hosts = [x["host_ms"] for r in rows for x in r["passes"].values() if "host_ms" in x]
+        noise = [(x["p80_ms"] - x["p20_ms"]) / x["ms"] for r in rows for x in r["passes"].values()]
         errors = [
             error / r["gate"]["allowed"][key]
             for r in rows
@@ -206,6 +207,7 @@ def cost_table(group: Group) -> tuple[list[str], list[list[str]]]:
                 f"{statistics.median(r['plan_ms'] for r in rows):.2f}",
                 f"{statistics.median(r['first_s'] for r in rows):.2f}",
                 f"{1e3 * statistics.median(hosts):.0f}" if hosts else "-",
+                f"{statistics.median(noise):.1%}",
                 f"{max(errors):.2f}",
             ]
         )
