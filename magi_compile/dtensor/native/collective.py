@@ -51,8 +51,9 @@ class NativeCollective:
             self._pull(order.pulls, slot, part, window.stream, met)
             done = window.end()
             buffers = rows.split(part, like)
-            for x, buffer in zip(tensors, buffers, strict=True):
-                rows.move(x, order.own_home_rows, buffer, order.own_buffer_rows)
+            if order.num_own:
+                for x, buffer in zip(tensors, buffers, strict=True):
+                    rows.move(x, order.own_home_rows, buffer, order.own_buffer_rows)
             yield _Cast(buffers, window, done)
 
     def start_reduce(
@@ -112,8 +113,9 @@ class _Reduce:
 
     def add_to(self, totals: Sequence[Tensor]) -> None:
         order = self._order
-        for x, total in zip(self._tensors, totals, strict=True):
-            rows.move(x, order.own_buffer_rows, total, order.own_home_rows, add=True)
+        if order.num_own:
+            for x, total in zip(self._tensors, totals, strict=True):
+                rows.move(x, order.own_buffer_rows, total, order.own_home_rows, add=True)
         self._window.wait(self._done, torch.cuda.current_stream(self._arrived.device))
         order.sums(totals[0].shape[0]).add_to(totals, self._arrived)
 
@@ -137,9 +139,9 @@ class _CastOrder:
         runs, own = _apart(route.recvs, route.host_recvs, rank)
         host_runs, _ = _apart(route.host_recvs, route.host_recvs, rank)
         self.pulls = Pulls(runs, host_runs, rank, size)
-        num_own = route.recv_counts[rank]
-        self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
-        self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
+        self.num_own = route.recv_counts[rank]
+        self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], self.num_own)
+        self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], self.num_own)
 
     @staticmethod
     def of(route: Route, group: dist.ProcessGroup) -> _CastOrder:
@@ -156,9 +158,9 @@ class _ReduceOrder:
         runs, own = _apart(route.sends, route.host_sends, rank)
         host_runs, _ = _apart(route.host_sends, route.host_sends, rank)
         self.pulls = Pulls(_one_after_another(runs), _one_after_another(host_runs), rank, size)
-        num_own = route.send_counts[rank]
-        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
-        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
+        self.num_own = route.send_counts[rank]
+        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], self.num_own)
+        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], self.num_own)
         self._home_rows = rows.rows_of(runs[:, 1], runs[:, 3], self.pulls.num_rows)
         self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
         self._sums: dict[int, rows.Sums] = {}
