@@ -178,16 +178,20 @@ class CommPlan:
         return total_by_owner(buffers, self.dispatch.cp_size * self.num_stages)
 
     @cached_property
-    def _buffer_row(self) -> Tensor:
-        """Where each of `rows.needs` begins in its buffer; of no meaning for keys that are attended in place."""
+    def _rows_before(self) -> Tensor:
+        """How many rows move before each of `rows.needs`, whoever receives them."""
         rows = self.rows.needs.hi - self.rows.needs.lo
         if self.degree > 0:
             rows = torch.where(self.stage > 0, rows, 0)
-        before = rows.cumsum(0) - rows
-        # What moves to one receiver is in the order of stages, so a buffer's pieces follow each other.
-        first = before.new_zeros(len(self._received))
-        first.scatter_reduce_(0, self._buffer, before, "amin", include_self=False)
-        return before - first[self._buffer]
+        return rows.cumsum(0) - rows
+
+    @cached_property
+    def _rows_before_buffer(self) -> Tensor:
+        """The same for each buffer: what moves is in the order of receivers, and of stages for each of them."""
+        received = self._received.clone()
+        if self.degree > 0:
+            received.view(-1, self.num_stages)[:, 0] = 0
+        return received.cumsum(0) - received
 
     def _pieces(self, is_taken: Tensor) -> Pieces:
         """Some of `rows.needs`, in the order of stages."""
@@ -197,7 +201,8 @@ class CommPlan:
         needs, chunk = self.rows.needs.take(index), self.rows.chunk[index]
         size = self.dispatch.chunk_size
         source_row = needs.lo + (self.rows.slot_of_chunk[chunk] - chunk) * size
-        holder, buffer_row = self.rows.holder[index], self._buffer_row[index]
+        buffer_row = self._rows_before[index] - self._rows_before_buffer[self._buffer[index]]
+        holder = self.rows.holder[index]
         return Pieces(stage, needs.owner, holder, needs.lo, needs.hi, source_row, buffer_row)
 
     def _by_stage(self, stage: Tensor, runs: Tensor) -> tuple[Tensor, ...]:
