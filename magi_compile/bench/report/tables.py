@@ -157,15 +157,10 @@ def ratio_to_best(rows: dict[str, Row], which: str) -> float | None:
     return ours[1] / other[1] if ours and other else None
 
 
-def mean_ratio(group: Group, which: str) -> float | None:
-    """The geometric mean of `ratio_to_best` over all cells that have one."""
-    ratios = [
-        ratio
-        for mask in group.masks
-        for seqlen in group.seqlens
-        if (ratio := ratio_to_best(group.at(mask, seqlen), which))
-    ]
-    return geometric_mean(ratios) if ratios else None
+def ratios(group: Group, which: str) -> list[float]:
+    """`ratio_to_best` of all cells that have one."""
+    found = (ratio_to_best(group.at(m, s), which) for m in group.masks for s in group.seqlens)
+    return [ratio for ratio in found if ratio]
 
 
 def geometric_mean(values: Iterable[float]) -> float:
