@@ -17,7 +17,6 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,8 +25,6 @@ import torch._dynamo.utils
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-
-import magi_compile  # noqa: F401  # FlexAttention on a CPU is for inference until this is imported
 
 # Mean and largest length of a document as shares of the pack, and how much lengths vary (log-normal).
 LAYOUTS = {
@@ -91,8 +88,19 @@ class Block(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+def causal_within(document: Tensor) -> BlockMask:
+    def document_causal(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    seqlen = len(document)
+    return create_block_mask(document_causal, None, None, seqlen, seqlen, device=document.device)
+
+
 class Llama(nn.Module):
-    """The loss is the cross-entropy of the next token, in nats; embedding and output share their weights."""
+    """The loss is the cross-entropy of the next token, in nats; embedding and output share their weights.
+
+    The mask is built in here, in the graph, which is where both backends like it best.
+    """
 
     def __init__(self, shape: Shape, kernel_options: dict | None = None):
         super().__init__()
@@ -103,7 +111,8 @@ class Llama(nn.Module):
         half = shape.head_dim // 2
         self.register_buffer("frequencies", 5e5 ** (-torch.arange(half) / half), persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor, mask: BlockMask) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor, document: Tensor) -> Tensor:
+        mask = causal_within(document)
         x = self.embedding(tokens)
         angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
@@ -134,14 +143,6 @@ def make_pack(layout: str, seqlen: int, vocab: int, seed: int, device: torch.dev
     return Pack(*(tensor.to(device) for tensor in (tokens, targets, document)))
 
 
-def causal_within(document: Tensor, create: Callable[..., BlockMask]) -> BlockMask:
-    def document_causal(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
-
-    seqlen = len(document)
-    return create(document_causal, None, None, seqlen, seqlen, device=document.device)
-
-
 class Contender:
     """A model, its optimizer and its compiled step."""
 
@@ -151,10 +152,9 @@ class Contender:
         self.model = Llama(shape, options).to(device, dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.loss = torch.compile(self.model, backend=BACKENDS[name], fullgraph=True)
-        self.create_mask = torch.compile(create_block_mask)
 
     def step(self, pack: Pack) -> float:
-        loss = self.loss(pack.tokens, pack.targets, causal_within(pack.document, self.create_mask))
+        loss = self.loss(pack.tokens, pack.targets, pack.document)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
