@@ -20,6 +20,7 @@ the caller. Sums add up in a fixed order: equal inputs give equal bits.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -29,6 +30,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+logger = logging.getLogger("magi_compile")
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +131,8 @@ COLLECTIVES: dict[str, str] = {
 
 
 def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
-    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing.
+    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing; why the
+    others do is logged.
 
     Raises:
         ValueError: if there is none of that name.
@@ -148,12 +152,16 @@ def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collec
         raise ValueError(
             f"`collective` must be one of auto, {', '.join(COLLECTIVES)}, got {name!r}"
         )
-    reasons = {}
+    reasons: list[str] = []
     for considered in COLLECTIVES if name == "auto" else (name,):
-        reasons[considered] = _refusals(considered, group, device)
-        if not reasons[considered]:
+        refusals = _refusals(considered, group, device)
+        if not refusals:
+            if reasons and group.rank() == 0:
+                listed = "\n".join(reasons)
+                logger.info("the collective for %s is %s, because\n%s", device, considered, listed)
             return _load(considered)
-    listed = "\n".join(f"  {name}: {why}" for name, whys in reasons.items() for why in whys)
+        reasons += [f"  {considered}: {why}" for why in refusals]
+    listed = "\n".join(reasons)
     raise NotImplementedError(f"no collective can serve {device}:\n{listed}")
 
 

@@ -1,10 +1,12 @@
 """When the native collective refuses, and that it says why."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from magi_compile.dtensor.collectives import select
+from magi_compile.dtensor.collectives import logger, select
 from magi_compile.dtensor.native.peers import Place, conflicts
 
 
@@ -26,11 +28,21 @@ def run_on_cpus(group):
     cpu = torch.device("cpu")
     with pytest.raises(NotImplementedError, match="native: needs a GPU, got cpu"):
         select("native", group, cpu)
-    assert select("auto", group, cpu).name == "all_to_all"
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    assert select("auto", group, torch.device("cpu", 0)).name == "all_to_all"
+    logger.removeHandler(handler)
+    return messages
 
 
 def test_cpus(ranks_of):
-    ranks_of(1).run(run_on_cpus)
+    message, *rest = ranks_of(2).run(run_on_cpus)
+    expected = "the collective for cpu:0 is all_to_all, because\n  native: needs a GPU, got cpu:0"
+    assert message == [expected]
+    assert rest == [[]]  # one rank tells
 
 
 def run_over_gloo_on_one_gpu(group):
