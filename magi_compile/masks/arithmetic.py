@@ -12,6 +12,9 @@ from torch import Tensor
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
 
+# In PyTorch's own arithmetic these wrap around at values that masks have.
+NARROW = (torch.int8, torch.uint8, torch.int16)
+
 
 class Value(NamedTuple):
     """An expression's value: a number, or a tensor that broadcasts to `[batch, rows or keys]`; and bounds that

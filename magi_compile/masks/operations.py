@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from magi_compile.masks.arithmetic import NARROW
 from magi_compile.masks.expr import (
     ONE,
     ZERO,
@@ -18,6 +19,7 @@ from magi_compile.masks.expr import (
     build,
     const,
     int_value,
+    is_le,
     table,
     unsupported,
 )
@@ -34,8 +36,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Expr:
     if operation is None:
         return unsupported(f"`{name}` is not an operation on masks")
     try:
-        numbers = (bool, int, float)
-        args = [as_expr(arg) if isinstance(arg, numbers) else arg for arg in args]
+        args = [as_expr(arg) if _is_number(arg) else arg for arg in args]
         return operation(*args, **kwargs)
     except ExprError as error:
         return unsupported(str(error))
@@ -50,7 +51,17 @@ def as_expr(value: Any) -> Expr:
         return const(value)
     if isinstance(value, float) and value.is_integer():
         return const(int(value))
+    if _is_numpy_scalar(value):
+        return as_expr(value.item())
     raise ExprError(f"`{value!r}` is not an integer, a truth value or a captured tensor")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or _is_numpy_scalar(value)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
 
 
 def _integers(x: Expr) -> Expr:
@@ -69,6 +80,8 @@ def _convert(x: Expr, *args: Any, dtype: torch.dtype | None = None, **_: Any) ->
         return _bools(x)
     if dtype.is_floating_point or dtype.is_complex:
         raise ExprError(f"`{x}` is converted to {dtype}; masks are computed with integers")
+    if dtype in NARROW and x.kind != "bool":
+        raise ExprError(f"`{x}` is converted to {dtype}, which cuts large values")
     return _integers(x)
 
 
@@ -97,9 +110,26 @@ def _clamp(x: Expr, min: Any = None, max: Any = None) -> Expr:
 
 
 def _divide(x: Expr, y: Expr, *, rounding_mode: str | None = None) -> Expr:
+    down = build("floordiv", x, y)
+    if rounding_mode == "trunc" and is_le(ONE, y):
+        up = build("neg", build("floordiv", build("neg", x), y))
+        return down if is_le(ZERO, x) else build("where", build("lt", x, ZERO), up, down)
     if rounding_mode != "floor":
-        raise ExprError(f"`{x} / {y}` does not round down; write `{x} // {y}`")
-    return build("floordiv", x, y)
+        raise ExprError(f"a division that does not round down; write `{down}`")
+    return down
+
+
+def _and(x: Expr, y: Expr) -> Expr:
+    """`x & y`, also of an integer and a constant that keeps or clears its low bits."""
+    if x.op == "int":
+        x, y = y, x
+    bits = int_value(y)
+    if bits is not None and x.kind != "bool":
+        if bits >= 0 and not bits & (bits + 1):
+            return build("mod", x, const(bits + 1))
+        if bits < 0 and not -bits & (-bits - 1):
+            return build("mul", build("floordiv", x, const(-bits)), const(-bits))
+    return build("and", x, y)
 
 
 def _power_of_two(y: Expr) -> Expr:
@@ -158,7 +188,6 @@ _OPERATIONS: dict[str, Callable[..., Expr]] = {
             "ge": "ge greater_equal",
             "eq": "eq",
             "ne": "ne not_equal",
-            "and": "and bitwise_and iand",
             "or": "or bitwise_or ior",
             "xor": "xor bitwise_xor ixor",
             "not": "invert bitwise_not inv",
@@ -167,6 +196,7 @@ _OPERATIONS: dict[str, Callable[..., Expr]] = {
         for name in names.split()
     },
     **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor", "not")},
+    **dict.fromkeys(("and", "bitwise_and", "iand"), _and),
     "rsub": lambda x, y: build("sub", y, x),
     "pos": _same,
     "positive": _same,

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import torch
 from torch import Tensor
 
+from magi_compile.masks.arithmetic import NARROW
 from magi_compile.masks.expr import TRUE, Expr, ExprError, parse
 from magi_compile.masks.solve import KeySet, UnsupportedMaskError, solve
 
@@ -95,6 +97,7 @@ class MaskProgram:
         reasons = []
         for node in self.expr.walk():
             if node.op != "table":
+                reasons += self._wrap_reasons(node, tables)
                 continue
             tensor, text, count = tables[node.args[0]], self.describe(node), len(node.args) - 1
             if tensor.dim() != count:
@@ -103,6 +106,26 @@ class MaskProgram:
             if tensor.is_floating_point() or tensor.is_complex():
                 reasons.append(f"`{text}` is {tensor.dtype}; masks are computed with integers")
         return reasons
+
+    def _wrap_reasons(self, node: Expr, tables: Sequence[Tensor]) -> list[str]:
+        """Why PyTorch would compute `node` modulo a power of two, which this program does not."""
+        narrow = [
+            child
+            for child in node.children
+            if child.op == "table" and tables[child.args[0]].dtype in NARROW
+        ]
+        others = [child for child in node.children if child not in narrow]
+        if not narrow or any(other.op not in ("int", "bool") for other in others):
+            return []
+        dtype = tables[narrow[0].args[0]].dtype
+        limits = torch.iinfo(dtype)
+        is_cut = any(not limits.min <= other.args[0] <= limits.max for other in others)
+        if not is_cut and node.op not in ("add", "sub", "mul", "neg", "abs"):
+            return []
+        return [
+            f"`{self.describe(node)}` may wrap around in {dtype}; "
+            "convert the captured tensor to torch.int32 before"
+        ]
 
     @property
     def is_always_true(self) -> bool:

@@ -162,7 +162,7 @@ def _reflected(name: str) -> Callable[..., Any]:
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem"):
     setattr(_Symbol, f"__{_name}__", _operator(_name))
-_BINARY = "add sub mul floordiv truediv mod and or xor rshift lshift"
+_BINARY = "add sub mul floordiv truediv mod and or xor rshift lshift pow matmul divmod"
 for _name in _BINARY.split():
     setattr(_Symbol, f"__{_name}__", _operator(_name))
     setattr(_Symbol, f"__r{_name}__", _reflected(_name))

@@ -4,6 +4,7 @@ import functools
 import operator
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks
@@ -11,6 +12,7 @@ from torch.nn.attention.flex_attention import and_masks
 from magi_compile.masks import MaskProgram, UnsupportedMaskError, trace_graph, trace_mask_mod
 
 document = torch.tensor([0] * 40 + [1] * 60)
+bytes_ = document.to(torch.uint8)
 of_entries = torch.stack([document, document.flip(0)])
 
 
@@ -75,6 +77,12 @@ def test_one_tensor_is_one_table():
         (lambda b, h, q, kv: torch.logical_xor(q > kv, q > 3), "(q > kv) ^ (q > 3)"),
         (lambda b, h, q, kv: operator.ixor(q > kv, q > 3), "(q > kv) ^ (q > 3)"),
         (lambda b, h, q, kv: q - 2.0 >= kv, "q - 2 >= kv"),
+        (lambda b, h, q, kv: (q & ~15) >= (kv & 7), "q // 16 * 16 >= kv % 8"),
+        (lambda b, h, q, kv: torch.div(q, 2, rounding_mode="trunc") > kv, "q // 2 > kv"),
+        (
+            lambda b, h, q, kv: torch.div(q - 9, 2, rounding_mode="trunc") > kv,
+            "where(q - 9 < 0, -((-q + 9) // 2), (q - 9) // 2) > kv",
+        ),
     ],
 )  # fmt: skip
 def test_spellings(mask_mod, text):
@@ -83,12 +91,18 @@ def test_spellings(mask_mod, text):
     assert str(trace_graph(graph, [])) == text
 
 
+def test_numpy_scalars_are_numbers():
+    assert text_of(lambda b, h, q, kv: q - np.int64(5) >= kv * np.array(2)) == "q - 5 >= kv * 2"
+    assert text_of(lambda b, h, q, kv: (q >= kv) & np.bool_(True)) == "q >= kv"
+    assert text_of(lambda b, h, q, kv: np.int32(5) - q > kv) == "-q + 5 > kv"
+
+
 @pytest.mark.parametrize(
     ("mask_mod", "reasons"),
     [
         (
             lambda b, h, q, kv: (h > 1) & (q / 2 > kv) & (torch.sin(q) > kv) & (kv % 2 == 0),
-            ["`q / 2` does not round down", "`sin` is not", r"depends on the head \(h\)", "`kv % 2` repeats"],
+            ["does not round down; write `q // 2`", "`sin` is not", r"depends on the head \(h\)", "`kv % 2` repeats"],
         ),
         (lambda b, h, q, kv: of_entries[q, kv] == 1, [r"`of_entries\[q, kv\]` looks up a row and a key"]),
         (lambda b, h, q, kv: document[q - kv] == 1, [r"`document\[q - kv\]` looks up a row and a key"]),
@@ -114,6 +128,10 @@ def test_spellings(mask_mod, text):
         (lambda b, h, q, kv: q & kv, ["`&` of integer `q` and integer `kv`"]),
         (lambda b, h, q, kv: document.float()[q] > kv, ["is torch.float32; masks are computed"]),
         (lambda b, h, q, kv: of_entries[q] == kv, [r"uses 1 indices for a tensor of shape \[2, 100\]"]),
+        (lambda b, h, q, kv: bytes_[q] - bytes_[kv] >= 0, [r"`bytes_\[q\] - bytes_\[kv\]` may wrap around in torch.uint8"]),
+        (lambda b, h, q, kv: (bytes_[q] < 300) & (q > kv), [r"`bytes_\[q\] < 300` may wrap around"]),
+        (lambda b, h, q, kv: (q * 2).to(torch.int8) >= kv, ["`q \\* 2` is converted to torch.int8, which cuts"]),
+        (lambda b, h, q, kv: q**2 > kv, ["`pow` is not an operation on masks"]),
         (lambda b, h, q, kv: document > kv, [r"uses 0 indices for a tensor of shape \[100\]"]),
     ],
 )  # fmt: skip
