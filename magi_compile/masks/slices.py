@@ -338,15 +338,20 @@ class AttnSlices:
 
     def to_dense(self) -> Tensor:
         """The mask as bool `[seqlen_q, seqlen_k]`, on the slices' device. For tests and small masks."""
-        row = torch.arange(self.seqlen_q, device=self.device)[:, None]
-        key = torch.arange(self.seqlen_k, device=self.device)
-        mask = torch.zeros(self.seqlen_q, self.seqlen_k, dtype=torch.bool, device=self.device)
-        for (q_begin, q_end), (k_begin, k_end), mask_type in self:
-            lo = k_begin + (row - q_begin if mask_type & 2 else 0)
-            hi = k_end - (q_end - 1 - row if mask_type & 1 else 0)
-            rows = (row >= q_begin) & (row < q_end)
-            mask |= rows & (key >= k_begin) & (key < k_end) & (key >= lo) & (key < hi)
-        return mask
+        # Each row of each slice leaves +1 where its keys begin and -1 behind their end.
+        (q_begin, q_end), (k_begin, k_end) = self.q_ranges.unbind(1), self.k_ranges.unbind(1)
+        rows = torch.where(k_begin < k_end, q_end - q_begin, 0)
+        owner = torch.repeat_interleave(rows)
+        step = torch.arange(len(owner), device=self.device) - (rows.cumsum(0) - rows)[owner]
+        row = q_begin[owner] + step
+        lo = k_begin[owner] + (self.mask_types[owner] >> 1) * step
+        hi = k_end[owner] - (self.mask_types[owner] & 1) * (rows[owner] - 1 - step)
+        sees = (lo < hi).to(torch.int8)
+        edges = torch.zeros(self.seqlen_q, self.seqlen_k + 1, dtype=torch.int8, device=self.device)
+        last = self.seqlen_k
+        edges.index_put_((row, lo.clamp(0, last)), sees, accumulate=True)
+        edges.index_put_((row, hi.clamp(0, last)), -sees, accumulate=True)
+        return edges.cumsum(1, dtype=torch.int8)[:, :-1] > 0
 
     # Operations. All of them run on the host: slices on a GPU are copied, the results go back.
 

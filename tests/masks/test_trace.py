@@ -77,7 +77,7 @@ def test_one_tensor_is_one_table():
         (lambda b, h, q, kv: torch.logical_xor(q > kv, q > 3), "(q > kv) ^ (q > 3)"),
         (lambda b, h, q, kv: operator.ixor(q > kv, q > 3), "(q > kv) ^ (q > 3)"),
         (lambda b, h, q, kv: q - 2.0 >= kv, "q - 2 >= kv"),
-        (lambda b, h, q, kv: (q & ~15) >= (kv & 7), "q // 16 * 16 >= kv % 8"),
+        (lambda b, h, q, kv: (q & ~15) + (7 & q) >= kv, "q // 16 * 16 + q % 8 >= kv"),
         (lambda b, h, q, kv: torch.div(q, 2, rounding_mode="trunc") > kv, "q // 2 > kv"),
         (
             lambda b, h, q, kv: torch.div(q - 9, 2, rounding_mode="trunc") > kv,
