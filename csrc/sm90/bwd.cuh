@@ -14,6 +14,7 @@
 // The other warpgroup's matmuls fill the gaps: the two meet once a block, when dS is in shared memory.
 #pragma once
 
+#include "bwd_walk.cuh"
 #include "dq_accumulator.cuh"
 #include "mask.cuh"
 #include "ptx.cuh"
@@ -74,6 +75,7 @@ struct BackwardConfig {
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
     static_assert(kBlockCols == kSlabCols, "a block of dS is one slab wide, and one wgmma of dQ high");
+    static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
 };
 
@@ -152,9 +154,7 @@ public:
     }
 
 private:
-    // Thread blocks that start together walk from the last queries to the first; those that follow them when they end,
-    // the other way. Under a causal mask the first to end are those with the fewest queries: either way all are at the
-    // same queries at a time, which then come from the L2 cache.
+    // Every other wave of tiles.
     __device__ __forceinline__ bool is_ascending(const WorkItem& item) const {
         const Schedule& schedule = params_.schedule;
         const uint32_t in_section =
@@ -181,55 +181,36 @@ private:
         }
     }
 
-    // All heads of a block of queries in turn, so that tiles whose queries begin or end together stay together. Where a
-    // window moves on with the keys, tiles that start together are always two blocks apart, and few blocks are loaded
-    // in between only if a head is walked to its end before the next one.
     __device__ __forceinline__ void load_run(const Run& run, bool is_last_of_tile) {
-        const bool is_window = run.diag_hi < kNoDiagonal;
-        const int num_heads = params_.qhead_per_kvhead;
-        for (int left = num_blocks(run) * num_heads; left-- > 0;) {
-            const int group = is_window ? left / num_blocks(run) : left % num_heads;
-            const int j = is_window ? left % num_blocks(run) : left / num_heads;
-            const int block = smem_.work.is_ascending ? num_blocks(run) - 1 - j : j;
-            load_block(run, first_block(run) + block * Config::kBlockCols, group, is_last_of_tile && left == 0);
+        const RunWalk<Config::kBlockCols> walk{run, params_.qhead_per_kvhead, smem_.work.is_ascending};
+        for (int left = walk.num_visits(); left-- > 0;) {
+            const Visit visit = walk.visit(left);
+            // Keys past the end of a short tile belong to others: the mask hides them.
+            const bool is_masked = smem_.work.is_short(Config::kTileRows) || walk.is_masked(visit.col);
+            load_block(run, visit, is_masked, is_last_of_tile && left == 0);
         }
     }
 
-    // Blocks start at multiples of 8 queries, as TMA asks of lse and delta, and as dQ is laid out.
-    __device__ __forceinline__ static int first_block(const Run& run) { return run.first & ~(kDqGroupRows - 1); }
-
-    __device__ __forceinline__ static int num_blocks(const Run& run) {
-        return (run.col_end - first_block(run) + Config::kBlockCols - 1) / Config::kBlockCols;
-    }
-
-    // So they are not quite the plan's, of which all from `num_lead` on and before the last `num_trail` need no mask.
-    // Keys past the end of a short tile belong to others: the mask hides them.
-    __device__ __forceinline__ bool is_masked(const Run& run, int col) const {
-        return smem_.work.is_short(Config::kTileRows) || col < run.first + run.num_lead * Config::kBlockCols ||
-               col + Config::kBlockCols > run.first + (run.num_blocks - run.num_trail) * Config::kBlockCols;
-    }
-
-    __device__ __forceinline__ void load_block(const Run& run, int col, int group, bool is_last_of_tile) {
+    __device__ __forceinline__ void load_block(const Run& run, const Visit& visit, bool is_masked, bool is_last_of_tile) {
         uint64_t& q_full = smem_.q_full[block_.slot];
         Block& block = smem_.blocks[block_.slot];
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
-        block.first = col;
+        block.first = visit.col;
         block.end = run.col_end;
-        block.head = smem_.work.kv_head * params_.qhead_per_kvhead + group;
-        block.flags = (is_masked(run, col) ? Block::kIsMasked : 0) |
-                      (is_last_of_tile ? Block::kIsLastOfTile : 0);
-        const uint32_t run_bytes = block.flags & Block::kIsMasked ? sizeof(Run) : 0;
+        block.head = smem_.work.kv_head * params_.qhead_per_kvhead + visit.group;
+        block.flags = (is_masked ? Block::kIsMasked : 0) | (is_last_of_tile ? Block::kIsLastOfTile : 0);
+        const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
-        load(smem_.q[block_.slot], params_.q, q_full, col, block.head);
-        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, col, 0, block.head);
-        if (block.flags & Block::kIsMasked) {
+        load(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
+        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, visit.col, 0, block.head);
+        if (is_masked) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
 
         uint64_t& dout_full = smem_.dout_full[block_.slot];
         mbarrier_wait(smem_.dout_empty[block_.slot], block_.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load(smem_.dout[block_.slot], params_.dout, dout_full, col, block.head);
+        load(smem_.dout[block_.slot], params_.dout, dout_full, visit.col, block.head);
         block_.advance();
     }
 

@@ -183,21 +183,20 @@ def backward(
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
     """How many additions to each 8 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
 
-    A run adds once to every 8 rows between its first and its last column.
+    A run adds once to every 8 rows between its first and its last column. Runs of no tile hold anything.
     """
     num_tiles = k_tiles.shape[0]
-    col_begin, col_end = k_runs[:, _RUN_FIRST].long(), k_runs[:, _RUN_COL_END].long()
     run = torch.arange(k_runs.shape[0], device=k_runs.device)
     tile = _tile_of_run(k_tiles, run)
-    is_walked = (k_tiles[tile, 2] <= run) & (run < k_tiles[tile, 3]) & (col_begin < col_end)
-    tile = torch.where(is_walked, tile, num_tiles)
-    steps = torch.zeros((num_tiles + 1) * (row_groups + 1), dtype=torch.int32, device=k_runs.device)
-    row = tile * (row_groups + 1)
-    one = torch.ones_like(run, dtype=torch.int32)
-    steps.index_add_(0, row + col_begin // _DQ_GROUP_ROWS, one)
-    steps.index_add_(0, row + (col_end + _DQ_GROUP_ROWS - 1) // _DQ_GROUP_ROWS, -one)
-    additions = steps.view(num_tiles + 1, row_groups + 1)[:num_tiles, :row_groups].cumsum(1)
-    return (additions.cumsum(0) - additions).int()
+    is_walked = (k_tiles[tile, 2] <= run) & (run < k_tiles[tile, 3])
+    first = torch.where(is_walked, k_runs[:, _RUN_FIRST], 0) // _DQ_GROUP_ROWS
+    last = torch.where(is_walked, k_runs[:, _RUN_COL_END] - 1, -1) // _DQ_GROUP_ROWS
+    steps = torch.zeros(num_tiles * (row_groups + 1), dtype=torch.int32, device=k_runs.device)
+    one = is_walked.int()
+    steps.index_add_(0, tile * (row_groups + 1) + first, one)
+    steps.index_add_(0, tile * (row_groups + 1) + last + 1, -one)
+    additions = steps.view(num_tiles, row_groups + 1)[:, :row_groups].cumsum(1, dtype=torch.int32)
+    return additions.cumsum(0, dtype=torch.int32) - additions
 
 
 def _tile_of_run(k_tiles: Tensor, run: Tensor) -> Tensor:

@@ -1,0 +1,49 @@
+// In which order the backward pass goes through the queries of a tile of keys: over its runs, and in each over blocks of
+// queries and the query heads of the group.
+//
+// Thread blocks that start together walk from the last queries to the first; those that follow them when they end, the
+// other way. Under a causal mask the first to end are those with the fewest queries: either way all are at the same
+// queries at a time, which then come from the L2 cache.
+#pragma once
+
+#include "plan.cuh"
+
+namespace ffa {
+
+// Blocks start at multiples of 8 queries, as TMA asks of lse and delta, and as dQ is laid out.
+constexpr int kBlockAlignment = 8;
+
+// One step: a block of queries for one head of the group.
+struct Visit {
+    int col;
+    int group;
+};
+
+template <int kBlockCols>
+struct RunWalk {
+    const Run& run;   // read anew for each step, as the thread that walks has few registers
+    int num_groups;   // query heads
+    bool is_ascending;
+
+    __device__ __forceinline__ int first_col() const { return run.first & ~(kBlockAlignment - 1); }
+    __device__ __forceinline__ int num_blocks() const { return (run.col_end - first_col() + kBlockCols - 1) / kBlockCols; }
+    __device__ __forceinline__ int num_visits() const { return num_blocks() * num_groups; }
+
+    // With `left` visits behind it. All heads of a block in turn, so that tiles whose queries begin or end together stay
+    // together. Where a window moves on with the keys, tiles that start together are always as far apart as their keys,
+    // and few blocks are loaded in between only if a head is walked to its end before the next one.
+    __device__ __forceinline__ Visit visit(int left) const {
+        const bool is_window = run.diag_hi < kNoDiagonal;
+        const int group = is_window ? left / num_blocks() : left % num_groups;
+        const int block = is_window ? left % num_blocks() : left / num_groups;
+        return {first_col() + (is_ascending ? num_blocks() - 1 - block : block) * kBlockCols, group};
+    }
+
+    // Visits are not quite the plan's blocks, of which all from `num_lead` on and before the last `num_trail` need no mask.
+    __device__ __forceinline__ bool is_masked(int col) const {
+        return col < run.first + run.num_lead * kBlockCols ||
+               col + kBlockCols > run.first + (run.num_blocks - run.num_trail) * kBlockCols;
+    }
+};
+
+}  // namespace ffa
