@@ -1,41 +1,44 @@
-"""The Hopper backward kernels against cuDNN's SDPA, compiled FlexAttention and our Triton kernel, on six masks.
+"""The Hopper backward kernels against their peers, on six masks.
 
     python benchmarks/attention_backward.py --output benchmarks/results/backward_h200_2026-11-21
 
-Masks, inputs and timing are those of `attention_forward.py`; the time is that of dq, dk and dv from saved results of
-the forward, all helper kernels included. A contender is timed only if its gradients agree with fp64 attention for the
-last key-value head, over the part of the sequence that fits. FLOPs are 10 * area * nheads_q * head_dim for all.
+Masks, peers, inputs and timing are those of `attention_forward.py`; the time is that of dq, dk and dv from saved results
+of the forward, all helper kernels included. A contender is timed only if its gradients agree with fp64 attention for the
+last key-value head, over the part of the sequence that fits. FLOPs are 10 * area * nheads_q * head_dim for all. Extra
+memory is what a call allocates at its peak beyond the three gradients. `--defines FFA_STAGES=2` adds our kernel with
+other macros than `heuristics.py` gives it.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
+import attention_forward as forward
 import torch
 import torch._functorch.config
-import torch.nn.functional as F
 from attention_forward import (
     MASKS,
     ROUNDS,
     gpu_state,
     heads_argument,
     interleaved_medians,
-    make_mask_mod,
     make_slices,
     to_markdown,
 )
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.cuda import CudaKernel
+from magi_compile.kernels.cuda import backward as cuda_backward
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -68,54 +71,59 @@ def of_kernel(kernel: Kernel, inputs: Inputs, slices: AttnSlices) -> Backward:
     return lambda: kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem)
 
 
-def magi(inputs: Inputs, mask: str, slices: AttnSlices) -> Backward:
-    return of_kernel(CudaKernel(), inputs, slices)
+def magi(inputs: Inputs, mask: str, slices: AttnSlices, **defines: str) -> Backward:
+    """Our kernel, with macros of the main one changed."""
+    run = of_kernel(CudaKernel(), inputs, slices)
+    if not defines:
+        return run
+    variants = cuda_backward.backward_variants
+
+    def with_defines(problem: AttnProblem, deterministic: bool = False) -> tuple:
+        before, main, after = variants(problem, deterministic)
+        changed = tuple({**dict(main.defines), **defines}.items())
+        return before, replace(main, defines=changed), after
+
+    def run_changed() -> tuple[Tensor, ...]:
+        with mock.patch.object(cuda_backward, "backward_variants", with_defines):
+            return run()
+
+    return run_changed
+
+
+def magi_deterministic(inputs: Inputs, mask: str, slices: AttnSlices) -> Backward:
+    run = of_kernel(CudaKernel(), inputs, slices)
+
+    def run_in_order() -> tuple[Tensor, ...]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return run()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return run_in_order
 
 
 def triton(inputs: Inputs, mask: str, slices: AttnSlices) -> Backward:
     return of_kernel(TritonKernel(), inputs, slices)
 
 
-def of_autograd(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Backward:
-    leaves = [x.transpose(0, 1)[None].detach().requires_grad_() for x in inputs[:3]]
-    dout = inputs.dout.transpose(0, 1)[None]
-    out = attend(*leaves)
-
-    def run() -> tuple[Tensor, ...]:
-        grads = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        return tuple(grad[0].transpose(0, 1) for grad in grads)
-
-    return run
-
-
-def cudnn(inputs: Inputs, mask: str, slices: AttnSlices) -> Backward | None:
-    if mask not in ("full", "causal"):
+def of_peer(name: str, inputs: Inputs, mask: str, slices: AttnSlices) -> Backward | None:
+    """The autograd of a contender of `attention_forward.py`."""
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    attend = forward.CONTENDERS[name](forward.Inputs(*leaves), mask, slices)
+    if attend is None:
         return None
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=mask == "causal", enable_gqa=True
-            )
-
-    return of_autograd(attend, inputs)
+    out = attend()
+    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
 
 
-def flex(inputs: Inputs, mask: str, slices: AttnSlices) -> Backward:
-    seqlen = len(inputs.q)
-    mask_mod = make_mask_mod(mask, seqlen)
-    block_mask = None
-    if mask_mod:
-        block_mask = create_block_mask(
-            mask_mod, None, None, seqlen, seqlen, device="cuda", _compile=True
-        )
-    attend = torch.compile(flex_attention, dynamic=False)
-    return of_autograd(
-        lambda q, k, v: attend(q, k, v, block_mask=block_mask, enable_gqa=True), inputs
-    )
-
-
-CONTENDERS = {"magi": magi, "cudnn": cudnn, "flex": flex, "triton": triton}
+PEERS = ("cudnn", "flex", "flex_flash", "fa4", "cudnn_flex")
+CONTENDERS = {
+    "magi": magi,
+    "magi_deterministic": magi_deterministic,
+    "triton": triton,
+    **{name: functools.partial(of_peer, name) for name in PEERS},
+}
 
 
 def exact_gradients(inputs: Inputs, slices: AttnSlices) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,22 +160,44 @@ def random_inputs(seqlen: int, heads: tuple[int, int], head_dim: int) -> Inputs:
     return Inputs(*(torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shapes))
 
 
+def extra_mib(run: Backward) -> int:
+    """What a call allocates at its peak beyond its results."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = sum(grad.nbytes for grad in run())
+    return round((torch.cuda.max_memory_allocated() - before - results) / 2**20)
+
+
 def measure(
-    mask: str, seqlen: int, heads: tuple[int, int], head_dim: int, names: list[str], gate: int
+    mask: str,
+    seqlen: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    contenders: dict[str, Callable[..., Backward | None]],
+    gate: int,
 ) -> dict:
     """One row. Dense fp64 scores need memory, so longer sequences are checked at length `gate`."""
     checked = min(seqlen, gate)
-    small = random_inputs(checked, heads, head_dim)
-    exact = exact_gradients(small, make_slices(mask, checked))
+    small, small_slices = random_inputs(checked, heads, head_dim), make_slices(mask, checked)
+    exact = exact_gradients(small, small_slices)
     inputs, slices = random_inputs(seqlen, heads, head_dim), make_slices(mask, seqlen)
-    runs = {}
-    for name in names:
-        run = CONTENDERS[name](small, mask, make_slices(mask, checked))
-        if run is None:
+    runs, failures = {}, {}
+    for name, contender in contenders.items():
+        try:
+            run = contender(small, mask, small_slices)
+            if run is None:
+                continue
+            error = largest_relative_error(run, exact)
+            run = contender(inputs, mask, slices)
+            run()
+        except Exception as reason:  # a contender may lack its package, or fail on a mask
+            failures[name] = f"{type(reason).__name__}: {reason}"[:300]
             continue
-        error = largest_relative_error(run, exact)
-        assert error < 1e-2, f"{name} is wrong on {mask} {checked}: relative error {error:.2e}"
-        runs[name] = CONTENDERS[name](inputs, mask, slices)
+        if error > 1e-2:
+            failures[name] = f"wrong: relative error {error:.2e}"
+        else:
+            runs[name] = run
+    assert "magi" in runs, failures["magi"]
     flops = 10 * slices.area() * heads[0] * head_dim
     milliseconds = interleaved_medians(runs)
     return {
@@ -177,19 +207,47 @@ def measure(
         "head_dim": head_dim,
         "ms": {name: round(ms, 4) for name, ms in milliseconds.items()},
         "tflops": {name: round(flops / ms / 1e9) for name, ms in milliseconds.items()},
+        "extra_mib": {name: extra_mib(run) for name, run in runs.items()},
+        "failures": failures,
     }
+
+
+def memory_table(rows: list[dict], names: list[str]) -> str:
+    header = ["heads", "head_dim", "mask", "seqlen", *names]
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in rows:
+        cells = [row[key] for key in header[:4]] + [
+            row["extra_mib"].get(name, "-") for name in names
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write(output: Path, context: dict, rows: list[dict], names: list[str]) -> None:
+    speed = to_markdown(context, rows, names).replace("forward", "backward", 1)
+    memory = "\nExtra memory of a call, MiB:\n\n" + memory_table(rows, names)
+    record = {"context": context, "rows": rows}
+    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    output.with_suffix(".md").write_text(speed + memory)
+
+
+def defines_argument(text: str) -> tuple[str, dict[str, str]]:
+    return f"magi {text}", dict(item.split("=") for item in text.split(","))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="where to write: adds .json and .md")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
-    parser.add_argument("--seqlens", type=int, nargs="+", default=[4096, 8192, 16384, 32768])
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[2**n * 1024 for n in range(7)])
     parser.add_argument("--heads", type=heads_argument, nargs="+", default=[(64, 8)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--defines", type=defines_argument, nargs="+", default=[])
     parser.add_argument("--gate", type=int, default=2048, help="longest sequence that is checked")
     args = parser.parse_args()
+    contenders = {name: CONTENDERS[name] for name in args.contenders}
+    contenders |= {name: functools.partial(magi, **defines) for name, defines in args.defines}
     torch._functorch.config.donated_buffer = False  # so that one forward serves many backwards
     context = {
         "gpu": gpu_state(),
@@ -198,7 +256,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "command": "python " + " ".join(sys.argv),
         "inputs": "bf16, standard normal; documents log-normal, at most a quarter of the sequence",
-        "timing": f"median of {ROUNDS} rounds, contenders in turns; GPU time of back-to-back calls",
+        "timing": f"median of {ROUNDS} rounds, contenders in random turns; GPU time of back-to-back calls",
     }
     rows = []
     for heads in args.heads:
@@ -206,14 +264,11 @@ def main() -> None:
             for mask in args.masks:
                 for seqlen in args.seqlens:
                     torch._dynamo.reset()
-                    row = measure(mask, seqlen, heads, head_dim, args.contenders, args.gate)
+                    row = measure(mask, seqlen, heads, head_dim, contenders, args.gate)
                     rows.append(row)
-                    print(heads, head_dim, mask, seqlen, row["tflops"], flush=True)
-    if args.output:
-        record = {"context": context, "rows": rows}
-        markdown = to_markdown(context, rows, args.contenders).replace("forward", "backward", 1)
-        args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        args.output.with_suffix(".md").write_text(markdown)
+                    print(heads, head_dim, mask, seqlen, row["tflops"], row["failures"], flush=True)
+                    if args.output:
+                        write(args.output, context, rows, list(contenders))
 
 
 if __name__ == "__main__":
