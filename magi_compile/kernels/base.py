@@ -61,6 +61,10 @@ class Kernel(Protocol):
         """Every reason why this kernel can not run `problem`; empty when it can."""
         ...
 
+    def notes(self, problem: AttnProblem) -> list[str]:
+        """What of `problem` this kernel leaves to another one, and why."""
+        ...
+
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         """How this kernel walks `slices`: int32 tensors, shared by forward and backward and by all layers.
         Empty where the kernel needs none. On a GPU nothing waits for the device."""

@@ -40,6 +40,9 @@ class CpuKernel:
             reasons.append(f"needs float32, bfloat16 or float16, got {dtype}")
         return reasons
 
+    def notes(self, problem: AttnProblem) -> list[str]:
+        return []
+
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         return [plan_pieces(slices)]
 

@@ -105,6 +105,9 @@ class ReferenceKernel:
     def refusals(self, problem: AttnProblem) -> list[str]:
         return []
 
+    def notes(self, problem: AttnProblem) -> list[str]:
+        return []
+
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         return []
 

@@ -49,6 +49,9 @@ class TritonKernel:
                 reasons.append(f"`{name}` must be at most {MAX_HEAD_DIM}, got {size}")
         return reasons
 
+    def notes(self, problem: AttnProblem) -> list[str]:
+        return []
+
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         plan = build_tile_plan(slices, **plan_tiles(problem, self.name)._asdict())
         return [tensor.to(problem.device_type) for tensor in plan.to_list()]

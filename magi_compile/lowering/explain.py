@@ -45,6 +45,7 @@ class AttentionCall:
             lines.append(f"area     {self.slices.area():,} pairs, density {self.density:.4f}")
         if decision.kernel:
             lines.append(f"kernel   {decision.kernel}")
+            lines.extend(f"         {note}" for note in decision.notes)
             lines.extend(
                 f"         not {name}: {'; '.join(why)}" for name, why in decision.passed_over
             )

@@ -53,9 +53,11 @@ class FlexCall:
     kernel_options: dict[str, Any]
     score_buffers: tuple[Any, ...]
     mask_buffers: tuple[Any, ...]
+    #: The block lists that the mask_mod has to agree with: none where there are none or they were made from it.
+    block_lists: tuple[Node, ...]
 
     @classmethod
-    def parse(cls, gm: GraphModule, node: Node) -> FlexCall:
+    def parse(cls, gm: GraphModule, node: Node, root: GraphModule) -> FlexCall:
         arguments: Any = node.args
         q, k, v, score_mod, block_mask, scale, options, *buffers = arguments
         score_buffers, mask_buffers = (*buffers, (), ())[:2]
@@ -71,7 +73,13 @@ class FlexCall:
             kernel_options=dict(options),
             score_buffers=tuple(score_buffers),
             mask_buffers=tuple(mask_buffers),
+            block_lists=_given_block_lists(block_mask, gm, root),
         )
+
+    @property
+    def block_size(self) -> list[int]:
+        """Rows and keys of a block of the BlockMask."""
+        return list(self.block_mask[-3:-1])
 
     @property
     def mask_tables(self) -> list[Node]:
@@ -94,6 +102,39 @@ class FlexCall:
         if Path(path).is_relative_to(Path.cwd()):
             path = str(Path(path).relative_to(Path.cwd()))
         return f"{path}:{line} in {function}"
+
+
+def _given_block_lists(
+    block_mask: tuple[Any, ...], gm: GraphModule, root: GraphModule
+) -> tuple[Node, ...]:
+    if any(size >= _compat.LARGE_SPARSE_BLOCK_SIZE for size in block_mask[-3:-1]):
+        return ()
+    lists = tuple(node for node in block_mask[2:6] if node is not None)
+    made = all(_is_made_from_mask_mod(_outer(node, gm, root)) for node in lists)
+    return () if made else lists
+
+
+def _is_made_from_mask_mod(node: Node) -> bool:
+    """Whether PyTorch's `create_block_mask` computes `node` in the graph."""
+    frames = FRAME.findall(node.meta.get("stack_trace") or "")
+    calls = {name for path, _, name in frames if "torch/nn/attention" in path}
+    return node.op != "placeholder" and "create_block_mask" in calls
+
+
+def _outer(node: Node, gm: GraphModule, root: GraphModule) -> Node:
+    """What an input of the graph `gm` inside `root` is in the graph that it comes from."""
+    if node.op != "placeholder" or gm is root:
+        return node
+    inputs = gm.graph.find_nodes(op="placeholder")
+    for module in root.modules():
+        for body in (
+            module.graph.find_nodes(op="get_attr") if isinstance(module, GraphModule) else ()
+        ):
+            if getattr(module, body.target, None) is gm:
+                (caller, *_) = body.users
+                outer = caller.args[-len(inputs) :][inputs.index(node)]
+                return _outer(outer, module, root)
+    return node
 
 
 def _is_tensor(buffer: Any) -> bool:
@@ -138,10 +179,11 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         reasons.extend(program.table_reasons([value_of(table) for table in call.mask_tables]))
     except UnsupportedMaskError as error:
         reasons.extend(error.reasons)
-    if program is not None and program.is_always_true and _has_block_lists(call):
+    if program is not None and program.is_always_true and call.block_lists:
         reasons.append(
-            "the BlockMask comes from raw block lists without a mask_mod; "
-            "convert it with magi_compile.masks.slices_from_block_mask"
+            "the mask_mod shows everything, so that the block lists decide, which are data of the graph; "
+            "make the BlockMask inside the compiled function, or convert it with "
+            "magi_compile.masks.slices_from_block_mask"
         )
 
     problem, kernel = _problem(call, score), None
@@ -150,10 +192,6 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     except NotImplementedError as error:
         reasons.append(str(error))
     return Analysis(tuple(reasons), problem, program, kernel)
-
-
-def _has_block_lists(call: FlexCall) -> bool:
-    return any(size < _compat.LARGE_SPARSE_BLOCK_SIZE for size in call.block_mask[-3:-1])
 
 
 def _problem(call: FlexCall, score: ScoreMod) -> AttnProblem:
@@ -207,6 +245,8 @@ def emit_mask(
         emit.size(call.k, 2),
         capacity,
         value_of(call.q).device,
+        list(call.block_lists),
+        call.block_size if call.block_lists else [],
     )
     q_ranges, k_ranges, mask_types = (emit.call(operator.getitem, slices, i) for i in range(3))
     return Mask((q_ranges, k_ranges, mask_types))
@@ -299,20 +339,20 @@ def lower_flex_attention(
             where FlexAttention has none.
     """
     modules = [module for module in root.modules() if isinstance(module, GraphModule)]
-    calls = [call for module in modules for call in _lower_graph(module, options, report)]
+    calls = [call for module in modules for call in _lower_graph(module, root, options, report)]
     report.num_graphs += bool(calls)
     return calls
 
 
 def _lower_graph(
-    gm: GraphModule, options: LoweringOptions, report: LoweringReport
+    gm: GraphModule, root: GraphModule, options: LoweringOptions, report: LoweringReport
 ) -> list[LoweredCall]:
     hop = torch.ops.higher_order.flex_attention
     nodes = [node for node in gm.graph.nodes if node.op == "call_function" and node.target is hop]
     masks: dict[Any, Mask] = {}
     lowered = []
     for node in nodes:
-        call = FlexCall.parse(gm, node)
+        call = FlexCall.parse(gm, node, root)
         found = analyze(call, options)
         decision = _decision(call, found)
         report.add(decision)
@@ -338,14 +378,16 @@ def _decision(call: FlexCall, found: Analysis) -> Decision:
         if name == found.kernel:
             break
         passed_over.append((name, tuple(why)))
+    kernel = None if found.reasons else found.kernel
     return Decision(
         call.location,
         q_shape,
         k_shape,
         str(found.program) if found.program else "",
-        None if found.reasons else found.kernel,
+        kernel,
         found.reasons,
         tuple(passed_over),
+        tuple(load(kernel).notes(found.problem)) if kernel else (),
     )
 
 
@@ -360,7 +402,7 @@ def _replace(
     assert found.program is not None
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
-    key = (str(found.program), call.mask_buffers, str(sizes))
+    key = (str(found.program), call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
         masks[key] = emit_mask(emit, call, found.program, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])

@@ -24,6 +24,7 @@ class Decision:
         kernel: the kernel that runs it, or None where it stays on FlexAttention.
         reasons: every reason for staying; empty where it was lowered.
         passed_over: the kernels of higher preference and why they refused.
+        notes: what the kernel leaves to another one, and why.
     """
 
     location: str
@@ -33,6 +34,7 @@ class Decision:
     kernel: str | None
     reasons: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def shape(self) -> str:

@@ -37,6 +37,13 @@ def test_refusals(kernel, change, reason):
     assert any(reason in text for text in reasons), reasons
 
 
+@pytest.mark.parametrize(("head_dim", "notes"), [(128, 0), (192, 1), (256, 1)])
+def test_notes_tell_who_runs_the_backward(kernel, head_dim, notes):
+    texts = kernel.notes(replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim))
+    assert len(texts) == notes
+    assert all(text.startswith("backward by triton") for text in texts)
+
+
 def test_a_variant_does_not_depend_on_heads_or_scale():
     other = replace(PROBLEM, nheads_q=4, nheads_kv=4, softmax_scale=1.0)
     config = forward_config(PROBLEM)

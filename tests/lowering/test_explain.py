@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from magi_compile import explain
+from magi_compile.kernels.cpu import CpuKernel
 
 from .conftest import BATCH, Attention, block_mask, document_causal
 
@@ -38,3 +39,11 @@ def test_explain_counts_slices_and_lists_reasons():
     assert "stays on FlexAttention because" in text
     assert "test_explain" not in text or "conftest.py" in text
     assert text.endswith("1 of 2 FlexAttention calls lowered to cpu, 1 graph compiled")
+
+
+def test_explain_tells_what_the_kernel_leaves_to_another(monkeypatch):
+    monkeypatch.setattr(CpuKernel, "notes", lambda self, problem: ["backward by somebody else"])
+    mask = block_mask(lambda b, h, q, kv: q >= kv, 96)
+    result = explain(Attention(), torch.randn(BATCH, 96, 32), mask)
+    assert result.calls[0].decision.notes == ("backward by somebody else",)
+    assert "kernel   cpu\n             backward by somebody else\n" in str(result)

@@ -53,6 +53,14 @@ class CudaKernel:
             reasons.extend(f"backward: {reason}" for reason in self._triton.refusals(problem))
         return reasons
 
+    def notes(self, problem: AttnProblem) -> list[str]:
+        if problem.head_dim in BACKWARD_HEAD_DIMS:
+            return []
+        return [
+            f"backward by triton: dk and dv of head_dim {problem.head_dim} do not fit in registers, "
+            f"those of {BACKWARD_HEAD_DIMS} do"
+        ]
+
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)
         # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
