@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from magi_compile.lowering.explain import explain
     from magi_compile.lowering.options import LoweringOptions
     from magi_compile.lowering.report import LoweringRefusedError, lowering_report
-    from magi_compile.masks import AttnSlice, AttnSlices, MaskType
+    from magi_compile.masks import AttnSlice, AttnSlices, MaskType, create_block_mask
     from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "MaskDataError",
     "MaskType",
     "__version__",
+    "create_block_mask",
     "disable",
     "enable",
     "enabled",
@@ -46,6 +47,7 @@ _HOMES = {
     "LoweringRefusedError": "lowering.report",
     "MaskDataError": "_checks",
     "MaskType": "masks",
+    "create_block_mask": "masks",
     "disable": "lowering.backend",
     "enable": "lowering.backend",
     "enabled": "lowering.backend",

@@ -21,6 +21,11 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often `tensor` has been written to; 0 for tensors of `torch.inference_mode`, which do not count it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def fake_mode_of(tensor: Tensor) -> Any:
     """The FakeTensorMode that `tensor` belongs to, as a context manager."""
     return tensor.fake_mode  # type: ignore[attr-defined]

@@ -49,3 +49,12 @@ def test_cpu_flash_backward_uses_the_out_and_lse_it_is_given():
     torch.testing.assert_close(sum(dq_parts), dq)
     torch.testing.assert_close(torch.cat(dk_parts, 2), dk)
     torch.testing.assert_close(torch.cat(dv_parts, 2), dv)
+
+
+def test_versions_of_tensors():
+    tensor = torch.zeros(3)
+    before = _compat.version_of(tensor)
+    tensor.add_(1)
+    assert _compat.version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert _compat.version_of(torch.zeros(3)) == 0

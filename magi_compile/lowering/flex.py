@@ -107,7 +107,7 @@ class FlexCall:
 def _given_block_lists(
     block_mask: tuple[Any, ...], gm: GraphModule, root: GraphModule
 ) -> tuple[Node, ...]:
-    if any(size >= _compat.LARGE_SPARSE_BLOCK_SIZE for size in block_mask[-3:-1]):
+    if any(value_of(size) >= _compat.LARGE_SPARSE_BLOCK_SIZE for size in block_mask[-3:-1]):
         return ()
     lists = tuple(node for node in block_mask[2:6] if node is not None)
     made = all(_is_made_from_mask_mod(_outer(node, gm, root)) for node in lists)
@@ -126,15 +126,18 @@ def _outer(node: Node, gm: GraphModule, root: GraphModule) -> Node:
     if node.op != "placeholder" or gm is root:
         return node
     inputs = gm.graph.find_nodes(op="placeholder")
-    for module in root.modules():
-        for body in (
-            module.graph.find_nodes(op="get_attr") if isinstance(module, GraphModule) else ()
-        ):
+    for module in _graphs(root):
+        for body in module.graph.find_nodes(op="get_attr"):
             if getattr(module, body.target, None) is gm:
                 (caller, *_) = body.users
                 outer = caller.args[-len(inputs) :][inputs.index(node)]
                 return _outer(outer, module, root)
     return node
+
+
+def _graphs(root: GraphModule) -> list[GraphModule]:
+    """`root` and the graphs inside it."""
+    return [module for module in root.modules() if isinstance(module, GraphModule)]
 
 
 def _is_tensor(buffer: Any) -> bool:
@@ -338,8 +341,7 @@ def lower_flex_attention(
         LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
             where FlexAttention has none.
     """
-    modules = [module for module in root.modules() if isinstance(module, GraphModule)]
-    calls = [call for module in modules for call in _lower_graph(module, root, options, report)]
+    calls = [call for gm in _graphs(root) for call in _lower_graph(gm, root, options, report)]
     report.num_graphs += bool(calls)
     return calls
 

@@ -1,7 +1,7 @@
 """What may attend to what. Knows nothing of tiles, kernels or torch.compile."""
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.block_mask import slices_from_block_mask
+from magi_compile.masks.block_mask import create_block_mask, slices_from_block_mask
 from magi_compile.masks.convert import padded_slices_from_intervals, slices_from_intervals
 from magi_compile.masks.intervals import RowIntervals, row_intervals
 from magi_compile.masks.plot import plot
@@ -18,6 +18,7 @@ __all__ = [
     "MaskType",
     "RowIntervals",
     "UnsupportedMaskError",
+    "create_block_mask",
     "padded_slices_from_intervals",
     "plot",
     "row_intervals",

@@ -1,4 +1,4 @@
-"""BlockMask to slices: through its mask_mod, or from its block lists where it has none."""
+"""BlockMask and slices: one from the other through its mask_mod, or from its block lists where it has none."""
 
 from __future__ import annotations
 
@@ -8,14 +8,78 @@ import torch
 from torch import Tensor
 
 from magi_compile.masks import bands
+from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.convert import slices_from_intervals
-from magi_compile.masks.intervals import RowIntervals, row_intervals
+from magi_compile.masks.intervals import row_intervals
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.masks.solve import UnsupportedMaskError
-from magi_compile.masks.trace import trace_mask_mod
+from magi_compile.masks.trace import MaskMod, trace_mask_mod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+
+def create_block_mask(
+    mask_mod: MaskMod,
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: torch.device | str | None = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+) -> BlockMask:
+    """`torch.nn.attention.flex_attention.create_block_mask`, in memory for rows instead of for the score matrix.
+
+    The same BlockMask, list by list: FlexAttention takes it as it is. Only the block lists themselves grow with the
+    square of the length, one entry for each block. Inside torch.compile it is PyTorch's own function, whose lists
+    the lowering does not need. Waits for the device if that is a GPU.
+
+    Args:
+        mask_mod: the same for all heads, and of a form that slices can express.
+        B: number of batch entries; None for one that serves any number.
+        H: number of heads; None for one that serves any number.
+        Q_LEN: rows of a batch entry.
+        KV_LEN: keys of a batch entry.
+        device: of the lists and of the captured tensors; by default PyTorch's current accelerator, or "cpu".
+        BLOCK_SIZE: rows and keys of a block, one number or two.
+
+    Raises:
+        UnsupportedMaskError: intervals can not express the mask; PyTorch's `create_block_mask` takes any mask.
+        ValueError: a size below 1, or a captured tensor that is not as the mask_mod needs it.
+    """
+    from torch.nn.attention import flex_attention as flex
+
+    if torch.compiler.is_dynamo_compiling():
+        return flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
+    rows, keys = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    batch, nheads = (1 if size is None else size for size in (B, H))
+    sizes = {"B": batch, "H": nheads, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
+    for name, size in {**sizes, "BLOCK_SIZE": min(rows, keys)}.items():
+        if size < 1:
+            raise ValueError(f"`{name}` must be at least 1, got {size}")
+    if device is None:
+        device = torch.accelerator.current_accelerator() or "cpu"
+    program, tables = trace_mask_mod(mask_mod)
+    intervals = row_intervals(
+        program, tables, batch=batch, seqlen_q=Q_LEN, seqlen_k=KV_LEN, device=device
+    )
+    intervals.check()
+    is_seen, is_full = visible_blocks(intervals, rows, keys)
+    # A block beyond the end of the mask is partial for PyTorch, whatever it shows.
+    is_full[:, Q_LEN // rows :] = False
+    is_full[:, :, KV_LEN // keys :] = False
+    lists = (*_ordered(is_seen & ~is_full, nheads), *_ordered(is_full, nheads))
+    return flex.BlockMask.from_kv_blocks(
+        *lists, BLOCK_SIZE=(rows, keys), mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
+
+
+def _ordered(grid: Tensor, nheads: int) -> tuple[Tensor, Tensor]:
+    """How many and which kv blocks of `grid [batch, q blocks, kv blocks]`, the others behind them."""
+    indices = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
+    lists = (grid.sum(-1, dtype=torch.int32), indices.to(torch.int32))
+    count, index = (x[:, None].repeat(1, nheads, *[1] * (x.dim() - 1)) for x in lists)
+    return count, index
 
 
 def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> AttnSlices:
@@ -47,18 +111,19 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
     )
     intervals.check()
-    _check_lists(block_mask, intervals)
+    for check in _lists_of(block_mask).checks(intervals, *block_mask.BLOCK_SIZE):
+        check.raise_if_broken()
     return slices_from_intervals(intervals)
 
 
 def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
     """All keys of all listed blocks."""
-    partial, full = _grids(block_mask)
+    (seqlen_q, seqlen_k), (rows, keys) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
+    partial, full = _lists_of(block_mask).grids(-(-seqlen_q // rows), -(-seqlen_k // keys))
     listed = partial | full
     if not bool((listed == listed[:, :1]).all()):
         raise UnsupportedMaskError(["the block lists of `block_mask` differ between heads"])
     listed = listed[:, 0].expand(batch, -1, -1).cpu()
-    (seqlen_q, seqlen_k), (rows, keys) = block_mask.seq_lengths, block_mask.BLOCK_SIZE
     change = torch.nn.functional.pad(listed.to(torch.int8), (1, 1)).diff(dim=-1)
     entry, q_block, first = (change > 0).nonzero().unbind(1)
     last = (change < 0).nonzero()[:, 2]
@@ -76,68 +141,22 @@ def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
     return slices.to(block_mask.kv_num_blocks.device)
 
 
-def _check_lists(block_mask: BlockMask, intervals: RowIntervals) -> None:
-    """Raises where FlexAttention, which reads the lists first, would not compute what the mask_mod says."""
-    partial, full = (grid.cpu() for grid in _grids(block_mask))
-    rows, keys = block_mask.BLOCK_SIZE
-    num_q, num_k = partial.shape[2:]
-    lo, hi = intervals.lo.cpu(), intervals.hi.cpu()
-    count, batch, seqlen_q = lo.shape
-    q_block = torch.arange(seqlen_q) // rows
-    line = (torch.arange(batch)[:, None] * num_q + q_block).expand(count, -1, -1)
-
-    def rows_per_block(first: Tensor, last: Tensor) -> Tensor:
-        """In how many rows of its q block each kv block is in `[first, last)`."""
-        change = torch.zeros(batch * num_q * (num_k + 1), dtype=torch.int32)
-        for block, step in ((first, 1), (last, -1)):
-            where = (line * (num_k + 1) + block)[first < last]
-            change.index_add_(0, where, torch.full_like(where, step, dtype=torch.int32))
-        return change.view(batch, num_q, num_k + 1).cumsum(-1)[..., :num_k]
-
-    is_seen = rows_per_block(lo // keys, torch.where(lo < hi, (hi + keys - 1) // keys, 0)) > 0
-    end = torch.where(hi == intervals.seqlen_k, num_k, hi // keys)
-    is_full = (
-        rows_per_block((lo + keys - 1) // keys, end) == q_block.bincount(minlength=num_q)[:, None]
+def _lists_of(block_mask: BlockMask) -> BlockLists:
+    """The lists of `block_mask`, whose indices must be blocks of the mask."""
+    lists = BlockLists(*(getattr(block_mask, name) for name in BlockLists._fields))
+    num_q, num_k = (
+        -(-seqlen // size)
+        for seqlen, size in zip(block_mask.seq_lengths, block_mask.BLOCK_SIZE, strict=True)
     )
-    left_out = is_seen & ~(partial | full).all(1)
-    wrongly_full = full.any(1) & ~is_full
-    for found, what in (
-        (left_out, "leave out a block in which its mask_mod shows keys"),
-        (wrongly_full, "call a block full in which its mask_mod hides keys"),
-    ):
-        if bool(found.any()):
-            entry, q_index, kv_index = found.nonzero()[0].tolist()
-            raise ValueError(
-                f"the block lists of `block_mask` {what}: batch entry {entry}, q block {q_index}, "
-                f"kv block {kv_index}"
-            )
-
-
-def _grids(block_mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """Which blocks are listed as partial and as full: bool `[batch, nheads, q blocks, kv blocks]`."""
-    seqlen_q, seqlen_k = block_mask.seq_lengths
-    rows, keys = block_mask.BLOCK_SIZE
-    num_q, num_k = -(-seqlen_q // rows), -(-seqlen_k // keys)
-    if block_mask.kv_num_blocks.shape[-1] < num_q:
-        raise ValueError(
-            f"`block_mask.kv_num_blocks` must cover {num_q} q blocks, "
-            f"got {block_mask.kv_num_blocks.shape[-1]}"
-        )
-
-    def grid(name: str) -> Tensor:
-        num_blocks = getattr(block_mask, f"{name}kv_num_blocks")
+    for counts, name in ((0, "kv_indices"), (2, "full_kv_indices")):
+        num_blocks, indices = lists[counts], getattr(lists, name)
         if num_blocks is None:
-            return torch.zeros_like(partial)
-        num_blocks = num_blocks[..., :num_q]
-        indices = getattr(block_mask, f"{name}kv_indices")[..., :num_q, :].long()
+            continue
+        num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
         is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
         is_bad = is_listed & ((indices < 0) | (indices >= num_k))
         if bool(is_bad.any()):
             raise ValueError(
-                f"`block_mask.{name}kv_indices` must be in [0, {num_k}), got {int(indices[is_bad][0])}"
+                f"`block_mask.{name}` must be in [0, {num_k}), got {int(indices[is_bad][0])}"
             )
-        empty = torch.zeros(*indices.shape[:-1], num_k + 1, dtype=torch.bool, device=indices.device)
-        return empty.scatter(-1, torch.where(is_listed, indices, num_k), True)[..., :num_k]
-
-    partial = grid("")
-    return partial, grid("full_")
+    return lists

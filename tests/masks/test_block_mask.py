@@ -4,10 +4,17 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
 
+import magi_compile
 from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
 from tests.masks.helpers import dense_mask, packed
 from tests.masks.mask_mods import MASK_MODS
 
+LISTS = [
+    f"{full}{side}_{what}"
+    for full in ("", "full_")
+    for side in ("kv", "q")
+    for what in ("num_blocks", "indices")
+]
 SIZES = [(1, 64, 64), (2, 129, 129), (2, 50, 77), (2, 77, 50)]
 
 
@@ -99,11 +106,13 @@ def test_heads():
 def test_lists_that_contradict_the_mask_mod():
     causal = block_mask_of(lambda b, h, q, kv: q >= kv, 1, 64, 64)
     wider = raw(causal, mask_mod=lambda b, h, q, kv: q + 20 >= kv)
-    with pytest.raises(ValueError, match="shows keys: batch entry 0, q block 0, kv block 1"):
+    with pytest.raises(
+        ValueError, match="shows keys, but they leave out kv block 1 of q block 0 of"
+    ):
         slices_from_block_mask(wider)
     narrower = raw(causal, mask_mod=lambda b, h, q, kv: (q >= kv) & (kv != 3))
     with pytest.raises(
-        ValueError, match="mask_mod hides keys: batch entry 0, q block 2, kv block 0"
+        ValueError, match="hides no key, but it hides some in kv block 0 of q block 2 of batch"
     ):
         slices_from_block_mask(narrower)
     # Blocks that are listed in vain change nothing: FlexAttention applies the mask_mod inside them.
@@ -136,3 +145,61 @@ def test_data_are_checked():
         ValueError, match=r"`table\[kv\]` must hold equal values next to each other"
     ):
         slices_from_block_mask(mask)
+
+
+# The way back
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    "name", ["document_per_entry", "images", "window", "nothing", "everything"]
+)
+def test_created_masks_equal_those_of_pytorch(name, size):
+    mask_mod = MASK_MODS[name](*size)
+    ours = magi_compile.create_block_mask(mask_mod, size[0], 2, *size[1:], "cpu", (16, 32))
+    theirs = block_mask_of(mask_mod, *size, heads=2)
+    for field in LISTS:
+        if getattr(theirs, field) is None:
+            assert getattr(ours, field) is None
+        else:
+            assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+    assert ours.seq_lengths == theirs.seq_lengths
+    assert ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    assert torch.equal(slices_from_block_mask(ours).to_dense(), packed(dense_mask(mask_mod, *size)))
+
+
+def test_creating_inside_a_graph_is_left_to_pytorch():
+    def sparsity(x):
+        mask = magi_compile.create_block_mask(
+            lambda b, h, q, kv: q >= kv, None, None, 64, 64, "cpu", 16
+        )
+        return x + mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(sparsity, backend="eager", fullgraph=True)
+    assert int(compiled(torch.zeros(()))) == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, None, 8, 8, "cpu"), "`B` must be at least 1, got 0"),
+        ((None, 0, 8, 8, "cpu"), "`H` must be at least 1, got 0"),
+        ((None, None, 0, 8, "cpu"), "`Q_LEN` must be at least 1, got 0"),
+        ((None, None, 8, 0, "cpu"), "`KV_LEN` must be at least 1, got 0"),
+        ((None, None, 8, 8, "cpu", (4, 0)), "`BLOCK_SIZE` must be at least 1, got 0"),
+    ],
+)
+def test_wrong_sizes(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        magi_compile.create_block_mask(noop_mask, *arguments)
+
+
+def test_created_masks_check_their_data():
+    table = torch.tensor([0, 1] * 32)
+    with pytest.raises(ValueError, match="must hold equal values next to each other"):
+        magi_compile.create_block_mask(
+            lambda b, h, q, kv: table[q] == table[kv], None, None, 64, 64, "cpu"
+        )
+    with pytest.raises(UnsupportedMaskError, match=r"depends on the head \(h\)"):
+        magi_compile.create_block_mask(lambda b, h, q, kv: q > h, None, 2, 64, 64, "cpu")

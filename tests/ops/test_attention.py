@@ -120,6 +120,17 @@ def test_flex_attention_trains_on_any_device():
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_inference_mode_computes_the_same():
+    """Its tensors do not count how often they are written to, which plans are remembered by."""
+    x = torch.randn(1, 2, 64, 16)
+    mask = create_block_mask(causal, None, None, 64, 64, device="cpu")
+    expected = flex_attention(x, x, x, block_mask=mask)
+    with torch.inference_mode():
+        mask = create_block_mask(causal, None, None, 64, 64, device="cpu")
+        for _ in range(2):
+            assert torch.equal(flex_attention(x, x, x, block_mask=mask), expected)
+
+
 def test_flex_attention_inside_compile_is_the_operator():
     graphs = []
 

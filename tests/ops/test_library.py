@@ -46,7 +46,7 @@ def test_mask_slices():
     document = torch.arange(64) // 20
     program = "(q >= kv) & (t0[q] == t0[kv])"
     options = (1, 64, 64, 16, torch.device("cpu"))
-    arguments = ([document], [], program, *options)
+    arguments = ([document], [], program, *options, [], [])
     torch.library.opcheck(torch.ops.magi.mask_slices, arguments)
     q_ranges, k_ranges, mask_types = torch.ops.magi.mask_slices(*arguments)
     found = AttnSlices(q_ranges, k_ranges, mask_types, 64, 64).compact()

@@ -1,0 +1,101 @@
+"""The block lists of a BlockMask: what they show, and whether they agree with the rows of its mask_mod.
+
+All on the tensors' device; on a GPU nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import MaskCheck
+from magi_compile.masks.intervals import RowIntervals
+
+
+class BlockLists(NamedTuple):
+    """The kv blocks that each q block looks at, as in `BlockMask`: int32 tensors `[batch, nheads, q blocks]`
+    (how many) and `[batch, nheads, q blocks, kv blocks]` (which ones)."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: Tensor | None = None
+    full_kv_indices: Tensor | None = None
+
+    def grids(self, num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
+        """Which blocks are listed as partial and as full: bool `[batch, nheads, num_q, num_k]`. What is listed out
+        of that range is left out."""
+        if self.kv_num_blocks.shape[-1] < num_q:
+            raise ValueError(
+                f"`block_mask.kv_num_blocks` must cover {num_q} q blocks, "
+                f"got {self.kv_num_blocks.shape[-1]}"
+            )
+        partial = _grid(self.kv_num_blocks, self.kv_indices, num_q, num_k)
+        if self.full_kv_num_blocks is None or self.full_kv_indices is None:
+            return partial, torch.zeros_like(partial)
+        return partial, _grid(self.full_kv_num_blocks, self.full_kv_indices, num_q, num_k)
+
+    def checks(self, intervals: RowIntervals, rows: int, keys: int) -> list[MaskCheck]:
+        """That FlexAttention, which reads the lists first, would compute what `intervals` say."""
+        is_seen, is_full = visible_blocks(intervals, rows, keys)
+        partial, full = self.grids(*is_seen.shape[1:])
+        return [
+            _check(
+                is_seen & ~(partial | full).all(1),
+                "the block lists of `block_mask` must hold every block in which its mask_mod shows keys",
+                "they leave out kv block {} of q block {} of batch entry {}",
+            ),
+            _check(
+                full.any(1) & ~is_full,
+                "the full blocks of `block_mask` must be blocks in which its mask_mod hides no key",
+                "it hides some in kv block {} of q block {} of batch entry {}",
+            ),
+        ]
+
+
+def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tensor, Tensor]:
+    """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are.
+
+    Returns:
+        Two bool tensors `[batch, q blocks, kv blocks]`. Blocks at the end may be smaller.
+    """
+    lo, hi = intervals.lo.long(), intervals.hi.long()
+    _, batch, seqlen_q = lo.shape
+    num_q, num_k = -(-seqlen_q // rows), -(-intervals.seqlen_k // keys)
+    q_block = torch.arange(seqlen_q, device=lo.device) // rows
+    line = torch.arange(batch, device=lo.device)[:, None] * num_q + q_block
+
+    def rows_per_block(first: Tensor, last: Tensor) -> Tensor:
+        """In how many rows of its q block each kv block is in `[first, last)`."""
+        change = torch.zeros(batch * num_q * (num_k + 1), dtype=torch.int32, device=lo.device)
+        is_live = (first < last).to(torch.int32).flatten()
+        for block, step in ((first, is_live), (last, -is_live)):
+            place = line * (num_k + 1) + block.clamp(0, num_k)
+            change.index_add_(0, place.flatten(), step)
+        counts = change.view(batch, num_q, num_k + 1).cumsum(-1, dtype=torch.int32)
+        return counts[..., :num_k]
+
+    is_seen = rows_per_block(lo // keys, torch.where(lo < hi, (hi + keys - 1) // keys, 0)) > 0
+    end = torch.where(hi == intervals.seqlen_k, num_k, hi // keys)
+    begin = torch.arange(num_q, device=lo.device) * rows
+    height = (seqlen_q - begin).clamp(max=rows)
+    is_full = rows_per_block((lo + keys - 1) // keys, end) == height[:, None]
+    return is_seen, is_full
+
+
+def _grid(num_blocks: Tensor, indices: Tensor, num_q: int, num_k: int) -> Tensor:
+    num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :].long()
+    is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
+    is_listed &= (indices >= 0) & (indices < num_k)
+    grid = torch.zeros(*indices.shape[:-1], num_k + 1, dtype=torch.bool, device=indices.device)
+    return grid.scatter(-1, torch.where(is_listed, indices, num_k), True)[..., :num_k]
+
+
+def _check(broken: Tensor, message: str, detail: str) -> MaskCheck:
+    """A check that `broken [batch, q blocks, kv blocks]` is False everywhere."""
+    flat = broken.flatten()
+    first = flat.to(torch.uint8).argmax() if flat.numel() else flat.sum()
+    _, num_q, num_k = broken.shape
+    place = (first % num_k, first // num_k % num_q, first // (num_k * num_q))
+    return MaskCheck(~flat.any(), message, detail, place)

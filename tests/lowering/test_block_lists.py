@@ -1,0 +1,128 @@
+"""Block lists beside a mask_mod: trusted where the graph makes them from it, held against it where they are given."""
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+    noop_mask,
+)
+from torch.utils.checkpoint import checkpoint
+
+from magi_compile import MaskDataError
+from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.report import REPORT
+
+from .conftest import block_mask
+
+SEQLEN = 192
+
+
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def attend(x, mask):
+    return flex_attention(x, x, x, block_mask=mask)
+
+
+def compiled(fn, inner="eager"):
+    return torch.compile(fn, backend=make_backend(inner), fullgraph=True)
+
+
+def selected(mask):
+    """`mask` with only the first block of each row listed, as block-sparse attention does."""
+    return BlockMask.from_kv_blocks(
+        mask.kv_num_blocks.clamp(max=1),
+        mask.kv_indices,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 2, SEQLEN, 16)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_lists_that_leave_out_blocks(x, inner):
+    run = compiled(attend, inner)
+    with torch.no_grad():
+        run(x, block_mask(causal, SEQLEN))
+        message = "must hold every block .* leave out kv block 0 of q block 1 of batch entry 0"
+        for _ in range(2):
+            with pytest.raises(MaskDataError, match=message):
+                run(x, selected(block_mask(causal, SEQLEN)))
+
+
+def test_lists_that_call_too_much_full(x):
+    whole, half = block_mask(noop_mask, SEQLEN), block_mask(causal, SEQLEN)
+    whole.mask_mod = causal
+    run = compiled(attend)
+    with torch.no_grad():
+        run(x, half)
+        with pytest.raises(MaskDataError, match="hides some in kv block 0 of q block 0 of batch"):
+            run(x, whole)
+
+
+def test_lists_are_held_against_the_data_of_the_step(x):
+    document = torch.zeros(SEQLEN, dtype=torch.int64)
+    document[100:] = 1
+    mask = block_mask(lambda b, h, q, kv: document[q] == document[kv], SEQLEN, batch=1)
+    run = compiled(attend)
+    with torch.no_grad():
+        run(x, mask)
+        run(x, mask)
+        document[100:] = 0
+        with pytest.raises(MaskDataError, match="leave out kv block 2 of q block 0"):
+            run(x, mask)
+
+
+def test_inference_mode(x):
+    with torch.inference_mode():
+        mask = block_mask(causal, SEQLEN)
+        found = compiled(attend)(x, mask)
+    dense = torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    torch.testing.assert_close(found, dense, atol=2e-5, rtol=2e-4)
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_lists_made_in_the_graph_are_not_computed(x, is_checkpointed):
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.extend(m for m in gm.modules() if isinstance(m, torch.fx.GraphModule))
+        return gm.forward
+
+    def model(x):
+        mask = create_block_mask(causal, None, None, SEQLEN, SEQLEN, device="cpu")
+        if is_checkpointed:
+            return checkpoint(attend, x, mask, use_reentrant=False)
+        return attend(x, mask)
+
+    compiled(model, keep)(x)
+    (node,) = (
+        node
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.target is torch.ops.magi.mask_slices.default
+    )
+    assert node.args[-2:] == ([], [])
+
+
+def test_a_mask_that_shows_everything(x):
+    def model(x):
+        return attend(x, create_block_mask(noop_mask, None, None, SEQLEN, SEQLEN, device="cpu"))
+
+    full = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(model)(x), full, atol=2e-5, rtol=2e-4)
+        assert not REPORT.refused
+        # Without a mask_mod the lists are all there is, and those of a graph's input have no values yet.
+        given = compiled(attend)(x, block_mask(noop_mask, SEQLEN))
+    torch.testing.assert_close(given, full, atol=2e-5, rtol=2e-4)
+    (decision,) = REPORT.refused
+    assert "the block lists decide" in decision.reasons[0]
