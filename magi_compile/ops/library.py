@@ -14,18 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from magi_compile._checks import MaskCheck, raise_pending, require
+from magi_compile._checks import raise_pending, require
 from magi_compile._compat import version_of
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import select
-from magi_compile.masks import (
-    AttnSlices,
-    RowIntervals,
-    padded_slices_from_intervals,
-    row_intervals,
-)
+from magi_compile.masks import AttnSlices, padded_slices_from_intervals, row_intervals
 from magi_compile.masks.block_lists import BlockLists
 
 _lib = torch.library.Library("magi", "DEF")
@@ -66,7 +61,7 @@ def _mask_slices(
     fits = fits._replace(message=f"{fits.message} (`slice_capacity`)")
     checks = [*intervals.checks, fits]
     if block_lists:
-        checks += _block_list_checks(intervals, program, tables, symbols, block_lists, block_size)
+        checks += BlockLists(*block_lists).checks(intervals, *block_size)
     require(checks)
     q_ranges, k_ranges, mask_types = slices.q_ranges, slices.k_ranges, slices.mask_types
     if slices.device.type == "cuda":
@@ -74,32 +69,6 @@ def _mask_slices(
         holds = torch.stack([check.ok for check in checks]).all()
         q_ranges, k_ranges, mask_types = q_ranges * holds, k_ranges * holds, mask_types * holds
     return q_ranges, k_ranges, mask_types
-
-
-# The checks of block lists, by their indices: a BlockMask serves many layers and steps.
-_block_list_checks_made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _block_list_checks(
-    intervals: RowIntervals,
-    program: str,
-    tables: Sequence[Tensor],
-    symbols: Sequence[int],
-    block_lists: Sequence[Tensor],
-    block_size: Sequence[int],
-) -> list[MaskCheck]:
-    """That the lists of a BlockMask agree with its mask_mod; worked out once for the same data."""
-    inputs = [*tables, *block_lists]
-    shape = (intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
-    key = (program, tuple(symbols), shape, tuple(block_size), tuple(map(version_of, inputs)))
-    made = _block_list_checks_made.setdefault(block_lists[1], {})
-    refs, checks = made.get(key, ((), None))
-    if checks is None or any(ref() is not x for ref, x in zip(refs, inputs, strict=True)):
-        checks = BlockLists(*block_lists).checks(intervals, *block_size)
-        # What a CUDA graph computes is overwritten at its next replay.
-        if intervals.lo.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            made[key] = ([TensorWeakRef(x) for x in inputs], checks)
-    return checks
 
 
 def _mask_slices_fake(
