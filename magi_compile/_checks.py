@@ -29,7 +29,7 @@ class MaskCheck(NamedTuple):
         ok: bool, 0-d: whether it is so.
         message: what has to be so, with the name of the captured tensor.
         detail: what was found instead, with a `{}` for each of `values`.
-        values: integers, 0-d; they mean something only if `ok` is False.
+        values: up to three integers, 0-d; they mean something only if `ok` is False.
     """
 
     ok: Tensor
@@ -40,36 +40,48 @@ class MaskCheck(NamedTuple):
     def raise_if_broken(self) -> None:
         """Raises MaskDataError if it is not so. Waits for the device if `ok` is on a GPU."""
         if not bool(self.ok):
-            detail = self.detail.format(*(int(value) for value in self.values))
-            raise MaskDataError(f"{self.message}{', but ' if detail else ''}{detail}")
+            raise MaskDataError(
+                _describe(self.message, self.detail, [int(value) for value in self.values])
+            )
 
 
 class _DeviceFlags:
-    """Sticky failure flags of the checks made on one device, in pinned host memory that the device writes to.
+    """The failures of the checks made on one device: a sticky flag and what was found, in pinned host memory that
+    the device writes to.
 
     Such memory belongs to no CUDA graph's pool, whoever makes the first check.
     """
 
-    CAPACITY = 1024
+    CAPACITY = 256
+    MAX_VALUES = 3
 
     def __init__(self, device: torch.device):
         self.device = device
         is_cuda = device.type == "cuda"
+        shape = (self.CAPACITY, 1 + self.MAX_VALUES)
         with torch.cuda.device(device) if is_cuda else nullcontext():
-            self.on_host = torch.zeros(self.CAPACITY, dtype=torch.bool, pin_memory=is_cuda)
+            self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
             address = self.on_host.data_ptr()
-            self.on_device = torch.as_tensor(_Flags(address)) if is_cuda else self.on_host
+            self.on_device = torch.as_tensor(_Int64(address, shape)) if is_cuda else self.on_host
         # Read on every call, maybe while a graph is traced: past torch.
-        self.memory = (ctypes.c_char * self.CAPACITY).from_address(address)
+        self.memory = (ctypes.c_int64 * self.on_host.numel()).from_address(address)
         self.slots: dict[str, int] = {}
+        self.details: dict[str, str] = {}
 
-    def slot(self, message: str) -> int:
+    def row(self, message: str) -> Tensor:
+        """Where the failure of a check is written: 1, then its values."""
         # Messages beyond the capacity share the last slot, which names the newest of them.
-        return self.slots.setdefault(message, min(len(self.slots), self.CAPACITY - 1))
+        slot = self.slots.setdefault(message, min(len(self.slots), self.CAPACITY - 1))
+        return self.on_device[slot]
 
     def submit(self, checks: Sequence[MaskCheck]) -> None:
         for check in checks:
-            self.on_device[self.slot(check.message)].logical_or_(check.ok.logical_not())
+            self.details[check.message] = check.detail
+            is_broken = check.ok.logical_not()
+            found = torch.stack([is_broken, *check.values]).long()
+            row = self.row(check.message)[: len(found)]
+            # Not copy_(): between tensors of one kind that is a memcpy, which must not name host memory.
+            torch.where(is_broken, found, row, out=row)
 
     def synchronize(self) -> None:
         """Waits until the flags show every check submitted so far."""
@@ -77,24 +89,34 @@ class _DeviceFlags:
             torch.cuda.synchronize(self.device)
 
     def take_failures(self) -> list[str]:
-        if 1 not in self.memory.raw:
+        """What failed since the last call, in words."""
+        if 1 not in bytes(self.memory):
             return []
         self.synchronize()  # or a check under way would set its flag again
-        failed = self.memory.raw
-        ctypes.memset(self.memory, 0, self.CAPACITY)
-        return [message for message, slot in self.slots.items() if failed[slot]]
+        width = 1 + self.MAX_VALUES
+        rows = [self.memory[i : i + width] for i in range(0, len(self.memory), width)]
+        ctypes.memset(self.memory, 0, ctypes.sizeof(self.memory))
+        return [
+            _describe(message, self.details[message], rows[slot][1:])
+            for message, slot in self.slots.items()
+            if rows[slot][0]
+        ]
 
 
-class _Flags:
-    """Bools in memory that CUDA can reach, as `torch.as_tensor` understands them."""
+class _Int64:
+    """Integers in memory that CUDA can reach, as `torch.as_tensor` understands them."""
 
-    def __init__(self, address: int):
+    def __init__(self, address: int, shape: tuple[int, ...]):
         self.__cuda_array_interface__ = {
             "version": 3,
-            "shape": (_DeviceFlags.CAPACITY,),
-            "typestr": "|b1",
+            "shape": shape,
+            "typestr": "<i8",
             "data": (address, False),
         }
+
+
+def _describe(message: str, detail: str, values: Sequence[int]) -> str:
+    return f"{message}, but {detail.format(*values)}" if detail else message
 
 
 _flags: dict[torch.device, _DeviceFlags] = {}

@@ -53,6 +53,18 @@ def test_a_failure_is_reported_once(flags):
     _checks.raise_pending()
 
 
+def test_what_was_found_is_kept_with_the_failure(flags):
+    def found(row, holds=False):
+        values = (torch.tensor(row, dtype=torch.int32), torch.tensor(-3))
+        return check(holds, detail="row {} looks up {}", values=values)
+
+    flags.submit([found(7), found(9), found(11, holds=True)])
+    with pytest.raises(MaskDataError, match=r"must be grouped, but row 9 looks up -3$"):
+        _checks.raise_pending()
+    flags.submit([found(11, holds=True)])
+    _checks.raise_pending()
+
+
 def test_every_message_is_kept_when_there_are_very_many(flags):
     for number in range(flags.CAPACITY + 5):
         flags.submit([check(True, f"message {number}")])
