@@ -200,15 +200,16 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
 def _problem(call: FlexCall, score: ScoreMod) -> AttnProblem:
     q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
     arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
+    # Kernels are made for numbers of heads and head sizes: where these are dynamic, int() makes them guards.
     return AttnProblem(
         device_type=q.device.type,
         device_arch=arch,
         dtype=_out_dtype(call),
-        nheads_q=q.shape[1],
-        nheads_kv=k.shape[1],
-        head_dim=q.shape[3],
-        head_dim_v=v.shape[3],
-        softmax_scale=call.scale * score.scale,
+        nheads_q=int(q.shape[1]),
+        nheads_kv=int(k.shape[1]),
+        head_dim=int(q.shape[3]),
+        head_dim_v=int(v.shape[3]),
+        softmax_scale=float(value_of(call.scale)) * score.scale,
         softcap=score.softcap,
     )
 
@@ -311,7 +312,7 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:
     """`[B, H, S, D]` as `[B * S, H, D]`: a view wherever the strides allow."""
     if value_of(node).dtype != dtype:
         node = emit.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
-    _, nheads, _, head_dim = value_of(node).shape
+    nheads, head_dim = (int(value_of(node).shape[dim]) for dim in (1, 3))
     return emit.call(torch.reshape, emit.call(torch.transpose, node, 1, 2), (-1, nheads, head_dim))
 
 

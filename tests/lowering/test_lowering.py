@@ -165,6 +165,17 @@ def test_output_keeps_the_layout_of_the_query(backend, layout):
     assert ours.stride() == stock.stride()
 
 
+def test_dynamic_heads_become_guards():
+    """Of inputs whose every size is dynamic, kernels are still made for fixed heads, and masks for any length."""
+    compiled = torch.compile(flex_attention, backend=make_backend("eager"), dynamic=True)
+    for seqlen, head_dim in ((96, 16), (160, 16), (160, 24)):
+        x = torch.randn(BATCH, 2, seqlen, head_dim)
+        dense = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        torch.testing.assert_close(compiled(x, x, x), dense, atol=2e-5, rtol=2e-4)
+    assert REPORT.num_graphs == 2
+    assert not REPORT.refused
+
+
 def test_layers_with_one_mask_share_its_slices():
     graphs = []
 
