@@ -86,6 +86,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Returns:
         An `Explanation`: print it, or read its `calls`.
     """
+    if not callable(fn):
+        raise TypeError(f"`fn` must be a model or a function, got {type(fn).__name__}")
     _compat.allow_flex_attention_training_on_cpu()
     explanation = Explanation()
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+import magi_compile
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import load, refusals_by_kernel, select
@@ -32,7 +33,9 @@ from magi_compile.masks import MaskProgram, UnsupportedMaskError
 from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\w+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+OURS = Path(magi_compile.__file__).parent
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
 MIN_CAPACITY = 256
@@ -95,7 +98,11 @@ class FlexCall:
     def location(self) -> str:
         """The innermost line of the model in the call's stack, as `file:line in function`."""
         frames = FRAME.findall(self.node.meta.get("stack_trace") or "")
-        frames = [frame for frame in frames if "torch/nn/attention" not in frame[0]]
+        frames = [
+            frame
+            for frame in frames
+            if "torch/nn/attention" not in frame[0] and not Path(frame[0]).is_relative_to(OURS)
+        ]
         if not frames:
             return ""
         path, line, function = frames[-1]

@@ -25,6 +25,10 @@ class LoweringOptions:
     slice_capacity: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"`strict` must be True or False, got {self.strict!r}")
+        if not isinstance(self.slice_capacity, (int, type(None))):
+            raise TypeError(f"`slice_capacity` must be an int or None, got {self.slice_capacity!r}")
         if self.slice_capacity is not None and self.slice_capacity < 1:
             raise ValueError(f"`slice_capacity` must be at least 1, got {self.slice_capacity}")
         from magi_compile.kernels.select import KERNELS

@@ -45,18 +45,28 @@ def create_block_mask(
 
     Raises:
         UnsupportedMaskError: intervals can not express the mask; PyTorch's `create_block_mask` takes any mask.
-        ValueError: a size below 1, or a captured tensor that is not as the mask_mod needs it.
+        TypeError: `mask_mod` is not a function.
+        ValueError: a size is not a number above 0, or a captured tensor is not as the mask_mod needs it.
     """
     from torch.nn.attention import flex_attention as flex
 
     if torch.compiler.is_dynamo_compiling():
         return flex.create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE)
-    rows, keys = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else BLOCK_SIZE
+    if not callable(mask_mod):
+        raise TypeError(f"`mask_mod` must be a function of b, h, q and kv, got {mask_mod!r}")
     batch, nheads = (1 if size is None else size for size in (B, H))
-    sizes = {"B": batch, "H": nheads, "Q_LEN": Q_LEN, "KV_LEN": KV_LEN}
-    for name, size in {**sizes, "BLOCK_SIZE": min(rows, keys)}.items():
-        if size < 1:
-            raise ValueError(f"`{name}` must be at least 1, got {size}")
+    blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    for name, sizes in {
+        "B": (batch,),
+        "H": (nheads,),
+        "Q_LEN": (Q_LEN,),
+        "KV_LEN": (KV_LEN,),
+        "BLOCK_SIZE": blocks,
+    }.items():
+        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+            given = sizes[0] if len(sizes) == 1 else sizes
+            raise ValueError(f"`{name}` must be an int and at least 1, got {given!r}")
+    rows, keys = blocks
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     program, tables = trace_mask_mod(mask_mod)
@@ -92,9 +102,12 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         batch: number of batch entries; by default the mask's own. A mask made for one entry serves any number.
 
     Raises:
+        TypeError: `block_mask` is something else.
         UnsupportedMaskError: intervals can not express the mask.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise TypeError(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}")
     own_batch = block_mask.shape[0]
     if batch is None:
         batch = own_batch

@@ -35,8 +35,11 @@ def plot(
         legend: whether to explain the colours.
 
     Raises:
+        TypeError: `slices` is something else.
         ImportError: matplotlib is missing.
     """
+    if not isinstance(slices, AttnSlices):
+        raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
     try:
         from matplotlib import pyplot
         from matplotlib.patches import Patch, Polygon

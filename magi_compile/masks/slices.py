@@ -142,7 +142,10 @@ class AttnSlices:
     ) -> AttnSlices:
         """Slices on the host from `AttnSlice` items; see `from_lists`."""
         q_ranges, k_ranges, mask_types = [], [], []
-        for q_range, k_range, mask_type in slices:
+        for item in slices:
+            if len(item) != 3:
+                raise ValueError(f"`slices` must hold (q_range, k_range, mask_type), got {item!r}")
+            q_range, k_range, mask_type = item
             q_ranges.append(q_range)
             k_ranges.append(k_range)
             mask_types.append(int(mask_type))
@@ -163,6 +166,9 @@ class AttnSlices:
         cls, seqlen_q: int, seqlen_k: int | None, window: tuple[int | None, int | None]
     ) -> AttnSlices:
         """One document with a window; see `from_cu_seqlens`."""
+        for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
+            if seqlen is not None and not (_is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN):
+                raise ValueError(f"`{name}` must be an int in [0, 2**30), got {seqlen!r}")
         cu_seqlens_q = torch.tensor([0, seqlen_q])
         cu_seqlens_k = None if seqlen_k is None else torch.tensor([0, seqlen_k])
         return cls.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, window=window)
@@ -216,6 +222,8 @@ class AttnSlices:
     @classmethod
     def from_dense(cls, mask: Tensor) -> AttnSlices:
         """Slices of a bool mask `[seqlen_q, seqlen_k]`, True where a row sees a key; in normal form."""
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"`mask` must be a tensor, got {type(mask).__name__}")
         if mask.dtype != torch.bool:
             raise TypeError(f"`mask` must have dtype torch.bool, got {mask.dtype}")
         if mask.dim() != 2:
@@ -390,6 +398,10 @@ def _describe(item: AttnSlice) -> str:
     return f"[{q_begin}, {q_end}) x [{k_begin}, {k_end}) {mask_type.name}"
 
 
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+
+
 def _is_table(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
@@ -443,6 +455,8 @@ def _window(window: tuple[int | None, int | None]) -> tuple[int | None, int | No
 
 
 def _check_range(name: str, begin: int, end: int, seqlen_name: str, seqlen: int) -> None:
+    if not (_is_int(begin) and _is_int(end)):
+        raise TypeError(f"`{name}` must be ints, got {begin!r}, {end!r}")
     if not 0 <= begin <= end <= seqlen:
         raise ValueError(
             f"`{name}` must satisfy 0 <= begin <= end <= {seqlen_name} = {seqlen}, got {begin}, {end}"

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.select import KERNELS
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import slices_from_block_mask
 from magi_compile.ops.score_mod import trace_score_mod
+from magi_compile.ops.validation import check_options, check_packed, check_padded
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -60,59 +60,31 @@ def flex_flash_attention(
         `AttnOutput(out, lse)`.
 
     Raises:
+        TypeError: an argument of the wrong type.
         ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
-    _check_packed(q, k, v, slices)
-    if softcap < 0:
-        raise ValueError(f"`softcap` must not be negative, got {softcap}")
-    if kernel is not None and kernel not in KERNELS:
-        raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+    check_packed(q, k, v, slices)
+    check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
+    return _attend(q, k, v, slices, softmax_scale, softcap, kernel)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str | None = None,
+) -> AttnOutput:
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     out, lse = torch.ops.magi.ffa_fwd(
         q, k, v, *lists, [], float(softmax_scale), float(softcap), kernel or ""
     )
     return AttnOutput(out, lse)
-
-
-def _check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 3:
-            raise ValueError(
-                f"`{name}` must be [total, nheads, head_dim], got shape {list(tensor.shape)}"
-            )
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {tensor.dtype}")
-        if tensor.device != q.device:
-            raise ValueError(
-                f"`{name}` must be on the device of `q`, {q.device}, got {tensor.device}"
-            )
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"`k` must have the head_dim of `q`, {q.shape[2]}, got {k.shape[2]}")
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(
-            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
-        )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"`q` must have a multiple of the heads of `k`, {k.shape[1]}, got {q.shape[1]} heads"
-        )
-    if not isinstance(slices, AttnSlices):
-        raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
-    if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
-        raise ValueError(
-            f"`slices` must cover {q.shape[0]} query rows and {k.shape[0]} keys, "
-            f"got {slices.seqlen_q} and {slices.seqlen_k}"
-        )
-    if slices.q_ranges.device != q.device:
-        raise ValueError(
-            f"`slices` must be on the device of `q`, {q.device}, got {slices.q_ranges.device}; "
-            "move it with slices.to(device)"
-        )
 
 
 def flex_attention(
@@ -149,7 +121,8 @@ def flex_attention(
         out `[B, Hq, L, Ev]`; with return_lse `(out, lse [B, Hq, L])`; with return_aux `(out, AuxOutput)`.
 
     Raises:
-        ValueError: shapes do not fit together.
+        TypeError: an argument of the wrong type.
+        ValueError: shapes, dtypes or devices do not fit together.
         NotImplementedError: the mask or the score_mod is not one of ours; the message lists the reasons.
     """
     from torch.nn.attention import flex_attention as flex
@@ -167,7 +140,8 @@ def flex_attention(
             kernel_options,
             return_aux=return_aux,
         )
-    _check_padded(query, key, value, block_mask, enable_gqa)
+    check_padded(query, key, value, block_mask, enable_gqa)
+    check_options("scale", scale)
     if return_aux is not None and return_lse:
         raise ValueError("`return_lse` and `return_aux` must not both be given")
     if return_aux is not None and return_aux.max_scores:
@@ -179,14 +153,7 @@ def flex_attention(
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
     slices = _slices(block_mask, batch, seqlen_q, key.shape[2], query.device)
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    result = flex_flash_attention(
-        q,
-        k,
-        v,
-        slices,
-        softmax_scale=softmax_scale,
-        softcap=score.softcap,
-    )
+    result = _attend(q, k, v, slices, softmax_scale, score.softcap)
     out = result.out.view(batch, seqlen_q, nheads_q, -1).transpose(1, 2)
     lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1)
     if return_aux is not None:
@@ -214,36 +181,3 @@ def _slices(
     if batch not in known:
         known[batch] = slices_from_block_mask(block_mask, batch=batch)
     return known[batch]
-
-
-def _check_padded(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
-) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 4:
-            raise ValueError(f"`{name}` must be [B, H, S, D], got shape {list(tensor.shape)}")
-        if tensor.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"`{name}` must have the batch size of `query`, {query.shape[0]}, got {tensor.shape[0]}"
-            )
-    if not enable_gqa and query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
-            "set enable_gqa=True for grouped queries"
-        )
-    if block_mask is None:
-        return
-    lengths = tuple(block_mask.seq_lengths)
-    if lengths != (query.shape[2], key.shape[2]):
-        raise ValueError(
-            f"`block_mask` must be made for {query.shape[2]} queries and {key.shape[2]} keys, got {lengths}"
-        )
-    if block_mask.shape[0] not in (1, query.shape[0]):
-        raise ValueError(
-            f"`block_mask` must have batch size 1 or {query.shape[0]}, got {block_mask.shape[0]}"
-        )
-    if block_mask.kv_num_blocks.device != query.device:
-        raise ValueError(
-            f"`block_mask` must be on the device of `query`, {query.device}, "
-            f"got {block_mask.kv_num_blocks.device}"
-        )

@@ -1,8 +1,13 @@
 """`explain` tells slices, kernels and reasons of every attention of a model."""
 
+import re
+
+import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
+import magi_compile
 from magi_compile import explain
 from magi_compile.kernels.cpu import CpuKernel
 
@@ -47,3 +52,15 @@ def test_explain_tells_what_the_kernel_leaves_to_another(monkeypatch):
     result = explain(Attention(), torch.randn(BATCH, 96, 32), mask)
     assert result.calls[0].decision.notes == ("backward by somebody else",)
     assert "kernel   cpu\n             backward by somebody else\n" in str(result)
+
+
+def test_places_are_those_of_the_user():
+    x = torch.randn(BATCH, 2, 96, 16)
+    for attend in (flex_attention, magi_compile.flex_attention):
+        (call,) = explain(lambda x, attend=attend: attend(x, x, x), x).calls
+        assert re.search(r"test_explain\.py:\d+ in <lambda>$", call.decision.location)
+
+
+def test_something_else():
+    with pytest.raises(TypeError, match="`fn` must be a model or a function, got int"):
+        explain(3)

@@ -70,6 +70,10 @@ def test_unknown_option_is_named():
         LoweringOptions(kernel="fa3")
     with pytest.raises(ValueError, match="`slice_capacity` must be at least 1, got 0"):
         LoweringOptions(slice_capacity=0)
+    with pytest.raises(TypeError, match="`slice_capacity` must be an int or None, got 'many'"):
+        LoweringOptions(slice_capacity="many")
+    with pytest.raises(TypeError, match="`strict` must be True or False, got 'yes'"):
+        LoweringOptions(strict="yes")
 
 
 def test_inner_backend_without_options_says_so(case):

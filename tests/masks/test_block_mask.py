@@ -183,11 +183,15 @@ def test_creating_inside_a_graph_is_left_to_pytorch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, None, 8, 8, "cpu"), "`B` must be at least 1, got 0"),
-        ((None, 0, 8, 8, "cpu"), "`H` must be at least 1, got 0"),
-        ((None, None, 0, 8, "cpu"), "`Q_LEN` must be at least 1, got 0"),
-        ((None, None, 8, 0, "cpu"), "`KV_LEN` must be at least 1, got 0"),
-        ((None, None, 8, 8, "cpu", (4, 0)), "`BLOCK_SIZE` must be at least 1, got 0"),
+        ((0, None, 8, 8, "cpu"), "`B` must be an int and at least 1, got 0"),
+        ((None, 0, 8, 8, "cpu"), "`H` must be an int and at least 1, got 0"),
+        ((None, None, 0, 8, "cpu"), "`Q_LEN` must be an int and at least 1, got 0"),
+        ((None, None, 8, 0, "cpu"), "`KV_LEN` must be an int and at least 1, got 0"),
+        (
+            (None, None, 8, 8, "cpu", (4, 0)),
+            r"`BLOCK_SIZE` must be an int and at least 1, got \(4, 0\)",
+        ),
+        ((None, None, 8.5, 8, "cpu"), r"`Q_LEN` must be an int and at least 1, got 8\.5"),
     ],
 )
 def test_wrong_sizes(arguments, message):
@@ -203,3 +207,10 @@ def test_created_masks_check_their_data():
         )
     with pytest.raises(UnsupportedMaskError, match=r"depends on the head \(h\)"):
         magi_compile.create_block_mask(lambda b, h, q, kv: q > h, None, 2, 64, 64, "cpu")
+
+
+def test_something_else():
+    with pytest.raises(TypeError, match="`block_mask` must be a BlockMask, got int"):
+        slices_from_block_mask(3)
+    with pytest.raises(TypeError, match="`mask_mod` must be a function of b, h, q and kv, got 3"):
+        magi_compile.create_block_mask(3, None, None, 8, 8)

@@ -58,6 +58,11 @@ def test_empty_masks():
     matplotlib.pyplot.close(ax.figure)
 
 
+def test_something_else():
+    with pytest.raises(TypeError, match="`slices` must be AttnSlices, got list"):
+        plot([])
+
+
 def test_matplotlib_is_optional(monkeypatch):
     real_import = builtins.__import__
 

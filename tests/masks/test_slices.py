@@ -292,7 +292,20 @@ def test_wrong_documents(cu_seqlens, options, error, message):
         AttnSlices.from_cu_seqlens(cu_seqlens, **options)
 
 
+def test_wrong_lengths_and_items():
+    with pytest.raises(ValueError, match=r"`seqlen_q` must be an int in \[0, 2\*\*30\), got -3"):
+        AttnSlices.full(-3)
+    with pytest.raises(ValueError, match=r"`seqlen_k` must be an int in .* got 2\.5"):
+        AttnSlices.causal(3, 2.5)
+    with pytest.raises(ValueError, match=r"hold \(q_range, k_range, mask_type\), got \(\(0, 4\)"):
+        AttnSlices.from_slices([((0, 4), (0, 4))])
+    with pytest.raises(TypeError, match=r"`begin, end` must be ints, got 1\.5, 3"):
+        AttnSlices.full(4).restrict_q(1.5, 3)
+
+
 def test_wrong_dense_masks_and_ranges():
+    with pytest.raises(TypeError, match="`mask` must be a tensor, got list"):
+        AttnSlices.from_dense([[True]])
     with pytest.raises(TypeError, match=r"`mask` must have dtype torch\.bool"):
         AttnSlices.from_dense(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"`mask` must have shape .* got \[1, 2, 2\]"):

@@ -1,5 +1,7 @@
 """The public functions: values against the oracle, and one error for each way to misuse them."""
 
+import math
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
@@ -64,6 +66,9 @@ ERRORS = {
     "v heads": (lambda: wrong(v=torch.randn(90, 4, 16)), r"`v` must have the tokens and heads of `k`, \[90, 2\], got \[90, 4\]"),
     "q heads": (lambda: wrong(q=torch.randn(70, 3, 16)), "`q` must have a multiple of the heads of `k`, 2, got 3 heads"),
     "q tokens": (lambda: wrong(q=torch.randn(71, 4, 16)), "`slices` must cover 71 query rows and 90 keys, got 70 and 90"),
+    "q head_dim": (lambda: wrong(q=torch.ones(70, 4, 0), k=torch.ones(90, 2, 0)), "`q` must have a head_dim of at least 1, got 0"),
+    "no heads": (lambda: wrong(k=torch.ones(90, 0, 16)), "`k` must have at least 1 head, got 0"),
+    "scale": (lambda: wrong(softmax_scale=math.nan), "`softmax_scale` must be finite, got nan"),
     "softcap": (lambda: wrong(softcap=-1.0), "`softcap` must not be negative, got -1.0"),
     "kernel": (lambda: wrong(kernel="fa3"), "`kernel` must be one of .*, got 'fa3'"),
 }  # fmt: skip
@@ -74,6 +79,21 @@ def test_bad_packed_input(name, slices):
     arguments, message = ERRORS[name]
     with pytest.raises(ValueError, match=message):
         flex_flash_attention(slices=slices, **arguments())
+
+
+def test_arguments_of_another_type(slices):
+    q, k, v = packed()
+    with pytest.raises(TypeError, match="`k` must be a tensor, got list"):
+        flex_flash_attention(q, [1], v, slices)
+    with pytest.raises(TypeError, match="`softmax_scale` must be a number, got '1'"):
+        flex_flash_attention(q, k, v, slices, softmax_scale="1")
+    with pytest.raises(TypeError, match="`softcap` must be a number, got None"):
+        flex_flash_attention(q, k, v, slices, softcap=None)
+    x = torch.randn(1, 2, 64, 16)
+    with pytest.raises(TypeError, match="`block_mask` must be a BlockMask, got function; make one"):
+        flex_attention(x, x, x, block_mask=causal)
+    with pytest.raises(TypeError, match="`scale` must be a number, got '1'"):
+        flex_attention(x, x, x, scale="1")
 
 
 def test_slices_of_another_type():
@@ -149,6 +169,10 @@ PADDED_ERRORS = {
     "batch": (lambda x, m: dict(key=x.repeat(2, 1, 1, 1)), "`key` must have the batch size of `query`, 1, got 2"),
     "gqa": (lambda x, m: dict(key=x[:, :1], value=x[:, :1]), "`key` must have the heads of `query`, 2, got 1; set enable_gqa"),
     "length": (lambda x, m: dict(query=x[:, :, :32], block_mask=m), r"`block_mask` must be made for 32 queries and 64 keys"),
+    "value": (lambda x, m: dict(value=x[:, :, :10]), r"`value` must have the heads and length of `key`, \[2, 64\], got \[2, 10\]"),
+    "heads": (lambda x, m: dict(query=x.repeat(1, 2, 1, 1)[:, :3], enable_gqa=True), "`query` must have a multiple of the heads of `key`, 2, got 3"),
+    "dtype": (lambda x, m: dict(key=x.half()), "`key` must have the dtype of `query`, torch.float32, got torch.float16"),
+    "device": (lambda x, m: dict(value=x.to("meta")), "`value` must be on the device of `query`, cpu, got meta"),
     "aux": (lambda x, m: dict(return_lse=True, return_aux=AuxRequest(lse=True)), "`return_lse` and `return_aux` must not both"),
 }  # fmt: skip
 

@@ -1,0 +1,143 @@
+"""What the public attention functions ask of their arguments. Each error names argument, expectation and value."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.select import KERNELS
+from magi_compile.masks import AttnSlices
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
+    """The tensors of `flex_flash_attention`."""
+    _check_kinds({"q": q, "k": k, "v": v}, "[total, nheads, head_dim]")
+    _check_heads("q", q, "k", k)
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
+        )
+    if not isinstance(slices, AttnSlices):
+        raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
+    if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
+        raise ValueError(
+            f"`slices` must cover {q.shape[0]} query rows and {k.shape[0]} keys, "
+            f"got {slices.seqlen_q} and {slices.seqlen_k}"
+        )
+    if slices.q_ranges.device != q.device:
+        raise ValueError(
+            f"`slices` must be on the device of `q`, {q.device}, got {slices.q_ranges.device}; "
+            "move it with slices.to(device)"
+        )
+
+
+def check_padded(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
+) -> None:
+    """The tensors of `flex_attention`."""
+    tensors = {"query": query, "key": key, "value": value}
+    _check_kinds(tensors, "[B, H, S, D]")
+    for name, tensor in tensors.items():
+        if tensor.shape[0] != query.shape[0]:
+            raise ValueError(
+                f"`{name}` must have the batch size of `query`, {query.shape[0]}, got {tensor.shape[0]}"
+            )
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
+            "set enable_gqa=True for grouped queries"
+        )
+    _check_heads("query", query, "key", key)
+    if value.shape[1:3] != key.shape[1:3]:
+        raise ValueError(
+            f"`value` must have the heads and length of `key`, {list(key.shape[1:3])}, "
+            f"got {list(value.shape[1:3])}"
+        )
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+
+
+def check_options(
+    scale_name: str, scale: float | None, softcap: float = 0.0, kernel: str | None = None
+) -> None:
+    """What is not a tensor. `scale_name` is what the caller's caller knows the scale as."""
+    for name, number in ((scale_name, scale), ("softcap", softcap)):
+        if number is None and name == scale_name:
+            continue
+        if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat)):
+            raise TypeError(f"`{name}` must be a number, got {number!r}")
+        if not math.isfinite(number):
+            raise ValueError(f"`{name}` must be finite, got {number}")
+    if softcap < 0:
+        raise ValueError(f"`softcap` must not be negative, got {softcap}")
+    if kernel is not None and kernel not in KERNELS:
+        raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+
+
+def _check_kinds(tensors: dict[str, Any], layout: str) -> None:
+    """Number of dimensions, dtype and device; the first tensor sets the last two."""
+    (first_name, first), *_ = tensors.items()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+        if tensor.ndim != layout.count(",") + 1:
+            raise ValueError(f"`{name}` must be {layout}, got shape {list(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}")
+        if tensor.dtype != first.dtype:
+            raise ValueError(
+                f"`{name}` must have the dtype of `{first_name}`, {first.dtype}, got {tensor.dtype}"
+            )
+        if tensor.device != first.device:
+            raise ValueError(
+                f"`{name}` must be on the device of `{first_name}`, {first.device}, got {tensor.device}"
+            )
+
+
+def _check_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
+    """Both layouts have the heads in dimension 1."""
+    if q.shape[-1] == 0:
+        raise ValueError(f"`{q_name}` must have a head_dim of at least 1, got 0")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"`{k_name}` must have the head_dim of `{q_name}`, {q.shape[-1]}, got {k.shape[-1]}"
+        )
+    if k.shape[1] == 0:
+        raise ValueError(f"`{k_name}` must have at least 1 head, got 0")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"`{q_name}` must have a multiple of the heads of `{k_name}`, {k.shape[1]}, "
+            f"got {q.shape[1]} heads"
+        )
+
+
+def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(
+            f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}; make one with "
+            "magi_compile.create_block_mask, or give slices to flex_flash_attention"
+        )
+    lengths = tuple(block_mask.seq_lengths)
+    if lengths != (query.shape[2], key.shape[2]):
+        raise ValueError(
+            f"`block_mask` must be made for {query.shape[2]} queries and {key.shape[2]} keys, got {lengths}"
+        )
+    if block_mask.shape[0] not in (1, query.shape[0]):
+        raise ValueError(
+            f"`block_mask` must have batch size 1 or {query.shape[0]}, got {block_mask.shape[0]}"
+        )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(
+            f"`block_mask` must be on the device of `query`, {query.device}, "
+            f"got {block_mask.kv_num_blocks.device}"
+        )
