@@ -37,7 +37,9 @@ def source_name(placeholder: torch.fx.Node) -> str:
     if source is None:
         return placeholder.name
     name = source.name() if callable(source.name) else source.name  # a property since torch 2.12
-    return re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
+    name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
+    name = re.sub(r"\b__import_\w+\.", "", name)  # a global of another module
+    return re.sub(r"^___from_numpy\((.*)\)$", r"\1", name)
 
 
 def allow_flex_attention_training_on_cpu() -> None:

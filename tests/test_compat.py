@@ -1,5 +1,7 @@
 """Private PyTorch names do what `_compat` says they do."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,6 +51,25 @@ def test_cpu_flash_backward_uses_the_out_and_lse_it_is_given():
     torch.testing.assert_close(sum(dq_parts), dq)
     torch.testing.assert_close(torch.cat(dk_parts, 2), dk)
     torch.testing.assert_close(torch.cat(dv_parts, 2), dv)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("L['mask'].mask_mod.document", "mask.mask_mod.document"),
+        ("G['__import_model_dot_masks'].document", "document"),
+        ("___from_numpy(L['window'])", "window"),
+        (lambda: "L['document']", "document"),  # a method until torch 2.11
+    ],
+    ids=str,
+)
+def test_names_of_inputs(source, name):
+    placeholder = SimpleNamespace(_dynamo_source=SimpleNamespace(name=source))
+    assert _compat.source_name(placeholder) == name
+
+
+def test_inputs_without_a_source_have_their_own_name():
+    assert _compat.source_name(SimpleNamespace(name="arg0_1")) == "arg0_1"
 
 
 def test_versions_of_tensors():
