@@ -185,8 +185,8 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     kinds = ["table" if _is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
     names = [_compat.source_name(table) for table in call.mask_tables]
     try:
-        program = trace_graph(call.mask_mod, kinds, names)
-        reasons.extend(program.table_reasons([value_of(table) for table in call.mask_tables]))
+        tables = [value_of(table) for table in call.mask_tables]
+        program = trace_graph(call.mask_mod, kinds, names, tables)
     except UnsupportedMaskError as error:
         reasons.extend(error.reasons)
     if program is not None and program.is_always_true and call.block_lists:

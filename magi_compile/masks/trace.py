@@ -39,18 +39,15 @@ def trace_mask_mod(mask_mod: MaskMod) -> tuple[MaskProgram, list[Tensor]]:
     named = [names.get(id(tensor), f"t{i}") for i, tensor in enumerate(tracer.tables)]
     has_names = any(id(tensor) in names for tensor in tracer.tables)
     program = MaskProgram(expr, tuple(named) if has_names else ())
-    reasons = program.table_reasons(tracer.tables)
-    try:
-        _ = program.keys
-    except UnsupportedMaskError as error:
-        reasons = error.reasons + reasons
-    if reasons:
-        raise UnsupportedMaskError(reasons)
+    _refuse(program, tracer.tables)
     return program, tracer.tables
 
 
 def trace_graph(
-    graph: torch.fx.GraphModule, capture_kinds: Sequence[str], names: Sequence[str] = ()
+    graph: torch.fx.GraphModule,
+    capture_kinds: Sequence[str],
+    names: Sequence[str] = (),
+    tables: Sequence[Tensor] | None = None,
 ) -> MaskProgram:
     """Reads the graph that Dynamo made of a mask_mod.
 
@@ -59,6 +56,7 @@ def trace_graph(
         capture_kinds: for each captured value "table" (a tensor) or "symbol" (an int); tables and symbols are
             numbered separately.
         names: what the user calls the tables.
+        tables: the tables, real or fake, whose shapes and dtypes are looked at; None leaves that to the caller.
 
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
@@ -88,8 +86,21 @@ def trace_graph(
     if isinstance(result, (tuple, list)):
         (result,) = result
     program = MaskProgram(as_expr(result), tuple(names))
-    _ = program.keys
+    _refuse(program, tables)
     return program
+
+
+def _refuse(program: MaskProgram, tables: Sequence[Tensor] | None) -> None:
+    """Raises UnsupportedMaskError with every reason against `program`, and against `tables` if they are known."""
+    reasons = []
+    try:
+        _ = program.keys
+    except UnsupportedMaskError as error:
+        reasons += error.reasons
+    if tables is not None:
+        reasons += program.table_reasons(tables)
+    if reasons:
+        raise UnsupportedMaskError(reasons)
 
 
 def _captures(kinds: Sequence[str]) -> list[Expr]:

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, and_masks, flex_attention
 
 from magi_compile import LoweringRefusedError
 from magi_compile.lowering.backend import make_backend
@@ -86,9 +86,13 @@ def test_strict_raises_with_the_reason(name):
 def test_all_reasons_are_listed():
     x = torch.randn(BATCH, 2, 96, 16)
     with torch.no_grad():
-        compiled()(x, block_mask(by_head, 96), score_mod=alibi)
+        mask = block_mask(and_masks(by_head, weighted), 96)
+        compiled()(x, mask, score_mod=alibi)
     (decision,) = REPORT.refused
-    assert len(decision.reasons) == 2
+    wanted = ("score_mod", r"head \(h\)", r"`WEIGHTS\[q\]` is torch.float32", r"`WEIGHTS\[kv\]` is")
+    assert len(decision.reasons) == len(wanted)
+    for reason, pattern in zip(decision.reasons, wanted, strict=True):
+        assert re.search(pattern, reason)
 
 
 def test_training_on_a_cpu_cannot_fall_back():
