@@ -14,141 +14,25 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-import magi_compile
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import load, refusals_by_kernel, select
 from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.flex_call import FlexCall, graphs, is_tensor
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.masks import MaskProgram, UnsupportedMaskError
 from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
-FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
-
-OURS = Path(magi_compile.__file__).parent
-
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
 MIN_CAPACITY = 256
-
-
-@dataclass(frozen=True)
-class FlexCall:
-    """The arguments of one FlexAttention call, as every supported version of torch lays them out."""
-
-    node: Node
-    q: Node
-    k: Node
-    v: Node
-    score_mod: GraphModule
-    block_mask: tuple[Any, ...]
-    mask_mod: GraphModule
-    scale: float
-    kernel_options: dict[str, Any]
-    score_buffers: tuple[Any, ...]
-    mask_buffers: tuple[Any, ...]
-    #: The block lists that the mask_mod has to agree with: none where there are none or they were made from it.
-    block_lists: tuple[Node, ...]
-
-    @classmethod
-    def parse(cls, gm: GraphModule, node: Node, root: GraphModule) -> FlexCall:
-        arguments: Any = node.args
-        q, k, v, score_mod, block_mask, scale, options, *buffers = arguments
-        score_buffers, mask_buffers = (*buffers, (), ())[:2]
-        return cls(
-            node=node,
-            q=q,
-            k=k,
-            v=v,
-            score_mod=getattr(gm, score_mod.target),
-            block_mask=block_mask,
-            mask_mod=getattr(gm, block_mask[-1].target),
-            scale=scale,
-            kernel_options=dict(options),
-            score_buffers=tuple(score_buffers),
-            mask_buffers=tuple(mask_buffers),
-            block_lists=_given_block_lists(block_mask, gm, root),
-        )
-
-    @property
-    def block_size(self) -> list[int]:
-        """Rows and keys of a block of the BlockMask."""
-        return list(self.block_mask[-3:-1])
-
-    @property
-    def mask_tables(self) -> list[Node]:
-        """The captured tensors of the mask, in order."""
-        return [buffer for buffer in self.mask_buffers if _is_tensor(buffer)]
-
-    @property
-    def mask_symbols(self) -> list[Any]:
-        """The captured ints of the mask, in order."""
-        return [buffer for buffer in self.mask_buffers if not _is_tensor(buffer)]
-
-    @property
-    def location(self) -> str:
-        """The innermost line of the model in the call's stack, as `file:line in function`."""
-        frames = FRAME.findall(self.node.meta.get("stack_trace") or "")
-        frames = [
-            frame
-            for frame in frames
-            if "torch/nn/attention" not in frame[0] and not Path(frame[0]).is_relative_to(OURS)
-        ]
-        if not frames:
-            return ""
-        path, line, function = frames[-1]
-        if Path(path).is_relative_to(Path.cwd()):
-            path = str(Path(path).relative_to(Path.cwd()))
-        return f"{path}:{line} in {function}"
-
-
-def _given_block_lists(
-    block_mask: tuple[Any, ...], gm: GraphModule, root: GraphModule
-) -> tuple[Node, ...]:
-    if any(value_of(size) >= _compat.LARGE_SPARSE_BLOCK_SIZE for size in block_mask[-3:-1]):
-        return ()
-    lists = tuple(node for node in block_mask[2:6] if node is not None)
-    made = all(_is_made_from_mask_mod(_outer(node, gm, root)) for node in lists)
-    return () if made else lists
-
-
-def _is_made_from_mask_mod(node: Node) -> bool:
-    """Whether PyTorch's `create_block_mask` computes `node` in the graph."""
-    frames = FRAME.findall(node.meta.get("stack_trace") or "")
-    calls = {name for path, _, name in frames if "torch/nn/attention" in path}
-    return node.op != "placeholder" and "create_block_mask" in calls
-
-
-def _outer(node: Node, gm: GraphModule, root: GraphModule) -> Node:
-    """What an input of the graph `gm` inside `root` is in the graph that it comes from."""
-    if node.op != "placeholder" or gm is root:
-        return node
-    inputs = gm.graph.find_nodes(op="placeholder")
-    for module in _graphs(root):
-        for body in module.graph.find_nodes(op="get_attr"):
-            if getattr(module, body.target, None) is gm:
-                (caller, *_) = body.users
-                outer = caller.args[-len(inputs) :][inputs.index(node)]
-                return _outer(outer, module, root)
-    return node
-
-
-def _graphs(root: GraphModule) -> list[GraphModule]:
-    """`root` and the graphs inside it."""
-    return [module for module in root.modules() if isinstance(module, GraphModule)]
-
-
-def _is_tensor(buffer: Any) -> bool:
-    return isinstance(value_of(buffer), torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -182,7 +66,7 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         reasons.append(str(error))
 
     program = None
-    kinds = ["table" if _is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
+    kinds = ["table" if is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
     names = [_compat.source_name(table) for table in call.mask_tables]
     try:
         tables = [value_of(table) for table in call.mask_tables]
@@ -349,7 +233,7 @@ def lower_flex_attention(
         LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
             where FlexAttention has none.
     """
-    calls = [call for gm in _graphs(root) for call in _lower_graph(gm, root, options, report)]
+    calls = [call for gm in graphs(root) for call in _lower_graph(gm, root, options, report)]
     report.num_graphs += bool(calls)
     return calls
 
