@@ -61,7 +61,7 @@ def test_cpu_flash_backward_uses_the_out_and_lse_it_is_given():
         ("___from_numpy(L['window'])", "window"),
         (lambda: "L['document']", "document"),  # a method until torch 2.11
     ],
-    ids=str,
+    ids=["attribute", "global", "numpy", "method"],
 )
 def test_names_of_inputs(source, name):
     placeholder = SimpleNamespace(_dynamo_source=SimpleNamespace(name=source))
