@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from magi_compile.masks import AttnSlices
-from magi_compile.masks.block_mask import slices_from_block_mask
+from magi_compile._compat import version_of
+from magi_compile.masks import AttnSlices, slices_from_block_mask, trace_mask_mod
 from magi_compile.ops.score_mod import trace_score_mod
 from magi_compile.ops.validation import check_options, check_packed, check_padded
 
@@ -103,7 +103,8 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention` on our kernels, for eager code, on any device.
 
     Same signature, same results. Inside torch.compile it is PyTorch's own operator, for the lowering to find. The
-    slices of a BlockMask are derived once and kept as long as the BlockMask lives.
+    slices of a BlockMask are kept as long as it lives, and derived again when a captured tensor is written to; other
+    things that a mask_mod holds (ints, attributes) must stay as they are.
 
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16.
@@ -161,7 +162,15 @@ def flex_attention(
     return (out, lse) if return_lse else out
 
 
-_slices_of_masks: WeakKeyDictionary[Any, dict[Any, AttnSlices]] = WeakKeyDictionary()
+class _Derived(NamedTuple):
+    """The slices of a BlockMask, and the captured tensors that they were read from, as they were then."""
+
+    slices: AttnSlices
+    tables: list[Tensor]
+    versions: list[int]
+
+
+_derived: WeakKeyDictionary[Any, dict[int, _Derived]] = WeakKeyDictionary()
 
 
 def _slices(
@@ -177,7 +186,10 @@ def _slices(
         return AttnSlices.from_lists(
             q_ranges, k_ranges, [0] * batch, batch * seqlen_q, batch * seqlen_k, device=device
         )
-    known = _slices_of_masks.setdefault(block_mask, {})
-    if batch not in known:
-        known[batch] = slices_from_block_mask(block_mask, batch=batch)
-    return known[batch]
+    known = _derived.setdefault(block_mask, {})
+    found = known.get(batch)
+    if found is None or found.versions != list(map(version_of, found.tables)):
+        _, tables = trace_mask_mod(block_mask.mask_mod)
+        slices = slices_from_block_mask(block_mask, batch=batch)
+        found = known[batch] = _Derived(slices, tables, list(map(version_of, tables)))
+    return found.slices

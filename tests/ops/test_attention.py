@@ -140,6 +140,20 @@ def test_flex_attention_trains_on_any_device():
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_a_captured_tensor_that_is_written_to_is_read_again():
+    x, limit = torch.randn(1, 2, 64, 16), torch.tensor(64)
+    mask = create_block_mask(lambda b, h, q, kv: kv < limit, None, None, 64, 64, device="cpu")
+    before = flex_attention(x, x, x, block_mask=mask)
+    assert torch.equal(flex_attention(x, x, x, block_mask=mask), before)
+    mask.full_kv_num_blocks.zero_()
+    mask.kv_num_blocks.fill_(1)
+    limit.fill_(40)
+    expected = torch.nn.functional.scaled_dot_product_attention(x, x[:, :, :40], x[:, :, :40])
+    torch.testing.assert_close(
+        flex_attention(x, x, x, block_mask=mask), expected, atol=1e-5, rtol=1e-5
+    )
+
+
 def test_inference_mode_computes_the_same():
     """Its tensors do not count how often they are written to, which plans are remembered by."""
     x = torch.randn(1, 2, 64, 16)
