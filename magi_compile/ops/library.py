@@ -275,3 +275,10 @@ def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, 
 torch.library.register_autograd(
     "magi::ffa_fwd", _backward, setup_context=_save_for_backward, lib=_lib
 )
+
+
+def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
+    raise NotImplementedError("gradients of attention can not be differentiated again")
+
+
+torch.library.register_autograd("magi::ffa_bwd", _refuse_second_derivative, lib=_lib)

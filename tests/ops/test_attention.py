@@ -165,6 +165,13 @@ def test_inference_mode_computes_the_same():
             assert torch.equal(flex_attention(x, x, x, block_mask=mask), expected)
 
 
+def test_second_derivatives_are_refused():
+    x = torch.randn(1, 2, 64, 16, requires_grad=True)
+    (grad,) = torch.autograd.grad(flex_attention(x, x, x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="can not be differentiated again"):
+        grad.sum().backward()
+
+
 def test_flex_attention_inside_compile_is_the_operator():
     graphs = []
 
