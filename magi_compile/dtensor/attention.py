@@ -9,7 +9,7 @@ it, because a graph compiler does not reorder communication it does not know. Pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,7 @@ from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors,
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
+from magi_compile.ops.define import define
 from magi_compile.ops.library import problem_of
 
 
@@ -135,13 +136,6 @@ _select_kernel = lru_cache(maxsize=1024)(select)
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.split("(")[0]
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _lib.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"magi::{name}", fake, lib=_lib)
-
-
 def _cp_ffa_fwd(
     q: Tensor,
     k: Tensor,
@@ -204,14 +198,16 @@ def _cp_ffa_bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_define(
+define(
+    _lib,
     "cp_ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor meta, Tensor data, float softmax_scale, float softcap, "
     "str kernel, str collective, str group_name, "
     "str reduce_group_name) -> (Tensor, Tensor)",
     _cp_ffa_fwd,
     _cp_ffa_fwd_fake,
 )
-_define(
+define(
+    _lib,
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor meta, "
     "Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
     "str reduce_group_name) -> (Tensor, Tensor, Tensor)",

@@ -9,7 +9,6 @@ A cast and a reduce on one route are each other's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from magi_compile.dtensor import rows
 from magi_compile.dtensor.all_to_all import Exchange
 from magi_compile.dtensor.collectives import Route, select
 from magi_compile.kernels.merge import merge_partials
+from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 _routes: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -34,13 +34,6 @@ class RouteTensors(NamedTuple):
     runs: Tensor  # int32 `[num_sends + num_recvs, 4]` on the device of the data
     num_rows: int  # home rows of this rank
     num_received: int  # rows of its buffer
-
-
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.split("(")[0]
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _lib.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"magi::{name}", fake, lib=_lib)
 
 
 def _unpack(host: Tensor, runs: Tensor, group: dist.ProcessGroup) -> Route:
@@ -136,17 +129,20 @@ def _group_merge_fake(
 
 
 _ROUTE = "Tensor host, Tensor runs, SymInt num_rows, SymInt num_received"
-_define(
+define(
+    _lib,
     f"group_cast(Tensor x, {_ROUTE}, str collective, str group_name) -> Tensor",
     _group_cast,
     _group_cast_fake,
 )
-_define(
+define(
+    _lib,
     f"group_reduce(Tensor x, {_ROUTE}, str collective, str group_name) -> Tensor",
     _group_reduce,
     _group_reduce_fake,
 )
-_define(
+define(
+    _lib,
     f"group_merge(Tensor out, Tensor lse, {_ROUTE}, str group_name) -> (Tensor, Tensor)",
     _group_merge,
     _group_merge_fake,

@@ -8,7 +8,7 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,15 +22,9 @@ from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import select
 from magi_compile.masks import AttnSlices, padded_slices_from_intervals, row_intervals
 from magi_compile.masks.block_lists import BlockLists
+from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "DEF")
-
-
-def _define(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = schema.split("(")[0]
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _lib.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"magi::{name}", fake, lib=_lib)
 
 
 # mask_slices
@@ -88,7 +82,8 @@ def _mask_slices_fake(
     return ranges(), ranges(), torch.empty(capacity, dtype=torch.int32, device=device)
 
 
-_define(
+define(
+    _lib,
     "mask_slices(Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, "
     "SymInt seqlen_k, SymInt capacity, Device device, Tensor[] block_lists, SymInt[] block_size) "
     "-> (Tensor, Tensor, Tensor)",
@@ -147,7 +142,8 @@ def _plan(
     return _select(problem, kernel).plan(slices, problem)
 
 
-_define(
+define(
+    _lib,
     "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
     "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, str kernel) -> Tensor[]",
     _plan,
@@ -237,13 +233,15 @@ def _ffa_bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_define(
+define(
+    _lib,
     "ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, Tensor[] plan, "
     "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)",
     _ffa_fwd,
     _ffa_fwd_fake,
 )
-_define(
+define(
+    _lib,
     "ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
     "Tensor k_ranges, Tensor mask_types, Tensor[] plan, float softmax_scale, float softcap, str kernel) "
     "-> (Tensor, Tensor, Tensor)",
