@@ -26,12 +26,12 @@ class AllToAll:
     def casts(
         self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[_Cast]:
-        return (_Cast(tensors, _Order.of(route, group), group) for route in routes)
+        return (_Cast(tensors, route.derive(_Order, group.rank()), group) for route in routes)
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
-        return _Reduce(tensors, _Order.of(route, group), group)
+        return _Reduce(tensors, route.derive(_Order, group.rank()), group)
 
 
 class _Order:
@@ -49,13 +49,6 @@ class _Order:
         in_order = torch.equal(first, count.cumsum(0, dtype=first.dtype) - count)
         self.arrives_in_place = in_order and route.recv_counts[rank] == 0
         self._sums: dict[int, rows.Sums] = {}
-
-    @staticmethod
-    def of(route: Route, group: dist.ProcessGroup) -> _Order:
-        """Made once for a route."""
-        if AllToAll not in route.derived:
-            route.derived[AllToAll] = _Order(route, group.rank())
-        return route.derived[AllToAll]
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 logger = logging.getLogger("magi_compile")
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +53,6 @@ class Route:
         send_counts: rows sent to each rank.
         recv_counts: rows received from each rank.
         peak_received: the largest `num_received` of any rank.
-        derived: what an implementation makes of the route once, by a key of its own.
     """
 
     sends: Tensor
@@ -61,7 +62,7 @@ class Route:
     send_counts: list[int]
     recv_counts: list[int]
     peak_received: int
-    derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def unpack(host: list[int], runs: Tensor, cp_size: int) -> Route:
@@ -74,6 +75,12 @@ class Route:
         host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
         return Route(sends, recvs, host_sends, host_recvs, send_counts, recv_counts, peak_received)
+
+    def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
+        """`make(self, *arguments)`, made once: what an implementation needs of the route."""
+        if make not in self._derived:
+            self._derived[make] = make(self, *arguments)
+        return self._derived[make]
 
     @property
     def num_sent(self) -> int:

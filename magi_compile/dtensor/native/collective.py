@@ -39,7 +39,7 @@ class NativeCollective:
     ) -> Iterator[_Cast]:
         if not routes:
             return
-        orders = [_CastOrder.of(route, group) for route in routes]
+        orders = [route.derive(_CastOrder, group.rank(), group.size()) for route in routes]
         received = [route.num_received for route in routes]
         window = self._window("casts", group, tensors[0].device)
         current = torch.cuda.current_stream(tensors[0].device)
@@ -59,7 +59,7 @@ class NativeCollective:
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
-        order = _ReduceOrder.of(route, group)
+        order = route.derive(_ReduceOrder, group.rank(), group.size())
         window = self._window("reduces", group, tensors[0].device)
         current = torch.cuda.current_stream(tensors[0].device)
         slot = _fill(window, tensors, route.peak_received, current)
@@ -143,13 +143,6 @@ class _CastOrder:
         self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], self.num_own)
         self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], self.num_own)
 
-    @staticmethod
-    def of(route: Route, group: dist.ProcessGroup) -> _CastOrder:
-        """Made once for a route."""
-        if _CastOrder not in route.derived:
-            route.derived[_CastOrder] = _CastOrder(route, group.rank(), group.size())
-        return route.derived[_CastOrder]
-
 
 class _ReduceOrder:
     """What a rank reads in a reduce, in the order of peers, where that adds up, and the rows that it has itself."""
@@ -164,13 +157,6 @@ class _ReduceOrder:
         self._home_rows = rows.rows_of(runs[:, 1], runs[:, 3], self.pulls.num_rows)
         self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
         self._sums: dict[int, rows.Sums] = {}
-
-    @staticmethod
-    def of(route: Route, group: dist.ProcessGroup) -> _ReduceOrder:
-        """Made once for a route."""
-        if _ReduceOrder not in route.derived:
-            route.derived[_ReduceOrder] = _ReduceOrder(route, group.rank(), group.size())
-        return route.derived[_ReduceOrder]
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:

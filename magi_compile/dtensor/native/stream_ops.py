@@ -12,6 +12,8 @@ from typing import TypeAlias
 import torch
 from cuda.bindings import driver
 
+from magi_compile.kernels.cuda.launch import check
+
 Op: TypeAlias = driver.CUstreamBatchMemOpParams
 
 
@@ -38,7 +40,7 @@ def await_flag(address: int, value: int) -> Op:
 def enqueue(ops: Sequence[Op], stream: torch.cuda.Stream) -> None:
     """Flag operations, in this order."""
     if ops:
-        _check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(ops), ops, 0))
+        check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(ops), ops, 0))
 
 
 def copy(
@@ -47,14 +49,14 @@ def copy(
     """Copies `sizes[i]` bytes from address `sources[i]` to `targets[i]`, in any order."""
     targets, sources = ([driver.CUdeviceptr(x) for x in xs] for xs in (targets, sources))
     if _can_batch and not torch.cuda.is_current_stream_capturing():
-        _check(
+        check(
             driver.cuMemcpyBatchAsync(
                 targets, sources, sizes, len(sizes), [_in_stream_order], [0], 1, stream.cuda_stream
             )
         )
         return
     for target, source, size in zip(targets, sources, sizes, strict=True):
-        _check(driver.cuMemcpyAsync(target, source, size, stream.cuda_stream))
+        check(driver.cuMemcpyAsync(target, source, size, stream.cuda_stream))
 
 
 def _batch_attributes() -> driver.CUmemcpyAttributes:
@@ -68,9 +70,3 @@ def _batch_attributes() -> driver.CUmemcpyAttributes:
 # Since CUDA 13 in this form; a graph records single copies only.
 _can_batch = driver.CUDA_VERSION >= 13000
 _in_stream_order = _batch_attributes() if _can_batch else None
-
-
-def _check(result: tuple[driver.CUresult]) -> None:
-    (status,) = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver call failed: {status.name}")
