@@ -1,9 +1,5 @@
 """Moving rows: on the CPU, on a GPU, and its Triton code in Triton's interpreter."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +7,7 @@ import torch
 
 from magi_compile.dtensor import rows
 from tests.dtensor.moves import check_moves, check_sums
+from tests.triton_interpreter import needs_triton, run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -43,11 +40,7 @@ def test_rows_of():
     assert rows.rows_of(first, count, 5).tolist() == [5, 6, 9, 10, 11]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_in_the_interpreter():
     """See `interpreted_rows.py`."""
-    path = Path(__file__).with_name("interpreted_rows.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_rows.py"))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -19,13 +15,12 @@ from magi_compile.kernels.triton import TritonKernel
 from magi_compile.testing.cases import CASES, MASKS, Heads, padded
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.prior import check_prior
+from tests.triton_interpreter import needs_triton, run_interpreted
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 KERNEL = TritonKernel()
 MASK = {case.name: case for case in MASKS}
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 8, 2, 128, 128, 1.0)
 
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 on_gpu = pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])
 
@@ -33,11 +28,7 @@ on_gpu = pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])
 @needs_triton
 def test_in_the_interpreter():
     """See `interpreted_triton.py`."""
-    path = Path(__file__).with_name("interpreted_triton.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_triton.py"))
 
 
 def check(case, dtype, device, with_dlse=True):

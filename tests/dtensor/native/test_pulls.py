@@ -1,9 +1,5 @@
 """What ranks read from each other: cutting runs for a kernel, choosing an engine; the kernel on CPUs."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +7,7 @@ import torch
 
 from magi_compile.dtensor.native.pulls import COPY_ENGINE, MIN_BYTES_OF_A_COPY, SMS, Pulls
 from tests.dtensor.native.wanted import random_runs, routes_of
+from tests.triton_interpreter import needs_triton, run_interpreted
 
 
 def rows_of(runs):
@@ -46,11 +43,7 @@ def test_long_runs_go_to_a_copy_engine():
     assert pulls.engine(MIN_BYTES_OF_A_COPY // 128 - 1) == SMS
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@needs_triton
 def test_in_the_interpreter():
     """See `interpreted_pull.py`."""
-    path = Path(__file__).with_name("interpreted_pull.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+    run_interpreted(Path(__file__).with_name("interpreted_pull.py"))
