@@ -98,6 +98,13 @@ def documents_of(slices: AttnSlices) -> Documents | None:
     return None
 
 
+def needs_documents_or_window(slices: AttnSlices) -> list[str]:
+    """The refusal of a contender that takes packed documents and sliding windows; none if `slices` are such."""
+    if documents_of(slices) or window_of(slices):
+        return []
+    return ["takes documents and windows only"]
+
+
 def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cpu") -> Tensor:
     """Visible pairs in every `block x block` tile of the score matrix: int64 `[q blocks, k blocks]` on `device`."""
     num_q, num_k = -(-slices.seqlen_q // block), -(-slices.seqlen_k // block)

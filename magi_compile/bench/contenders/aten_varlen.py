@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender
-from magi_compile.bench.derive import Documents, Window, documents_of, window_of
+from magi_compile.bench.derive import (
+    Documents,
+    Window,
+    documents_of,
+    needs_documents_or_window,
+    window_of,
+)
 from magi_compile.bench.workload import Inputs, Workload
 
 
@@ -105,9 +111,7 @@ class TorchFlash(Contender):
     label = "FlashAttention 2 in PyTorch"
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        if documents_of(workload.slices) or window_of(workload.slices):
-            return []
-        return ["takes documents and windows only"]
+        return needs_documents_or_window(workload.slices)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         documents = documents_of(workload.slices)

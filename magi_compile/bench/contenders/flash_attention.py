@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout, import_error
-from magi_compile.bench.derive import block_lists, documents_of, window_of
+from magi_compile.bench.derive import (
+    block_lists,
+    documents_of,
+    needs_documents_or_window,
+    window_of,
+)
 from magi_compile.bench.workload import Inputs, Workload
 
 
@@ -26,9 +31,7 @@ class _FlashAttention(Contender):
         return {name: _version(name) for name in self.distributions}
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        if documents_of(workload.slices) or window_of(workload.slices):
-            return []
-        return ["takes documents and windows only"]
+        return needs_documents_or_window(workload.slices)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         package = importlib.import_module(self.module)
