@@ -7,7 +7,10 @@ At a meeting a rank sets a flag in the memory of every peer, and goes on once ev
 whoever comes to a meeting has read all of the slot before, so after it that slot is free on every rank, and the
 other one is what is read meanwhile. A flag is cleared by the rank that awaited it and is set again two meetings
 later, which that peer reaches only after this rank was at the one between. Flags hold 0 or 1 and never count, so a
-recorded graph may replay all of this.
+recorded graph may replay them.
+
+But a replay takes the slots of its recording, whatever slot was filled last. Once uses were recorded, ranks therefore
+meet before they fill a slot too, when all have read whatever they wanted.
 """
 
 from __future__ import annotations
@@ -55,9 +58,9 @@ class Window:
         self._slots: list[Slot] = []
         self._capacity = 0  # bytes of a slot
         self._turn = 0
-        self._last: torch.cuda.Event | None = (
-            None  # the end of the last use, unless it was waited for
-        )
+        # The end of the last use, unless it was waited for.
+        self._last: torch.cuda.Event | None = None
+        self._is_recorded = False
 
     def next_slot(self, num_bytes: int, current: torch.cuda.Stream) -> Slot:
         """The slot whose turn it is, with room for `num_bytes`, which `current` may fill.
@@ -65,8 +68,9 @@ class Window:
         Raises:
             RuntimeError: if it would have to grow while a graph is being captured.
         """
+        is_capturing = torch.cuda.is_current_stream_capturing()
         if num_bytes > self._capacity or not self._slots:
-            if torch.cuda.is_current_stream_capturing():
+            if is_capturing:
                 raise RuntimeError(
                     f"a slot of symmetric memory has {self._capacity} bytes and {num_bytes} are needed: "
                     "run the step once before it is captured in a graph"
@@ -74,13 +78,19 @@ class Window:
             self._grow(num_bytes)
         if self._last is not None:
             self.wait(self._last, current)
+        self._is_recorded |= is_capturing
+        if self._is_recorded:
+            current.wait_event(self._meet(self._meeting_before, current))
         self._turn = (self._turn + 1) % NUM_SLOTS
         return self._slots[self._turn]
 
     def meet(self, slot: Slot, current: torch.cuda.Stream) -> torch.cuda.Event:
         """Lets `stream` read the slots of all ranks, once what `current` holds is done everywhere: at the event."""
+        return self._meet(slot.meeting, current)
+
+    def _meet(self, meeting: list[Op], current: torch.cuda.Stream) -> torch.cuda.Event:
         self.stream.wait_stream(current)  # also gives a thread its context, see `stream_ops`
-        stream_ops.enqueue(slot.meeting, self.stream)
+        stream_ops.enqueue(meeting, self.stream)
         return self.stream.record_event()
 
     def end(self) -> torch.cuda.Event:
@@ -98,7 +108,7 @@ class Window:
         # What was enqueued here is done, and nobody leaves the rendezvous before that is so on every rank.
         torch.cuda.synchronize(self._device)
         self._slots.clear()
-        num_flags = NUM_SLOTS * self._size
+        num_flags = (NUM_SLOTS + 1) * self._size
         begin = _round_up(num_flags * FLAG_BYTES, ALIGNMENT)
         total = _round_up(begin + NUM_SLOTS * _round_up(num_bytes, ALIGNMENT), GRANULARITY)
         self._capacity = (total - begin) // NUM_SLOTS // ALIGNMENT * ALIGNMENT
@@ -107,6 +117,7 @@ class Window:
         torch.cuda.synchronize(self._device)
         self._rendezvous = _compat.symmetric_rendezvous(memory, self._group_name)
         addresses = _compat.symmetric_addresses(self._rendezvous)
+        self._meeting_before = _meeting(addresses, self._rank, NUM_SLOTS)
         for index in range(NUM_SLOTS):
             offset = begin + index * self._capacity
             mine = memory[offset : offset + self._capacity]
@@ -116,14 +127,14 @@ class Window:
             self._slots.append(Slot(mine, where, on_device, meeting))
 
 
-def _meeting(addresses: list[int], rank: int, slot: int) -> list[Op]:
-    """The meeting of one slot, where flags `[slot, peer]` lie at the address of the rank that awaits them."""
+def _meeting(addresses: list[int], rank: int, index: int) -> list[Op]:
+    """A meeting with flags of its own: `[index, peer]` lie at the address of the rank that awaits them."""
     size = len(addresses)
     # The next rank first, so that not everybody writes to the same one.
     peers = [(rank + step) % size for step in range(1, size)]
 
     def flag(owner: int, peer: int) -> int:
-        return addresses[owner] + (slot * size + peer) * FLAG_BYTES
+        return addresses[owner] + (index * size + peer) * FLAG_BYTES
 
     mine = [flag(rank, peer) for peer in peers]
     return [

@@ -149,9 +149,10 @@ def test_new_threads(gpu_ranks_of, size):
 
 
 def run_in_a_graph(group, engine):
-    """A graph that is replayed with new values, between casts outside of it."""
+    """A graph that is replayed with new values and by ranks that are late in turn, between casts outside of it."""
     device, rank, size = device_of(group), group.rank(), group.size()
     collective = NativeCollective(engine)
+    routes = routes_of(random_runs(size, ROWS, 50, 4), 4)
     route = routes_of(random_runs(size, ROWS, 50, 4), 4, device)[rank]
     x = torch.zeros(ROWS, 64, device=device)
     total = torch.zeros(ROWS, 64, device=device)
@@ -169,17 +170,26 @@ def run_in_a_graph(group, engine):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         buffer = step()
-    for index in range(5):
-        homes = [home_rows(peer, ROWS, (64,), torch.float32, index) for peer in range(size)]
-        x.copy_(homes[rank])
+    homes = [
+        [home_rows(peer, ROWS, (64,), torch.float32, index) for peer in range(size)]
+        for index in range(4)
+    ]
+    mine = [home[rank].to(device) for home in homes]
+    found = []
+    for index in range(20):
+        if index % size == rank:
+            torch.cuda._sleep(1_000_000)
+        x.copy_(mine[index % 4])
         total.zero_()
         graph.replay()
-        expected = [expected_buffer(r, homes) for r in routes_of(random_runs(size, ROWS, 50, 4), 4)]
-        assert torch.equal(buffer.cpu(), expected[rank])
-        zero = torch.zeros(ROWS, 64)
-        assert torch.equal(total.cpu(), expected_total(route, rank, expected, zero))
-        if index % 2:
+        found.append((buffer.clone(), total.clone()))
+        if index % 3 == 2:
             step()
+    zero = torch.zeros(ROWS, 64)
+    for index, (buffer, total) in enumerate(found):
+        expected = [expected_buffer(r, homes[index % 4]) for r in routes]
+        assert torch.equal(buffer.cpu(), expected[rank])
+        assert torch.equal(total.cpu(), expected_total(route, rank, expected, zero))
 
 
 @ENGINES

@@ -16,13 +16,14 @@ WAIT = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
 class Model:
     """Ranks with two streams each. Their operations run one at a time; what can not run yet returns False."""
 
-    def __init__(self, size, num_slots, meets=True):
+    def __init__(self, size, num_slots, meets=True, meets_before=False):
         self.size, self.num_slots, self.meets = size, num_slots, meets
+        self.meets_before = meets_before
         self.addresses = [1 << 20 << rank for rank in range(size)]
         self.flags = {
             address + index * window.FLAG_BYTES: 0
             for address in self.addresses
-            for index in range(num_slots * size)
+            for index in range((num_slots + 1) * size)
         }
         self.slots = [[None] * num_slots for _ in range(size)]
         self.readers = [[0] * num_slots for _ in range(size)]
@@ -38,6 +39,13 @@ class Model:
         slot = step % self.num_slots
         # The last use ends before the next one begins: all that `Window.next_slot` waits for.
         current.append(lambda: not step or (rank, step - 1, "read") in self.done)
+        if self.meets_before:
+            current.append(lambda: self.record(rank, step, "begun"))
+            comm.append(lambda: (rank, step, "begun") in self.done)
+            meeting = window._meeting(self.addresses, rank, self.num_slots)
+            comm.extend(lambda op=op: self.run_flag(op) for op in meeting)
+            comm.append(lambda: self.record(rank, step, "met"))
+            current.append(lambda: (rank, step, "met") in self.done)
         current.append(lambda: self.write(rank, slot, "half"))
         current.append(lambda: self.write(rank, slot, step))
         current.append(lambda: self.record(rank, step, "written"))
@@ -110,3 +118,9 @@ def test_meetings_are_needed():
 def test_one_slot_is_too_few():
     with pytest.raises(AssertionError, match=r"overwritten while|no longer: [1-9]"):
         run_often(3, window.NUM_SLOTS - 1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_meeting_before_makes_one_slot_enough(size):
+    """What a replay is like that takes the slot of the replay before."""
+    run_often(size, window.NUM_SLOTS - 1, True, True)
