@@ -100,6 +100,13 @@ class Rank:
         self.group = dist.group.WORLD
         self.reduce_group = dist.new_group() if args.reduce_group else self.group
         torch.manual_seed(rank)
+        self.collectives: dict[str, Collective] = {}
+        self.refusals: dict[str, str] = {}
+        for name in args.collectives:
+            try:
+                self.collectives[name] = self.collective(name)
+            except NotImplementedError as error:
+                self.refusals[name] = "; ".join(str(error).split("\n"))
 
     def inputs(self, rows: int) -> list[Tensor]:
         """q, k, v, dout."""
@@ -170,14 +177,16 @@ class Rank:
             nheads_kv=args.heads[1],
             head_dim=args.head_dim,
             seqlen=tokens,
-            collective=args.collectives[0],
+            collective=next(iter(self.collectives)),
         )
 
     def planned(
         self, slices: AttnSlices, degree: int | None, cost: CostModel, rank: int
     ) -> tuple[RankPlan, float]:
         """A plan, and the milliseconds that a new mask takes on the slowest host."""
-        options = ContextParallelOptions(degree=degree, backward_degree=degree, cost=cost)
+        options = ContextParallelOptions(
+            chunk_size=self.args.chunk, degree=degree, backward_degree=degree, cost=cost
+        )
         seconds = []
         for _ in range(3):
             rank_plan._plans.clear()
@@ -213,7 +222,7 @@ class Rank:
         if args.ranks > args.gpus:
             ranks = list(range(args.ranks if slices.area() < total**2 else 1))
         still = NoCommunication()
-        collectives = {name: self.collective(name) for name in args.collectives}
+        collectives = self.collectives
         steps: dict[Key, tuple[Step, Step]] = {("one GPU",): self.one_gpu(slices)}
         plans: dict[int | None, tuple[RankPlan, float]] = {}
         for degree in args.stages:
@@ -234,7 +243,7 @@ class Rank:
             statistics.mean(amount / s for s in seconds["one GPU", i]) / 1e12
             for i, amount in enumerate(work)
         ]
-        for degree, name in itertools.product(args.stages, args.collectives):
+        for degree, name in itertools.product(args.stages, collectives):
             plan, planning_ms = plans[degree]
             moving, nothing = slowest(degree, name), slowest(degree, still.name)
             rates = [amount / args.ranks / s / 1e12 for amount, s in zip(work, moving, strict=True)]
@@ -332,6 +341,8 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
         f"documents of dtensor/documents.py, seed {args.seed}",
         "timing": f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
     }
+    for name, reasons in me.refusals.items():
+        context[f"{name} can not serve"] = reasons
     costs: dict[int, CostModel] = {}
     rows: list[dict] = []
     for tokens, mask in itertools.product(args.tokens, args.masks):
@@ -406,6 +417,7 @@ def main() -> None:
     option("--output", type=Path, help="where to write: adds .json and .md")
     option("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     option("--tokens", type=int, nargs="+", default=[8192, 16384], help="of each GPU")
+    option("--chunk", type=int, help="tokens of a chunk; by default chosen from the mask")
     option("--stages", type=stages_argument, nargs="+", default=[None, 0, 1, 2, 4])
     option("--collectives", nargs="+", choices=names, default=["all_to_all"])
     option("--heads", type=heads_argument, default=(64, 8))

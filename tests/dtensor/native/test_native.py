@@ -16,7 +16,10 @@ from tests.dtensor.native.wanted import (
     routes_of,
 )
 
-pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("size", [2, 4])]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.parametrize("size", [2, 4], ids=lambda size: f"{size}gpus"),
+]
 ENGINES = pytest.mark.parametrize("engine", [COPY_ENGINE, SMS, None])
 
 ROWS = 300
