@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument(
-        "--preset", nargs="+", choices=PRESETS, default=["smoke"], help="one after the other"
+        "--preset", nargs="+", choices=PRESETS, default=["smoke"], help="one, or several together"
     )
     masks = SPARSE_MASKS if level == "sparse" else tuple(NAMED_MASKS)
     parser.add_argument("--masks", nargs="+", choices=masks, help="only these")
@@ -120,13 +120,13 @@ def _heads(text: str) -> str:
 def _run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     presets = [PRESETS[name] for name in args.preset]
-    stages = [_filtered(preset.cells(args.level, device), args) for preset in presets]
-    if not any(stages):
+    cells = [c for preset in presets for c in _filtered(preset.cells(args.level, device), args)]
+    if not cells:
         raise ValueError(f"nothing to run: {args.preset} have no such {args.level} cells")
     preset = presets[0]
     names = _contenders(args, preset, device)
     if args.dry_run:
-        return _dry_run(stages, names, device)
+        return _dry_run(cells, names, device)
     if args.output.exists() and not args.resume:
         raise FileExistsError(f"`{args.output}` exists: add --resume, or choose another --output")
     settings = Settings(
@@ -147,7 +147,7 @@ def _run(args: argparse.Namespace) -> int:
         time_limit_s=args.time_limit,
         jobs=args.jobs or (len(names) if device == "cuda" else 1),
     )
-    results = execute(stages, names, settings, args.output, _say)
+    results = execute(cells, names, settings, args.output, _say)
     _say(f"{len(results.ok_rows())} measured, {len(results.not_run)} not run: {args.output}")
     return 0
 
@@ -191,13 +191,13 @@ def _contenders(args: argparse.Namespace, preset: Preset, device: str) -> list[s
     ]
 
 
-def _dry_run(stages: list[list[Cell]], names: list[str], device: str) -> int:
+def _dry_run(cells: list[Cell], names: list[str], device: str) -> int:
     """Prints every cell with the contenders that would run, and the reasons of the others."""
     missing = {name: contenders.load(name).available() for name in names}
     for name, reason in missing.items():
         if reason:
             _say(f"{name} is unavailable: {reason}")
-    count, described = 0, dict.fromkeys(task.cell for task in order(stages, names))
+    count, described = 0, dict.fromkeys(task.cell for task in order(cells, names))
     for cell in described:
         workload = build(cell)
         runs, reasons = [], []

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.bench.contenders.base import Attend, Contender
+from magi_compile.bench.contenders.base import Attend, Contender, Layout
 from magi_compile.bench.workload import Inputs, Workload
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.reference import exact_backward, exact_forward
@@ -35,23 +35,39 @@ class Check(NamedTuple):
         return {**self._asdict(), "passed": self.passed}
 
 
-def run(attend: Attend, contender: Contender, inputs: Inputs) -> list[Tensor]:
-    """`(out, dq, dk, dv)`, packed; `(out,)` of a contender without a backward."""
+class Run(NamedTuple):
+    """One call of a contender, forward and backward; its graph is kept for further backward passes.
+
+    Attributes:
+        leaves: q, k and v in the contender's layout.
+        dout: in that layout too.
+        out: as the contender returned it.
+        grads: of the leaves; none of a contender without a backward.
+    """
+
+    leaves: list[Tensor]
+    dout: Tensor
+    out: Tensor
+    grads: tuple[Tensor, ...]
+
+
+def run(attend: Attend, contender: Contender, inputs: Inputs) -> Run:
+    """Call `attend` once, and its backward if there is one."""
     layout = contender.layout
     leaves = [layout.of(x).detach().requires_grad_(contender.has_backward) for x in inputs[:3]]
-    out = attend(*leaves)
-    results = [out]
-    if contender.has_backward:
-        results += torch.autograd.grad(out, leaves, layout.of(inputs.dout))
-    return [layout.to_packed(x.detach()) for x in results]
+    dout, out = layout.of(inputs.dout), attend(*leaves)
+    if not contender.has_backward:
+        return Run(leaves, dout, out, ())
+    return Run(leaves, dout, out, torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
-def check(actual: Sequence[Tensor], workload: Workload, inputs: Inputs) -> Check:
+def check(actual: Run, layout: Layout, workload: Workload, inputs: Inputs) -> Check:
     """Hold the results of `run` to the oracle; the workload must be short enough for dense fp64 scores."""
     exact, plain = _exact_and_plain(workload, inputs)
+    results = [layout.to_packed(x.detach()) for x in (actual.out, *actual.grads)]
     step = torch.finfo(inputs.q.dtype).eps
     errors, allowed = {}, {}
-    for name, x, truth, rounded in zip(RESULTS, actual, exact, plain, strict=False):
+    for name, x, truth, rounded in zip(RESULTS, results, exact, plain, strict=False):
         errors[name] = _relative(x, truth)
         allowed[name] = 2 * _relative(rounded, truth) + step
     return Check(workload.cell.seqlen, errors, allowed)

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from magi_compile.bench import gate, timing
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.contenders.base import Attend, Contender, refusals
+from magi_compile.bench.gate import Run
 from magi_compile.bench.workload import Inputs, Workload, build
 
 
@@ -61,8 +61,8 @@ class Bench:
         if reasons:
             return {"status": "unsupported", "reason": "; ".join(reasons)}
         inputs = workload.inputs(self.device)
-        _, actual, first_s = self._prepare_and_run(workload, inputs)
-        check = gate.check(actual, workload, inputs)
+        _, run, first_s = self._prepare_and_run(workload, inputs)
+        check = gate.check(run, self.contender.layout, workload, inputs)
         outcome: dict[str, Any] = {"status": "ok", "gate": check.to_json(), "first_s": first_s}
         if not check.passed:
             worst = max(check.errors, key=lambda name: check.errors[name] / check.allowed[name])
@@ -84,7 +84,7 @@ class Bench:
         if outcome["status"] != "ok":
             return outcome
         inputs = workload.inputs(self.device)
-        attend, _, first_s = self._prepare_and_run(workload, inputs)
+        attend, run, first_s = self._prepare_and_run(workload, inputs)
         plan_ms = self._plan_ms(workload, inputs)
         return {
             **outcome,
@@ -95,18 +95,18 @@ class Bench:
             "mask_hash": workload.mask_hash,
             "first_s": outcome["first_s"] + first_s,
             "plan_ms": plan_ms,
-            "passes": self._passes(workload, inputs, attend, passes, protocol),
+            "passes": self._passes(workload, attend, run, passes, protocol),
         }
 
     def _prepare_and_run(
         self, workload: Workload, inputs: Inputs
-    ) -> tuple[Attend, list[Tensor], float]:
-        """Preparation and all passes once, with the results of `gate.run` and the seconds, compilation included."""
+    ) -> tuple[Attend, Run, float]:
+        """Preparation and all passes once, and the seconds, compilation included."""
         begin = time.perf_counter()
         attend = self.contender.prepare(workload, inputs)
-        results = gate.run(attend, self.contender, inputs)
+        run = gate.run(attend, self.contender, inputs)
         self._wait()
-        return attend, results, time.perf_counter() - begin
+        return attend, run, time.perf_counter() - begin
 
     def _plan_ms(self, workload: Workload, inputs: Inputs) -> float:
         """Preparation again: what the next mask of the same shape costs."""
@@ -119,21 +119,17 @@ class Bench:
     def _passes(
         self,
         workload: Workload,
-        inputs: Inputs,
         attend: Attend,
+        run: Run,
         passes: tuple[str, ...],
         protocol: timing.Protocol,
     ) -> dict[str, dict[str, Any]]:
-        layout, has_backward = self.contender.layout, self.contender.has_backward
-        leaves = [layout.of(x).detach().requires_grad_(has_backward) for x in inputs[:3]]
-        dout = layout.of(inputs.dout)
+        leaves, dout, out, _ = run
         runs: dict[str, Callable[[], object]] = {"fwd": lambda: attend(*leaves)}
-        if has_backward:
+        if self.contender.has_backward:
             # Gradients are returned, not accumulated: accumulation is no part of attention.
+            runs["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
             runs["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
-            if "bwd" in passes:
-                out = attend(*leaves)
-                runs["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
         measured = {}
         for which in passes:
             if which in runs:

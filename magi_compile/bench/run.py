@@ -1,4 +1,4 @@
-"""Runs cells: every contender in a process of its own, short cells first, so that a run cut short lacks the longest.
+"""Runs cells: every contender in a process of its own, cheap cells first, so that a run cut short lacks few of many.
 
 First all contenders prove themselves right, side by side; then they are timed, one at a time. Contenders that compile
 slowly come last, so that they cost the others nothing when time runs out.
@@ -18,6 +18,7 @@ from magi_compile.bench import contenders, rows
 from magi_compile.bench.cells import PASSES, Cell, format_length
 from magi_compile.bench.process import Worker, WorkerLost
 from magi_compile.bench.timing import Protocol
+from magi_compile.bench.workload import cost
 
 # A worker imports PyTorch and a contender's package first.
 PROBE_LIMIT_S = 180.0
@@ -58,20 +59,15 @@ class Task:
         return rows.row_key(self.cell, self.contender)
 
 
-def order(stages: Sequence[Sequence[Cell]], names: Sequence[str]) -> list[Task]:
-    """Fast contenders before slow ones, stage by stage, short lengths first, all contenders of a cell together."""
-    tasks = [
-        Task(cell, name)
-        for cells in stages
-        for cell in sorted(cells, key=lambda cell: cell.seqlen)
-        for name in names
-    ]
-    unique = dict.fromkeys(tasks)
-    return sorted(unique, key=lambda task: contenders.load(task.contender).compiles_slowly)
+def order(cells: Sequence[Cell], names: Sequence[str]) -> list[Task]:
+    """Contenders that compile quickly first; of each kind cheap cells first, all contenders of a cell together."""
+    cheap_first = sorted(dict.fromkeys(cells), key=cost)
+    tasks = [Task(cell, name) for cell in cheap_first for name in names]
+    return sorted(tasks, key=lambda task: contenders.load(task.contender).compiles_slowly)
 
 
 def execute(
-    stages: Sequence[Sequence[Cell]],
+    cells: Sequence[Cell],
     names: Sequence[str],
     settings: Settings,
     output: Path,
@@ -80,14 +76,14 @@ def execute(
     """Measure all that `output` does not hold yet, append it there, and return all of it.
 
     Args:
-        stages: grids of cells, one after the other.
+        cells: of the benchmark's grid.
         names: contenders.
         settings: what holds for all cells.
         output: a JSONL file; created if there is none.
         say: takes lines of progress.
     """
     finished = rows.load([output]).finished if output.exists() else set()
-    tasks = [task for task in order(stages, names) if task.key not in finished]
+    tasks = [task for task in order(cells, names) if task.key not in finished]
     _Run(tasks, settings, output, say).execute()
     return rows.load([output])
 

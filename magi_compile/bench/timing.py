@@ -15,6 +15,8 @@ from magi_compile import _compat
 # The GPU spins for this many times what the host needs to enqueue all calls, so that it never waits inside one.
 SPIN_MARGIN = 1.5
 CYCLES_PER_MS = 2_000_000
+# Calls longer than this are steady: few repetitions tell what they cost, and neither L2 nor the host does.
+LONG_MS, LONG_REPS = 100.0, 3
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Protocol:
 
     Attributes:
         budget_ms: about how long the repetitions of one pass may take together.
-        min_reps: repetitions at least, however long they take.
+        min_reps: repetitions at least, however long they take; `LONG_REPS` of calls beyond `LONG_MS`.
         max_reps: repetitions at most.
         flush_bytes: written to between repetitions on a GPU, so that inputs come from memory; 0 for a warm cache.
         cuda_graph: also time replays of a CUDA graph, in which the host has no part.
@@ -40,7 +42,8 @@ class Protocol:
 
     def reps(self, estimate_ms: float) -> int:
         wanted = int(self.budget_ms / max(estimate_ms, 1e-3))
-        return min(max(wanted, self.min_reps), self.max_reps)
+        least = min(self.min_reps, LONG_REPS) if estimate_ms > LONG_MS else self.min_reps
+        return min(max(wanted, least), self.max_reps)
 
 
 def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[str, Any]:
@@ -53,8 +56,11 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
     if device == "cpu":
         return _summary(_cpu_times(run, protocol))
     first = _first_call(run)
-    reps, flush = protocol.reps(first["host_ms"] + first.pop("wait_ms")), _flush_buffer(protocol)
-    result = {**first, **_summary(_gpu_times(run, reps, first["host_ms"], flush))}
+    first_ms = first["host_ms"] + first.pop("wait_ms")
+    reps, flush = protocol.reps(first_ms), _flush_buffer(protocol)
+    times = [first_ms] if first_ms > LONG_MS else []
+    times += _gpu_times(run, reps - len(times), first["host_ms"], flush)
+    result = {**first, **_summary(times)}
     if protocol.cuda_graph:
         result |= _graph(run, reps, flush)
     return result

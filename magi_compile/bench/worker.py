@@ -7,6 +7,7 @@ A reply is `{"answer": ..., "spent": ...}`; a spent worker has lost its GPU and 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -40,6 +41,7 @@ def _answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     contender = bench.contender
     if request["op"] == "probe":
         reason = contender.available()
+        gc.freeze()  # what has been imported stays; looking at it after every cell would cost more than some cells
         return {"reason": reason, "versions": {} if reason else contender.versions()}
     if request["op"] == "describe":
         record = provenance.describe(bench.device, request["command"])

@@ -99,6 +99,13 @@ class Workload:
         )
 
 
+def cost(cell: Cell) -> float:
+    """Visible pairs of all query heads, times head_dim: what the time of a cell goes with. Sparse masks are not drawn."""
+    if cell.mask in SPARSE_MASKS:
+        return cell.density * cell.seqlen**2 * cell.nheads_q * cell.head_dim
+    return build(cell).pairs * cell.head_dim
+
+
 def build(cell: Cell, device: str = "cpu") -> Workload:
     """The workload of `cell`; tensors of its `mask_mod` are on `device`.
 

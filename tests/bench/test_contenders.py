@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from magi_compile.bench import contenders, gate
+from magi_compile.bench import contenders, gate, timing
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.contenders.base import Contender, Layout, import_error, refusals
 from magi_compile.bench.contenders.flex import make_block_mask
@@ -119,7 +119,7 @@ def test_refusals():
     assert against("cudnn-varlen", half, "cuda") == ["takes documents only"]
     long = Cell("kernel", "share_question", 2**16, 4, 2, 64, lengths="pile")
     assert against("mem-efficient", long, "cuda") == [
-        "needs a dense mask of 8 GiB, more than 2 GiB"
+        "needs a dense mask of 8 GiB, more than 1 GiB"
     ]
     sparse = Cell("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
     assert against("vsa", sparse, "cuda") == ["takes uniform blocks of 64", "has no grouped heads"]
@@ -204,8 +204,8 @@ def test_gate_checks_gradients_of_forward_and_backward_contenders():
     workload = build(CAUSAL)
     inputs = workload.inputs("cpu")
     naive = contenders.load("naive")
-    results = gate.run(naive.prepare(workload, inputs), naive, inputs)
-    check = gate.check(results, workload, inputs)
+    run = gate.run(naive.prepare(workload, inputs), naive, inputs)
+    check = gate.check(run, naive.layout, workload, inputs)
     assert check.passed
     assert not check._replace(allowed=dict.fromkeys(check.allowed, 0.0)).passed
 
@@ -213,4 +213,15 @@ def test_gate_checks_gradients_of_forward_and_backward_contenders():
 def test_timing():
     result = measure(lambda: None, "cpu", QUICK)
     assert result["reps"] == 3
+    assert [Protocol(budget_ms=10.0).reps(ms) for ms in (0.01, 1.0, 90.0, 110.0)] == [50, 10, 5, 3]
     assert matmul_tflops("cpu", QUICK) > 0
+
+
+def test_the_first_of_long_calls_counts(monkeypatch):
+    monkeypatch.setattr(timing, "_flush_buffer", lambda protocol: None)
+    monkeypatch.setattr(timing, "_gpu_times", lambda run, reps, host_ms, flush: [150.0] * reps)
+    for wait_ms, reps, slowest in ((199.0, 3, 200.0), (49.0, 5, 150.0)):
+        first = {"host_ms": 1.0, "wait_ms": wait_ms, "peak_bytes": 7}
+        monkeypatch.setattr(timing, "_first_call", lambda run, first=first: dict(first))
+        result = measure(lambda: None, "cuda", Protocol())
+        assert (result["reps"], result["p80_ms"], result["ms"]) == (reps, slowest, 150.0)

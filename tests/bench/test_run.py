@@ -11,6 +11,7 @@ from magi_compile.bench.cells import Cell
 from magi_compile.bench.compare import compare, to_text
 from magi_compile.bench.process import Worker, WorkerLost
 from magi_compile.bench.run import Settings, execute, order
+from magi_compile.bench.workload import build, cost
 
 CELLS = [
     Cell("kernel", mask, seqlen, 4, 2, 16, "float32")
@@ -22,10 +23,17 @@ OK = {"status": "ok", "passes": {"fwd": TIMES}, "gate": {"errors": {}, "allowed"
 
 
 def test_order():
-    tasks = order([CELLS[2:], CELLS], ["flex", "naive", "magi-cpu"])
+    tasks = order([*CELLS[2:], *CELLS], ["flex", "naive", "magi-cpu"])
     assert [task.contender for task in tasks[:4]] == ["naive", "magi-cpu"] * 2
-    assert [task.cell.seqlen for task in tasks[:12:4]] == [128, 256, 64]
+    cells = [task.cell for task in tasks[:12:2]]
+    assert [cell.seqlen for cell in cells] == [64, 64, 128, 128, 256, 256]
+    assert [cell.mask for cell in cells[:2]] == ["causal", "full"]
     assert {task.contender for task in tasks[12:]} == {"flex"}
+
+
+def test_a_sparse_cell_costs_what_its_density_says():
+    sparse = Cell("sparse", "uniform_blocks", 256, 4, 2, 16, block=64, density=0.5)
+    assert cost(sparse) == build(sparse).pairs * 16
 
 
 class FakeWorker:
@@ -61,7 +69,7 @@ def test_every_outcome_is_a_row(fake, tmp_path):
     fake.behaviour |= {"math": "no such thing", "naive": WorkerLost("crash", "SIGSEGV: bad")}
     said = []
     path = tmp_path / "r.jsonl"
-    results = execute([CELLS], ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
+    results = execute(CELLS, ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
     statuses = {(r["contender"], r["status"]) for r in results.rows.values()}
     assert statuses == {("magi-cpu", "ok"), ("math", "unavailable"), ("naive", "crash")}
     assert len(results.rows) == 18
@@ -72,20 +80,20 @@ def test_every_outcome_is_a_row(fake, tmp_path):
 def test_resume_repeats_crashes_only(fake, tmp_path):
     path = tmp_path / "r.jsonl"
     fake.behaviour["naive"] = WorkerLost("timeout", "slow")
-    execute([CELLS[:1]], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
     fake.behaviour.clear()
-    results = execute([CELLS[:1]], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    results = execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
     assert {row["status"] for row in results.rows.values()} == {"ok"}
     assert len(path.read_text().splitlines()) == 5  # 2 runs, 2 rows, then 1
     said = []
-    execute([CELLS[:1]], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
+    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
     assert said == ["nothing left to run"]
 
 
 def test_time_limit(fake, tmp_path):
     said = []
     settings = Settings("cpu", time_limit_s=0.0)
-    results = execute([CELLS], ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
+    results = execute(CELLS, ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
     assert not results.rows
     assert len(results.not_run) == 6
     assert said[-1] == "time limit: 6 of 6 not run; --resume continues"

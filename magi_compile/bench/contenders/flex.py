@@ -28,6 +28,7 @@ class FlexTriton(Contender):
     layout = Layout.HEADS_FIRST
     compiles_slowly = True
     backend: str | None = None
+    _compiled_for: Workload | None = None
 
     @cached_property
     def _attend(self) -> Callable[..., Tensor]:
@@ -35,7 +36,9 @@ class FlexTriton(Contender):
         return torch.compile(flex_attention, dynamic=False)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        torch.compiler.reset()  # one graph a shape, without a limit on how many
+        if workload is not self._compiled_for:
+            torch.compiler.reset()  # one graph a workload, without a limit on how many
+            self._compiled_for = workload
         block_mask = None
         if workload.cell.mask != "full":
             block_mask = make_block_mask(workload, inputs.q.device)
