@@ -98,9 +98,7 @@ class Bench:
             "passes": self._passes(workload, attend, run, passes, protocol),
         }
 
-    def _prepare_and_run(
-        self, workload: Workload, inputs: Inputs
-    ) -> tuple[Attend, Run, float]:
+    def _prepare_and_run(self, workload: Workload, inputs: Inputs) -> tuple[Attend, Run, float]:
         """Preparation and all passes once, and the seconds, compilation included."""
         begin = time.perf_counter()
         attend = self.contender.prepare(workload, inputs)

@@ -5,9 +5,11 @@ import re
 import pytest
 
 from magi_compile.bench import rows
+from magi_compile.bench.cells import Cell
 from magi_compile.bench.cli import main
 from magi_compile.bench.report import markdown, write_report
 from magi_compile.bench.report.svg import Axis
+from magi_compile.bench.report.tables import groups
 
 ONE_CELL = ["kernel", "--device", "cpu", "--seqlens", "256", "--masks", "document_causal"]
 
@@ -86,6 +88,18 @@ def test_wrong_results_are_never_drawn(results, tmp_path):
     text = page.read_text()
     assert f"{times['fwd']['ms']:.4g} ms" not in text
     assert "dq: relative error 1" in text
+
+
+def test_presets_in_one_file_are_reported_apart(tmp_path):
+    path = tmp_path / "r.jsonl"
+    rows.append(path, "run", {"run": "1", "device": "d", "planned": []})
+    for lengths in ("seeds", "longca", "blocks"):
+        cell = Cell("kernel", "block_causal_document", 1024, 64, 8, 128, lengths=lengths)
+        row = {"run": "1", "key": cell.key, "contender": "naive", "status": "ok"}
+        rows.append(path, "row", row | {"cell": cell.to_json()})
+    found = groups(rows.load([path]))
+    assert [(group.documents, len(group.rows)) for group in found] == [("seeds", 1), ("longca", 2)]
+    assert found[1].title.startswith("Kernels, longca, heads 64:8")
 
 
 def test_nothing_to_report(tmp_path):

@@ -103,7 +103,7 @@ def _legend(group: Group, styles: dict[str, str]) -> str:
 
 def _has_published(group: Group) -> bool:
     return (
-        group.level == "kernel"
+        (group.level, group.documents) == ("kernel", published.DOCUMENTS)
         and (group.heads, group.head_dim) == (published.HEADS, published.HEAD_DIM)
         and "NVIDIA" in group.device
     )

@@ -31,10 +31,11 @@ SHORT = {
 
 @dataclass
 class Group:
-    """Rows of one level, heads, head_dim and dtype on one device."""
+    """Rows of one level, kind of documents, heads, head_dim and dtype on one device."""
 
     device: str
     level: str
+    documents: str
     heads: str
     head_dim: int
     dtype: str
@@ -42,7 +43,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        kind = "Kernels" if self.level == "kernel" else "Block-sparse kernels"
+        kind = f"Kernels, {self.documents}" if self.level == "kernel" else "Block-sparse kernels"
         return f"{kind}, heads {self.heads}, head_dim {self.head_dim}, {self.dtype}, {self.device}"
 
     @property
@@ -95,7 +96,8 @@ def groups(results: Results) -> list[Group]:
     for row in results.rows.values():
         cell = cell_of(row)
         device = results.runs[row["run"]]["device"]
-        key = (device, cell.level, cell.heads, cell.head_dim, cell.dtype)
+        documents = "longca" if cell.lengths == "blocks" else cell.lengths  # of one preset
+        key = (device, cell.level, documents, cell.heads, cell.head_dim, cell.dtype)
         found.setdefault(key, Group(*key, rows=[])).rows.append(row)
     return [group for group in found.values() if group.names]
 
