@@ -25,11 +25,15 @@ class ChunkTable:
         area: int64 `[num_chunks]`, visible (row, key) pairs.
         needs: the keys that the rows of a chunk see, `owner` is the chunk; a chunk may have several ranges,
             which may overlap.
+        parts: the mask itself, as bands that lie in one chunk and see a key in every row; `needs` has one range of each.
+        band: int64 `[num_parts]`, which band a part was cut from; those of one band follow each other.
     """
 
     chunk_size: int
     area: Tensor
     needs: Ranges
+    parts: bands.Bands
+    band: Tensor
 
     @property
     def num_chunks(self) -> int:
@@ -43,14 +47,14 @@ class ChunkTable:
     def of(slices: AttnSlices, chunk_size: int, num_chunks: int) -> ChunkTable:
         whole = bands.drop_empty(bands.trim(slice_bands(slices)))
         cuts = torch.arange(1, num_chunks) * chunk_size
-        parts, _ = bands.cut_at(whole, cuts)
+        parts, band = bands.cut_at(whole, cuts)
         # A band that sees a key in every row sees one interval: its edges move by at most one per row.
         rows = parts.end - parts.begin
         chunk = parts.begin.div(chunk_size, rounding_mode="floor")
         area = rows * (parts.hi - parts.lo) + (parts.dhi - parts.dlo) * (rows * (rows - 1) // 2)
         needs = Ranges(chunk, parts.lo, parts.hi + parts.dhi * (rows - 1))
         total = torch.zeros(num_chunks, dtype=torch.int64).index_add_(0, chunk, area)
-        return ChunkTable(chunk_size, total, needs)
+        return ChunkTable(chunk_size, total, needs, parts, band)
 
 
 class RankLoads(NamedTuple):

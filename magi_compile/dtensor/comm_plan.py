@@ -14,23 +14,16 @@ cut into d equal parts, whose casts run while the stage before is being computed
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.chunks import slice_bands
 from magi_compile.dtensor.dispatch import Dispatch
-from magi_compile.dtensor.ranges import (
-    Ranges,
-    expand,
-    join,
-    split_at_multiples,
-    total_by_owner,
-    unite,
-)
+from magi_compile.dtensor.ranges import Ranges, expand, group, join, split_at_multiples, unite
 from magi_compile.masks import bands
 from magi_compile.masks.bands import Bands
 from magi_compile.masks.slices import AttnSlices
@@ -38,58 +31,41 @@ from magi_compile.masks.slices import AttnSlices
 
 @dataclass(frozen=True, eq=False)
 class RankRows:
-    """The mask, cut where neighbouring rows live on different ranks.
+    """What each rank needs.
 
     Attributes:
-        parts: bands in coordinates of the sequence; each has rows of one rank, and a key in every row.
-        rank: int64 `[num_parts]`, the rank that holds the rows.
-        offset: int64 `[num_parts]`, local row minus row of the sequence.
-        needs: the keys each rank's rows see, cut into chunks; `owner` is the rank.
+        dispatch: who holds what.
+        rank_of_chunk: int64 `[num_chunks]`, as in `Dispatch`.
+        shift_of_chunk: int64 `[num_chunks]`, local row minus row of the sequence.
+        needs: the keys each rank's rows see, cut into chunks, in order; `owner` is the rank.
         chunk: int64 `[num_needs]`, the chunk of each of them.
         holder: int64 `[num_needs]`, the rank that holds it.
-        slot_of_chunk: int64 `[num_chunks]`, as in `Dispatch`.
     """
 
-    parts: Bands
-    rank: Tensor
-    offset: Tensor
+    dispatch: Dispatch
+    rank_of_chunk: Tensor
+    shift_of_chunk: Tensor
     needs: Ranges
     chunk: Tensor
     holder: Tensor
-    slot_of_chunk: Tensor
 
     @staticmethod
-    def of(slices: AttnSlices, dispatch: Dispatch) -> RankRows:
-        whole = bands.drop_empty(bands.trim(slice_bands(slices)))
-        size, rank = dispatch.chunk_size, dispatch.rank_of_chunk()
-        is_cut = (rank[1:] != rank[:-1]).nonzero().flatten() + 1
-        parts, _ = bands.cut_at(whole, is_cut * size)
-        chunk = parts.begin.div(size, rounding_mode="floor")
-        slot = dispatch.slot_of_chunk()
-        offset = (slot[chunk] - chunk) * size
-        _, last_hi = parts.at(parts.end - 1)
-        needs = unite(Ranges(rank[chunk], parts.lo, last_hi), dispatch.total_padded)
-        needs, key_chunk = split_at_multiples(needs, size)
-        return RankRows(parts, rank[chunk], offset, needs, key_chunk, rank[key_chunk], slot)
+    def of(dispatch: Dispatch) -> RankRows:
+        rank, table = dispatch.rank_of_chunk(), dispatch.table
+        shift = (dispatch.slot_of_chunk() - torch.arange(table.num_chunks)) * table.chunk_size
+        of_rank = table.needs._replace(owner=rank[table.needs.owner])
+        needs, chunk = split_at_multiples(unite(of_rank, table.total), table.chunk_size)
+        return RankRows(dispatch, rank, shift, needs, chunk, rank[chunk])
 
-
-class Pieces(NamedTuple):
-    """Key rows on their way, one entry for each run of rows from one chunk; int64 `[num_pieces]` each.
-
-    Sorted by (stage, receiver, key).
-    """
-
-    stage: Tensor
-    receiver: Tensor
-    sender: Tensor  # may be the receiver itself
-    lo: Tensor  # rows of the sequence
-    hi: Tensor
-    source_row: Tensor  # the row `lo` on the sender
-    buffer_row: Tensor  # the row `lo` in the receiver's buffer of the stage, where rows lie in the order of keys
-
-    @property
-    def rows(self) -> Tensor:
-        return self.hi - self.lo
+    def parts_of(self, rank: int) -> tuple[Bands, Tensor]:
+        """The mask of the rows of `rank`: bands in coordinates of the sequence that have a key in every row, and
+        local row minus row of each."""
+        table = self.dispatch.table
+        index = (self.rank_of_chunk[table.needs.owner] == rank).nonzero().flatten()
+        parts, chunk, band = table.parts.take(index), table.needs.owner[index], table.band[index]
+        # Where a band goes on in the next chunk, the cut between them is undone.
+        first, last = group((band[1:] != band[:-1]) | (chunk[1:] != chunk[:-1] + 1), len(index))
+        return parts.take(first)._replace(end=parts.end[last]), self.shift_of_chunk[chunk[first]]
 
 
 class Transfer(NamedTuple):
@@ -117,195 +93,193 @@ class Stage(NamedTuple):
     transfer: Transfer | None  # None: the keys are the rank's own, in place
 
 
+class Pieces(NamedTuple):
+    """Key rows on their way to or from one rank, one entry for each degree and run of rows in one chunk; int64
+    `[num_degrees * num_pieces]`, in the order of degrees, receivers and keys."""
+
+    stage: Tensor
+    buffer_row: Tensor
+    receiver: Tensor
+    lo: Tensor  # rows of the sequence
+    hi: Tensor
+    sender: Tensor  # may be the receiver itself
+    source_row: Tensor  # the row `lo` on the sender
+
+    @property
+    def rows(self) -> Tensor:
+        return self.hi - self.lo
+
+
 @dataclass(frozen=True, eq=False)
 class CommPlan:
-    """The communication of all ranks.
+    """The communication of all ranks, for several degrees side by side, whose stages are numbered through.
 
     Attributes:
-        dispatch: who holds what.
-        rows: the mask by rank.
-        degree: 0 for one merged stage, otherwise the number of remote stages.
-        stage: int64 `[num_needs]`, the stage of each of `rows.needs`.
+        rows: what each rank needs.
+        degrees: each 0 for one merged stage, otherwise the number of remote stages.
+        num_stages: of each degree; the same on all ranks. Remote stages in which nothing moves at all do not exist.
+        stage: int64 `[num_degrees, num_needs]`, of each of `rows.needs`.
+        buffer_row: int64 `[num_degrees, num_needs]`, likewise: the first row in the receiver's buffer of the stage,
+            where rows lie in the order of keys. Without meaning where keys are attended in place.
+        received: of each degree, the rows of all buffers, int64 `[cp_size, num_stages]`; 0 in place.
     """
 
-    dispatch: Dispatch
     rows: RankRows
-    degree: int
+    degrees: Sequence[int]
+    num_stages: Sequence[int]
     stage: Tensor
+    buffer_row: Tensor
+    received: Sequence[Tensor]
 
-    @cached_property
-    def num_stages(self) -> int:
-        """The same on all ranks. Remote stages in which nothing moves at all do not exist."""
-        return 1 + int(self.stage.max()) if len(self.stage) else 1
-
-    def stages(self, rank: int) -> list[Stage]:
-        """What `rank` does; tensors are on the CPU."""
-        mine = self._pieces(self.rows.needs.owner == rank)
-        theirs = self._pieces(self.rows.holder == rank)
-        received = self._received.view(-1, self.num_stages)
-        buffer_rows = received[rank].tolist()
-        key_row = mine.buffer_row
-        if self.degree > 0:  # the keys of the first stage are attended in place
-            key_row = torch.where(mine.stage == 0, mine.source_row, mine.buffer_row)
-            buffer_rows[0] = self.dispatch.seqlen_local
-        slices = self._slices(rank, mine, key_row - mine.lo, buffer_rows)
-        order = torch.argsort(mine.stage * self.dispatch.cp_size + mine.sender, stable=True)
-        recvs = [mine.sender, mine.buffer_row, mine.source_row, mine.rows]
-        sends = [theirs.receiver, theirs.source_row, theirs.buffer_row, theirs.rows]
-        columns = (
-            self._by_stage(theirs.stage, torch.stack(sends, 1)),
-            self._by_stage(mine.stage[order], torch.stack(recvs, 1)[order]),
-            self._counts(theirs, theirs.receiver),
-            self._counts(mine, mine.sender),
-            received.amax(0).tolist(),
-        )
-        transfers: list[Transfer | None] = [
-            Transfer(*fields) for fields in zip(*columns, strict=True)
+    def stages(self, rank: int) -> list[list[Stage]]:
+        """What `rank` does for each degree; tensors are on the CPU."""
+        is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
+        mine, theirs = (self._pieces(x.nonzero().flatten()) for x in (is_mine, is_theirs))
+        slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
+        first_stages = self._first_stages()
+        return [
+            [
+                Stage(slices[i], None if degree > 0 and i == first else transfers[i])
+                for i in range(first, first + num)
+            ]
+            for degree, first, num in zip(self.degrees, first_stages, self.num_stages, strict=True)
         ]
-        if self.degree > 0:
-            transfers[0] = None
-        return [Stage(*stage) for stage in zip(slices, transfers, strict=True)]
 
-    @cached_property
-    def _buffer(self) -> Tensor:
-        """The buffer of each of `rows.needs`: one of each receiver and stage."""
-        return self.rows.needs.owner * self.num_stages + self.stage
+    def _first_stages(self) -> list[int]:
+        """The number of each degree's first stage."""
+        return list(accumulate(self.num_stages, initial=0))[:-1]
 
-    @cached_property
-    def _received(self) -> Tensor:
-        """Rows of each buffer."""
-        buffers = self.rows.needs._replace(owner=self._buffer)
-        return total_by_owner(buffers, self.dispatch.cp_size * self.num_stages)
+    def _pieces(self, index: Tensor) -> Pieces:
+        """Some of `rows.needs`."""
+        rows = self.rows
+        needs = rows.needs.take(index)
+        rest = rows.holder[index], needs.lo + rows.shift_of_chunk[rows.chunk[index]]
+        fields = (self.stage[:, index], self.buffer_row[:, index], *needs, *rest)
+        return Pieces(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
 
-    @cached_property
-    def _rows_before(self) -> Tensor:
-        """How many rows move before each of `rows.needs`, whoever receives them."""
-        rows = self.rows.needs.hi - self.rows.needs.lo
-        if self.degree > 0:
-            rows = torch.where(self.stage > 0, rows, 0)
-        return rows.cumsum(0) - rows
+    def _transfers(self, mine: Pieces, theirs: Pieces) -> list[Transfer]:
+        """One rank's share of each stage: it receives `mine` and sends `theirs`."""
+        cp_size, num_stages = self.rows.dispatch.cp_size, sum(self.num_stages)
+        # Both directions in one pass: what is received comes in stages of its own, behind the others.
+        sends = (theirs.stage, theirs.receiver, theirs.source_row, theirs.buffer_row, theirs.rows)
+        recvs = (mine.stage + num_stages, mine.sender, mine.buffer_row, mine.source_row, mine.rows)
+        stage, *columns = (torch.cat(pair) for pair in zip(sends, recvs, strict=True))
+        place = stage * cp_size + columns[0]
+        order = place.argsort(stable=True)
+        place, (peer, row, peer_row, count) = place[order], (x[order] for x in columns)
+        counts = place.new_zeros(2 * num_stages * cp_size).index_add_(0, place, count)
+        # Neighbours on both sides become one.
+        end, peer_end = row + count, peer_row + count
+        is_new = (place[1:] != place[:-1]) | (row[1:] != end[:-1])
+        first, last = group(is_new | (peer_row[1:] != peer_end[:-1]), len(place))
+        row = row[first]
+        runs = torch.stack([peer[first], row, peer_row[first], end[last] - row], 1)
+        sizes = torch.bincount(stage[order][first], minlength=2 * num_stages).tolist()
+        runs_of, counts_of = runs.split(sizes), counts.view(-1, cp_size).tolist()
+        peaks = chain.from_iterable(received.amax(0).tolist() for received in self.received)
+        return [
+            Transfer(
+                runs_of[i], runs_of[num_stages + i], counts_of[i], counts_of[num_stages + i], peak
+            )
+            for i, peak in enumerate(peaks)
+        ]
 
-    @cached_property
-    def _rows_before_buffer(self) -> Tensor:
-        """The same for each buffer: what moves is in the order of receivers, and of stages for each of them."""
-        received = self._received.clone()
-        if self.degree > 0:
-            received.view(-1, self.num_stages)[:, 0] = 0
-        return received.cumsum(0) - received
-
-    def _pieces(self, is_taken: Tensor) -> Pieces:
-        """Some of `rows.needs`, in the order of stages."""
-        index = is_taken.nonzero().flatten()
-        stage, order = self.stage[index].sort(stable=True)
-        index = index[order]
-        needs, chunk = self.rows.needs.take(index), self.rows.chunk[index]
-        size = self.dispatch.chunk_size
-        source_row = needs.lo + (self.rows.slot_of_chunk[chunk] - chunk) * size
-        buffer_row = self._rows_before[index] - self._rows_before_buffer[self._buffer[index]]
-        holder = self.rows.holder[index]
-        return Pieces(stage, needs.owner, holder, needs.lo, needs.hi, source_row, buffer_row)
-
-    def _by_stage(self, stage: Tensor, runs: Tensor) -> tuple[Tensor, ...]:
-        """The runs of each stage, where neighbours on both sides have become one."""
-        peer, row, peer_row, count = runs.unbind(1)
-        is_first = torch.ones(len(runs), dtype=torch.bool)
-        is_first[1:] = (
-            (stage[1:] != stage[:-1])
-            | (peer[1:] != peer[:-1])
-            | (row[1:] != (row + count)[:-1])
-            | (peer_row[1:] != (peer_row + count)[:-1])
-        )
-        joined = runs[is_first]
-        before = (count.cumsum(0) - count)[is_first]
-        joined[:, 3] = torch.diff(before, append=count.sum()[None])
-        sizes = torch.bincount(stage[is_first], minlength=self.num_stages)
-        return joined.split(sizes.tolist())
-
-    def _counts(self, pieces: Pieces, peer: Tensor) -> list[list[int]]:
-        """Rows per stage and peer."""
-        cp_size = self.dispatch.cp_size
-        by_peer = Ranges(pieces.stage * cp_size + peer, pieces.lo, pieces.hi)
-        return total_by_owner(by_peer, self.num_stages * cp_size).view(-1, cp_size).tolist()
-
-    def _slices(
-        self, rank: int, mine: Pieces, offset: Tensor, seqlens_k: list[int]
-    ) -> list[AttnSlices]:
-        """The rank's rows against the buffer of each stage, all stages in one pass."""
-        total, num_stages = self.dispatch.total_padded, self.num_stages
-        rows = (self.rows.rank == rank).nonzero().flatten().repeat(num_stages)
-        stage = torch.arange(num_stages).repeat_interleave(len(rows) // num_stages)
+    def _slices(self, rank: int, mine: Pieces) -> list[AttnSlices]:
+        """The rank's rows against the keys of each stage, all stages in one pass."""
+        where, num_stages = self.rows.dispatch, sum(self.num_stages)
+        total, seqlen_q = where.total_padded, where.seqlen_local
+        seqlens_k = [n for received in self.received for n in received[rank].tolist()]
+        key_row = mine.buffer_row
+        for first_stage, degree in zip(self._first_stages(), self.degrees, strict=True):
+            if degree > 0:
+                seqlens_k[first_stage] = seqlen_q
+                is_in_place = mine.stage == first_stage
+                key_row = torch.where(is_in_place, mine.source_row, key_row)
         # Neighbouring pieces of a stage are neighbours in its buffer too.
-        keys = join(Ranges(mine.stage, mine.lo, mine.hi))
-        first = torch.searchsorted(mine.stage * total + mine.lo, keys.owner * total + keys.lo)
-        clipped, part, key = clip_to(self.rows.parts.take(rows), stage, keys, total)
-        order = torch.argsort(stage[part], stable=True)
-        clipped, part, key = clipped.take(order), part[order], key[order]
-        row_shift, key_shift = self.rows.offset[rows[part]], offset[first[key]]
+        order = mine.stage.argsort(stable=True)
+        stage, lo, hi, key_row = (x[order] for x in (mine.stage, mine.lo, mine.hi, key_row))
+        first, last = group((stage[1:] != stage[:-1]) | (lo[1:] != hi[:-1]), len(stage))
+        keys, key_shift = Ranges(stage[first], lo[first], hi[last]), (key_row - lo)[first]
+        parts, row_shift = self.rows.parts_of(rank)
+        # Every part against the keys of every stage.
+        num_parts = len(row_shift)
+        _, reach = parts.at(parts.end - 1)
+        owner = torch.arange(num_stages).repeat_interleave(num_parts)
+        sees = Ranges(owner, parts.lo.repeat(num_stages), reach.repeat(num_stages))
+        part, key = overlaps(sees, keys, total)
+        part = part - owner[part] * num_parts
+        clipped = bands.clip_cols(parts.take(part), keys.lo[key], keys.hi[key])
+        live = (clipped.end > clipped.begin).nonzero().flatten()
+        which = live.remainder(max(len(part), 1))  # one band has become three
+        order = keys.owner[key[which]].argsort(stable=True)
+        live, which = live[order], which[order]
+        clipped, part, key = clipped.take(live), part[which], key[which]
         local = clipped._replace(
-            begin=clipped.begin + row_shift,
-            end=clipped.end + row_shift,
-            lo=clipped.lo + key_shift,
-            hi=clipped.hi + key_shift,
+            begin=clipped.begin + row_shift[part],
+            end=clipped.end + row_shift[part],
+            lo=clipped.lo + key_shift[key],
+            hi=clipped.hi + key_shift[key],
         )
-        sizes = torch.bincount(stage[part], minlength=num_stages).tolist()
-        q_ranges, k_ranges, mask_types = (x.split(sizes) for x in bands.to_ranges(local))
-        tables = zip(q_ranges, k_ranges, mask_types, seqlens_k, strict=True)
-        seqlen_q = self.dispatch.seqlen_local
+        sizes = torch.bincount(keys.owner[key], minlength=num_stages).tolist()
+        tables = zip(*(x.split(sizes) for x in bands.to_ranges(local)), seqlens_k, strict=True)
         return [AttnSlices(q, k, types, seqlen_q, seqlen_k) for q, k, types, seqlen_k in tables]
 
 
-def plan_communication(rows: RankRows, dispatch: Dispatch, degree: int) -> CommPlan:
+def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     """The communication of all ranks in all stages.
 
     Args:
-        rows: the mask by rank.
-        dispatch: who holds what.
-        degree: number of remote stages, 0 for one stage with everything.
+        rows: what each rank needs.
+        degrees: each a number of remote stages, or 0 for one stage with everything; the plans of all lie side by side.
 
     Raises:
-        ValueError: if `degree` is negative.
+        ValueError: if a degree is negative.
     """
-    if degree < 0:
-        raise ValueError(f"`degree` must not be negative, got {degree}")
-    stage = _stages(rows.needs, rows.holder != rows.needs.owner, dispatch.cp_size, degree)
-    return CommPlan(dispatch, rows, degree, stage)
+    if min(degrees) < 0:
+        raise ValueError(f"`degrees` must not be negative, got {list(degrees)}")
+    cp_size, receiver = rows.dispatch.cp_size, rows.needs.owner
+    degree = torch.tensor(degrees)[:, None]
+    is_remote = rows.holder != receiver
+    count = rows.needs.hi - rows.needs.lo
+    # Equal parts of every receiver's remote rows, in the order of keys.
+    moved = torch.where(is_remote, count, 0)
+    total = moved.new_zeros(cp_size).index_add_(0, receiver, moved)
+    before = moved.cumsum(0) - moved - (total.cumsum(0) - total)[receiver]
+    part = (2 * before + moved) * degree // (2 * total[receiver]).clamp(min=1)
+    stage = torch.where(is_remote, 1 + torch.minimum(part, degree - 1), 0)
+    num_stages = [1 + n for n in stage.amax(1).tolist()] if len(receiver) else [1] * len(degrees)
+    # Buffers are numbered by degree, receiver and stage, and so are the rows that move.
+    sizes = [cp_size * num for num in num_stages]
+    first_buffer = torch.tensor(list(accumulate(sizes, initial=0))[:-1])[:, None]
+    buffer = (first_buffer + receiver * torch.tensor(num_stages)[:, None] + stage).flatten()
+    moved = torch.where(degree > 0, moved, count).flatten()
+    received = moved.new_zeros(sum(sizes)).index_add_(0, buffer, moved)
+    buffer_row = moved.cumsum(0) - moved - (received.cumsum(0) - received)[buffer]
+    first_stage = torch.tensor(list(accumulate(num_stages, initial=0))[:-1])[:, None]
+    return CommPlan(
+        rows,
+        degrees,
+        num_stages,
+        stage + first_stage,
+        buffer_row.view(stage.shape),
+        [x.view(cp_size, -1) for x in received.split(sizes)],
+    )
 
 
-def _stages(pieces: Ranges, is_remote: Tensor, cp_size: int, degree: int) -> Tensor:
-    """The stage of each piece: equal parts of every receiver's remote rows, in the order of keys."""
-    if degree == 0:
-        return torch.zeros_like(pieces.owner)
-    rows = torch.where(is_remote, pieces.hi - pieces.lo, 0)
-    total = torch.zeros(cp_size, dtype=torch.int64).index_add_(0, pieces.owner, rows)
-    before = rows.cumsum(0) - rows - (total.cumsum(0) - total)[pieces.owner]
-    part = (2 * before + rows) * degree // (2 * total[pieces.owner]).clamp(min=1)
-    return torch.where(is_remote, 1 + part.clamp(max=degree - 1), 0)
-
-
-def clip_to(parts: Bands, owner: Tensor, ranges: Ranges, span: int) -> tuple[Bands, Tensor, Tensor]:
-    """Intersects every part with all key ranges of its owner.
+def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
+    """All pairs of ranges of one owner that overlap, as indices of `one`, ascending, and of `other`.
 
     Args:
-        parts: bands with a key in every row.
-        owner: int64 `[num_parts]`.
-        ranges: sorted by (owner, lo) and disjoint.
-        span: an upper bound of all keys.
-
-    Returns:
-        The intersections that are not empty, and of each the index of its part and of its range.
+        one: in any order, none empty.
+        other: sorted by (owner, lo), disjoint, none empty.
+        span: an upper bound of every `hi`.
     """
     stride = span + 1
-    _, last_hi = parts.at(parts.end - 1)
-    first = torch.searchsorted(
-        ranges.owner * stride + ranges.hi, owner * stride + parts.lo, right=True
-    )
-    last = torch.searchsorted(ranges.owner * stride + ranges.lo, owner * stride + last_hi)
-    part, step = expand((last - first).clamp(min=0))
-    which = first[part] + step
-    clipped = bands.clip_cols(parts.take(part), ranges.lo[which], ranges.hi[which])
-    copies = len(clipped.begin) // max(len(part), 1)
-    live = clipped.end > clipped.begin
-    return clipped.take(live), part.repeat(copies)[live], which.repeat(copies)[live]
+    begin, end = one.owner * stride + one.lo, one.owner * stride + one.hi
+    first = torch.searchsorted(other.owner * stride + other.hi, begin, right=True)
+    last = torch.searchsorted(other.owner * stride + other.lo, end)
+    index, step = expand(last - first)
+    return index, first[index] + step
 
 
 class StageLoads(NamedTuple):
@@ -317,21 +291,32 @@ class StageLoads(NamedTuple):
     send_rows: Tensor
 
     @staticmethod
-    def of(rows: RankRows, dispatch: Dispatch) -> StageLoads:
-        cp_size, total = dispatch.cp_size, dispatch.total_padded
-        is_remote = rows.holder != rows.needs.owner
-        remote = rows.needs.take(is_remote)
-        local = join(rows.needs.take(~is_remote))
-        local_parts, part, _ = clip_to(rows.parts, rows.rank, local, total)
+    def of(rows: RankRows) -> StageLoads:
+        where, needs = rows.dispatch, rows.needs
+        table, zeros = where.table, torch.zeros(where.cp_size, dtype=torch.int64)
+        is_remote = rows.holder != needs.owner
+        moved = torch.where(is_remote, needs.hi - needs.lo, 0)
+        sees = table.needs._replace(owner=rows.rank_of_chunk[table.needs.owner])
+        local = join(needs.take(~is_remote))
+        part, key = overlaps(sees, local, where.total_padded)
+        local_area = area_between(table.parts.take(part), local.lo[key], local.hi[key])
         return StageLoads(
-            _area_by_owner(rows.parts, rows.rank, cp_size),
-            _area_by_owner(local_parts, rows.rank[part], cp_size),
-            total_by_owner(remote, cp_size),
-            total_by_owner(remote._replace(owner=rows.holder[is_remote]), cp_size),
+            table.area[where.chunks].sum(1),
+            zeros.index_add(0, sees.owner[part], local_area),
+            zeros.index_add(0, needs.owner, moved),
+            zeros.index_add(0, rows.holder, moved),
         )
 
 
-def _area_by_owner(parts: Bands, owner: Tensor, num_owners: int) -> Tensor:
-    rows = parts.end - parts.begin
-    area = rows * (parts.hi - parts.lo) + (parts.dhi - parts.dlo) * (rows * (rows - 1) // 2)
-    return torch.zeros(num_owners, dtype=torch.int64).index_add_(0, owner, area)
+def area_between(parts: Bands, lo: Tensor, hi: Tensor) -> Tensor:
+    """How many (row, key) pairs each part has with keys in `[lo, hi)`. Parts have a key in every row."""
+    edges, rows = torch.stack([lo, hi]), parts.end - parts.begin
+
+    def pairs_right_of(edge: Tensor, slope: Tensor) -> Tensor:
+        """Keys from the line that starts at `edge` up to those edges, in all rows."""
+        most = (edges - edge).clamp(min=0)
+        reached = torch.where(slope > 0, torch.minimum(most, rows), rows)
+        return reached * most - slope * (reached * (reached - 1) // 2)
+
+    below = pairs_right_of(parts.lo, parts.dlo) - pairs_right_of(parts.hi, parts.dhi)
+    return below[1] - below[0]

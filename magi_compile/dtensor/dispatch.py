@@ -38,14 +38,18 @@ class Dispatch:
     """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order.
 
     Attributes:
-        chunk_size: tokens of a chunk.
         total: tokens of the sequence; what follows up to `total_padded` sees and is seen by nothing.
         chunks: int64 `[cp_size, chunks_per_rank]`, on the CPU.
+        table: what the chunks cost and need.
     """
 
-    chunk_size: int
     total: int
     chunks: Tensor
+    table: ChunkTable
+
+    @property
+    def chunk_size(self) -> int:
+        return self.table.chunk_size
 
     @property
     def cp_size(self) -> int:
@@ -124,7 +128,7 @@ def dispatch(
     per_rank = max(-(-slices.seqlen_q // (chunk_size * cp_size)), 1)
     table = ChunkTable.of(slices, chunk_size, per_rank * cp_size)
     assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
-    return Dispatch(chunk_size, slices.seqlen_q, torch.as_tensor(assignment).sort(1).values)
+    return Dispatch(slices.seqlen_q, torch.as_tensor(assignment).sort(1).values, table)
 
 
 def check_self_attention(slices: AttnSlices) -> None:

@@ -39,20 +39,25 @@ def unite(ranges: Ranges, span: int) -> Ranges:
     stride = span + 1
     begin, order = torch.sort(ranges.owner * stride + ranges.lo)
     reach = torch.cummax((ranges.owner * stride + ranges.hi)[order], 0).values
-    is_first = torch.ones(len(begin), dtype=torch.bool)
-    torch.gt(begin[1:], reach[:-1], out=is_first[1:])
-    lo = begin[is_first]
-    owner = lo.div(stride, rounding_mode="floor")
-    hi = reach[torch.cat([is_first[1:], is_first[:1]])]
-    return Ranges(owner, lo - owner * stride, hi - owner * stride)
+    first, last = group(begin[1:] > reach[:-1], len(begin))
+    begin, end = begin[first], reach[last]
+    owner = begin.div(stride, rounding_mode="floor")
+    return Ranges(owner, begin - owner * stride, end - owner * stride)
 
 
 def join(ranges: Ranges) -> Ranges:
     """The union of ranges that are sorted by (owner, lo) and disjoint already: neighbours become one."""
-    is_first = torch.ones(len(ranges.lo), dtype=torch.bool)
-    is_first[1:] = (ranges.lo[1:] != ranges.hi[:-1]) | (ranges.owner[1:] != ranges.owner[:-1])
-    first = ranges.take(is_first)
-    return first._replace(hi=ranges.hi[torch.cat([is_first[1:], is_first[:1]])])
+    owner, lo, hi = ranges
+    first, last = group((lo[1:] != hi[:-1]) | (owner[1:] != owner[:-1]), len(lo))
+    return Ranges(owner[first], lo[first], hi[last])
+
+
+def group(is_new: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """The first and the last item of each group of neighbours; `is_new` says of all items but the first whether one
+    begins."""
+    cuts = is_new.nonzero().flatten()
+    first = torch.cat([cuts.new_zeros(1), cuts + 1])
+    return first[:num], torch.cat([cuts, cuts.new_full((1,), num - 1)])[:num]
 
 
 def expand(counts: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:

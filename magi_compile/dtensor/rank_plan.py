@@ -209,18 +209,17 @@ def _plan(
         slack=options.slack,
         cost=options.cost,
     )
-    rows = RankRows.of(slices, where)
-    degrees = [options.degree, options.backward_degree]
-    if None in degrees:
-        loads = StageLoads.of(rows, where)
-        for index, is_backward in enumerate((False, True)):
-            if degrees[index] is None:
-                degrees[index] = choose_degree(loads, options.cost, backward=is_backward)
-    stages: dict[int, list[Stage]] = {}
-    for degree in degrees:
-        if degree is not None and degree not in stages:
-            stages[degree] = plan_communication(rows, where, degree).stages(rank)
-    forward, backward = (stages[degree] for degree in degrees if degree is not None)
+    rows = RankRows.of(where)
+    degree, backward_degree = options.degree, options.backward_degree
+    if degree is None or backward_degree is None:
+        loads = StageLoads.of(rows)
+        if degree is None:
+            degree = choose_degree(loads, options.cost)
+        if backward_degree is None:
+            backward_degree = choose_degree(loads, options.cost, backward=True)
+    degrees = sorted({degree, backward_degree})
+    plans = plan_communication(rows, degrees).stages(rank)
+    forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
     return RankPlan(where, rank, digest, forward, backward)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from magi_compile.dtensor.chunks import ChunkTable
 from magi_compile.dtensor.comm_plan import RankRows, StageLoads, plan_communication
 from magi_compile.dtensor.cost import CostModel
 from magi_compile.dtensor.dispatch import (
@@ -97,11 +96,10 @@ def simulate(
         where = dispatch(
             slices, cp_size, chunk_size=chunk_size, strategy=strategy, slack=slack, cost=cost
         )
-        rows = RankRows.of(slices, where)
-        loads = StageLoads.of(rows, where)
+        rows = RankRows.of(where)
+        loads = StageLoads.of(rows)
         degrees = [choose_degree(loads, cost, backward=backward) for backward in (False, True)]
-        for degree in set(degrees):
-            plan_communication(rows, where, degree).stages(0)
+        plan_communication(rows, sorted(set(degrees))).stages(0)
         seconds.append(time.thread_time() - start)
     area, local = loads.area.double(), where.seqlen_local
     ideal = area.mean().item() * cost.seconds_per_area
@@ -114,7 +112,7 @@ def simulate(
         recv_mean=loads.recv_rows.double().mean().item() / local,
         recv_max=int(loads.recv_rows.max()) / local,
         send_max=int(loads.send_rows.max()) / local,
-        bound=lower_bound(slices, where, slack),
+        bound=lower_bound(where, slack),
         gather=float(cp_size - 1),
         ulysses=ulysses_rows(cp_size),
         plan_ms=min(seconds) * 1e3,
@@ -135,7 +133,7 @@ def ulysses_rows_of(nheads_q: int, nheads_kv: int) -> Callable[[int], float]:
     return rows
 
 
-def lower_bound(slices: AttnSlices, where: Dispatch, slack: float) -> float:
+def lower_bound(where: Dispatch, slack: float) -> float:
     """A mean of received rows that no placement of these chunks within `slack` undercuts.
 
     A rank with a chunk that needs n rows has n rows, of which it holds at most `seqlen_local`. The chunks that
@@ -143,7 +141,7 @@ def lower_bound(slices: AttnSlices, where: Dispatch, slack: float) -> float:
     either, so at least so many ranks have n rows. Summed over all n. Chunks whose needs differ could make it
     worse; that is not counted.
     """
-    table = ChunkTable.of(slices, where.chunk_size, where.chunks.numel())
+    table = where.table
     needed = total_by_owner(unite(table.needs, table.total), table.num_chunks)
     needed, order = needed.sort(descending=True)
     share = table.area.sum().double() / where.cp_size * (1 + slack)

@@ -7,6 +7,8 @@ and one attention call over everything.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,65 +23,79 @@ TIE = 0.005
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
-    cast = _cast_seconds(loads, degree, cost)
-    return _stage_ends(loads, degree, cast, cost.seconds_per_area, cost.stage_seconds)[-1]
+    return _forward(loads, _column([degree]), cost).item()
 
 
 def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
-    cast = _cast_seconds(loads, degree, cost)
-    home = 0.0
-    rate = cost.seconds_per_area * cost.backward_area_factor
-    # Fewer than five waves of thread blocks leave a growing part of the GPU idle in the end: a line through what
-    # dealing the tiles of packed documents to 132 SMs gives.
-    rows = loads.recv_rows.double().clamp(min=1) / max(degree, 1)
-    idle = (cost.backward_wave_rows / rows - 0.2).clamp(min=0) if degree else None
-    ends = _stage_ends(loads, degree, cast, rate, cost.backward_stage_seconds, idle)
-    for end in ends:
-        # A reduce starts when the slowest rank has computed the stage and the reduce before is done.
-        home = max(home, end) + cast * cost.backward_reduce_factor
-    return home
+    return _backward(loads, _column([degree]), cost).item()
 
 
 def choose_degree(
     loads: StageLoads, cost: CostModel, *, backward: bool = False, max_degree: int = MAX_DEGREE
 ) -> int:
     """The smallest degree within `TIE` of the fastest. All ranks compute the same."""
-    seconds = backward_seconds if backward else forward_seconds
     if not int(loads.recv_rows.sum()):
         return 1  # nothing moves, and keys that are attended in place are not even copied
-    predicted = [seconds(loads, degree, cost) for degree in range(max_degree + 1)]
+    seconds = _backward if backward else _forward
+    predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 
 
-def _cast_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
-    """One cast of `degree`; the slowest link decides."""
+def _column(degrees: Sequence[int]) -> Tensor:
+    return torch.tensor(degrees, dtype=torch.float64)[:, None]
+
+
+def _forward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
+    """Seconds for each of `degrees`, float64 `[num, 1]`."""
+    cast = _cast_seconds(loads, degrees, cost)
+    rates = cost.seconds_per_area, cost.stage_seconds
+    _, last = _first_and_last_end(loads, degrees, cast, *rates)
+    return last
+
+
+def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
+    """Seconds for each of `degrees`, float64 `[num, 1]`."""
+    cast = _cast_seconds(loads, degrees, cost)
+    parts = degrees.clamp(min=1)
+    # Fewer than five waves of thread blocks leave a growing part of the GPU idle in the end: a line through what
+    # dealing the tiles of packed documents to 132 SMs gives.
+    rows = loads.recv_rows.double().clamp(min=1) / parts
+    idle = (cost.backward_wave_rows / rows - 0.2).clamp(min=0)
+    rates = cost.seconds_per_area * cost.backward_area_factor, cost.backward_stage_seconds
+    first, last = _first_and_last_end(loads, degrees, cast, *rates, idle)
+    # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
+    # each other from the first stage on, or the last one starts as its stage ends.
+    reduce = cast[:, 0] * cost.backward_reduce_factor
+    return torch.maximum(first + parts[:, 0] * reduce, last + reduce)
+
+
+def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
+    """One cast, `[num, 1]`; the slowest link decides."""
     rows = max(int(loads.recv_rows.max()), int(loads.send_rows.max()))
-    return cost.latency_seconds + rows * cost.seconds_per_row / max(degree, 1)
+    return cost.latency_seconds + rows * cost.seconds_per_row / degrees.clamp(min=1)
 
 
-def _stage_ends(
+def _first_and_last_end(
     loads: StageLoads,
-    degree: int,
-    cast: float,
+    degrees: Tensor,
+    cast: Tensor,
     seconds_per_area: float,
     stage_seconds: float,
-    idle: Tensor | None = None,
-) -> list[float]:
-    """When the slowest rank is done with each stage that needs a cast: a stage starts once its keys have arrived
-    and the stage before is done. `idle [cp_size]` is by what part remote stages take longer than their area."""
-    parts = max(degree, 1)
+    idle: Tensor | float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
+
+    A stage starts once its keys have arrived and the stage before is done. Stages and casts take equally long each,
+    so stages either follow each other from the first one on, or the last one starts as its cast ends. `idle` is by
+    what part remote stages take longer than their area.
+    """
+    has_local, parts = degrees > 0, degrees.clamp(min=1)
     area = loads.area.double() * seconds_per_area
-    done = torch.zeros_like(area)
-    if degree:
-        local = loads.local_area.double() * seconds_per_area
-        area = area - local
-        if idle is not None:
-            area = area * (1 + idle)
-        done = local + stage_seconds
+    local = loads.local_area.double() * seconds_per_area
+    done = torch.where(has_local, local + stage_seconds, 0.0)
+    area = torch.where(has_local, (area - local) * (1 + idle), area)
     stage = area / parts + stage_seconds
-    ends = []
-    for index in range(parts):
-        done = done.clamp(min=(index + 1) * cast) + stage
-        ends.append(done.max().item())
-    return ends
+    first = torch.maximum(done, cast) + stage
+    last = torch.maximum(first + (parts - 1) * stage, parts * cast + stage)
+    return first.amax(1), last.amax(1)

@@ -20,8 +20,8 @@ def dense_of(slices, plan):
 
 def all_stages(slices, cp_size, degree, strategy="local"):
     where = dispatch(slices, cp_size, chunk_size=CHUNK, strategy=strategy)
-    comm = plan_communication(RankRows.of(slices, where), where, degree)
-    stages = [comm.stages(rank) for rank in range(cp_size)]
+    comm = plan_communication(RankRows.of(where), [degree])
+    stages = [comm.stages(rank)[0] for rank in range(cp_size)]
     return where, stages
 
 
@@ -122,7 +122,7 @@ def test_remote_rows_move_once_in_equal_parts(degree):
 def test_stage_loads_are_those_of_the_dense_mask(case):
     slices = case.slices()
     where = dispatch(slices, 3, chunk_size=CHUNK)
-    loads = StageLoads.of(RankRows.of(slices, where), where)
+    loads = StageLoads.of(RankRows.of(where))
     dense = dense_of(slices, where)
     mine = [where.positions(rank) for rank in range(3)]
     assert loads.area.tolist() == [int(dense[r].sum()) for r in mine]
@@ -130,6 +130,20 @@ def test_stage_loads_are_those_of_the_dense_mask(case):
     needed = torch.tensor([[int(dense[r][:, s].any(0).sum()) for s in mine] for r in mine])
     assert loads.recv_rows.tolist() == (needed.sum(1) - needed.diag()).tolist()
     assert loads.send_rows.tolist() == (needed.sum(0) - needed.diag()).tolist()
+
+
+@pytest.mark.parametrize("name", ["varlen_causal", "holes", "shared_prefix"])
+def test_degrees_side_by_side_are_those_on_their_own(name):
+    slices = SQUARE[name].slices()
+    where = dispatch(slices, 4, chunk_size=CHUNK)
+    rows, degrees = RankRows.of(where), [3, 0, 1]
+    together = plan_communication(rows, degrees)
+    alone = [plan_communication(rows, [degree]) for degree in degrees]
+    for rank in range(4):
+        for stages, (expected,) in zip(
+            together.stages(rank), (plan.stages(rank) for plan in alone), strict=True
+        ):
+            assert str(stages) == str(expected)
 
 
 def test_no_remote_stage_where_nothing_moves():
@@ -142,5 +156,5 @@ def test_no_remote_stage_where_nothing_moves():
 def test_bad_degree():
     slices = AttnSlices.causal(64)
     where = dispatch(slices, 2, chunk_size=8)
-    with pytest.raises(ValueError, match="`degree` must not be negative, got -1"):
-        plan_communication(RankRows.of(slices, where), where, -1)
+    with pytest.raises(ValueError, match=r"`degrees` must not be negative, got \[2, -1\]"):
+        plan_communication(RankRows.of(where), [2, -1])

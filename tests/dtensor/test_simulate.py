@@ -32,7 +32,7 @@ SMALL = [
 def test_no_placement_is_below_the_bound(case, slack, cp_size):
     slices = case.slices()
     where = dispatch(slices, cp_size, chunk_size=16)
-    bound = lower_bound(slices, where, slack)
+    bound = lower_bound(where, slack)
     table = ChunkTable.of(slices, 16, 12)
     for assignment in every_assignment(12, cp_size):
         loads = rank_loads(table, assignment)
@@ -43,7 +43,7 @@ def test_no_placement_is_below_the_bound(case, slack, cp_size):
 def test_bound_of_a_full_mask_is_the_all_gather():
     slices = AttnSlices.full(1024)
     where = dispatch(slices, 8, chunk_size=16)
-    assert lower_bound(slices, where, 0.0) == 7.0
+    assert lower_bound(where, 0.0) == 7.0
 
 
 def test_figures_of_a_full_mask():
