@@ -68,18 +68,21 @@ class _DeviceFlags:
         self.slots: dict[str, int] = {}
         self.details: dict[str, str] = {}
 
-    def row(self, message: str) -> Tensor:
-        """Where the failure of a check is written: 1, then its values."""
+    def slot(self, message: str, detail: str) -> int:
+        """The row where the failure of a check is written: 1, then its values."""
+        self.details[message] = detail
         # Messages beyond the capacity share the last slot, which names the newest of them.
-        slot = self.slots.setdefault(message, min(len(self.slots), self.CAPACITY - 1))
-        return self.on_device[slot]
+        return self.slots.setdefault(message, min(len(self.slots), self.CAPACITY - 1))
+
+    def address(self, message: str, detail: str) -> int:
+        """The address of that row."""
+        return self.on_host[self.slot(message, detail)].data_ptr()
 
     def submit(self, checks: Sequence[MaskCheck]) -> None:
         for check in checks:
-            self.details[check.message] = check.detail
             is_broken = check.ok.logical_not()
             found = torch.stack([is_broken, *check.values]).long()
-            row = self.row(check.message)[: len(found)]
+            row = self.on_device[self.slot(check.message, check.detail), : len(found)]
             # Not copy_(): between tensors of one kind that is a memcpy, which must not name host memory.
             torch.where(is_broken, found, row, out=row)
 
@@ -136,10 +139,21 @@ def require(checks: Sequence[MaskCheck]) -> None:
     for check in on_cpu:
         check.raise_if_broken()
     if on_gpu:
-        device = on_gpu[0].ok.device
-        if device not in _flags:
-            _flags[device] = _DeviceFlags(device)
-        _flags[device].submit(on_gpu)
+        _flags_of(on_gpu[0].ok.device).submit(on_gpu)
+
+
+def flag_addresses(device: torch.device, checks: Sequence[tuple[str, str]]) -> list[int]:
+    """Where a kernel that makes checks itself reports those that fail, for each message and detail of `checks`.
+
+    Four int64 each, which stay where they are: what was found goes into the last three, then 1 into the first.
+    """
+    return [_flags_of(device).address(*words) for words in checks]
+
+
+def _flags_of(device: torch.device) -> _DeviceFlags:
+    if device not in _flags:
+        _flags[device] = _DeviceFlags(device)
+    return _flags[device]
 
 
 def raise_pending() -> None:

@@ -1,4 +1,5 @@
-// What the threads of one block do together on arrays of any length. Each of these ends with a barrier.
+// What the threads of one block do together on arrays of any length, each with a barrier at its end; and those of a grid,
+// which wait for nobody.
 #pragma once
 
 namespace ffa {
@@ -46,19 +47,41 @@ __device__ int prefix_sum(int count, Value value, Store store) {
     return carry;
 }
 
-// Sorts `count` keys, a power of two, upwards (bitonic).
-__device__ __forceinline__ void sort(unsigned long long* keys, int count) {
+// Sorts `count` keys, a power of two, so that none is_less than the one before it (bitonic).
+template <class Key, class IsLess>
+__device__ __forceinline__ void sort(Key* keys, int count, IsLess is_less) {
     for (int size = 2; size <= count; size *= 2) {
         for (int stride = size / 2; stride > 0; stride /= 2) {
             for_each(count / 2, [&](int pair) {
                 const int low = 2 * pair - (pair & (stride - 1));
                 const int high = low + stride;
-                const unsigned long long a = keys[low], b = keys[high];
-                if ((a > b) == ((low & size) == 0)) {
+                const Key a = keys[low], b = keys[high];
+                if (is_less(b, a) == ((low & size) == 0)) {
                     keys[low] = b;
                     keys[high] = a;
                 }
             });
+        }
+    }
+}
+
+// body(0), ..., body(count - 1), in no order.
+template <class Body>
+__device__ __forceinline__ void for_each_of_grid(int count, Body body) {
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+        body(i);
+    }
+}
+
+// flag(0), ..., flag(count - 1) as the bits of `words`; the bits behind them become zeros.
+template <class Flag>
+__device__ __forceinline__ void bits_of_grid(long long count, unsigned* words, Flag flag) {
+    const long long stride = static_cast<long long>(gridDim.x) * blockDim.x;
+    const long long end = (count + 31) / 32 * 32;
+    for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < end; i += stride) {
+        const unsigned bits = __ballot_sync(~0u, i < count && flag(i));
+        if (threadIdx.x % 32 == 0) {
+            words[i / 32] = bits;
         }
     }
 }

@@ -324,7 +324,7 @@ private:
             const unsigned cost = tile < walk_.num_tiles ? cost_[tile] : 0;
             order_[tile] = static_cast<unsigned long long>(~cost) << 32 | static_cast<unsigned>(tile);
         });
-        sort(order_, walk_.num_sorted);
+        sort(order_, walk_.num_sorted, [](unsigned long long a, unsigned long long b) { return a < b; });
         for_each(walk_.num_tiles, [&](int i) {
             const int tile = static_cast<int>(order_[i] & ~0u);
             walk_.tiles[i] = {tile_begin_[tile], tile_end_[tile], run_begin_[tile], run_begin_[tile] + run_count_[tile]};

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
+
+import torch
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 
@@ -65,6 +68,25 @@ def load(name: str) -> Kernel:
     if not hasattr(module, class_name):
         raise ImportError(f"cannot import name {class_name!r} from {module_name!r}")
     return getattr(module, class_name)()
+
+
+@cache
+def arch_of(device: torch.device) -> tuple[int, int] | None:
+    """The CUDA compute capability of a device; None for those that are not GPUs."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+@cache
+def mask_slices_kernel(arch: tuple[int, int] | None) -> Callable | None:
+    """What evaluates mask programs on a GPU of compute capability `arch` in a few launches,
+    `magi_compile.kernels.cuda.mask_slices.mask_slices_on_device`; None where tensor operations do."""
+    if arch != (9, 0):
+        return None
+    try:
+        module = importlib.import_module("magi_compile.kernels.cuda.mask_slices")
+    except ImportError:  # of cuda-bindings, without which there is no kernel called "cuda" either
+        return None
+    return module.mask_slices_on_device
 
 
 def _refusals(name: str, problem: AttnProblem) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.masks import preconditions
 from magi_compile.masks.intervals import RowIntervals
 from magi_compile.masks.slices import MAX_SEQLEN, AttnSlices
 
@@ -33,7 +34,8 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
     """
     runs = _runs(intervals)
     first, last = runs.starts.nonzero().flatten(), runs.ends.nonzero().flatten()
-    slices = AttnSlices(*_gather_runs(intervals, runs, first, last), *_totals(intervals))
+    totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
+    slices = AttnSlices(*_gather_runs(intervals, runs, first, last), *totals)
     return slices.normalize()
 
 
@@ -70,17 +72,18 @@ def padded_slices_from_intervals(
     else:
         q_ranges = k_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
         mask_types = q_ranges[:, 0]
-    check = MaskCheck(
-        count <= capacity,
-        f"the mask must fit in {capacity} slices",
-        "it has {}",
-        (count,),
-    )
-    return AttnSlices(q_ranges, k_ranges, mask_types, *_totals(intervals)), check
+    check = MaskCheck(count <= capacity, *preconditions.fits(capacity), (count,))
+    totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
+    return AttnSlices(q_ranges, k_ranges, mask_types, *totals), check
 
 
-def _totals(intervals: RowIntervals) -> tuple[int, int]:
-    totals = (intervals.batch * intervals.seqlen_q, intervals.batch * intervals.seqlen_k)
+def packed_totals(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
+    """How many rows and keys the slices of all batch entries span.
+
+    Raises:
+        ValueError: more than slices can number.
+    """
+    totals = (batch * seqlen_q, batch * seqlen_k)
     for name, total in zip(("seqlen_q", "seqlen_k"), totals, strict=True):
         if isinstance(total, int) and total >= MAX_SEQLEN:
             raise ValueError(f"`batch * {name}` must be below 2**30, got {total}")

@@ -5,13 +5,14 @@ All on the tensors' device, in O(rows + keys) memory, and on a GPU without waiti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.masks import preconditions
 from magi_compile.masks.arithmetic import INT32, INT64, Value, apply, counted
 from magi_compile.masks.expr import TRUE, Expr
 from magi_compile.masks.key_sets import Lane, Promise
@@ -89,12 +90,8 @@ class Evaluation:
         begin, end = _gather(after, lo), _gather(before, hi)
         is_live = (lo < hi) & (begin < end)
         is_whole = _gather(count, hi) - _gather(count, lo) == end - begin
-        text = self.program.describe(keys)
-        self.check(
-            is_live & ~is_whole,
-            f"the keys with `{text}` that a row may see must be next to each other",
-            "in row q = {} of batch entry {} there is a gap",
-        )
+        words = preconditions.are_neighbours(self.program.describe(keys))
+        self.check(is_live & ~is_whole, words)
         return torch.where(is_live, begin, 0), torch.where(is_live, end, 0)
 
     def expect(self, promise: Promise, is_live: Tensor | None = None) -> None:
@@ -108,35 +105,23 @@ class Evaluation:
             is_whole = self.group_field(promise.holds, "is_whole")
             if is_whole is None:
                 return
-            text = self.program.describe(args[0])
-            self.check(
-                ~is_whole & matters,
-                f"`{text}` must hold equal values next to each other along kv",
-                "the value {} that row q = {} of batch entry {} looks up lies in several places",
-                self.tensor(self.value(args[1])),
-            )
+            words = preconditions.is_grouped(self.program.describe(args[0]))
+            self.check(~is_whole & matters, words, self.tensor(self.value(args[1])))
         elif op == "is_sorted":
             keys = self.tensor(self.value(args[0])).expand(-1, self.seqlen_k)
             drops = keys[:, 1:] < keys[:, :-1]
             if isinstance(matters, Tensor):
                 drops = drops & matters.any(-1, keepdim=True)
-            text = self.program.describe(args[0])
-            self.check(
-                drops,
-                f"`{text}` must never decrease along kv",
-                "it does from kv = {0} on in batch entry {1}",
-            )
+            self.check(drops, preconditions.is_sorted(self.program.describe(args[0])))
         else:
             holds = self.value(promise.holds).data
             if not isinstance(holds, Tensor):
                 holds = torch.full((1, 1), holds, device=self.device)
-            text = self.program.describe(promise.holds)
-            self.check(
-                ~holds & matters, f"`{text}` must be true in every row", "it is not at q = {}"
-            )
+            words = preconditions.is_true(self.program.describe(promise.holds))
+            self.check(~holds & matters, words)
 
     def check(
-        self, broken: Tensor, message: str, detail: str, values: Tensor | None = None
+        self, broken: Tensor, words: preconditions.Words, values: Tensor | None = None
     ) -> None:
         """Adds a check: `broken` `[1 or batch, rows or keys]` must be False everywhere."""
         if not broken.numel():
@@ -145,7 +130,7 @@ class Evaluation:
         first = flat.to(torch.uint8).argmax()
         row, entry = first % broken.shape[1], first // broken.shape[1]
         sought = () if values is None else (values.expand_as(broken).take(first),)
-        self.checks.append(MaskCheck(~flat.any(), message, detail, (*sought, row, entry)))
+        self.checks.append(MaskCheck(~flat.any(), *words, (*sought, row, entry)))
 
     # Values
 
@@ -196,12 +181,7 @@ class Evaluation:
                 raise ValueError(f"`{self.program.describe(expr)}` must not be zero, it divides")
         elif value.low <= 0 <= value.high:
             is_zero = value.data == 0
-            text = self.program.describe(expr)
-            self.check(
-                is_zero,
-                f"`{text}` must not be zero, it divides",
-                "it is at position {} of batch entry {}",
-            )
+            self.check(is_zero, preconditions.is_not_zero(self.program.describe(expr)))
             value = value._replace(data=torch.where(is_zero, 1, value.data))
         return value
 
@@ -209,22 +189,11 @@ class Evaluation:
         """A captured tensor at its indices, `[1 or batch, 1 or rows or keys]`."""
         table, indices = self.tables[expr.args[0]], expr.args[1:]
         text = self.program.describe(expr)
-        if len(indices) != table.dim():
-            raise ValueError(
-                f"captured tensor in `{text}` must have {len(indices)} dimensions, got {table.dim()}"
-            )
+        check_look_up(expr, text, table.shape, self.sizes)
         if not indices:
             data = table.to(self.device).reshape(1, 1)
-        elif all(index.op == "var" for index in indices) and [
-            index.args[0] == "b" for index in indices
-        ] in ([True], [False], [True, False]):
+        elif is_plain(expr):
             sizes = [self.sizes[index.args[0]] for index in indices]
-            for dim, size in enumerate(sizes):
-                if table.shape[dim] < size:
-                    raise ValueError(
-                        f"captured tensor in `{text}` must have at least {size} entries in "
-                        f"dimension {dim}, got {table.shape[dim]}"
-                    )
             data = table[: sizes[0]]
             if len(indices) == 2:
                 data = data[:, : sizes[1]]
@@ -249,14 +218,8 @@ class Evaluation:
         if value.low < 0:
             index = torch.where(index < 0, index + size, index)
         if value.low < 0 or value.high >= size:
-            if not size:
-                raise ValueError(f"`{text}` looks up a captured tensor without entries")
-            self.check(
-                (index < 0) | (index >= size),
-                f"`{text}` must look up entries in [{-size}, {size})",
-                "it looks up {} at position {} of batch entry {}",
-                self.tensor(value),
-            )
+            is_outside = (index < 0) | (index >= size)
+            self.check(is_outside, preconditions.is_entry(text, size), self.tensor(value))
             index = index.clamp(0, size - 1)
         return index
 
@@ -322,6 +285,37 @@ class Evaluation:
         edges = torch.nn.functional.pad(begin, (0, 1), value=self.seqlen_k)
         values, limits = _aligned(value, self.tensor(counted(self.value(limit))))
         return _gather(edges, torch.searchsorted(values, limits, right=True))
+
+
+def is_plain(look_up: Expr) -> bool:
+    """Whether a captured tensor is looked up where it stands: at rows or keys, at batch entries, or at both."""
+    indices = look_up.args[1:]
+    of_entries = [index.args[0] == "b" for index in indices if index.op == "var"]
+    return len(of_entries) == len(indices) and of_entries in ([True], [False], [True, False])
+
+
+def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
+    """Raises ValueError where a captured tensor of `shape` can not be looked up so, whatever its values.
+
+    Args:
+        look_up: the captured tensor at its indices.
+        text: the same, for messages.
+        shape: of the captured tensor.
+        sizes: how many values each of the variables b, q and kv takes.
+    """
+    indices = look_up.args[1:]
+    if len(indices) != len(shape):
+        raise ValueError(
+            f"captured tensor in `{text}` must have {len(indices)} dimensions, got {len(shape)}"
+        )
+    for dim, index in enumerate(indices):
+        if is_plain(look_up) and shape[dim] < sizes[index.args[0]]:
+            raise ValueError(
+                f"captured tensor in `{text}` must have at least {sizes[index.args[0]]} entries in "
+                f"dimension {dim}, got {shape[dim]}"
+            )
+        if not shape[dim]:
+            raise ValueError(f"`{text}` looks up a captured tensor without entries")
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -91,7 +91,7 @@ def row_intervals(
     if device is None:
         device = next((t.device for t in tables if t.dim()), torch.device("cpu"))
     device = torch.device(device)
-    _check_arguments(program, tables, symbols, device)
+    check_arguments(program, tables, symbols, device)
     shape = (batch, seqlen_q)
     if 0 in (batch, seqlen_q, seqlen_k):
         empty = torch.zeros(max(program.max_intervals, 1), *shape, dtype=torch.int32, device=device)
@@ -108,9 +108,10 @@ def row_intervals(
     return RowIntervals(lo, hi, seqlen_k, tuple(run.checks))
 
 
-def _check_arguments(
+def check_arguments(
     program: MaskProgram, tables: Sequence[Tensor], symbols: Sequence[int], device: torch.device
 ) -> None:
+    """Raises TypeError or ValueError for what `row_intervals` can not take, whatever its size."""
     if len(tables) < program.num_tables:
         raise ValueError(f"`tables` must hold {program.num_tables} tensors, got {len(tables)}")
     if len(symbols) < program.num_symbols:

@@ -1,6 +1,5 @@
-"""The custom ops: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
+"""The custom ops of attention: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
-magi::mask_slices  program + captured tables -> slices of a fixed capacity
 magi::plan         slices -> how the chosen kernel walks them
 magi::ffa_fwd      attention over slices -> (out, lse)
 magi::ffa_bwd      its gradients -> (dq, dk, dv)
@@ -8,7 +7,6 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -16,80 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from magi_compile._checks import raise_pending, require
+from magi_compile._checks import raise_pending
 from magi_compile._compat import version_of
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.select import select
-from magi_compile.masks import AttnSlices, padded_slices_from_intervals, row_intervals
-from magi_compile.masks.block_lists import BlockLists
+from magi_compile.kernels.select import arch_of, select
+from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "DEF")
-
-
-# mask_slices
-
-
-def _mask_slices(
-    tables: Sequence[Tensor],
-    symbols: Sequence[int],
-    program: str,
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    capacity: int,
-    device: torch.device,
-    block_lists: Sequence[Tensor],
-    block_size: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    intervals = row_intervals(
-        program,
-        tables,
-        symbols,
-        batch=batch,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        device=device,
-    )
-    slices, fits = padded_slices_from_intervals(intervals, capacity)
-    fits = fits._replace(message=f"{fits.message} (`slice_capacity`)")
-    checks = [*intervals.checks, fits]
-    if block_lists:
-        checks += BlockLists(*block_lists).checks(intervals, *block_size)
-    require(checks)
-    q_ranges, k_ranges, mask_types = slices.q_ranges, slices.k_ranges, slices.mask_types
-    if slices.device.type == "cuda":
-        # A failed check raises later here, so no kernel may meet the nonsense that data it speaks of leads to.
-        holds = torch.stack([check.ok for check in checks]).all()
-        q_ranges, k_ranges, mask_types = q_ranges * holds, k_ranges * holds, mask_types * holds
-    return q_ranges, k_ranges, mask_types
-
-
-def _mask_slices_fake(
-    tables: Sequence[Tensor],
-    symbols: Sequence[int],
-    program: str,
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    capacity: int,
-    device: torch.device,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    def ranges() -> Tensor:
-        return torch.empty(capacity, 2, dtype=torch.int32, device=device)
-
-    return ranges(), ranges(), torch.empty(capacity, dtype=torch.int32, device=device)
-
-
-define(
-    _lib,
-    "mask_slices(Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, "
-    "SymInt seqlen_k, SymInt capacity, Device device, Tensor[] block_lists, SymInt[] block_size) "
-    "-> (Tensor, Tensor, Tensor)",
-    _mask_slices,
-    _mask_slices_fake,
-)
 
 
 # plan
@@ -101,7 +33,7 @@ def problem_of(
     """What packed `q`, `k`, `v` (real or fake) ask of a kernel."""
     return AttnProblem(
         device_type=q.device.type,
-        device_arch=_arch(q.device),
+        device_arch=arch_of(q.device),
         dtype=q.dtype,
         nheads_q=q.shape[1],
         nheads_kv=k.shape[1],
@@ -114,11 +46,6 @@ def problem_of(
 
 # Refusals depend on the problem alone, and a call is too short to ask for them each time.
 _select = lru_cache(maxsize=1024)(select)
-
-
-@lru_cache(maxsize=64)
-def _arch(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def _plan(
@@ -136,7 +63,7 @@ def _plan(
 ) -> list[Tensor]:
     device = q_ranges.device
     problem = AttnProblem(
-        device.type, _arch(device), dtype, nheads_q, nheads_kv, head_dim, head_dim_v, 1.0
+        device.type, arch_of(device), dtype, nheads_q, nheads_kv, head_dim, head_dim_v, 1.0
     )
     slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k)
     return _select(problem, kernel).plan(slices, problem)

@@ -20,6 +20,9 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void atomicOr(unsigned* x, unsigned y) { *x |= y; }
 inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
+inline void atomicMin(int* x, int y) { *x = min(*x, y); }
+inline void atomicMax(unsigned* x, unsigned y) { *x = max(*x, y); }
+inline void __threadfence_system() {}
 
 namespace ffa {
 
@@ -41,6 +44,22 @@ int prefix_sum(int count, Value value, Store store) {
     return sum;
 }
 
-inline void sort(unsigned long long* keys, int count) { std::sort(keys, keys + count); }
+template <class Key, class IsLess>
+void sort(Key* keys, int count, IsLess is_less) {
+    std::sort(keys, keys + count, is_less);
+}
+
+template <class Body>
+void for_each_of_grid(int count, Body body) {
+    for_each(count, body);
+}
+
+template <class Flag>
+void bits_of_grid(long long count, unsigned* words, Flag flag) {
+    std::fill(words, words + (count + 31) / 32, 0u);
+    for (long long i = count - 1; i >= 0; --i) {
+        words[i / 32] |= static_cast<unsigned>(flag(i)) << i % 32;
+    }
+}
 
 }  // namespace ffa

@@ -14,24 +14,12 @@ from magi_compile.masks import (
     slices_from_intervals,
 )
 from tests.masks.helpers import evaluate, packed
+from tests.masks.random_masks import KEYS, LEAVES, ROWS, SIGNS, tables_for
 
-# Random compositions. t0, t1: grouped ids [S], [B, S]; t2: sorted [S]; t3: bools [S]; t4: lengths [B].
-
-rows = st.sampled_from(
-    ["q", "q + 3", "q * 2 - 5", "t2[q]", "t4[b]", "4", "q // 3", "b * 5 + 2", "s0"]
-)
-keys = st.sampled_from(
-    ["kv", "kv - 2", "3 - kv", "kv // 4", "kv * 2 + 1", "t2[kv]", "kv // s0", "-t2[kv]"]
-)
-signs = st.sampled_from(["<", "<=", ">", ">=", "==", "!="])
+rows, keys, signs = map(st.sampled_from, (ROWS, KEYS, SIGNS))
 leaves = st.one_of(
-    st.builds("({} {} {})".format, keys, signs, rows),
-    st.builds("({} {} {})".format, rows, signs, rows),
-    st.builds("({}(q, {}) {} {})".format, st.sampled_from(["min", "max"]), keys, signs, rows),
-    st.builds("(abs({} - {}) {} {})".format, rows, keys, signs, rows),
-    st.builds("(where({} < 4, {}, {}) {} {})".format, rows, keys, rows, signs, rows),
-    st.sampled_from(["(t0[q] == t0[kv])", "(t1[b, q] == t1[b, kv])", "(t0[kv] == 1)", "t3[kv]", "t3[q]"]),
-)  # fmt: skip
+    [st.builds(leaf.format, key=keys, sign=signs, row=rows, other=rows) for leaf in LEAVES]
+)
 masks = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -41,23 +29,6 @@ masks = st.recursive(
     ),
     max_leaves=5,
 )
-
-
-def tables_for(batch, length, seed):
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(*shape):
-        jumps = torch.rand(*shape, generator=generator) < 0.2
-        return torch.randperm(length + 1, generator=generator)[jumps.cumsum(-1)]
-
-    valid = torch.arange(length) >= int(torch.randint(length + 1, (), generator=generator))
-    return [
-        ids(length),
-        ids(batch, length).to(torch.int32),
-        torch.randint(0, 9, (length,), generator=generator).sort().values.to(torch.int16),
-        valid if seed % 2 else ~valid,
-        torch.randint(0, length + 1, (batch,), generator=generator),
-    ]
 
 
 @settings(max_examples=250, deadline=None)

@@ -1,0 +1,421 @@
+"""A mask program as CUDA: the `Mask` that `csrc/sm90/mask_slices.cuh` runs, for programs known when a graph runs.
+
+    (q >= kv) & (t0[q] == t0[kv])      ->      static __device__ Int key(...)     t0[kv], an index of which is made
+                                               static __device__ void lanes(...)  [group.begin, min(group.end, q + 1))
+                                               static __device__ void find(...)   what a failed check has found
+
+What it computes and what it checks, in that order, is what `Evaluation` (masks/evaluate.py) does with tensors. Sizes,
+captured ints and the shapes of captured tensors come in as values: they change nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import torch
+
+from magi_compile.masks import preconditions
+from magi_compile.masks.arithmetic import INT64
+from magi_compile.masks.evaluate import is_plain
+from magi_compile.masks.expr import TRUE, Expr
+from magi_compile.masks.key_sets import Lane, Promise
+from magi_compile.masks.program import MaskProgram
+
+# The elements of captured tensors, as CUDA calls them.
+ELEMENTS = {
+    torch.bool: "bool",
+    torch.uint8: "unsigned char",
+    torch.int8: "signed char",
+    torch.int16: "short",
+    torch.int32: "int",
+    torch.int64: "Int",
+}
+_CALLS = ("add", "sub", "mul", "neg", "abs", "min", "max", "mod", "floordiv")
+_SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+_SIGNS |= {"and": "&", "or": "|", "xor": "^"}
+
+
+class TableWords(NamedTuple):
+    """Where a captured tensor lies among the words: `first` is its address, then the size and the stride of each of its
+    dimensions."""
+
+    table: int
+    first: int
+    num_dims: int
+
+
+class SourceCheck(NamedTuple):
+    """A check that the source makes. `describe` takes the captured tensors' shapes."""
+
+    describe: Callable[[Sequence[Sequence[int]]], preconditions.Words]
+    length: str  # seqlen_q or seqlen_k: where it fails is told as `batch entry * length + position`
+    sought: Expr | None  # a value to report before the position and the batch entry
+
+
+@dataclass
+class MaskSource:
+    """The source, and what has to be handed to it.
+
+    Attributes:
+        text: defines `ffa::Mask`.
+        checks: what it checks, in the order of `Evaluation`.
+        numbers: expressions of captured ints alone; their values are the first words.
+        tables: the captured tensors among the words behind them.
+        num_words: how many words there are.
+        look_ups: every look-up, to be checked against the shapes.
+        indexes: the expressions of keys of which an index is made.
+        divisors: those of `numbers` that divide, and may not be zero.
+        num_lanes: how many intervals a row has.
+    """
+
+    text: str = ""
+    checks: list[SourceCheck] = field(default_factory=list)
+    numbers: list[Expr] = field(default_factory=list)
+    tables: list[TableWords] = field(default_factory=list)
+    num_words: int = 0
+    look_ups: list[Expr] = field(default_factory=list)
+    indexes: list[Expr] = field(default_factory=list)
+    divisors: list[Expr] = field(default_factory=list)
+    num_lanes: int = 0
+
+
+@lru_cache(maxsize=1024)
+def mask_source(program: MaskProgram, dtypes: tuple[torch.dtype, ...]) -> MaskSource:
+    """The source for a program whose captured tensors have `dtypes`, of `ELEMENTS`.
+
+    Raises:
+        UnsupportedMaskError: intervals can not express the mask.
+        TypeError: a captured tensor of integers where a truth value is needed.
+        ValueError: a number that 64 bits do not hold.
+    """
+    return _Writer(program, dtypes).write()
+
+
+class _Code(NamedTuple):
+    """A C++ expression without side effects."""
+
+    text: str
+    is_bool: bool
+
+
+class _Writer:
+    def __init__(self, program: MaskProgram, dtypes: tuple[torch.dtype, ...]):
+        self.program = program
+        self.dtypes = dtypes
+        self.source = MaskSource()
+        self.key_bodies: list[_Body] = []
+        self.searched: set[int] = set()
+        self._lay_out_words()
+        self.rows = _Body(self, "q")
+
+    def _lay_out_words(self) -> None:
+        exprs = [promise.when for promise in self.program.keys.required]
+        exprs += [promise.holds for promise in self.program.keys.required]
+        for lane in self.program.keys.lanes:
+            exprs += (lane.lo, lane.hi, lane.keys)
+            exprs += (part for promise in lane.exact for part in promise)
+        source = self.source
+        num_dims: dict[int, int] = {}
+        for expr in exprs:
+            for node in _outermost(expr, _is_number):
+                if node not in source.numbers:
+                    source.numbers.append(node)
+            for node in expr.walk():
+                if node.op == "table" and node not in source.look_ups:
+                    source.look_ups.append(node)
+                    table, dims = node.args[0], len(node.args) - 1
+                    num_dims[table] = max(num_dims.get(table, 0), dims)
+        source.num_words = len(source.numbers)
+        for table, dims in sorted(num_dims.items()):
+            source.tables.append(TableWords(table, source.num_words, dims))
+            source.num_words += 1 + 2 * dims
+
+    def write(self) -> MaskSource:
+        keys = self.program.keys
+        lanes = [self._lane(number, lane) for number, lane in enumerate(keys.lanes)]
+        for promise in keys.required:
+            self.rows.expect(promise, "true")
+        for number, (lo, hi) in enumerate(lanes or [("0", "0")]):
+            self.rows.lines += [f"lo[{number}] = {lo};", f"hi[{number}] = {hi};"]
+        per_entry = [n for n, expr in enumerate(self.source.indexes) if "b" in expr.variables]
+        arguments = "const Context& c, int b, int q, int* lo, int* hi"
+        self.source.num_lanes = max(len(lanes), 1)
+        self.source.text = "\n".join(
+            [
+                f"// {self.program.expr}",
+                "namespace ffa {",
+                "struct Mask {",
+                f"static constexpr int kNumLanes = {self.source.num_lanes};",
+                f"static constexpr int kNumChecks = {len(self.source.checks)};",
+                f"static constexpr int kNumIndexes = {len(self.key_bodies)};",
+                f"static constexpr int kNumWords = {self.source.num_words};",
+                f"static constexpr Bits kIndexesOfEntries = {_bits(per_entry)};",
+                f"static constexpr Bits kSearchedIndexes = {_bits(self.searched)};",
+                *_function("void", "lanes", arguments, self.rows.lines),
+                *self._key_function(),
+                *self._find_function(),
+                "};",
+                "}  // namespace ffa",
+                "",
+            ]
+        )
+        return self.source
+
+    def _lane(self, number: int, lane: Lane) -> tuple[str, str]:
+        rows = self.rows
+        lo, hi = f"lo{number}", f"hi{number}"
+        for name, expr in ((lo, lane.lo), (hi, lane.hi)):
+            rows.lines.append(f"int {name} = c.edge({rows.edge(expr)});")
+        if lane.keys != TRUE:
+            index = self.index(lane.keys, must_be_truth=True)
+            check = self.check(
+                partial(self.words, preconditions.are_neighbours, lane.keys), "seqlen_q"
+            )
+            rows.require(check, f"c.narrow({index}, b, {lo}, {hi})")
+        for promise in lane.exact:
+            rows.expect(promise, f"{lo} < {hi}")
+        return lo, hi
+
+    def words(self, say: Callable, expr: Expr, _: object) -> preconditions.Words:
+        return say(self.program.describe(expr))
+
+    def check(self, describe: Callable, length: str, sought: Expr | None = None) -> int:
+        """The number of a new check."""
+        self.source.checks.append(SourceCheck(describe, length, sought))
+        return len(self.source.checks) - 1
+
+    def index(self, keys: Expr, is_searched: bool = False, must_be_truth: bool = False) -> int:
+        """The number of the index of `keys`."""
+        if keys not in self.source.indexes:
+            self.source.indexes.append(keys)
+            body = _Body(self, "kv")
+            self.key_bodies.append(body)
+            body.lines.append(f"return {body.value(keys).text};")
+        number = self.source.indexes.index(keys)
+        if must_be_truth:
+            self.key_bodies[number].want_truth(keys)
+        if is_searched:
+            self.searched.add(number)
+        return number
+
+    def _key_function(self) -> list[str]:
+        lines = ["switch (index) {"]
+        for number, body in enumerate(self.key_bodies):
+            lines += [f"case {number}: {{", *body.lines, "}"]
+        return _function(
+            "Int", "key", "const Context& c, int index, int b, int kv", [*lines, "}", "return 0;"]
+        )
+
+    def _find_function(self) -> list[str]:
+        lines = ["switch (check) {"]
+        for number, check in enumerate(self.source.checks):
+            variable = check.length[-1] if check.length == "seqlen_q" else "kv"
+            body = _Body(self, variable, makes_checks=False)
+            found = [] if check.sought is None else [body.value(check.sought).text]
+            found += [variable, "b"]
+            lines += [
+                f"case {number}: {{",
+                f"const int b = place / c.{check.length}(), {variable} = place % c.{check.length}();",
+                *body.lines,
+                *(f"values[{i}] = {text};" for i, text in enumerate(found)),
+                "return;",
+                "}",
+            ]
+        return _function(
+            "void", "find", "const Context& c, int check, int place, Int* values", [*lines, "}"]
+        )
+
+
+class _Body:
+    """Statements that compute values for one row, or for one key; each value once."""
+
+    def __init__(self, writer: _Writer, variable: str, makes_checks: bool = True):
+        self.writer = writer
+        self.variable = variable
+        self.makes_checks = makes_checks
+        self.lines: list[str] = []
+        self.known: dict[object, _Code] = {}
+
+    def require(self, check: int, holds: str) -> None:
+        function = "require_in_row" if self.variable == "q" else "require_at_key"
+        self.lines.append(f"c.{function}({check}, b, {self.variable}, {holds});")
+
+    def expect(self, promise: Promise, is_live: str) -> None:
+        """Checks a promise in a row where `is_live` holds."""
+        op, args = promise.holds.op, promise.holds.args
+        writer = self.writer
+        matters = f"({is_live}) & {self.value(promise.when).text}"
+        if op == "is_grouped":
+            group = self.group(*args)
+            check = writer.check(
+                partial(writer.words, preconditions.is_grouped, args[0]), "seqlen_q", sought=args[1]
+            )
+            self.require(check, f"{group}.is_whole | !({matters})")
+        elif op == "is_sorted":
+            index = writer.index(args[0])
+            check = writer.check(
+                partial(writer.words, preconditions.is_sorted, args[0]), "seqlen_k"
+            )
+            self.lines.append(f"c.require_sorted({check}, {index}, b, {matters});")
+        else:
+            holds = self.value(promise.holds).text
+            check = writer.check(
+                partial(writer.words, preconditions.is_true, promise.holds), "seqlen_q"
+            )
+            self.require(check, f"{holds} | !({matters})")
+
+    def edge(self, expr: Expr) -> str:
+        """An edge of a lane, before it is cut to the keys there are."""
+        if expr.op == "int":
+            return _literal(min(max(expr.args[0], INT64[0]), INT64[1]))
+        return self.value(expr).text
+
+    def value(self, expr: Expr) -> _Code:
+        if expr not in self.known:
+            self.known[expr] = self._value(expr)
+        return self.known[expr]
+
+    def _value(self, expr: Expr) -> _Code:
+        op, args = expr.op, expr.args
+        if op == "bool":
+            return _Code("true" if args[0] else "false", True)
+        if op == "int":
+            if not INT64[0] <= args[0] <= INT64[1]:
+                raise ValueError(f"a number in a mask must fit in 64 bits, got {args[0]}")
+            return _Code(_literal(args[0]), False)
+        if op == "var":
+            return _Code(args[0], False)
+        if _is_number(expr):
+            word = f"c.word({self.writer.source.numbers.index(expr)})"
+            is_bool = expr.kind == "bool"
+            return self.named(f"{word} != 0" if is_bool else word, is_bool)
+        if self.variable == "kv" and "kv" not in expr.variables and self.makes_checks:
+            self.writer.rows.value(expr)  # a check that does not depend on the key is made there
+        if op == "table":
+            return self.look_up(expr)
+        if op == "upper_bound":
+            index = self.writer.index(args[0])
+            return self.named(f"c.upper_bound({index}, b, {self.value(args[1]).text})", False)
+        if op in ("group_begin", "group_end"):
+            return _Code(f"{self.group(*args)}.{op.removeprefix('group_')}", False)
+        values = [self.value(arg) for arg in args]
+        if op in ("and", "or", "xor", "not", "where"):
+            for arg in args[:1] if op == "where" else args:
+                self.want_truth(arg)
+        if op in ("floordiv", "mod"):
+            values[1] = self.divisor(expr, values[1])
+        return self.named(*_pointwise(op, values))
+
+    def named(self, text: str, is_bool: bool) -> _Code:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"const {'bool' if is_bool else 'Int'} {name} = {text};")
+        return _Code(name, is_bool)
+
+    def checks(self, expr: Expr) -> bool:
+        """Whether a check of `expr` is made here."""
+        return self.makes_checks and (self.variable == "q" or "kv" in expr.variables)
+
+    def want_truth(self, expr: Expr) -> None:
+        if not self.value(expr).is_bool:
+            text = self.writer.program.describe(expr)
+            raise TypeError(f"`{text}` must be bool where it is a truth value, got integers")
+
+    def divisor(self, quotient: Expr, value: _Code) -> _Code:
+        """What a quotient is divided by; checks that it is not zero, and makes it 1 where it is."""
+        writer, expr = self.writer, quotient.args[1]
+        if _is_number(expr):
+            writer.source.divisors.append(expr)
+        if _is_number(expr) or expr.op == "int":
+            return value
+        if self.checks(quotient):
+            describe = partial(writer.words, preconditions.is_not_zero, expr)
+            check = writer.check(describe, "seqlen_q" if self.variable == "q" else "seqlen_k")
+            self.require(check, f"{value.text} != 0")
+        return self.named(f"{value.text} == 0 ? 1 : {value.text}", False)
+
+    def look_up(self, expr: Expr) -> _Code:
+        writer = self.writer
+        table, indices = expr.args[0], expr.args[1:]
+        first = next(words.first for words in writer.source.tables if words.table == table)
+        terms = []
+        for dim, index in enumerate(indices):
+            place = self.value(index).text
+            if not is_plain(expr):
+                place = self.index(expr, dim, f"c.word({first + 1 + 2 * dim})")
+            terms.append(f"{place} * c.word({first + 2 + 2 * dim})")
+        dtype = writer.dtypes[table]
+        load = f"load<{ELEMENTS[dtype]}>(c.word({first}), {' + '.join(terms) or '0'})"
+        return self.named(load, dtype == torch.bool)
+
+    def index(self, look_up: Expr, dim: int, size: str) -> str:
+        """The index of a look-up in a dimension; checks that there is such an entry."""
+        writer, wanted = self.writer, look_up.args[1 + dim]
+        place = self.named(f"wrapped({self.value(wanted).text}, {size})", False).text
+        if self.checks(look_up):
+            text, table = writer.program.describe(look_up), look_up.args[0]
+            check = writer.check(
+                lambda shapes: preconditions.is_entry(text, shapes[table][dim]),
+                "seqlen_q" if self.variable == "q" else "seqlen_k",
+                sought=wanted,
+            )
+            self.require(check, f"is_inside({place}, {size})")
+        return self.named(f"clamped({place}, {size})", False).text
+
+    def group(self, keys: Expr, wanted: Expr) -> str:
+        """The name of the group of keys that hold the wanted value."""
+        place = ("group", keys, wanted)
+        if place not in self.known:
+            index = self.writer.index(keys, is_searched=True)
+            value = self.value(wanted).text
+            name = f"v{len(self.lines)}"
+            self.lines.append(f"const Group {name} = c.group({index}, b, {value});")
+            self.known[place] = _Code(name, False)
+        return self.known[place].text
+
+
+def _pointwise(op: str, values: list[_Code]) -> _Code:
+    texts = [value.text for value in values]
+    if op == "not":
+        return _Code(f"!{texts[0]}", True)
+    if op == "where":
+        is_bool = values[1].is_bool and values[2].is_bool
+        cast = "" if is_bool else "(Int)"
+        return _Code(f"{texts[0]} ? {cast}{texts[1]} : {cast}{texts[2]}", is_bool)
+    if op in _CALLS:
+        return _Code(f"ffa::{op}({', '.join(texts)})", False)
+    return _Code(f"{texts[0]} {_SIGNS[op]} {texts[1]}", True)
+
+
+def _function(result: str, name: str, parameters: str, lines: list[str]) -> list[str]:
+    head = f"template <class Context>\nstatic __device__ {result} {name}({parameters}) {{"
+    return [head, *(f"    {line}" for line in lines), "}"]
+
+
+def _is_number(expr: Expr) -> bool:
+    """Whether it consists of captured ints (and constants) alone."""
+    nodes = list(expr.walk())
+    return any(node.op == "symbol" for node in nodes) and not any(
+        node.op in ("var", "table", "group_begin", "group_end", "upper_bound") for node in nodes
+    )
+
+
+def _outermost(expr: Expr, holds: Callable[[Expr], bool]) -> Iterator[Expr]:
+    """The nodes for which `holds`, without those inside them."""
+    if holds(expr):
+        yield expr
+    else:
+        for child in expr.children:
+            yield from _outermost(child, holds)
+
+
+def _literal(value: int) -> str:
+    if value == INT64[0]:  # C++ has no such literal
+        return f"({value + 1}ll - 1)"
+    return f"({value}ll)"
+
+
+def _bits(numbers: Iterable[int]) -> str:
+    return f"{sum(1 << number for number in numbers)}ull"

@@ -1,0 +1,48 @@
+"""What a mask takes for granted about its data, in words: what has to be so, and what is found where it is not.
+
+Each function returns the message and the detail of a `MaskCheck`.
+"""
+
+from __future__ import annotations
+
+Words = tuple[str, str]
+
+
+def are_neighbours(keys: str) -> Words:
+    return (
+        f"the keys with `{keys}` that a row may see must be next to each other",
+        "in row q = {} of batch entry {} there is a gap",
+    )
+
+
+def is_grouped(keys: str) -> Words:
+    return (
+        f"`{keys}` must hold equal values next to each other along kv",
+        "the value {} that row q = {} of batch entry {} looks up lies in several places",
+    )
+
+
+def is_sorted(keys: str) -> Words:
+    return f"`{keys}` must never decrease along kv", "it does from kv = {0} on in batch entry {1}"
+
+
+def is_true(condition: str) -> Words:
+    return f"`{condition}` must be true in every row", "it is not at q = {}"
+
+
+def is_not_zero(divisor: str) -> Words:
+    return (
+        f"`{divisor}` must not be zero, it divides",
+        "it is at position {} of batch entry {}",
+    )
+
+
+def is_entry(look_up: str, size: int) -> Words:
+    return (
+        f"`{look_up}` must look up entries in [{-size}, {size})",
+        "it looks up {} at position {} of batch entry {}",
+    )
+
+
+def fits(capacity: int) -> Words:
+    return f"the mask must fit in {capacity} slices (`slice_capacity`)", "it has {}"

@@ -1,0 +1,83 @@
+"""magi::mask_slices: a mask program and the tensors that it captures -> slices of a fixed capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import require
+from magi_compile.kernels.select import arch_of, mask_slices_kernel
+from magi_compile.masks import MaskProgram, padded_slices_from_intervals, row_intervals
+from magi_compile.masks.block_lists import BlockLists
+from magi_compile.ops.define import define
+
+_lib = torch.library.Library("magi", "FRAGMENT")
+
+Lists = tuple[Tensor, Tensor, Tensor]
+
+
+def _mask_slices(
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    program: str,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    capacity: int,
+    device: torch.device,
+    block_lists: Sequence[Tensor],
+    block_size: Sequence[int],
+) -> Lists:
+    mask, sizes = MaskProgram.parse(program), (batch, seqlen_q, seqlen_k)
+    on_device = mask_slices_kernel(arch_of(device))
+    if on_device is not None:
+        made = on_device(mask, tables, symbols, (*sizes, capacity), device)
+        lists, checks = made.lists, []
+        if block_lists:
+            checks = BlockLists(*block_lists).checks(made.intervals(), *block_size)
+    else:
+        lengths = dict(zip(("batch", "seqlen_q", "seqlen_k"), sizes, strict=True))
+        intervals = row_intervals(mask, tables, symbols, **lengths, device=device)
+        slices, fits = padded_slices_from_intervals(intervals, capacity)
+        lists, checks = (
+            (slices.q_ranges, slices.k_ranges, slices.mask_types),
+            [*intervals.checks, fits],
+        )
+        if block_lists:
+            checks += BlockLists(*block_lists).checks(intervals, *block_size)
+    require(checks)
+    if checks and device.type == "cuda":
+        # A failed check raises later here, so no kernel may meet the nonsense that data it speaks of leads to.
+        holds = torch.stack([check.ok for check in checks]).all()
+        lists = tuple(x * holds for x in lists)
+    return lists
+
+
+def _mask_slices_fake(
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    program: str,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    capacity: int,
+    device: torch.device,
+    *_: Any,
+) -> Lists:
+    def ranges() -> Tensor:
+        return torch.empty(capacity, 2, dtype=torch.int32, device=device)
+
+    return ranges(), ranges(), torch.empty(capacity, dtype=torch.int32, device=device)
+
+
+define(
+    _lib,
+    "mask_slices(Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, "
+    "SymInt seqlen_k, SymInt capacity, Device device, Tensor[] block_lists, SymInt[] block_size) "
+    "-> (Tensor, Tensor, Tensor)",
+    _mask_slices,
+    _mask_slices_fake,
+)

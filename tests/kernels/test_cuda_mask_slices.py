@@ -1,0 +1,321 @@
+"""Mask programs by one CUDA source give what tensor operations give: compiled for the CPU here, as it is on a GPU."""
+
+import ctypes
+import random
+import shutil
+import subprocess
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile import MaskDataError, _checks
+from magi_compile.kernels.cuda import mask_slices, nvrtc
+from magi_compile.kernels.cuda.mask_slices import Sizes
+from magi_compile.kernels.cuda.mask_source import mask_source
+from magi_compile.masks import (
+    MaskProgram,
+    UnsupportedMaskError,
+    library,
+    padded_slices_from_intervals,
+    row_intervals,
+    trace_mask_mod,
+)
+from tests.masks.mask_mods import MASK_MODS
+from tests.masks.random_masks import random_mask, tables_for
+
+CPU = torch.device("cpu")
+
+
+class Case(NamedTuple):
+    program: MaskProgram
+    tables: list[torch.Tensor]
+    symbols: list[int]
+    sizes: Sizes
+
+
+def library_cases():
+    for name, lengths in (("short", [5, 1, 40, 17]), ("long", [300, 1, 2, 129, 200])):
+        for mask, make in library.MASKS.items():
+            options = {"window": 37, "block": 16}
+            options = {k: v for k, v in options.items() if k in make.__kwdefaults__}
+            program, tables = trace_mask_mod(make(lengths, **options).mask_mod)
+            total = sum(lengths)
+            yield f"{mask}-{name}", Case(program, tables, [], Sizes(1, total, total, 300))
+
+
+def mask_mod_cases():
+    for name, make in MASK_MODS.items():
+        program, tables = trace_mask_mod(make(2, 130, 97))
+        yield name, Case(program, tables, [], Sizes(2, 130, 97, 600))
+
+
+def random_cases():
+    """Masks whose data may break what they rely on."""
+    generator, found = random.Random(0), 0
+    while found < 20:
+        program = MaskProgram.parse(random_mask(generator, generator.randint(1, 5)))
+        try:
+            program.keys  # noqa: B018
+        except UnsupportedMaskError:
+            continue
+        sizes = Sizes(
+            generator.randint(1, 2), generator.randint(1, 40), generator.randint(1, 40), 50
+        )
+        tables = tables_for(sizes.batch, max(sizes[1:3]), generator.randint(0, 9))
+        yield f"random{found}", Case(program, tables, [3], sizes)
+        found += 1
+
+
+def table_cases():
+    """Tables of every dtype, strided, looked up at computed places, and such that break promises."""
+    ids = torch.tensor([0, 0, 1, 1, 1, 5])
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        yield (
+            f"{dtype}",
+            Case(MaskProgram.parse("t0[q] == t0[kv]"), [ids.to(dtype)], [], Sizes(2, 6, 6, 9)),
+        )
+    for number, (text, table) in enumerate(
+        (
+            ("t0[b, q] - 1 <= t0[b, kv]", torch.arange(24).view(3, 8)[::2, 1::1]),
+            ("t0[b, q] == t0[b, kv]", torch.arange(24).view(8, 3).T[:2]),
+            ("t0[kv] * 2 <= t0[q] * 2", ids + 2**31 - 6),
+            ("t0[kv] - t0[q] * 2 <= 7 - t0[q]", ids * 2**60),
+            ("t0[-q - 1] % 3 >= kv", ids),
+            ("(q - 9) // t0[b] >= (kv - 9) // t0[b]", torch.tensor([4, -1])),
+            ("q // t0[b] >= kv", torch.tensor([4, 0])),
+            ("q % t0[q] >= kv", torch.tensor([4, 2, 0, -3, 0, 1])),
+            ("kv < t0[t0[q]]", torch.tensor([0, 1, 2, 3, 4, 6])),
+            ("kv < t0[t0[q] - 9]", torch.tensor([0, 1, 2, 3, 4, 6])),
+            ("t0[q] == t0[kv]", torch.tensor([5, 5, 7, 5, 8, 8])),
+            ("(t0[q] == t0[kv]) & (q == 4)", torch.tensor([0, 0, 1, 0, 0, 1])),
+            ("t0[b, q] != t0[b, kv]", torch.tensor([[5, 5, 7, 7, 8, 8], [1, 2, 1, 4, 5, 6]])),
+            ("(t0[q] == t0[kv]) & (t0[q] > 0)", torch.tensor([1, 0, 2, 0, 3, 3])),
+            ("t0[kv] <= q", torch.tensor([0, 1, 2, 1, 3, 4])),
+            ("t0[b, kv] > t0[b, q]", torch.tensor([[0, 1, 2, 3, 3, 4], [0, 0, 0, 0, 2, 1]])),
+            ("(q >= 9) & (t0[kv] <= q)", torch.tensor([3, 2, 1, 0, 0, 0])),
+            ("(t0[kv] == 1) & (q >= kv)", torch.tensor([1, 1, 0, 0, 1, 0])),
+            ("t0[t0[kv]] <= q", torch.tensor([0, 1, 2, 3, 4, 6])),
+            ("t0[kv // t0[0]] <= q", torch.tensor([0, 1, 2, 3, 4, 6])),
+            ("(abs(q - kv) <= t0) | (kv <= 9223372036854775807)", torch.tensor(2)),
+        )
+    ):
+        yield f"table{number}", Case(MaskProgram.parse(text), [table], [], Sizes(2, 6, 6, 20))
+    few = Sizes(1, 20, 20, 3)
+    yield "no_room", Case(MaskProgram.parse("(q % 2 == 0) & (q >= kv)"), [], [], few)
+    yield "symbols", Case(MaskProgram.parse("abs(q - kv) <= s1 * s0"), [], [3, -2], few)
+
+
+CASES = dict((*library_cases(), *mask_mod_cases(), *random_cases(), *table_cases()))
+MAIN = """
+#include "mask_slices.cuh"
+{masks}
+extern "C" void run(int mask, const char* params, int block) {{
+    blockIdx.x = block;
+    const auto& fixed = *reinterpret_cast<const ffa::MaskSlicesParams*>(params);
+    const auto* words = reinterpret_cast<const ffa::Int*>(params + sizeof(fixed));
+    switch (mask) {{
+    {cases}
+    }}
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_on_host(tmp_path_factory):
+    """The kernel's source behind a header that knows one thread, for all masks at once."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    path = tmp_path_factory.mktemp("mask_slices")
+    shutil.copy(nvrtc.source_dir() / "mask_slices.cuh", path)
+    shutil.copy(__file__.replace("test_cuda_mask_slices.py", "one_thread.cuh"), path / "block.cuh")
+    numbers: dict[str, int] = {}
+    for case in CASES.values():
+        source = mask_source(case.program, tuple(table.dtype for table in case.tables))
+        numbers.setdefault(source.text, len(numbers))
+    masks = (text.replace("struct Mask ", f"struct Mask{i} ") for text, i in numbers.items())
+    calls = (
+        f"case {i}: return ffa::MaskSlices<ffa::Mask{i}>(fixed, words).run();"
+        for i in numbers.values()
+    )
+    (path / "main.cpp").write_text(MAIN.format(masks="\n".join(masks), cases="\n".join(calls)))
+    options = "-std=c++17 -O0 -shared -fPIC -w -fno-sanitize-recover"
+    traps = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
+    command = ["g++", *options.split(), traps, "main.cpp", "-o", "mask_slices.so"]
+    subprocess.run(command, cwd=path, check=True)
+    kernel = ctypes.CDLL(str(path / "mask_slices.so")).run
+
+    def run(case: Case):
+        prepared = mask_slices.prepare(*case, CPU)
+        prepared.workspace.fill_(-1)  # what nobody writes is seen
+        prepared.workspace[: len(prepared.route.source.checks)] = 0
+        for phase in prepared.route.phases:
+            params = prepared.at(phase)
+            is_grid = phase.num_threads != mask_slices._BLOCK_THREADS
+            for block in range(1 if is_grid else phase.num_blocks):
+                kernel(
+                    numbers[prepared.route.source.text],
+                    (ctypes.c_char * len(params)).from_buffer(params),
+                    block,
+                )
+        return prepared
+
+    return run
+
+
+@pytest.fixture
+def no_flags(monkeypatch):
+    monkeypatch.setattr(_checks, "_flags", {})
+    monkeypatch.setattr(mask_slices, "_routes", {})  # they know where the flags are
+
+
+def by_tensors(case: Case, device: torch.device = CPU):
+    batch, seqlen_q, seqlen_k, capacity = case.sizes
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    intervals = row_intervals(case.program, case.tables, case.symbols, **sizes, device=device)
+    slices, fits = padded_slices_from_intervals(intervals, capacity)
+    return slices, intervals, [*intervals.checks, fits]
+
+
+def failures(checks) -> dict[str, set[str]]:
+    """What each failed check may say: those with one message share a flag."""
+    said: dict[str, set[str]] = {}
+    for check in checks:
+        if not check.ok:
+            found = check.detail.format(*(int(value) for value in check.values))
+            said.setdefault(check.message, set()).add(f"{check.message}, but {found}")
+    return said
+
+
+def assert_same(case: Case, prepared: mask_slices.Launch):
+    lists, intervals = prepared.lists, prepared.intervals()
+    slices, expected, checks = by_tensors(case)
+    said = failures(checks)
+    if not said:
+        _checks.synchronize_checks()
+        assert torch.equal(intervals.lo.cpu(), expected.lo)
+        assert torch.equal(intervals.hi.cpu(), expected.hi)
+        for actual, wanted in zip(
+            lists, (slices.q_ranges, slices.k_ranges, slices.mask_types), strict=True
+        ):
+            assert torch.equal(actual.cpu(), wanted)
+        return
+    with pytest.raises(MaskDataError) as error:
+        _checks.synchronize_checks()
+    reports = str(error.value).split("; ")
+    assert len(reports) == len(said)
+    assert all(any(report in each for each in said.values()) for report in reports)
+    assert not any(actual.any() for actual in lists)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_source_on_the_host(name, run_on_host, no_flags):
+    assert_same(CASES[name], run_on_host(CASES[name]))
+
+
+@pytest.mark.parametrize("name", ["random0", "prefix_lm_document", "table0"])
+def test_compiles(name):
+    case = CASES[name]
+    source = mask_source(case.program, tuple(table.dtype for table in case.tables))
+    cubin, log = nvrtc.run_nvrtc(mask_slices.mask_variant(source))
+    assert cubin.startswith(b"\x7fELF")
+    assert nvrtc.parse_resources(log).spilled_bytes == 0
+
+
+def test_a_change_of_data_compiles_nothing(no_flags, monkeypatch):
+    """Only what is computed is in the source: no size, no captured int, no shape, no name."""
+    sources = set()
+    for names, symbol, size in (("", 3, 20), ("  # t0: document", 5, 33)):
+        program = MaskProgram.parse(f"(t0[q // s0] == t0[kv // s0]) & (q >= kv){names}")
+        sizes = Sizes(1, size, size + 1, 2 * size)
+        prepared = mask_slices.prepare(program, [torch.arange(size)], [symbol], sizes, CPU)
+        sources.add(mask_slices.mask_variant(prepared.route.source))
+    assert len(sources) == 1
+
+
+@pytest.mark.parametrize("sizes", [(0, 6, 6, 9), (2, 0, 6, 9), (2, 6, 0, 9)], ids=str)
+def test_nothing_to_see(sizes, no_flags):
+    case = Case(MaskProgram.parse("t0[q] == t0[kv]"), [torch.zeros(0).int()], [], Sizes(*sizes))
+    prepared = mask_slices.prepare(*case, CPU)
+    assert prepared.route.phases == ()
+    assert_same(case, prepared)
+
+
+@pytest.mark.parametrize(
+    ("text", "tables", "error", "message"),
+    [
+        ("t0[q] < t1[kv]", [torch.zeros(6).long()], ValueError, "`tables` must hold 2 tensors, got 1"),
+        ("t0[q]", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where it is a truth value, got integers"),
+        ("t0[kv]", [torch.arange(6)], TypeError, r"`t0\[kv\]` must be bool where"),
+        ("where(t0[q], kv, q) < 3", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where"),
+        ("q // s0 > kv", [], ValueError, "`s0` must not be zero, it divides"),
+        ("q < s1", [], ValueError, "`symbols` must hold 2 ints, got 1"),
+        ("t0[q] < 3", [torch.zeros(6)], TypeError, "`t0` must hold ints or bools, got torch.float32"),
+        ("t0[q] < 3", [torch.zeros(1, 6).long()], ValueError, "must have 1 dimensions, got 2"),
+        ("t0[q] < 3", [torch.zeros(5).long()], ValueError, "must have at least 6 entries in dimension 0, got 5"),
+        ("t0[q // 2] < 3", [torch.zeros(0).long()], ValueError, "looks up a captured tensor without entries"),
+        ("q * 9223372036854775808 > kv", [], ValueError, "a number in a mask must fit in 64 bits, got 9223372036854775808"),
+        ("q < kv * (s0 * 9223372036854775807)", [], ValueError, "must fit in 64 bits, got"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(text, tables, error, message, no_flags):
+    program, symbols = MaskProgram.parse(text), [9] if "s0 * " in text else [0]
+    with pytest.raises(error, match=message):
+        mask_slices.prepare(program, tables, symbols, Sizes(2, 6, 6, 9), CPU)
+
+
+def test_capacity_and_lengths_must_be_in_range(no_flags):
+    program = MaskProgram.parse("q >= kv")
+    with pytest.raises(ValueError, match="`capacity` must be at least 1, got 0"):
+        mask_slices.prepare(program, [], [], Sizes(1, 6, 6, 0), CPU)
+    with pytest.raises(ValueError, match=r"`batch \* seqlen_q` must be below 2\*\*30"):
+        mask_slices.prepare(program, [], [], Sizes(1024, 2**20, 6, 9), CPU)
+
+
+def on_gpu(case: Case):
+    device = torch.device("cuda", torch.cuda.current_device())
+    tables = [table.to(device) for table in case.tables]
+    return mask_slices.mask_slices_on_device(case.program, tables, case.symbols, case.sizes, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name):
+    assert_same(CASES[name], on_gpu(CASES[name]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("average", [40, 4000])
+def test_a_million_tokens(average):
+    total = 1 << 20
+    document = (torch.rand(total) < 1 / average).cumsum(0)
+    document = torch.randperm(total + 1)[document]  # not in the order of the keys
+    program = MaskProgram.parse("(t0[q] == t0[kv]) & (q >= kv) & (q - kv < 1000)")
+    case = Case(program, [document], [], Sizes(1, total, total, total // 4))
+    assert_same(case, on_gpu(case))
+
+
+@pytest.mark.gpu
+def test_in_a_cuda_graph():
+    """Captured once, replayed with other data; a broken promise is seen then."""
+    program = MaskProgram.parse("(t0[q] == t0[kv]) & (q >= kv)")
+    document = torch.zeros(500, dtype=torch.int64, device="cuda")
+    case = Case(program, [document], [], Sizes(1, 500, 500, 20))
+    on_gpu(case)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lists = on_gpu(case).lists
+    for average in (100, 200, 500):
+        document.copy_(torch.arange(500) // average)
+        graph.replay()
+        _checks.synchronize_checks()
+        slices, _, _ = by_tensors(case._replace(tables=[document.cpu()]))
+        assert torch.equal(lists[0].cpu(), slices.q_ranges)
+        assert torch.equal(lists[1].cpu(), slices.k_ranges)
+    document.copy_(torch.arange(500) // 100 % 2)
+    graph.replay()
+    with pytest.raises(MaskDataError, match="the value 0 that row q = 0 of batch entry 0 looks up"):
+        _checks.synchronize_checks()
+    assert not any(each.any() for each in lists)
