@@ -168,8 +168,7 @@ def flex(
     mask_mod = make_mask_mod(mask, seqlen)
     block_mask = None
     if mask_mod:
-        make = torch.compile(create_block_mask)
-        block_mask = make(mask_mod, None, None, seqlen, seqlen, device="cuda")
+        block_mask = create_block_mask(mask_mod, None, None, seqlen, seqlen, device="cuda")
     attend = torch.compile(flex_attention, dynamic=False)
     arguments = {"block_mask": block_mask, "enable_gqa": True, "kernel_options": options}
     return lambda: attend(q, k, v, **arguments)[0].transpose(0, 1)
