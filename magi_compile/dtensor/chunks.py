@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,12 @@ from magi_compile.masks import bands
 from magi_compile.masks.slices import AttnSlices
 
 Assignment = list[list[int]]  # the chunks of each rank
+
+
+def tensor_of(assignment: Assignment) -> Tensor:
+    """int64 `[cp_size, chunks_per_rank]`, where `torch.tensor` takes ten times as long over nested lists."""
+    flat = array("q", chain.from_iterable(assignment))
+    return torch.frombuffer(flat, dtype=torch.int64).view(len(assignment), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +80,9 @@ class RankLoads(NamedTuple):
 
     def seconds(self, cost: CostModel) -> float:
         """max over ranks of max(compute, communication) of a forward pass."""
-        compute = self.area * cost.seconds_per_area
-        communication = torch.maximum(self.recv_rows, self.send_rows) * cost.seconds_per_row
+        compute = self.area.double() * cost.seconds_per_area
+        rows = torch.maximum(self.recv_rows, self.send_rows)
+        communication = rows.double() * cost.seconds_per_row
         return torch.maximum(compute, communication).max().item()
 
 

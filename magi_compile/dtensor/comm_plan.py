@@ -245,7 +245,8 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     moved = torch.where(is_remote, count, 0)
     total = moved.new_zeros(cp_size).index_add_(0, receiver, moved)
     before = moved.cumsum(0) - moved - (total.cumsum(0) - total)[receiver]
-    part = (2 * before + moved) * degree // (2 * total[receiver]).clamp(min=1)
+    middle = (before + moved / 2) / total.double()[receiver].clamp(min=1)
+    part = (middle * degree).long()
     stage = torch.where(is_remote, 1 + torch.minimum(part, degree - 1), 0)
     num_stages = [1 + n for n in stage.amax(1).tolist()] if len(receiver) else [1] * len(degrees)
     # Buffers are numbered by degree, receiver and stage, and so are the rows that move.

@@ -17,11 +17,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.chunks import Assignment, ChunkTable, rank_loads
+from magi_compile.dtensor.chunks import Assignment, ChunkTable, rank_loads, tensor_of
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.local_placement import pack, repair
 from magi_compile.masks.slices import AttnSlices
@@ -128,7 +129,7 @@ def dispatch(
     per_rank = max(-(-slices.seqlen_q // (chunk_size * cp_size)), 1)
     table = ChunkTable.of(slices, chunk_size, per_rank * cp_size)
     assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
-    return Dispatch(slices.seqlen_q, torch.as_tensor(assignment).sort(1).values, table)
+    return Dispatch(slices.seqlen_q, assignment.sort(1).values, table)
 
 
 def check_self_attention(slices: AttnSlices) -> None:
@@ -173,7 +174,7 @@ def zigzag(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Te
     return torch.cat([front, back], 1)
 
 
-def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment:
+def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
     per_rank = table.num_chunks // cp_size
     area = table.area.tolist()
     heap = [(0, rank) for rank in range(cp_size)]
@@ -183,18 +184,18 @@ def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> 
         assignment[rank].append(chunk)
         if len(assignment[rank]) < per_rank:
             heapq.heappush(heap, (load + area[chunk], rank))
-    return assignment
+    return tensor_of(assignment)
 
 
-def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Assignment | Tensor:
+def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
     """The simplest placement that is balanced, or else the best of ours, min_heap and a contiguous one: least
     `RankLoads.seconds`, and of those within `TIE` of it the one with the least traffic."""
     for simple in (sequential, zigzag):
         assignment = simple(table, cp_size, slack, cost)
         if _imbalance(table, assignment) <= 1 + slack:
             return assignment
-    packed = torch.tensor(repair(pack(table, cp_size, slack), table, slack))
-    candidates: list[Assignment | Tensor] = [packed]
+    packed = tensor_of(repair(pack(table, cp_size, slack), table, slack))
+    candidates = [packed]
     if _imbalance(table, packed) > 1 + max(slack, TIE):
         candidates.append(min_heap(table, cp_size, slack, cost))
     # A contiguous placement can only win where an all-gather takes longer than its compute.
@@ -203,19 +204,26 @@ def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Ass
         candidates.append(sequential(table, cp_size, slack, cost))
     if len(candidates) == 1:
         return packed
-    loads = [rank_loads(table, candidate) for candidate in candidates]
-    seconds = [load.seconds(cost) for load in loads]
-    traffic = [int(load.recv_rows.sum()) for load in loads]
-    good = [i for i in range(len(loads)) if seconds[i] <= min(seconds) * (1 + TIE)]
-    return candidates[min(good, key=lambda i: (traffic[i], seconds[i]))]
+    loads = cache(lambda i: rank_loads(table, candidates[i]))
+
+    def seconds_of(i: int) -> float:
+        # Nobody moves more than in an all-gather.
+        compute = int(table.area[candidates[i]].sum(1).max()) * cost.seconds_per_area
+        return compute if compute >= all_gather else loads(i).seconds(cost)
+
+    seconds = [seconds_of(i) for i in range(len(candidates))]
+    good = [i for i in range(len(candidates)) if seconds[i] <= min(seconds) * (1 + TIE)]
+    if len(good) == 1:
+        return candidates[good[0]]
+    return candidates[min(good, key=lambda i: (int(loads(i).recv_rows.sum()), seconds[i]))]
 
 
 def _imbalance(table: ChunkTable, assignment: Tensor) -> float:
     loads = table.area[assignment].sum(1)
-    return loads.max().item() / max(loads.double().mean().item(), 1.0)
+    return int(loads.max()) * len(loads) / max(int(loads.sum()), 1)
 
 
-Strategy = Callable[[ChunkTable, int, float, CostModel], Assignment | Tensor]
+Strategy = Callable[[ChunkTable, int, float, CostModel], Tensor]
 
 STRATEGIES: Mapping[str, Strategy] = {
     "sequential": sequential,

@@ -11,17 +11,21 @@ is left of a long document joins the list when the list runs short. Swaps then r
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
 from functools import reduce
-from itertools import accumulate, chain
-from operator import or_
+from itertools import accumulate
+from operator import add, or_
 
 import torch
+from torch import Tensor
 
 from magi_compile.dtensor.chunks import Assignment, ChunkTable
+from magi_compile.dtensor.ranges import group
 
 #: Chunks lighter than this share of the heaviest one of their document are spread over the ranks that need them.
 COMPANY = 1 / 3
+
+#: A swap that misses the middle between two ranks by less than this part is as good as one that meets it.
+GOOD_ENOUGH = 0.05
 
 
 class _Run:
@@ -37,13 +41,15 @@ class _Run:
         return self.heavy[-1][0] if self.heavy else 0
 
     def take_heavy(
-        self, count: int, target: float, least_fill: Callable[[int], int]
+        self, target: float, least_fills: list[int]
     ) -> tuple[list[tuple[int, int]], int]:
-        """Pops the heaviest chunks that fit into `target` beside the lightest filling; also their area."""
+        """Pops the heaviest chunks that fit into `target` beside the lightest filling; also their area.
+
+        `least_fills` are the least areas of 0, 1, ... other chunks; there is room for as many as it has.
+        """
         taken: list[tuple[int, int]] = []
         load, end = 0, len(self.heavy)
-        while end and len(taken) < count:
-            fill = least_fill(count - len(taken) - 1)
+        for fill in reversed(least_fills):
             end = bisect_right(self.heavy, (target - load - fill, 1 << 62), 0, end) - 1
             if end < 0:
                 break
@@ -68,27 +74,26 @@ class _Run:
         self._area += item[0]
 
 
-def _runs(area: list[int], is_heavy: list[bool], lowest: list[int]) -> list[_Run]:
+def _runs(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_Run]:
     """All runs: heavy chunks in a row that need the ones before them."""
     runs: list[_Run] = []
-    begin, end, num_chunks = 0, 0, len(area)
-    is_company = [False] * num_chunks  # a chunk in the company of two runs stays with the first
-    while begin < num_chunks:
-        end = begin + 1
-        if is_heavy[begin]:
-            while end < num_chunks and is_heavy[end] and lowest[end] < end:
-                end += 1
-            limit = COMPANY * max(area[begin:end])
-            floor = min(lowest[end - 1], begin)
-            heavy, company = [], []
-            for chunk in range(floor, end):
-                if area[chunk] >= limit and chunk >= begin:
-                    heavy.append((area[chunk], chunk))
-                elif not is_company[chunk] and (chunk >= begin or not is_heavy[chunk]):
-                    company.append((area[chunk], chunk))
-                    is_company[chunk] = True
-            runs.append(_Run(heavy, company))
-        begin = end
+    chunks = is_heavy.nonzero().flatten()
+    starts = (chunks[1:] != chunks[:-1] + 1) | (lowest[chunks[1:]] >= chunks[1:])
+    firsts, lasts = group(starts, len(chunks))
+    floors = torch.minimum(lowest[chunks[lasts]], chunks[firsts])
+    fields = (chunks[firsts], chunks[lasts] + 1, floors)
+    heavy_chunks = set(chunks.tolist())
+    is_company = [False] * len(area)  # a chunk in the company of two runs stays with the first
+    for begin, end, floor in zip(*(x.tolist() for x in fields), strict=True):
+        limit = COMPANY * max(area[begin:end])
+        heavy, company = [], []
+        for chunk in range(floor, end):
+            if area[chunk] >= limit and chunk >= begin:
+                heavy.append((area[chunk], chunk))
+            elif not is_company[chunk] and (chunk >= begin or chunk not in heavy_chunks):
+                company.append((area[chunk], chunk))
+                is_company[chunk] = True
+        runs.append(_Run(heavy, company))
     return runs
 
 
@@ -97,27 +102,31 @@ class _Lights:
     ones first, so that a window holds whole documents and its area grows with its place.
     """
 
-    def __init__(self, chunks: list[int], area: list[int], reach: list[int], size: int):
-        self._area, self._reach, self._size = area, reach, size
+    def __init__(self, chunks: Tensor, area: Tensor, reach: Tensor, size: int):
+        """`reach` is how many keys before a chunk it needs, at most."""
+        # A document begins where no key of the chunk before is needed.
+        first, last = group(
+            (chunks[1:] != chunks[:-1] + 1) | (reach[chunks[1:]] < size), len(chunks)
+        )
+        document = torch.arange(len(first)).repeat_interleave(last - first + 1)
+        longest = area.new_zeros(len(first)).scatter_reduce(0, document, area[chunks], "amax")
+        magnitude = torch.frexp(longest.double()).exponent
+        chunks = chunks[magnitude[document].argsort(stable=True)]
+        self._area, self._reach, self._size = area.tolist(), reach.tolist(), size
         self._chunks: list[int] = []
-        self._sums = [0]
+        self._sums = [0]  # of the areas before each of them, plus any number
         # What a window pays whose first chunk this is: the keys of the neighbour it leaves.
         self._cuts = [0]
-        documents: list[list[int]] = []
-        for chunk in chunks:
-            if documents and chunk == documents[-1][-1] + 1 and reach[chunk] >= size:
-                documents[-1].append(chunk)
-            else:
-                documents.append([chunk])
-        documents.sort(key=lambda chunks: max([area[i] for i in chunks]).bit_length())
-        self.extend(list(chain.from_iterable(documents)))
+        self.extend(chunks.tolist())
 
     def __len__(self) -> int:
         return len(self._chunks)
 
-    def least_area(self, count: int) -> int:
-        """The area of the `count` chunks in front."""
-        return self._sums[min(count, len(self))]
+    def least_areas(self, count: int) -> list[int]:
+        """The area of the 0, 1, ... `count - 1` chunks in front."""
+        first = self._sums[0]
+        areas = [x - first for x in self._sums[:count]]
+        return areas + areas[-1:] * (count - len(areas))
 
     def most_area(self, count: int) -> int:
         """The area of the `count` chunks at the end."""
@@ -137,7 +146,8 @@ class _Lights:
         low = bisect_left(starts, area - tolerance, key=area_at)
         high = bisect_right(starts, area + tolerance, low, key=area_at)
         if low < high:
-            begin = min(range(low, high), key=lambda i: cuts[i] + cuts[i + size])
+            costs = [*map(add, cuts[low:high], cuts[low + size : high + size])]
+            begin = low + costs.index(min(costs))
         else:
             near = range(max(low - 1, 0), min(low, last) + 1)
             begin = min(near, key=lambda i: abs(area_at(i) - area))
@@ -146,23 +156,28 @@ class _Lights:
     def extend(self, chunks: list[int]) -> None:
         """Puts chunks at the end."""
         reach, size = self._reach, self._size
-        sums = accumulate([self._area[i] for i in chunks], initial=self._sums.pop())
-        self._sums += sums
         self._cuts.pop()
         for previous, chunk in zip([-2, *chunks], chunks, strict=False):
             follows = chunk == previous + 1 and reach[chunk] >= size
             self._cuts.append(reach[chunk] if follows else 0)
-        self._chunks += chunks
         self._cuts.append(0)
+        areas = [self._area[i] for i in chunks]
+        self._sums += accumulate(areas, initial=self._sums.pop())
+        self._chunks += chunks
 
     def take(self, begin: int, size: int) -> list[int]:
-        end, sums = begin + size, self._sums
+        end = begin + size
         taken = self._chunks[begin:end]
         del self._chunks[begin:end]
         del self._cuts[begin:end]
         self._cuts[begin] = 0
+        # Only differences count, so the shorter side moves.
+        sums = self._sums
         moved = sums[end] - sums[begin]
-        sums[begin:] = [x - moved for x in sums[end:]]
+        if begin < len(sums) - end:
+            sums[: end + 1] = [x + moved for x in sums[: begin + 1]]
+        else:
+            sums[begin:] = [x - moved for x in sums[end:]]
         return taken
 
 
@@ -173,16 +188,13 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     per_rank = num_chunks // cp_size
     area = table.area.tolist()
     left = sum(area)
-    is_heavy = [a * num_chunks > left for a in area]
     begin = torch.arange(num_chunks) * size
     lowest = begin.scatter_reduce(0, table.needs.owner, table.needs.lo, "amin")
-    runs = _runs(area, is_heavy, lowest.div(size, rounding_mode="floor").tolist())
-    is_light = [not heavy for heavy in is_heavy]
-    for run in runs:
-        for _, chunk in run.company:
-            is_light[chunk] = False
-    light_chunks = [chunk for chunk in range(num_chunks) if is_light[chunk]]
-    light = _Lights(light_chunks, area, (begin - lowest).tolist(), size)
+    is_heavy = table.area * num_chunks > left
+    runs = _runs(area, is_heavy, lowest.div(size, rounding_mode="floor"))
+    company = [chunk for run in runs for _, chunk in run.company]
+    is_light = (~is_heavy).index_fill(0, torch.tensor(company, dtype=torch.int64), False)
+    light = _Lights(is_light.nonzero().flatten(), table.area, begin - lowest, size)
     assignment: Assignment = []
     for rank in range(cp_size):
         target = max(left / (cp_size - rank), 1.0)
@@ -199,7 +211,7 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
             room = per_rank - len(heavy) - len(chunks)
             if heavy and target - load <= light.most_area(room):
                 break
-            taken, taken_area = run.take_heavy(room, target - load, light.least_area)
+            taken, taken_area = run.take_heavy(target - load, light.least_areas(room))
             heavy += taken
             sources += [run] * len(taken)
             load += taken_area
@@ -239,21 +251,28 @@ class _Needs:
 
     def __init__(self, table: ChunkTable):
         size, needs = table.chunk_size, table.needs
-        first = needs.lo.div(size, rounding_mode="floor")
-        last = (needs.hi - 1).div(size, rounding_mode="floor")
-        self._bits = [1 << chunk for chunk in range(table.num_chunks)]
-        fields = (needs.owner, first, last - first + 1)
-        for chunk, begin, count in zip(*(x.tolist() for x in fields), strict=True):
-            self._bits[chunk] |= ((1 << count) - 1) << begin
+        owner, order = needs.owner.sort()
+        lo, hi = needs.lo[order], needs.hi[order]
+        first = lo.div(size, rounding_mode="floor")
+        count = (hi - 1).div(size, rounding_mode="floor") - first + 1
+        self._first, self._count = first.tolist(), count.tolist()
+        edges = torch.arange(table.num_chunks + 1)
+        self._begin = torch.searchsorted(owner, edges).tolist()  # of each chunk's ranges
+        self._bits: dict[int, int] = {}
         self._present: dict[int, int] = {}
 
     def of(self, chunk: int) -> int:
+        if chunk not in self._bits:
+            bits = 1 << chunk
+            for i in range(self._begin[chunk], self._begin[chunk + 1]):
+                bits |= ((1 << self._count[i]) - 1) << self._first[i]
+            self._bits[chunk] = bits
         return self._bits[chunk]
 
     def present(self, rank: int, chunks: list[int]) -> int:
         """What a rank with these chunks has, local or received; kept until it is told that they changed."""
         if rank not in self._present:
-            self._present[rank] = reduce(or_, map(self._bits.__getitem__, chunks))
+            self._present[rank] = reduce(or_, map(self.of, chunks))
         return self._present[rank]
 
     def forget(self, *ranks: int) -> None:
@@ -273,7 +292,7 @@ def repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignmen
     loads = [sum(area[chunk] for chunk in chunks) for chunks in ranks]
     limit = sum(loads) / cp_size * (1 + slack)
     needs: _Needs | None = None
-    wide_searches = 4
+    wide_searches = 2
     for _ in range(4 * cp_size + len(area) // 8):
         source = max(range(cp_size), key=loads.__getitem__)
         if loads[source] <= limit:
@@ -306,7 +325,8 @@ def _best_swap(
 ) -> tuple[int, int, int] | None:
     """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves."""
     over = loads[source] - limit
-    given_areas = [(area[chunk], chunk) for chunk in ranks[source]]
+    givens = ranks[source]
+    given_areas = [area[chunk] for chunk in givens]
     targets = sorted(range(len(ranks)), key=loads.__getitem__)[:num_targets]
     target_areas = [[area[chunk] for chunk in ranks[target]] for target in targets]
 
@@ -316,19 +336,23 @@ def _best_swap(
         room = limit - loads[target]
         if room < over or len(settling) >= num_choices:
             break
-        for given_area, given in given_areas:
-            index = bisect_left(areas, given_area - room)
-            if index < len(areas) and areas[index] <= given_area - over:
-                settling.append((target, given, ranks[target][index]))
+        for i in range(bisect_left(given_areas, areas[0] + over), len(givens)):
+            index = bisect_left(areas, given_areas[i] - room)
+            if index == len(areas):
+                break
+            if areas[index] <= given_areas[i] - over:
+                settling.append((target, givens[i], ranks[target][index]))
     if not settling:
         easing: list[tuple[float, int, int, int]] = []  # distance from half of the difference, swap
         for target, areas in zip(targets, target_areas, strict=True):
             middle = (loads[source] - loads[target]) / 2
-            for given_area, given in given_areas:
+            for given_area, given in zip(given_areas, givens, strict=True):
                 index = min(bisect_left(areas, given_area - middle), len(areas) - 1)
                 moved = given_area - areas[index]
                 if 0.1 * middle < moved < 1.9 * middle:
                     easing.append((abs(moved - middle), target, given, ranks[target][index]))
+            if easing and min(easing)[0] < GOOD_ENOUGH * middle:
+                break
         return min(easing)[1:] if easing else None
     absent = {
         rank: ~needs.present(rank, ranks[rank]) for rank in {source, *(s[0] for s in settling)}
