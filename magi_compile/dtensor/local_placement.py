@@ -82,18 +82,16 @@ def _runs(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_Run]:
     firsts, lasts = group(starts, len(chunks))
     floors = torch.minimum(lowest[chunks[lasts]], chunks[firsts])
     fields = (chunks[firsts], chunks[lasts] + 1, floors)
-    heavy_chunks = set(chunks.tolist())
-    is_company = [False] * len(area)  # a chunk in the company of two runs stays with the first
+    is_taken = is_heavy.tolist()  # a chunk in the company of two runs stays with the first
     for begin, end, floor in zip(*(x.tolist() for x in fields), strict=True):
-        limit = COMPANY * max(area[begin:end])
-        heavy, company = [], []
-        for chunk in range(floor, end):
-            if area[chunk] >= limit and chunk >= begin:
-                heavy.append((area[chunk], chunk))
-            elif not is_company[chunk] and (chunk >= begin or chunk not in heavy_chunks):
-                company.append((area[chunk], chunk))
-                is_company[chunk] = True
-        runs.append(_Run(heavy, company))
+        areas = area[begin:end]
+        limit = COMPANY * max(areas)
+        company = [(area[i], i) for i in range(floor, begin) if not is_taken[i]]
+        for _, chunk in company:
+            is_taken[chunk] = True
+        pairs = [*zip(areas, range(begin, end), strict=True)]
+        company += [pair for pair in pairs if pair[0] < limit]
+        runs.append(_Run([pair for pair in pairs if pair[0] >= limit], company))
     return runs
 
 
@@ -112,7 +110,8 @@ class _Lights:
         longest = area.new_zeros(len(first)).scatter_reduce(0, document, area[chunks], "amax")
         magnitude = torch.frexp(longest.double()).exponent
         chunks = chunks[magnitude[document].argsort(stable=True)]
-        self._area, self._reach, self._size = area.tolist(), reach.tolist(), size
+        self._area = area.tolist()
+        self._needed_before = torch.where(reach >= size, reach, 0).tolist()
         self._chunks: list[int] = []
         self._sums = [0]  # of the areas before each of them, plus any number
         # What a window pays whose first chunk this is: the keys of the neighbour it leaves.
@@ -155,11 +154,9 @@ class _Lights:
 
     def extend(self, chunks: list[int]) -> None:
         """Puts chunks at the end."""
-        reach, size = self._reach, self._size
-        self._cuts.pop()
-        for previous, chunk in zip([-2, *chunks], chunks, strict=False):
-            follows = chunk == previous + 1 and reach[chunk] >= size
-            self._cuts.append(reach[chunk] if follows else 0)
+        needed = self._needed_before
+        pairs = zip([-2, *chunks], chunks, strict=False)
+        self._cuts[-1:] = [needed[i] if i == previous + 1 else 0 for previous, i in pairs]
         self._cuts.append(0)
         areas = [self._area[i] for i in chunks]
         self._sums += accumulate(areas, initial=self._sums.pop())
