@@ -4,7 +4,7 @@ It runs before autograd, so one rewrite serves forward and backward, training an
 
     flex_attention(q, k, v, block_mask)   ->   slices = mask_slices(captured tables, "the mask's expression")
                                                plan   = plan(slices)
-                                               out    = ffa_fwd(q, k, v, slices, plan)
+                                               out    = attention(q, k, v, slices, plan)
 
 Calls with the same mask share the slices and the plan. Values of captured tensors are read when the graph runs:
 a new document layout each step compiles nothing.
@@ -177,7 +177,7 @@ def emit_attention(
         node = mask.plans[key]
         plan = [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
     result = emit.call(
-        torch.ops.magi.ffa_fwd.default,
+        torch.ops.magi.attention.default,
         q,
         k,
         v,
@@ -208,7 +208,7 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:
 
 
 class LoweredCall(NamedTuple):
-    """A decision, and the node that now runs the attention: `ffa_fwd`, or FlexAttention where it was refused."""
+    """A decision, and the node that now runs the attention: `magi::attention`, or FlexAttention where it was refused."""
 
     decision: Decision
     node: Node

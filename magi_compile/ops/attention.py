@@ -81,7 +81,7 @@ def _attend(
     kernel: str | None = None,
 ) -> AttnOutput:
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    out, lse = torch.ops.magi.ffa_fwd(
+    out, lse = torch.ops.magi.attention(
         q, k, v, *lists, [], float(softmax_scale), float(softcap), kernel or ""
     )
     return AttnOutput(out, lse)

@@ -19,3 +19,11 @@ def define(
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+
+
+def define_composite(
+    library: torch.library.Library, schema: str, implementation: Callable[..., Any]
+) -> None:
+    """Adds the op `schema`, which is what its implementation calls: values, fakes and gradients are theirs."""
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(schema.split("(")[0], implementation, "CompositeImplicitAutograd")

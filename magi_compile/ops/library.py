@@ -1,14 +1,15 @@
 """The custom ops of attention: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
 magi::plan         slices -> how the chosen kernel walks them
-magi::ffa_fwd      attention over slices -> (out, lse)
+magi::attention    attention over slices -> (out, lse), differentiable: becomes, where it is called,
+magi::ffa_fwd      its values
 magi::ffa_bwd      its gradients -> (dq, dk, dv)
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from magi_compile._compat import version_of
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import arch_of, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define
+from magi_compile.ops.define import define, define_composite
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -31,21 +32,29 @@ def problem_of(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
 ) -> AttnProblem:
     """What packed `q`, `k`, `v` (real or fake) ask of a kernel."""
-    return AttnProblem(
-        device_type=q.device.type,
-        device_arch=arch_of(q.device),
-        dtype=q.dtype,
-        nheads_q=q.shape[1],
-        nheads_kv=k.shape[1],
-        head_dim=q.shape[2],
-        head_dim_v=v.shape[2],
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-    )
+    heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    return AttnProblem(q.device.type, arch_of(q.device), q.dtype, *heads, softmax_scale, softcap)
 
 
-# Refusals depend on the problem alone, and a call is too short to ask for them each time.
-_select = lru_cache(maxsize=1024)(select)
+class Route(NamedTuple):
+    """What runs a call."""
+
+    kernel: Kernel
+    problem: AttnProblem
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int, int],
+    softmax_scale: float,
+    softcap: float,
+    kernel: str | None,
+) -> Route:
+    """What runs attention of such tensors: a call is too short to find that out each time."""
+    problem = AttnProblem(device.type, arch_of(device), dtype, *heads, softmax_scale, softcap)
+    return Route(select(problem, kernel), problem)
 
 
 def _plan(
@@ -61,12 +70,10 @@ def _plan(
     head_dim_v: int,
     kernel: str,
 ) -> list[Tensor]:
-    device = q_ranges.device
-    problem = AttnProblem(
-        device.type, arch_of(device), dtype, nheads_q, nheads_kv, head_dim, head_dim_v, 1.0
-    )
+    heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
+    chosen, problem = _route(q_ranges.device, dtype, heads, 1.0, 0.0, kernel)
     slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k)
-    return _select(problem, kernel).plan(slices, problem)
+    return chosen.plan(slices, problem)
 
 
 define(
@@ -90,7 +97,7 @@ def _plan_of(kernel: Kernel, slices: AttnSlices, problem: AttnProblem) -> list[T
     return plans[key]
 
 
-# ffa_fwd, ffa_bwd
+# ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
 
 
 def _ffa_fwd(
@@ -106,9 +113,11 @@ def _ffa_fwd(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
-    problem = problem_of(q, k, v, softmax_scale, softcap)
-    chosen = _select(problem, kernel or None)
-    slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
+    total_q, nheads_q, head_dim = q.shape
+    total_k, nheads_kv, head_dim_v = v.shape
+    heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
+    chosen, problem = _route(q.device, q.dtype, heads, softmax_scale, softcap, kernel or None)
+    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
     return chosen.forward(q, k, v, slices, plan, problem)
 
@@ -147,9 +156,11 @@ def _ffa_bwd(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise_pending()
-    problem = problem_of(q, k, v, softmax_scale, softcap)
-    chosen = _select(problem, kernel or None)
-    slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
+    total_q, nheads_q, head_dim = q.shape
+    total_k, nheads_kv, head_dim_v = v.shape
+    heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
+    chosen, problem = _route(q.device, q.dtype, heads, softmax_scale, softcap, kernel or None)
+    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
     return chosen.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
 
@@ -160,13 +171,11 @@ def _ffa_bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-define(
-    _lib,
-    "ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, Tensor[] plan, "
-    "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)",
-    _ffa_fwd,
-    _ffa_fwd_fake,
+_FFA_FWD = (
+    "(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, Tensor[] plan, "
+    "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)"
 )
+define(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
 define(
     _lib,
     "ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
@@ -177,33 +186,50 @@ define(
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, q_ranges, k_ranges, mask_types, plan, *ctx.options = inputs
-    ctx.num_plan_tensors = len(plan)
-    ctx.save_for_backward(q, k, v, *output, q_ranges, k_ranges, mask_types, *plan)
-    ctx.set_materialize_grads(False)
+# attention: what is differentiable, made of the two
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, q_ranges, k_ranges, mask_types, *plan = ctx.saved_tensors
-    no_grads = (None, None, None, [None] * ctx.num_plan_tensors, None, None, None)
-    if dout is None and dlse is None:
-        return (None, None, None, *no_grads)
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = torch.ops.magi.ffa_bwd(
-        dout, dlse, q, k, v, out, lse, q_ranges, k_ranges, mask_types, plan, *ctx.options
-    )
-    return (*grads, *no_grads)
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        *lists, plan, softmax_scale, softcap, kernel = rest
+        ctx.options = (softmax_scale, softcap, kernel)
+        out, lse = torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, *lists, *plan)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, out, lse, q_ranges, k_ranges, mask_types, *plan = ctx.saved_tensors
+        no_grads = (None,) * 7
+        if dout is None and dlse is None:
+            return (None, None, None, *no_grads)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        lists = (q_ranges, k_ranges, mask_types)
+        arguments = (dout, dlse, q, k, v, out, lse, *lists, plan, *ctx.options)
+        if torch.is_grad_enabled():
+            return (*_Gradients.apply(*arguments), *no_grads)
+        return (*torch.ops.magi.ffa_bwd.default(*arguments), *no_grads)
 
 
-torch.library.register_autograd(
-    "magi::ffa_fwd", _backward, setup_context=_save_for_backward, lib=_lib
-)
+class _Gradients(torch.autograd.Function):
+    """The backward pass where somebody may ask for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.magi.ffa_bwd.default(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError("gradients of attention can not be differentiated again")
 
 
-def _refuse_second_derivative(ctx: Any, *_: Any) -> None:
-    raise NotImplementedError("gradients of attention can not be differentiated again")
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, *rest)
+    return torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
 
 
-torch.library.register_autograd("magi::ffa_bwd", _refuse_second_derivative, lib=_lib)
+define_composite(_lib, f"attention{_FFA_FWD}", _attention)

@@ -196,4 +196,4 @@ def test_layers_with_one_mask_share_its_slices():
     )
     targets = [node.target for node in graphs[0].graph.nodes]
     assert targets.count(torch.ops.magi.mask_slices.default) == 1
-    assert targets.count(torch.ops.magi.ffa_fwd.default) == 3
+    assert targets.count(torch.ops.magi.attention.default) == 3

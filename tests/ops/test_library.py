@@ -20,7 +20,7 @@ def arguments():
 def test_forward(arguments):
     tensors, lists = arguments
     tensors = [tensor.requires_grad_() for tensor in tensors]
-    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, *lists, [], 0.25, 0.0, ""))
+    torch.library.opcheck(torch.ops.magi.attention, (*tensors, *lists, [], 0.25, 0.0, ""))
 
 
 def test_forward_with_a_plan(arguments):
@@ -28,7 +28,13 @@ def test_forward_with_a_plan(arguments):
     tensors, lists = arguments
     tensors = [tensor.requires_grad_() for tensor in tensors]
     plan = [torch.zeros(1, dtype=torch.int32)]
-    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, *lists, plan, 0.25, 0.0, "reference"))
+    arguments = (*tensors, *lists, plan, 0.25, 0.0, "reference")
+    torch.library.opcheck(torch.ops.magi.attention, arguments)
+
+
+def test_values_alone(arguments):
+    tensors, lists = arguments
+    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, *lists, [], 0.25, 0.0, ""))
 
 
 @pytest.mark.parametrize("with_dlse", [True, False])
