@@ -14,7 +14,7 @@ cut into d equal parts, whose casts run while the stage before is being computed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import NamedTuple
@@ -110,6 +110,20 @@ class Pieces(NamedTuple):
         return self.hi - self.lo
 
 
+class Buffers(NamedTuple):
+    """The buffers of all ranks for one degree: one for each stage."""
+
+    begin: Tensor  # int64 `[cp_size, num_stages]`, rows that move into buffers before, those of earlier ranks included
+    rows: Tensor  # int64 `[cp_size, num_stages]`, 0 in place
+    edges: (
+        Tensor  # float64 `[cp_size * (degree - 1)]`, where parts of each rank's remote rows begin
+    )
+
+    @property
+    def num_stages(self) -> int:
+        return self.rows.shape[1]
+
+
 @dataclass(frozen=True, eq=False)
 class CommPlan:
     """The communication of all ranks, for several degrees side by side, whose stages are numbered through.
@@ -117,49 +131,65 @@ class CommPlan:
     Attributes:
         rows: what each rank needs.
         degrees: each 0 for one merged stage, otherwise the number of remote stages.
-        num_stages: of each degree; the same on all ranks. Remote stages in which nothing moves at all do not exist.
-        stage: int64 `[num_degrees, num_needs]`, of each of `rows.needs`.
-        buffer_row: int64 `[num_degrees, num_needs]`, likewise: the first row in the receiver's buffer of the stage,
-            where rows lie in the order of keys. Without meaning where keys are attended in place.
-        received: of each degree, the rows of all buffers, int64 `[cp_size, num_stages]`; 0 in place.
+        rows_before: int64 `[num_needs]`, rows of `rows.needs` before each of them.
+        remote_before: int64 `[num_needs]`, the same of those that another rank holds.
+        remote_middle: float64 `[num_needs]`, the same up to the middle of each.
+        buffers: of each degree. Remote stages in which nothing moves on any rank do not exist.
     """
 
     rows: RankRows
     degrees: Sequence[int]
-    num_stages: Sequence[int]
-    stage: Tensor
-    buffer_row: Tensor
-    received: Sequence[Tensor]
+    rows_before: Tensor
+    remote_before: Tensor
+    remote_middle: Tensor
+    buffers: Sequence[Buffers]
+
+    @property
+    def num_stages(self) -> int:
+        """Of all degrees."""
+        return sum(x.num_stages for x in self.buffers)
 
     def stages(self, rank: int) -> list[list[Stage]]:
         """What `rank` does for each degree; tensors are on the CPU."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
         mine, theirs = (self._pieces(x.nonzero().flatten()) for x in (is_mine, is_theirs))
         slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
-        first_stages = self._first_stages()
         return [
             [
                 Stage(slices[i], None if degree > 0 and i == first else transfers[i])
-                for i in range(first, first + num)
+                for i in range(first, first + buffers.num_stages)
             ]
-            for degree, first, num in zip(self.degrees, first_stages, self.num_stages, strict=True)
+            for degree, first, buffers in self._first_stages()
         ]
 
-    def _first_stages(self) -> list[int]:
-        """The number of each degree's first stage."""
-        return list(accumulate(self.num_stages, initial=0))[:-1]
+    def _first_stages(self) -> Iterable[tuple[int, int, Buffers]]:
+        """Each degree, the number of its first stage, and its buffers."""
+        first = accumulate((x.num_stages for x in self.buffers), initial=0)
+        return zip(self.degrees, first, self.buffers, strict=False)
 
     def _pieces(self, index: Tensor) -> Pieces:
         """Some of `rows.needs`."""
         rows = self.rows
-        needs = rows.needs.take(index)
-        rest = rows.holder[index], needs.lo + rows.shift_of_chunk[rows.chunk[index]]
-        fields = (self.stage[:, index], self.buffer_row[:, index], *needs, *rest)
+        needs, holder = rows.needs.take(index), rows.holder[index]
+        is_remote, receiver = holder != needs.owner, needs.owner
+        middle = self.remote_middle[index]
+        stages, buffer_rows = [], []
+        for degree, first, buffers in self._first_stages():
+            if degree == 0:
+                stage, before = torch.zeros_like(index), self.rows_before[index]
+            else:
+                edges_before = torch.searchsorted(buffers.edges, middle, right=True)
+                stage = 1 + edges_before - receiver * (degree - 1)
+                stage, before = torch.where(is_remote, stage, 0), self.remote_before[index]
+            stages.append(stage + first)
+            buffer_rows.append(before - buffers.begin[receiver, stage])
+        source_row = needs.lo + rows.shift_of_chunk[rows.chunk[index]]
+        fields = (torch.stack(stages), torch.stack(buffer_rows), *needs, holder, source_row)
         return Pieces(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
 
     def _transfers(self, mine: Pieces, theirs: Pieces) -> list[Transfer]:
         """One rank's share of each stage: it receives `mine` and sends `theirs`."""
-        cp_size, num_stages = self.rows.dispatch.cp_size, sum(self.num_stages)
+        cp_size, num_stages = self.rows.dispatch.cp_size, self.num_stages
         # Both directions in one pass: what is received comes in stages of its own, behind the others.
         sends = (theirs.stage, theirs.receiver, theirs.source_row, theirs.buffer_row, theirs.rows)
         recvs = (mine.stage + num_stages, mine.sender, mine.buffer_row, mine.source_row, mine.rows)
@@ -176,7 +206,7 @@ class CommPlan:
         runs = torch.stack([peer[first], row, peer_row[first], end[last] - row], 1)
         sizes = torch.bincount(stage[order][first], minlength=2 * num_stages).tolist()
         runs_of, counts_of = runs.split(sizes), counts.view(-1, cp_size).tolist()
-        peaks = chain.from_iterable(received.amax(0).tolist() for received in self.received)
+        peaks = chain.from_iterable(x.rows.amax(0).tolist() for x in self.buffers)
         return [
             Transfer(
                 runs_of[i], runs_of[num_stages + i], counts_of[i], counts_of[num_stages + i], peak
@@ -186,11 +216,11 @@ class CommPlan:
 
     def _slices(self, rank: int, mine: Pieces) -> list[AttnSlices]:
         """The rank's rows against the keys of each stage, all stages in one pass."""
-        where, num_stages = self.rows.dispatch, sum(self.num_stages)
+        where, num_stages = self.rows.dispatch, self.num_stages
         total, seqlen_q = where.total_padded, where.seqlen_local
-        seqlens_k = [n for received in self.received for n in received[rank].tolist()]
+        seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
         key_row = mine.buffer_row
-        for first_stage, degree in zip(self._first_stages(), self.degrees, strict=True):
+        for degree, first_stage, _ in self._first_stages():
             if degree > 0:
                 seqlens_k[first_stage] = seqlen_q
                 is_in_place = mine.stage == first_stage
@@ -238,32 +268,42 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     if min(degrees) < 0:
         raise ValueError(f"`degrees` must not be negative, got {list(degrees)}")
     cp_size, receiver = rows.dispatch.cp_size, rows.needs.owner
-    degree = torch.tensor(degrees)[:, None]
-    is_remote = rows.holder != receiver
     count = rows.needs.hi - rows.needs.lo
-    # Equal parts of every receiver's remote rows, in the order of keys.
-    moved = torch.where(is_remote, count, 0)
-    total = moved.new_zeros(cp_size).index_add_(0, receiver, moved)
-    before = moved.cumsum(0) - moved - (total.cumsum(0) - total)[receiver]
-    middle = (before + moved / 2) / total.double()[receiver].clamp(min=1)
-    part = (middle * degree).long()
-    stage = torch.where(is_remote, 1 + torch.minimum(part, degree - 1), 0)
-    num_stages = [1 + n for n in stage.amax(1).tolist()] if len(receiver) else [1] * len(degrees)
-    # Buffers are numbered by degree, receiver and stage, and so are the rows that move.
-    sizes = [cp_size * num for num in num_stages]
-    first_buffer = torch.tensor(list(accumulate(sizes, initial=0))[:-1])[:, None]
-    buffer = (first_buffer + receiver * torch.tensor(num_stages)[:, None] + stage).flatten()
-    moved = torch.where(degree > 0, moved, count).flatten()
-    received = moved.new_zeros(sum(sizes)).index_add_(0, buffer, moved)
-    buffer_row = moved.cumsum(0) - moved - (received.cumsum(0) - received)[buffer]
-    first_stage = torch.tensor(list(accumulate(num_stages, initial=0))[:-1])[:, None]
+    remote = torch.where(rows.holder != receiver, count, 0)
+    all_end, remote_end = count.cumsum(0), remote.cumsum(0)
+    remote_before = remote_end - remote
+    middle = remote_before + remote / 2
+
+    def up_to(end: Tensor) -> Tensor:
+        """What is counted up to each rank, and up to the last, `[cp_size + 1]`."""
+        padded = torch.cat([end.new_zeros(1), end])
+        return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1))]
+
+    def buffers_of(degree: int) -> Buffers:
+        ends = up_to(remote_end if degree else all_end)
+        begin, end = ends[:-1, None], ends[1:, None]
+        if degree == 0:
+            return Buffers(begin, end - begin, middle[:0])
+        # Equal parts of every receiver's remote rows, in the order of keys; the middle of a piece decides.
+        edges = begin + (end - begin) * torch.arange(1, degree, dtype=torch.float64) / degree
+        starts = torch.cat([remote_before, ends[-1:]])[torch.searchsorted(middle, edges)]
+        starts = torch.cat([begin, starts, end], 1)
+        parts = starts.diff(dim=1)
+        num_parts = max((i for i, most in enumerate(parts.amax(0).tolist(), 1) if most), default=0)
+        in_place = begin.new_zeros(cp_size, 1)
+        return Buffers(
+            torch.cat([in_place, starts[:, :num_parts]], 1),
+            torch.cat([in_place, parts[:, :num_parts]], 1),
+            edges.flatten(),
+        )
+
     return CommPlan(
         rows,
         degrees,
-        num_stages,
-        stage + first_stage,
-        buffer_row.view(stage.shape),
-        [x.view(cp_size, -1) for x in received.split(sizes)],
+        all_end - count,
+        remote_before,
+        middle,
+        [buffers_of(degree) for degree in degrees],
     )
 
 

@@ -286,25 +286,29 @@ def repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignmen
     cp_size = len(assignment)
     area = table.area.tolist()
     ranks = [sorted(chunks, key=area.__getitem__) for chunks in assignment]
-    loads = [sum(area[chunk] for chunk in chunks) for chunks in ranks]
+    areas = [[area[chunk] for chunk in chunks] for chunks in ranks]
+    loads = [*map(sum, areas)]
     limit = sum(loads) / cp_size * (1 + slack)
     needs: _Needs | None = None
     wide_searches = 2
     for _ in range(4 * cp_size + len(area) // 8):
-        source = max(range(cp_size), key=loads.__getitem__)
+        source = loads.index(max(loads))
         if loads[source] <= limit:
             break
         needs = needs or _Needs(table)
-        swap = _best_swap(ranks, loads, source, limit, area, needs, num_targets=4)
+        swap = _best_swap(ranks, areas, loads, source, limit, needs, num_targets=4)
         if swap is None and wide_searches:
             wide_searches -= 1
-            swap = _best_swap(ranks, loads, source, limit, area, needs, num_targets=cp_size)
+            swap = _best_swap(ranks, areas, loads, source, limit, needs, num_targets=cp_size)
         if swap is None:
             break
         target, given, received = swap
         for rank, old, new in ((source, given, received), (target, received, given)):
-            ranks[rank].remove(old)
-            insort(ranks[rank], new, key=area.__getitem__)
+            index = ranks[rank].index(old)
+            del ranks[rank][index], areas[rank][index]
+            index = bisect_right(areas[rank], area[new])
+            ranks[rank].insert(index, new)
+            areas[rank].insert(index, area[new])
             loads[rank] += area[new] - area[old]
         needs.forget(source, target)
     return ranks
@@ -312,40 +316,43 @@ def repair(assignment: Assignment, table: ChunkTable, slack: float) -> Assignmen
 
 def _best_swap(
     ranks: Assignment,
+    areas: list[list[int]],
     loads: list[int],
     source: int,
     limit: float,
-    area: list[int],
     needs: _Needs,
     num_targets: int,
     num_choices: int = 12,
 ) -> tuple[int, int, int] | None:
-    """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves."""
+    """`(target rank, chunk given to it, chunk received from it)`, or None where nothing improves.
+
+    The chunks of a rank ascend by their `areas`.
+    """
     over = loads[source] - limit
-    givens = ranks[source]
-    given_areas = [area[chunk] for chunk in givens]
+    givens, given_areas = ranks[source], areas[source]
     targets = sorted(range(len(ranks)), key=loads.__getitem__)[:num_targets]
-    target_areas = [[area[chunk] for chunk in ranks[target]] for target in targets]
 
     settling: list[tuple[int, int, int]] = []
-    for target, areas in zip(targets, target_areas, strict=True):
+    for target in targets:
+        others = areas[target]
         # The moved area must take the source below the limit and leave the target below it.
         room = limit - loads[target]
         if room < over or len(settling) >= num_choices:
             break
-        for i in range(bisect_left(given_areas, areas[0] + over), len(givens)):
-            index = bisect_left(areas, given_areas[i] - room)
-            if index == len(areas):
+        for i in range(bisect_left(given_areas, others[0] + over), len(givens)):
+            index = bisect_left(others, given_areas[i] - room)
+            if index == len(others):
                 break
-            if areas[index] <= given_areas[i] - over:
+            if others[index] <= given_areas[i] - over:
                 settling.append((target, givens[i], ranks[target][index]))
     if not settling:
         easing: list[tuple[float, int, int, int]] = []  # distance from half of the difference, swap
-        for target, areas in zip(targets, target_areas, strict=True):
+        for target in targets:
+            others = areas[target]
             middle = (loads[source] - loads[target]) / 2
             for given_area, given in zip(given_areas, givens, strict=True):
-                index = min(bisect_left(areas, given_area - middle), len(areas) - 1)
-                moved = given_area - areas[index]
+                index = min(bisect_left(others, given_area - middle), len(others) - 1)
+                moved = given_area - others[index]
                 if 0.1 * middle < moved < 1.9 * middle:
                     easing.append((abs(moved - middle), target, given, ranks[target][index]))
             if easing and min(easing)[0] < GOOD_ENOUGH * middle:

@@ -10,7 +10,6 @@ choices of (dlo, dhi), and clipping a band by rows or columns gives bands again.
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import torch
@@ -92,28 +91,21 @@ def clip_cols(bands: Bands, begin: Tensor | int, end: Tensor | int) -> Bands:
     left = torch.where(bands.dlo > 0, bands.begin + (begin - bands.lo), bands.begin)
     right = torch.where(bands.dhi > 0, bands.begin + (end - bands.hi) + 1, bands.end)
     first, second = torch.minimum(left, right), torch.maximum(left, right)
-    cuts = [bands.begin, first, second, bands.end]
-    cuts = [torch.minimum(torch.maximum(cut, bands.begin), bands.end) for cut in cuts]
-    parts = []
-    for part_begin, part_end in itertools.pairwise(cuts):
-        lo, hi = bands.at(part_begin)
-        moves_left = (bands.dlo > 0) & (part_begin >= left)
-        moves_right = (bands.dhi > 0) & (part_begin < right)
-        parts.append(
-            Bands(
-                part_begin,
-                part_end,
-                torch.where(moves_left, lo, lo.clamp(min=begin)),
-                torch.where(moves_right, hi, hi.clamp(max=end)),
-                moves_left.long(),
-                moves_right.long(),
-            )
-        )
-    return trim(concat(parts))
-
-
-def concat(parts: list[Bands]) -> Bands:
-    return Bands(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    cuts = torch.stack([bands.begin, first, second, bands.end])
+    cuts = torch.minimum(torch.maximum(cuts, bands.begin), bands.end)
+    part_begin = cuts[:-1]  # [3, num_bands]
+    lo, hi = bands.at(part_begin)
+    moves_left = (bands.dlo > 0) & (part_begin >= left)
+    moves_right = (bands.dhi > 0) & (part_begin < right)
+    fields = (
+        part_begin,
+        cuts[1:],
+        torch.where(moves_left, lo, lo.clamp(min=begin)),
+        torch.where(moves_right, hi, hi.clamp(max=end)),
+        moves_left.long(),
+        moves_right.long(),
+    )
+    return trim(Bands(*(x.flatten() for x in fields)))
 
 
 def cut_at(bands: Bands, rows: Tensor) -> tuple[Bands, Tensor]:
