@@ -159,6 +159,11 @@ def symmetric_addresses(rendezvous: Any) -> list[int]:
     return [rendezvous.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
 
 
+def raw_stream(device_index: int) -> int:
+    """The current CUDA stream of a device as a number, without the object that torch.cuda.current_stream makes."""
+    return torch._C._cuda_getCurrentRawStream(device_index)
+
+
 def spin_gpu(cycles: int) -> None:
     """Keeps the current CUDA stream busy for so many clock cycles, while the host enqueues what comes next."""
     torch.cuda._sleep(cycles)

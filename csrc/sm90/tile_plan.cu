@@ -32,7 +32,7 @@ struct TilePlanParams {
     const int* q_ranges;     // [num_slices, 2]
     const int* k_ranges;     // [num_slices, 2]
     const int* mask_types;   // [num_slices]
-    bool* fits;              // [2]: whether max_runs was enough; if not, no tile has a run
+    long long* flag;         // becomes 1 where max_runs is not enough, and then no tile has a run
     Walk walks[2];
 };
 
@@ -129,7 +129,9 @@ public:
         sort_pairs();
         merge();
         hand_out();
-        for_each(1, [&](int) { params_.fits[is_transposed_] = fits; });
+        if (!fits) {
+            for_each(1, [&](int) { *params_.flag = 1; });
+        }
     }
 
 private:

@@ -127,12 +127,12 @@ class PaddedSizes(NamedTuple):
     num_runs: int
     max_overlap: int
 
-    def check(self, fits: Tensor) -> MaskCheck:
-        """The check that no more than `num_runs` pairs were met, as `fits` (0-d) tells."""
-        message = (
+    @property
+    def message(self) -> str:
+        """What has to be so for all pairs to fit."""
+        return (
             f"at most `max_overlap` = {self.max_overlap} slices may cross the average tile border"
         )
-        return MaskCheck(fits, message)
 
 
 def padded_sizes(
@@ -228,7 +228,7 @@ def _meet(
 
     num_pairs = int(pairs_before_end[-1]) if padded is None else padded.num_runs
     if padded is not None and num_tiles > 0:
-        require([padded.check(pairs_before_end[-1] <= num_pairs)])
+        require([MaskCheck(pairs_before_end[-1] <= num_pairs, padded.message)])
     pair = torch.arange(num_pairs, device=tile_begin.device)
     rect = torch.searchsorted(pairs_before_end, pair, right=True).clamp(max=num_rects - 1)
     tile = first_tile[rect] + pair - (pairs_before_end - num_touched)[rect]

@@ -3,19 +3,22 @@
 import ctypes
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile._checks import synchronize_checks
+from magi_compile import MaskDataError
+from magi_compile._checks import raise_pending, synchronize_checks
+from magi_compile.kernels.cuda import planner
 from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant, prepare
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import library
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.plan.tiles import build_tile_plan, padded_sizes
 from magi_compile.testing.cases import random_disjoint
 
 SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
@@ -69,9 +72,23 @@ def run_on_host(tmp_path_factory):
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_source_on_the_host(mask, sizes, run_on_host):
     prepared = prepare(MASKS[mask], sizes)
-    run_on_host((ctypes.c_char * len(prepared.params)).from_buffer(prepared.params))
-    assert prepared.fits.all()
+    run_on_host((ctypes.c_char * len(prepared.params)).from_buffer_copy(prepared.params))
+    raise_pending()
     assert_same_plan(prepared.plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
+
+
+def test_more_runs_than_there_is_room_for(run_on_host, monkeypatch):
+    """The host learns of it by a flag, and no tile has a run."""
+    monkeypatch.setattr(planner, "padded_sizes", partial(padded_sizes, max_overlap=1))
+    planner._route.cache_clear()
+    columns = [(i, i + 1) for i in range(40)]
+    slices = AttnSlices.from_lists([(0, 40)] * 40, columns, [0] * 40)
+    prepared = prepare(slices, SMALL)
+    planner._route.cache_clear()
+    run_on_host((ctypes.c_char * len(prepared.params)).from_buffer_copy(prepared.params))
+    with pytest.raises(MaskDataError, match="at most `max_overlap` = 1 slices may cross"):
+        raise_pending()
+    assert torch.equal(prepared.plan.q_tiles[:, 2], prepared.plan.q_tiles[:, 3])
 
 
 @pytest.mark.gpu

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import cache
+from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
+from cuda.bindings import driver
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
+    current_stream,
+    is_tma_layout,
     launch,
     load_function,
     num_sms,
@@ -26,9 +30,20 @@ from magi_compile.kernels.merge import merge_prior
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _STORE_ROWS = 16  # each warp stores its own rows
-_PARAMS_BYTES = 640
-# What follows the four tensor maps in ForwardParams.
-_SCALARS = struct.Struct("<7Q3i4x2i2fi")
+# What follows the four tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
+_ADDRESSES, _SCALARS = struct.Struct("<7Q"), struct.Struct("<3i4x2i2fi36x")
+_MAX_KNOWN_MAPS = 256
+
+
+class _Route(NamedTuple):
+    """What a launch needs besides addresses, for tensors of one layout."""
+
+    function: driver.CUfunction
+    grid: int
+    num_threads: int
+    has_ticket: bool
+    scalars: bytes
+    maps: dict[tuple[int, ...], bytes]  # the four tensor maps, by the addresses of their tensors
 
 
 @cache
@@ -96,48 +111,84 @@ def forward(
                 q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype, config=config
             )
 
-    config = config or forward_config(problem)
-    q, k, v = tma_compatible(q), tma_compatible(k), tma_compatible(v)
+    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+    layouts = (q.shape, q.stride(), k.shape, k.stride(), v.stride())
+    route = _route(problem, config, layouts, q_tiles.shape[0], out_dtype, device.index)
+    if route is None or (at_q | at_k | at_v) % 16:
+        q, k, v = tma_compatible(q), tma_compatible(k), tma_compatible(v)
+        return forward(
+            q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype, config=config
+        )
     out = q.new_empty((total_q, nheads_q, head_dim), dtype=out_dtype)
     lse = q.new_empty((nheads_q, total_q), dtype=torch.float32)
     prior_out, prior_lse = (x.contiguous() for x in prior) if prior else (None, None)
-    is_out_wide = out_dtype != q.dtype
-    stream = torch.cuda.current_stream(device).cuda_stream
-    num_items = q_tiles.shape[0] * nheads_q
-    grid = min(num_items, num_sms(device.index))
-    ticket = zero_word(stream, device) if num_items > grid else None
+    stream = current_stream(device)
+    ticket = zero_word(stream, device) if route.has_ticket else None
 
-    score_scale = problem.softcap or problem.softmax_scale
-    maps = (
-        tensor_map(q, config.tile_rows),
-        tensor_map(k, config.block_cols),
-        tensor_map(v, config.block_cols),
-        bytes(TENSOR_MAP_BYTES) if is_out_wide else tensor_map(out, _STORE_ROWS),
-    )
-    params = bytearray(_PARAMS_BYTES)
-    params[: len(maps) * TENSOR_MAP_BYTES] = b"".join(maps)
-    _SCALARS.pack_into(
-        params,
-        len(maps) * TENSOR_MAP_BYTES,
-        out.data_ptr(),
+    addresses = (at_q, at_k, at_v, out.data_ptr())
+    maps = route.maps.get(addresses)
+    if maps is None:
+        maps = _tensor_maps(q, k, v, out, config or forward_config(problem))
+        if len(route.maps) >= _MAX_KNOWN_MAPS:
+            route.maps.clear()
+        route.maps[addresses] = maps
+    pointers = _ADDRESSES.pack(
+        addresses[3],
         lse.data_ptr(),
         _address(prior_out),
         _address(prior_lse),
         q_runs.data_ptr(),
         q_tiles.data_ptr(),
         _address(ticket),
-        q_tiles.shape[0],
+    )
+    launch(route.function, route.grid, route.num_threads, maps + pointers + route.scalars, stream)
+    return ForwardOutput(out, lse)
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    problem: AttnProblem,
+    config: ForwardConfig | None,
+    layouts: tuple[torch.Size, tuple[int, ...], torch.Size, tuple[int, ...], tuple[int, ...]],
+    num_tiles: int,
+    out_dtype: torch.dtype,
+    device_index: int,
+) -> _Route | None:
+    """How tensors of such layouts (the shape and strides of q and of k, the strides of v) are launched; None where TMA
+    can not read them."""
+    q_shape, q_stride, k_shape, k_stride, v_stride = layouts
+    tensors = ((q_shape, q_stride), (k_shape, k_stride), (k_shape, v_stride))
+    if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in tensors):
+        return None
+    config = config or forward_config(problem)
+    total_q, nheads_q, _ = q_shape
+    num_items = num_tiles * nheads_q
+    grid = min(num_items, num_sms(device_index))
+    score_scale = problem.softcap or problem.softmax_scale
+    scalars = _SCALARS.pack(
+        num_tiles,
         nheads_q,
-        heads_per_section(problem, k.shape[0]),
+        heads_per_section(problem, k_shape[0]),
         total_q,
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-        is_out_wide,
+        out_dtype != problem.dtype,
     )
-    function = load_function(forward_variant(problem, config), device.index)
-    launch(function, grid, config.num_threads, params, stream)
-    return ForwardOutput(out, lse)
+    function = load_function(forward_variant(problem, config), device_index)
+    return _Route(function, grid, config.num_threads, num_items > grid, scalars, {})
+
+
+def _tensor_maps(q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: ForwardConfig) -> bytes:
+    is_out_wide = out.dtype != q.dtype
+    return b"".join(
+        (
+            tensor_map(q, config.tile_rows),
+            tensor_map(k, config.block_cols),
+            tensor_map(v, config.block_cols),
+            bytes(TENSOR_MAP_BYTES) if is_out_wide else tensor_map(out, _STORE_ROWS),
+        )
+    )
 
 
 def _address(x: Tensor | None) -> int:

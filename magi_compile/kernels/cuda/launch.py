@@ -10,6 +10,7 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.kernels.cuda.nvrtc import Variant, compile_variant
 
 # Each thread block asks for all the shared memory that an sm_90 chip gives to one.
@@ -41,13 +42,21 @@ def num_sms(device_index: int) -> int:
 
 def tma_compatible(x: Tensor) -> Tensor:
     """`x [rows, heads, head_dim]` itself if TMA can read it, else a copy."""
-    aligned = x.data_ptr() % 16 == 0 and x.stride(2) == 1
-    if aligned and x.is_contiguous() and x.shape[2] * x.element_size() % 16 == 0:
+    if x.data_ptr() % 16 == 0 and is_tma_layout(x.shape, x.stride(), x.dtype):
         return x
-    for dim in (0, 1):
-        stride = x.stride(dim) * x.element_size()
-        aligned = aligned and (x.shape[dim] == 1 or (stride > 0 and stride % 16 == 0))
-    return x if aligned else x.contiguous(memory_format=torch.contiguous_format).clone()
+    return x.contiguous(memory_format=torch.contiguous_format).clone()
+
+
+@lru_cache(maxsize=4096)
+def is_tma_layout(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether TMA can read such a tensor, `[rows, heads, head_dim]`, if its address is a multiple of 16 bytes."""
+    steps = [stride[dim] * dtype.itemsize for dim in (0, 1) if shape[dim] != 1]
+    return stride[2] == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def current_stream(device: torch.device) -> int:
+    """torch's current stream on a GPU, for the driver."""
+    return _compat.raw_stream(device.index)
 
 
 def tensor_map(x: Tensor, box_rows: int) -> bytes:
@@ -93,11 +102,14 @@ def _bind_context() -> None:
     _thread.has_context = True
 
 
+_Pointers = ctypes.c_char_p * 1
+
+
 def launch(
     function: driver.CUfunction,
     grid: int | tuple[int, int],
     block: int,
-    params: bytearray,
+    params: bytes | bytearray,
     stream: int,
     shared_bytes: int = SHARED_BYTES,
     may_start_early: bool = False,
@@ -109,29 +121,31 @@ def launch(
     """
     _bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
-    struct = (ctypes.c_char * len(params)).from_buffer(params)
-    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(struct))
+    pointers = _Pointers(bytes(params))
     arguments = ctypes.addressof(pointers)
-    if not may_start_early:
+    if may_start_early:
+        config = _early_start(grid_x, grid_y, block, shared_bytes, stream)
+        check(driver.cuLaunchKernelEx(config, function, arguments, 0))
+    else:
         dims = (grid_x, grid_y, 1, block, 1, 1)
         check(driver.cuLaunchKernel(function, *dims, shared_bytes, stream, arguments, 0))
-        return
+
+
+@lru_cache(maxsize=1024)
+def _early_start(
+    grid_x: int, grid_y: int, block: int, shared_bytes: int, stream: int
+) -> driver.CUlaunchConfig:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    config.attrs = [_programmatic_start()]
+    config.attrs = [attribute]
     config.numAttrs = 1
-    check(driver.cuLaunchKernelEx(config, function, arguments, 0))
-
-
-@cache
-def _programmatic_start() -> driver.CUlaunchAttribute:
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
-    return attribute
+    return config
 
 
 def zero_word(stream: int, device: torch.device) -> Tensor:

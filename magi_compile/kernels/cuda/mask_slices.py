@@ -12,7 +12,7 @@ from cuda.bindings import driver
 from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
-from magi_compile.kernels.cuda.launch import check, launch, load_function
+from magi_compile.kernels.cuda.launch import check, current_stream, launch, load_function
 from magi_compile.kernels.cuda.mask_source import ELEMENTS, MaskSource, mask_source
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.masks import preconditions
@@ -128,7 +128,7 @@ def mask_slices_on_device(
     raise_pending()
     prepared = prepare(program, tables, symbols, Sizes(*sizes), device)
     route = prepared.route
-    stream = torch.cuda.current_stream(device).cuda_stream
+    stream = current_stream(device)
     if route.phases:
         function = load_function(mask_variant(route.source), device.index)
         if route.source.checks:

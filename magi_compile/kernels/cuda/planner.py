@@ -3,34 +3,40 @@
 from __future__ import annotations
 
 import struct
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_compile._checks import require
-from magi_compile.kernels.cuda.launch import launch, load_function
+from magi_compile._checks import flag_addresses, raise_pending
+from magi_compile.kernels.cuda.launch import current_stream, launch, load_function
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan import cost
-from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, PaddedSizes, TilePlan, padded_sizes
+from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, TilePlan, padded_sizes
 
 _THREADS = 1024
-# The fields of TilePlanParams, and those of a Walk.
-_SLICES, _WALK = struct.Struct("<4Q"), struct.Struct("<3Q8i")
+# The fields of TilePlanParams before its walks, and those of a Walk: addresses, then sizes.
+_SLICES, _WALK, _WALK_SIZES = struct.Struct("<4Q"), struct.Struct("<3Q"), struct.Struct("<8i")
+
+
+class _Walk(NamedTuple):
+    """The sizes of one walk."""
+
+    num_tiles: int
+    num_runs: int
+    num_scratch: int  # int32s, an even number
+    packed: bytes
 
 
 class Launch(NamedTuple):
     """What the kernel is called with, and what holds the memory that `params` points to."""
 
-    params: bytearray
+    params: bytes
     plan: TilePlan
-    fits: Tensor  # bool [2], of the q walk and the k walk: whether the runs had room
-    inputs: AttnSlices
-    scratch: list[Tensor]
-    room: PaddedSizes
+    held: tuple[Tensor, ...]
 
 
 @cache
@@ -49,39 +55,51 @@ def plan_on_device(slices: AttnSlices, sizes: PlanTiles) -> TilePlan:
         MaskDataError: where more slices overlap than the plan can hold; with a later call.
     """
     device = slices.q_ranges.device
-    with torch.cuda.device(device):
-        prepared = prepare(slices, sizes)
-        function = load_function(planner_variant(), device.index)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        launch(function, 2, _THREADS, prepared.params, stream, shared_bytes=_THREADS // 32 * 4)
-    require([prepared.room.check(prepared.fits.all())])
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return plan_on_device(slices, sizes)
+    raise_pending()
+    prepared = prepare(slices, sizes)
+    function = load_function(planner_variant(), device.index)
+    stream = current_stream(device)
+    launch(function, 2, _THREADS, prepared.params, stream, shared_bytes=_THREADS // 32 * 4)
     return prepared.plan
 
 
 def prepare(slices: AttnSlices, sizes: PlanTiles) -> Launch:
     """The memory for a plan, and the parameters of the kernel, on the device of `slices`."""
     device = slices.q_ranges.device
-    inputs = AttnSlices(
-        slices.q_ranges.contiguous(),
-        slices.k_ranges.contiguous(),
-        slices.mask_types.contiguous(),
-        slices.seqlen_q,
-        slices.seqlen_k,
-    )
-    num_slices = slices.mask_types.shape[0]
-    fits = torch.empty(2, dtype=torch.bool, device=device)
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    q_ranges, k_ranges, mask_types = (x.contiguous() for x in lists)
+    num_slices = mask_types.shape[0]
+    flag, walks = _route(num_slices, slices.seqlen_q, slices.seqlen_k, sizes, device)
+    num_scratch = sum(walk.num_scratch for walk in walks)
+    scratch = torch.empty(num_scratch, dtype=torch.int32, device=device)
+    params = _SLICES.pack(q_ranges.data_ptr(), k_ranges.data_ptr(), mask_types.data_ptr(), flag)
     tensors: list[Tensor] = []
-    scratch: list[Tensor] = []
-    walks = b""
+    address = scratch.data_ptr()
+    for walk in walks:
+        tiles = torch.empty((walk.num_tiles, len(TILE_FIELDS)), dtype=torch.int32, device=device)
+        runs = torch.empty((walk.num_runs, len(RUN_FIELDS)), dtype=torch.int32, device=device)
+        tensors += (tiles, runs)
+        params += _WALK.pack(tiles.data_ptr(), runs.data_ptr(), address) + walk.packed
+        address += 4 * walk.num_scratch
+    return Launch(params, TilePlan(*tensors), (q_ranges, k_ranges, mask_types, scratch))
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles, device: torch.device
+) -> tuple[int, tuple[_Walk, ...]]:
+    """What depends on sizes alone: the address of the flag, and both walks."""
+    walks = []
     for total_rows, tile_rows, block_cols in (
-        (slices.seqlen_q, sizes.q_tile_rows, sizes.q_block_cols),
-        (slices.seqlen_k, sizes.k_tile_rows, sizes.k_block_cols),
+        (seqlen_q, sizes.q_tile_rows, sizes.q_block_cols),
+        (seqlen_k, sizes.k_tile_rows, sizes.k_block_cols),
     ):
         room = padded_sizes(max(num_slices, 1), total_rows, tile_rows)
         num_sorted = 1 << max(room.num_tiles - 1, 0).bit_length()
-        tiles = torch.empty(room.num_tiles, len(TILE_FIELDS), dtype=torch.int32, device=device)
-        runs = torch.empty(room.num_runs, len(RUN_FIELDS), dtype=torch.int32, device=device)
-        words = (
+        num_scratch = (
             2 * num_sorted
             + 5 * room.num_runs
             + 2 * (total_rows // 32 + 1)
@@ -90,16 +108,11 @@ def prepare(slices: AttnSlices, sizes: PlanTiles) -> Launch:
             + 7 * room.num_tiles
             + num_slices
         )
-        scratch.append(torch.empty(words, dtype=torch.int32, device=device))
-        tensors += (tiles, runs)
-        walks += _WALK.pack(
-            tiles.data_ptr(),
-            runs.data_ptr(),
-            scratch[-1].data_ptr(),
+        packed = _WALK_SIZES.pack(
             *(room.num_tiles, room.num_runs, room.num_regions),
             *(total_rows, tile_rows, block_cols),
             *(num_sorted, num_slices),
         )
-    pointers = (t.data_ptr() for t in (inputs.q_ranges, inputs.k_ranges, inputs.mask_types, fits))
-    params = bytearray(_SLICES.pack(*pointers) + walks)
-    return Launch(params, TilePlan(*tensors), fits, inputs, scratch, room)
+        walks.append(_Walk(room.num_tiles, room.num_runs, num_scratch + num_scratch % 2, packed))
+    (flag,) = flag_addresses(device, [(room.message, "")])
+    return flag, tuple(walks)

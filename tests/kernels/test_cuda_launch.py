@@ -1,0 +1,99 @@
+"""What the host hands to the forward kernel, with a driver that does nothing: no GPU needed."""
+
+import struct
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import AttnProblem, ForwardOutput
+from magi_compile.kernels.cuda import forward as module
+from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout
+
+PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
+PARAMS_BYTES = 640  # as csrc/sm90/fwd.cuh asserts
+TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The parameters of every launch; tensor maps begin with the address of their tensor."""
+    found = []
+
+    def tensor_map(x, box_rows):
+        return struct.pack("<2Q", x.data_ptr(), box_rows).ljust(TENSOR_MAP_BYTES, b"\0")
+
+    for name, fake in {
+        "launch": lambda function, grid, block, params, stream: found.append(params),
+        "load_function": lambda variant, device: None,
+        "num_sms": lambda device: 132,
+        "current_stream": lambda device: 0,
+        "zero_word": lambda stream, device: torch.zeros(1, dtype=torch.int32),
+        "tensor_map": tensor_map,
+    }.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    module._route.cache_clear()
+    yield found
+    module._route.cache_clear()
+
+
+def inputs():
+    return [torch.randn(256, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2)]
+
+
+def pointers(params):
+    """The addresses in the tensor maps, and those behind them."""
+    maps = [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(4)]
+    return maps, struct.unpack_from("<7Q", params, 4 * TENSOR_MAP_BYTES)
+
+
+def test_every_launch_has_the_addresses_of_its_tensors(launches):
+    calls = []
+    for _ in range(3):
+        q, k, v = inputs()
+        calls.append((q, k, v, *module.forward(q, k, v, TILES, RUNS, PROBLEM)))
+    assert module._route.cache_info().misses == 1
+    for params, (q, k, v, out, lse) in zip(launches, calls, strict=True):
+        assert len(params) == PARAMS_BYTES
+        maps, (at_out, at_lse, prior_out, prior_lse, runs, tiles, ticket) = pointers(params)
+        assert maps == [x.data_ptr() for x in (q, k, v, out)]
+        assert (at_out, at_lse) == (out.data_ptr(), lse.data_ptr())
+        assert (prior_out, prior_lse) == (0, 0)
+        assert (runs, tiles) == (RUNS.data_ptr(), TILES.data_ptr())
+        assert ticket  # 60 tiles of 4 heads are more than 132
+
+
+def test_a_prior_and_a_wide_output(launches):
+    q, k, v = inputs()
+    prior = ForwardOutput(torch.zeros(256, 4, 64), torch.zeros(4, 256))
+    out, _ = module.forward(
+        *(q, k, v, TILES[:1], RUNS, PROBLEM), prior=prior, out_dtype=torch.float32
+    )
+    (params,) = launches
+    maps, (at_out, _, prior_out, prior_lse, _, _, ticket) = pointers(params)
+    assert maps[3] == 0  # a wide output does not leave through a tensor map
+    assert (at_out, out.dtype) == (out.data_ptr(), torch.float32)
+    assert (prior_out, prior_lse) == tuple(x.data_ptr() for x in prior)
+    assert ticket == 0
+    assert len(params) == PARAMS_BYTES
+
+
+@pytest.mark.parametrize("what", ["address", "stride", "inner"])
+def test_what_tma_can_not_read_is_copied(what, launches):
+    q, k, v = inputs()
+    k = {
+        "address": torch.empty(k.numel() + 1).to(k)[1:].view(k.shape),
+        "stride": torch.empty(256, 2, 65).to(k)[..., :64],
+        "inner": torch.empty(256, 64, 2).to(k).transpose(1, 2),
+    }[what]
+    module.forward(q, k, v, TILES, RUNS, PROBLEM)
+    (params,) = launches
+    assert pointers(params)[0][1] != k.data_ptr()
+
+
+def test_a_stride_of_a_dimension_of_size_one_does_not_matter():
+    assert is_tma_layout(torch.Size((1, 3, 64)), (1, 64, 1), torch.bfloat16)
+    assert not is_tma_layout(torch.Size((2, 3, 64)), (1, 64, 1), torch.bfloat16)
+    assert not is_tma_layout(torch.Size((2, 3, 64)), (0, 64, 1), torch.bfloat16)
