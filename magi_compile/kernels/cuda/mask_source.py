@@ -179,7 +179,10 @@ class _Writer:
             rows.expect(promise, f"{lo} < {hi}")
         return lo, hi
 
-    def words(self, say: Callable, expr: Expr, _: object) -> preconditions.Words:
+    def words(
+        self, say: Callable[[str], preconditions.Words], expr: Expr, _: object
+    ) -> preconditions.Words:
+        """What `say` says of `expr`, whatever the shapes."""
         return say(self.program.describe(expr))
 
     def check(self, describe: Callable, length: str, sought: Expr | None = None) -> int:
@@ -212,7 +215,7 @@ class _Writer:
     def _find_function(self) -> list[str]:
         lines = ["switch (check) {"]
         for number, check in enumerate(self.source.checks):
-            variable = check.length[-1] if check.length == "seqlen_q" else "kv"
+            variable = "q" if check.length == "seqlen_q" else "kv"
             body = _Body(self, variable, makes_checks=False)
             found = [] if check.sought is None else [body.value(check.sought).text]
             found += [variable, "b"]
