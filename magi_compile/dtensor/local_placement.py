@@ -24,9 +24,6 @@ from magi_compile.dtensor.ranges import group
 #: Chunks lighter than this share of the heaviest one of their document are spread over the ranks that need them.
 COMPANY = 1 / 3
 
-#: A swap that misses the middle between two ranks by less than this part is as good as one that meets it.
-GOOD_ENOUGH = 0.05
-
 
 class _Run:
     """The heavy chunks of a long document (its end), and the lighter ones that they all need (its beginning):
@@ -355,8 +352,6 @@ def _best_swap(
                 moved = given_area - others[index]
                 if 0.1 * middle < moved < 1.9 * middle:
                     easing.append((abs(moved - middle), target, given, ranks[target][index]))
-            if easing and min(easing)[0] < GOOD_ENOUGH * middle:
-                break
         return min(easing)[1:] if easing else None
     absent = {
         rank: ~needs.present(rank, ranks[rank]) for rank in {source, *(s[0] for s in settling)}
