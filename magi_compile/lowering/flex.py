@@ -190,13 +190,34 @@ def emit_attention(
     out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
     out = emit.call(torch.reshape, out, (batch, seqlen_q, problem.nheads_q, problem.head_dim_v))
     out = emit.call(torch.transpose, out, 1, 2)
-    if value_of(call.node)[0].is_contiguous() and not value_of(out).is_contiguous():
+    is_promised = value_of(call.node)[0].is_contiguous() and not value_of(out).is_contiguous()
+    if is_promised and not _is_packed_again(call.node):
         # The call promises the layout of q; code after it may rely on it.
         out = emit.call(torch.clone, out, memory_format=torch.contiguous_format)
     lse = emit.call(torch.reshape, lse, (problem.nheads_q, batch, seqlen_q))
     lse = emit.call(torch.transpose, lse, 0, 1)
     lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
     return result, out, lse
+
+
+def _is_packed_again(attention: Node) -> bool:
+    """Whether all that becomes of the output is `out.transpose(1, 2).reshape(...)`: the order that it has before it is
+    given the layout of q, so that both copies can go."""
+    outputs = (item for item in attention.users if item.args[1] == 0)
+    exchanged = [user for item in outputs for user in item.users]
+    return all(_exchanges_heads_and_rows(node) for node in exchanged) and all(
+        reader.op == "call_method" and reader.target in ("reshape", "flatten", "contiguous")
+        for node in exchanged
+        for reader in node.users
+    )
+
+
+def _exchanges_heads_and_rows(node: Node) -> bool:
+    dims = [dim % 4 if isinstance(dim, int) else dim for dim in node.args[1:]]
+    return node.op == "call_method" and (
+        (node.target == "transpose" and dims in ([1, 2], [2, 1]))
+        or (node.target == "permute" and dims in ([0, 2, 1, 3], [(0, 2, 1, 3)]))
+    )
 
 
 def _packed(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:

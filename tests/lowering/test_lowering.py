@@ -165,6 +165,52 @@ def test_output_keeps_the_layout_of_the_query(backend, layout):
     assert ours.stride() == stock.stride()
 
 
+@pytest.mark.parametrize(
+    ("read", "is_copied"),
+    [
+        (lambda y: y.transpose(1, 2).reshape(BATCH, 96, -1), False),
+        (lambda y: y.transpose(-2, 1).flatten(2), False),
+        (lambda y: y.permute(0, 2, 1, 3).contiguous(), False),
+        (lambda y: y.permute((0, 2, 1, 3)).reshape(BATCH, 96, -1), False),
+        (lambda y: y.transpose(1, 3).reshape(BATCH, 16, -1), True),
+        (lambda y: y.permute(0, 2, 3, 1).contiguous(), True),
+        (lambda y: y.transpose(1, 2) * 2, True),
+        (lambda y: (y.transpose(1, 2).flatten(2), y), True),
+        (lambda y: y.view(BATCH, -1), True),
+    ],
+    ids=[
+        "reshape",
+        "flatten",
+        "permute",
+        "tuple",
+        "other_dims",
+        "other_order",
+        "strided",
+        "twice",
+        "view",
+    ],
+)
+def test_no_copy_where_heads_are_brought_together_again(read, is_copied):
+    """The kernel's output is in that order; only what may see the layout of the query gets it."""
+    graphs = []
+
+    def keep(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    def attend(x, mask):
+        return read(flex_attention(x, x, x, block_mask=mask))
+
+    x, mask = torch.randn(BATCH, 2, 96, 16), block_mask(window, 96)
+    ours = torch.compile(attend, backend=make_backend(keep), fullgraph=True)(x, mask)
+    expected = torch.compile(attend, backend="eager", fullgraph=True)(x, mask)
+    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=2e-4)
+    (graph,) = graphs
+    assert any(node.target is torch.clone for node in graph.graph.nodes) == is_copied
+    if isinstance(ours, torch.Tensor):
+        assert ours.stride() == expected.stride()
+
+
 def test_dynamic_heads_become_guards():
     """Of inputs whose every size is dynamic, kernels are still made for fixed heads, and masks for any length."""
     compiled = torch.compile(flex_attention, backend=make_backend("eager"), dynamic=True)
