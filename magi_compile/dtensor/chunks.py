@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.dtensor.cost import CostModel
-from magi_compile.dtensor.ranges import Ranges, split_at_multiples, total_by_owner, unite
+from magi_compile.dtensor.ranges import Ranges, pick, split_at_multiples, total_by_owner, unite
 from magi_compile.masks import bands
 from magi_compile.masks.slices import AttnSlices
 
@@ -93,10 +93,11 @@ def rank_loads(table: ChunkTable, assignment: Assignment | Tensor) -> RankLoads:
     rank = torch.empty(table.num_chunks, dtype=torch.int64)
     rank[chunks.flatten()] = torch.arange(cp_size).repeat_interleave(chunks.shape[1])
     needs = table.needs
-    needs = unite(Ranges(rank[needs.owner], needs.lo, needs.hi), table.total)
+    needs = unite(needs._replace(owner=pick(rank, needs.owner)), table.total)
     pieces, chunk = split_at_multiples(needs, table.chunk_size)
-    is_remote = rank[chunk] != pieces.owner
-    remote, source = pieces.take(is_remote), rank[chunk[is_remote]]
+    source = pick(rank, chunk)
+    index = (source != pieces.owner).nonzero().flatten()
+    remote, source = pieces.take(index), pick(source, index)
     return RankLoads(
         torch.zeros(cp_size, dtype=torch.int64).index_add_(0, rank, table.area),
         total_by_owner(remote, cp_size),

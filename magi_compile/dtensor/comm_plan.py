@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.dtensor.dispatch import Dispatch
-from magi_compile.dtensor.ranges import Ranges, expand, group, join, split_at_multiples, unite
+from magi_compile.dtensor.ranges import Ranges, expand, group, join, pick, split_at_multiples, unite
 from magi_compile.masks import bands
 from magi_compile.masks.bands import Bands
 from magi_compile.masks.slices import AttnSlices
@@ -53,19 +53,25 @@ class RankRows:
     def of(dispatch: Dispatch) -> RankRows:
         rank, table = dispatch.rank_of_chunk(), dispatch.table
         shift = (dispatch.slot_of_chunk() - torch.arange(table.num_chunks)) * table.chunk_size
-        of_rank = table.needs._replace(owner=rank[table.needs.owner])
+        of_rank = table.needs._replace(owner=pick(rank, table.needs.owner))
         needs, chunk = split_at_multiples(unite(of_rank, table.total), table.chunk_size)
-        return RankRows(dispatch, rank, shift, needs, chunk, rank[chunk])
+        return RankRows(dispatch, rank, shift, needs, chunk, pick(rank, chunk))
 
     def parts_of(self, rank: int) -> tuple[Bands, Tensor]:
         """The mask of the rows of `rank`: bands in coordinates of the sequence that have a key in every row, and
         local row minus row of each."""
         table = self.dispatch.table
-        index = (self.rank_of_chunk[table.needs.owner] == rank).nonzero().flatten()
-        parts, chunk, band = table.parts.take(index), table.needs.owner[index], table.band[index]
+        index = (pick(self.rank_of_chunk, table.needs.owner) == rank).nonzero().flatten()
+        parts, chunk, band = (
+            table.parts.take(index),
+            pick(table.needs.owner, index),
+            pick(table.band, index),
+        )
         # Where a band goes on in the next chunk, the cut between them is undone.
         first, last = group((band[1:] != band[:-1]) | (chunk[1:] != chunk[:-1] + 1), len(index))
-        return parts.take(first)._replace(end=parts.end[last]), self.shift_of_chunk[chunk[first]]
+        return parts.take(first)._replace(end=pick(parts.end, last)), pick(
+            self.shift_of_chunk, pick(chunk, first)
+        )
 
 
 class Transfer(NamedTuple):
@@ -170,20 +176,22 @@ class CommPlan:
     def _pieces(self, index: Tensor) -> Pieces:
         """Some of `rows.needs`."""
         rows = self.rows
-        needs, holder = rows.needs.take(index), rows.holder[index]
+        needs, holder = rows.needs.take(index), pick(rows.holder, index)
         is_remote, receiver = holder != needs.owner, needs.owner
-        middle = self.remote_middle[index]
+        middle = pick(self.remote_middle, index)
         stages, buffer_rows = [], []
         for degree, first, buffers in self._first_stages():
             if degree == 0:
-                stage, before = torch.zeros_like(index), self.rows_before[index]
+                stage, before = torch.zeros_like(index), pick(self.rows_before, index)
             else:
                 edges_before = torch.searchsorted(buffers.edges, middle, right=True)
                 stage = 1 + edges_before - receiver * (degree - 1)
-                stage, before = torch.where(is_remote, stage, 0), self.remote_before[index]
+                stage, before = torch.where(is_remote, stage, 0), pick(self.remote_before, index)
             stages.append(stage + first)
-            buffer_rows.append(before - buffers.begin[receiver, stage])
-        source_row = needs.lo + rows.shift_of_chunk[rows.chunk[index]]
+            buffer_rows.append(
+                before - pick(buffers.begin.flatten(), receiver * buffers.num_stages + stage)
+            )
+        source_row = needs.lo + pick(rows.shift_of_chunk, pick(rows.chunk, index))
         fields = (torch.stack(stages), torch.stack(buffer_rows), *needs, holder, source_row)
         return Pieces(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
 
@@ -196,15 +204,17 @@ class CommPlan:
         stage, *columns = (torch.cat(pair) for pair in zip(sends, recvs, strict=True))
         place = stage * cp_size + columns[0]
         order = place.argsort(stable=True)
-        place, (peer, row, peer_row, count) = place[order], (x[order] for x in columns)
+        place, (peer, row, peer_row, count) = pick(place, order), (pick(x, order) for x in columns)
         counts = place.new_zeros(2 * num_stages * cp_size).index_add_(0, place, count)
         # Neighbours on both sides become one.
         end, peer_end = row + count, peer_row + count
         is_new = (place[1:] != place[:-1]) | (row[1:] != end[:-1])
         first, last = group(is_new | (peer_row[1:] != peer_end[:-1]), len(place))
-        row = row[first]
-        runs = torch.stack([peer[first], row, peer_row[first], end[last] - row], 1)
-        sizes = torch.bincount(stage[order][first], minlength=2 * num_stages).tolist()
+        row = pick(row, first)
+        runs = torch.stack(
+            [pick(peer, first), row, pick(peer_row, first), pick(end, last) - row], 1
+        )
+        sizes = torch.bincount(pick(pick(stage, order), first), minlength=2 * num_stages).tolist()
         runs_of, counts_of = runs.split(sizes), counts.view(-1, cp_size).tolist()
         peaks = chain.from_iterable(x.rows.amax(0).tolist() for x in self.buffers)
         return [
@@ -227,9 +237,12 @@ class CommPlan:
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
         # Neighbouring pieces of a stage are neighbours in its buffer too.
         order = mine.stage.argsort(stable=True)
-        stage, lo, hi, key_row = (x[order] for x in (mine.stage, mine.lo, mine.hi, key_row))
+        stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
         first, last = group((stage[1:] != stage[:-1]) | (lo[1:] != hi[:-1]), len(stage))
-        keys, key_shift = Ranges(stage[first], lo[first], hi[last]), (key_row - lo)[first]
+        keys, key_shift = (
+            Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
+            pick(key_row - lo, first),
+        )
         parts, row_shift = self.rows.parts_of(rank)
         # Every part against the keys of every stage.
         num_parts = len(row_shift)
@@ -237,20 +250,20 @@ class CommPlan:
         owner = torch.arange(num_stages).repeat_interleave(num_parts)
         sees = Ranges(owner, parts.lo.repeat(num_stages), reach.repeat(num_stages))
         part, key = overlaps(sees, keys, total)
-        part = part - owner[part] * num_parts
-        clipped = bands.clip_cols(parts.take(part), keys.lo[key], keys.hi[key])
+        part = part - pick(owner, part) * num_parts
+        clipped = bands.clip_cols(parts.take(part), pick(keys.lo, key), pick(keys.hi, key))
         live = (clipped.end > clipped.begin).nonzero().flatten()
         which = live.remainder(max(len(part), 1))  # one band has become three
-        order = keys.owner[key[which]].argsort(stable=True)
-        live, which = live[order], which[order]
-        clipped, part, key = clipped.take(live), part[which], key[which]
+        order = pick(keys.owner, pick(key, which)).argsort(stable=True)
+        live, which = pick(live, order), pick(which, order)
+        clipped, part, key = clipped.take(live), pick(part, which), pick(key, which)
         local = clipped._replace(
-            begin=clipped.begin + row_shift[part],
-            end=clipped.end + row_shift[part],
-            lo=clipped.lo + key_shift[key],
-            hi=clipped.hi + key_shift[key],
+            begin=clipped.begin + pick(row_shift, part),
+            end=clipped.end + pick(row_shift, part),
+            lo=clipped.lo + pick(key_shift, key),
+            hi=clipped.hi + pick(key_shift, key),
         )
-        sizes = torch.bincount(keys.owner[key], minlength=num_stages).tolist()
+        sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
         tables = zip(*(x.split(sizes) for x in bands.to_ranges(local)), seqlens_k, strict=True)
         return [AttnSlices(q, k, types, seqlen_q, seqlen_k) for q, k, types, seqlen_k in tables]
 
@@ -320,7 +333,7 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
     first = torch.searchsorted(other.owner * stride + other.hi, begin, right=True)
     last = torch.searchsorted(other.owner * stride + other.lo, end)
     index, step = expand(last - first)
-    return index, first[index] + step
+    return index, pick(first, index) + step
 
 
 class StageLoads(NamedTuple):
@@ -337,13 +350,13 @@ class StageLoads(NamedTuple):
         table, zeros = where.table, torch.zeros(where.cp_size, dtype=torch.int64)
         is_remote = rows.holder != needs.owner
         moved = torch.where(is_remote, needs.hi - needs.lo, 0)
-        sees = table.needs._replace(owner=rows.rank_of_chunk[table.needs.owner])
+        sees = table.needs._replace(owner=pick(rows.rank_of_chunk, table.needs.owner))
         local = join(needs.take(~is_remote))
         part, key = overlaps(sees, local, where.total_padded)
-        local_area = area_between(table.parts.take(part), local.lo[key], local.hi[key])
+        local_area = area_between(table.parts.take(part), pick(local.lo, key), pick(local.hi, key))
         return StageLoads(
             table.area[where.chunks].sum(1),
-            zeros.index_add(0, sees.owner[part], local_area),
+            zeros.index_add(0, pick(sees.owner, part), local_area),
             zeros.index_add(0, needs.owner, moved),
             zeros.index_add(0, rows.holder, moved),
         )

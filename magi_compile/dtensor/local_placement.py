@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.dtensor.chunks import Assignment, ChunkTable
-from magi_compile.dtensor.ranges import group
+from magi_compile.dtensor.ranges import group, pick
 
 #: Chunks lighter than this share of the heaviest one of their document are spread over the ranks that need them.
 COMPANY = 1 / 3
@@ -75,10 +75,10 @@ def _runs(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_Run]:
     """All runs: heavy chunks in a row that need the ones before them."""
     runs: list[_Run] = []
     chunks = is_heavy.nonzero().flatten()
-    starts = (chunks[1:] != chunks[:-1] + 1) | (lowest[chunks[1:]] >= chunks[1:])
+    starts = (chunks[1:] != chunks[:-1] + 1) | (pick(lowest, chunks[1:]) >= chunks[1:])
     firsts, lasts = group(starts, len(chunks))
-    floors = torch.minimum(lowest[chunks[lasts]], chunks[firsts])
-    fields = (chunks[firsts], chunks[lasts] + 1, floors)
+    floors = torch.minimum(pick(lowest, pick(chunks, lasts)), pick(chunks, firsts))
+    fields = (pick(chunks, firsts), pick(chunks, lasts) + 1, floors)
     is_taken = is_heavy.tolist()  # a chunk in the company of two runs stays with the first
     for begin, end, floor in zip(*(x.tolist() for x in fields), strict=True):
         areas = area[begin:end]
@@ -101,12 +101,12 @@ class _Lights:
         """`reach` is how many keys before a chunk it needs, at most."""
         # A document begins where no key of the chunk before is needed.
         first, last = group(
-            (chunks[1:] != chunks[:-1] + 1) | (reach[chunks[1:]] < size), len(chunks)
+            (chunks[1:] != chunks[:-1] + 1) | (pick(reach, chunks[1:]) < size), len(chunks)
         )
         document = torch.arange(len(first)).repeat_interleave(last - first + 1)
-        longest = area.new_zeros(len(first)).scatter_reduce(0, document, area[chunks], "amax")
+        longest = area.new_zeros(len(first)).scatter_reduce(0, document, pick(area, chunks), "amax")
         magnitude = torch.frexp(longest.double()).exponent
-        chunks = chunks[magnitude[document].argsort(stable=True)]
+        chunks = pick(chunks, pick(magnitude, document).argsort(stable=True))
         self._area = area.tolist()
         self._needed_before = torch.where(reach >= size, reach, 0).tolist()
         self._chunks: list[int] = []
@@ -246,7 +246,7 @@ class _Needs:
     def __init__(self, table: ChunkTable):
         size, needs = table.chunk_size, table.needs
         owner, order = needs.owner.sort()
-        lo, hi = needs.lo[order], needs.hi[order]
+        lo, hi = pick(needs.lo, order), pick(needs.hi, order)
         first = lo.div(size, rounding_mode="floor")
         count = (hi - 1).div(size, rounding_mode="floor") - first + 1
         self._first, self._count = first.tolist(), count.tolist()

@@ -111,18 +111,15 @@ def clip_cols(bands: Bands, begin: Tensor | int, end: Tensor | int) -> Bands:
 def cut_at(bands: Bands, rows: Tensor) -> tuple[Bands, Tensor]:
     """Cuts every band at all of the sorted `rows` that lie inside it; also says which band a piece is of."""
     first = torch.searchsorted(rows, bands.begin, right=True)
-    last = torch.searchsorted(rows, bands.end)
-    pieces = 1 + (last - first)
-    owner = torch.repeat_interleave(torch.arange(len(pieces)), pieces)
-    offsets = pieces.cumsum(0) - pieces
-    index = torch.arange(len(owner)) - offsets[owner]
+    pieces = 1 + torch.searchsorted(rows, bands.end) - first
+    owner = torch.repeat_interleave(pieces)
+    skipped = first - (pieces.cumsum(0) - pieces)
+    cut = torch.arange(len(owner)) + skipped.index_select(0, owner)
+    far = rows.new_full((1,), 1 << 62)
+    fences = torch.cat([-far, rows, far])  # a piece lies between two of them
     whole = bands.take(owner)
-    if len(rows):
-        cut = first[owner] + index
-        begin = torch.where(index > 0, rows[(cut - 1).clamp(min=0)], whole.begin)
-        end = torch.where(index < pieces[owner] - 1, rows[cut.clamp(max=len(rows) - 1)], whole.end)
-    else:
-        begin, end = whole.begin, whole.end
+    begin = torch.maximum(whole.begin, fences.index_select(0, cut))
+    end = torch.minimum(whole.end, fences.index_select(0, cut + 1))
     lo, hi = whole.at(begin)
     return whole._replace(begin=begin, end=end, lo=lo, hi=hi), owner
 
