@@ -107,3 +107,13 @@ def test_import_loads_no_kernel():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_who_evaluates_mask_programs(monkeypatch):
+    """One CUDA source on Hopper, where the kernels of this package can be had; tensor operations elsewhere."""
+    assert select_module.mask_slices_kernel(None) is None
+    assert select_module.mask_slices_kernel((8, 0)) is None
+    select_module.mask_slices_kernel.cache_clear()
+    monkeypatch.setitem(sys.modules, "magi_compile.kernels.cuda.mask_slices", None)
+    assert select_module.mask_slices_kernel((9, 0)) is None
+    select_module.mask_slices_kernel.cache_clear()

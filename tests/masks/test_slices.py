@@ -51,6 +51,14 @@ def dense(item, seqlen_q, seqlen_k):
     return mask
 
 
+def test_unchecked_makes_what_the_constructor_makes():
+    slices = AttnSlices.causal(5)
+    fields = [getattr(slices, name) for name in slices.__dataclass_fields__]
+    same = AttnSlices.unchecked(*fields)
+    assert vars(same) == vars(slices)
+    assert torch.equal(same.to_dense(), slices.to_dense())
+
+
 @few
 @given(slice_lists())
 def test_overlap_is_found_exactly(drawn):
