@@ -231,7 +231,7 @@ def test_a_change_of_data_compiles_nothing(no_flags, monkeypatch):
         program = MaskProgram.parse(f"(t0[q // s0] == t0[kv // s0]) & (q >= kv){names}")
         sizes = Sizes(1, size, size + 1, 2 * size)
         prepared = mask_slices.prepare(program, [torch.arange(size)], [symbol], sizes, CPU)
-        sources.add(mask_slices.mask_variant(prepared.route.source))
+        sources.add(prepared.route.variant)
     assert len(sources) == 1
 
 

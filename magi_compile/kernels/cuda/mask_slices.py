@@ -51,7 +51,8 @@ class Route(NamedTuple):
     """What a call needs to know besides where tensors are.
 
     Attributes:
-        source: the kernel's.
+        source: of the kernel.
+        variant: the kernel to compile.
         words: for the kernel, without the addresses of captured tensors.
         phases: the launches; none where there is no row or no key.
         num_intervals: int32s that the intervals take.
@@ -59,6 +60,7 @@ class Route(NamedTuple):
     """
 
     source: MaskSource
+    variant: Variant
     words: tuple[int, ...]
     phases: tuple[Phase, ...]
     num_intervals: int
@@ -130,7 +132,7 @@ def mask_slices_on_device(
     route = prepared.route
     stream = current_stream(device)
     if route.phases:
-        function = load_function(mask_variant(route.source), device.index)
+        function = load_function(route.variant, device.index)
         if route.source.checks:
             address = prepared.workspace.data_ptr()
             check(driver.cuMemsetD32Async(address, 0, len(route.source.checks), stream))
@@ -206,9 +208,9 @@ def _route(
     batch, seqlen_q, seqlen_k, capacity = sizes
     num_rows, _ = packed_totals(batch, seqlen_q, seqlen_k)
     source = mask_source(program, tuple(table.dtype for table in tables))
-    num_intervals = 2 * source.num_lanes * num_rows
+    variant, num_intervals = mask_variant(source), 2 * source.num_lanes * num_rows
     if 0 in (batch, seqlen_q, seqlen_k):
-        return Route(source, (0,) * source.num_words, (), num_intervals, 0)
+        return Route(source, variant, (0,) * source.num_words, (), num_intervals, 0)
 
     for look_up in source.look_ups:
         shape = tables[look_up.args[0]].shape
@@ -237,7 +239,7 @@ def _route(
     if entries:
         index = Phase(_INDEX_KEYS, sum(entries), _BLOCK_THREADS)
         phases = [_on_grid(_MARK_KEYS, seqlen_k), index, *phases]
-    return Route(source, tuple(words), tuple(phases), num_intervals, num_scratch)
+    return Route(source, variant, tuple(words), tuple(phases), num_intervals, num_scratch)
 
 
 def _numbers(
