@@ -1,0 +1,75 @@
+// What CUDA offers to the threads of a block, for threads of a CPU that really run side by side.
+#pragma once
+
+#include <pthread.h>
+
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __forceinline__ inline
+#define __shared__
+
+struct Index {
+    int x;
+};
+
+static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+static pthread_barrier_t barrier_of_block, barriers_of_warps[32];
+static int exchanged[32][32];
+
+namespace ffa {
+int warp_sums[32];   // the dynamic shared memory of block.cuh
+}
+
+inline void __syncthreads() { pthread_barrier_wait(&barrier_of_block); }
+
+// use(values of all lanes), where every lane has brought its own.
+template <class Use>
+auto in_warp(int own, Use use) {
+    const int warp = threadIdx.x / 32;
+    exchanged[warp][threadIdx.x % 32] = own;
+    pthread_barrier_wait(&barriers_of_warps[warp]);
+    const auto result = use(exchanged[warp]);
+    pthread_barrier_wait(&barriers_of_warps[warp]);
+    return result;
+}
+
+inline int __shfl_up_sync(unsigned, int value, int distance) {
+    const int lane = threadIdx.x % 32;
+    return in_warp(value, [&](const int* lanes) { return lane >= distance ? lanes[lane - distance] : value; });
+}
+
+inline unsigned __ballot_sync(unsigned, bool flag) {
+    return in_warp(flag, [](const int* lanes) {
+        unsigned bits = 0;
+        for (int lane = 0; lane < 32; ++lane) {
+            bits |= static_cast<unsigned>(lanes[lane]) << lane;
+        }
+        return bits;
+    });
+}
+
+// Runs kernel() in every thread of a grid, one block after the other.
+template <class Kernel>
+void launch(int num_blocks, int num_threads, Kernel kernel) {
+    for (int block = 0; block < num_blocks; ++block) {
+        pthread_barrier_init(&barrier_of_block, nullptr, num_threads);
+        for (int warp = 0; warp < num_threads / 32; ++warp) {
+            pthread_barrier_init(&barriers_of_warps[warp], nullptr, 32);
+        }
+        std::vector<std::thread> threads;
+        for (int thread = 0; thread < num_threads; ++thread) {
+            threads.emplace_back([=] {
+                threadIdx = {thread};
+                blockIdx = {block};
+                blockDim = {num_threads};
+                gridDim = {num_blocks};
+                kernel();
+            });
+        }
+        for (std::thread& thread : threads) {
+            thread.join();
+        }
+    }
+}

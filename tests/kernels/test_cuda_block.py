@@ -1,0 +1,102 @@
+"""What the threads of a block do together (`csrc/sm90/block.cuh`), by threads of a CPU."""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
+
+from magi_compile.kernels.cuda.nvrtc import source_dir
+
+MAIN = """
+#include "many_threads.cuh"
+#include "block.cuh"
+
+extern "C" int sums(const int* values, int count, int* sums, int threads) {
+    int total = 0;
+    launch(1, threads, [&] {
+        const int found = ffa::prefix_sum(
+            count, [&](int i) { return values[i]; }, [&](int i, int sum) { sums[i] = sum; });
+        ffa::for_each(1, [&](int) { total = found; });
+    });
+    return total;
+}
+
+extern "C" void sort(int* keys, int count, int threads) {
+    launch(1, threads, [&] { ffa::sort(keys, count, [](int a, int b) { return a < b; }); });
+}
+
+extern "C" void bits(const bool* flags, int count, unsigned* words, int blocks, int threads) {
+    launch(blocks, threads, [&] {
+        ffa::bits_of_grid(count, words, [&](long long i) { return flags[i]; });
+    });
+}
+
+extern "C" void count_calls(int* calls, int count, int blocks, int threads) {
+    launch(blocks, threads, [&] { ffa::for_each_of_grid(count, [&](int i) { ++calls[i]; }); });
+}
+"""
+COUNTS = [0, 1, 31, 32, 33, 500]
+
+
+@pytest.fixture(scope="module")
+def block(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    path = tmp_path_factory.mktemp("block")
+    shutil.copy(source_dir() / "block.cuh", path)
+    shutil.copy(Path(__file__).parent / "many_threads.cuh", path)
+    (path / "main.cpp").write_text(MAIN)
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
+    subprocess.run(["g++", *options, "main.cpp", "-o", "block.so"], cwd=path, check=True)
+    return ctypes.CDLL(str(path / "block.so"))
+
+
+def address(tensor):
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+@pytest.mark.parametrize("threads", [32, 96])
+@pytest.mark.parametrize("count", COUNTS)
+def test_prefix_sum(count, threads, block):
+    values = torch.randint(0, 9, (count,), dtype=torch.int32)
+    sums = torch.full((count + 1,), -1, dtype=torch.int32)
+    total = block.sums(address(values), count, address(sums), threads)
+    ends = values.cumsum(0, dtype=torch.int32)
+    assert torch.equal(sums[:-1], ends - values)
+    assert total == values.sum()
+    assert sums[-1] == -1
+
+
+@pytest.mark.parametrize("threads", [32, 96])
+@pytest.mark.parametrize("count", [1, 2, 64, 512])
+def test_sort(count, threads, block):
+    keys = torch.randint(0, 99, (count,), dtype=torch.int32)
+    expected = keys.sort().values
+    block.sort(address(keys), count, threads)
+    assert torch.equal(keys, expected)
+
+
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (3, 64)])
+@pytest.mark.parametrize("count", COUNTS)
+def test_bits_of_grid(count, blocks, threads, block):
+    flags = torch.rand(count) < 0.5
+    words = torch.full((-(-count // 32) + 1,), -1, dtype=torch.int32)
+    block.bits(address(flags), count, address(words), blocks, threads)
+    places = torch.arange(len(words) * 32 - 32)
+    expected = torch.nn.functional.pad(flags, (0, len(places) - count))
+    assert torch.equal((words[places // 32] >> (places % 32)) & 1 == 1, expected)
+    assert words[-1] == -1
+
+
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (3, 64)])
+@pytest.mark.parametrize("count", COUNTS)
+def test_for_each_of_grid(count, blocks, threads, block):
+    calls = torch.zeros(count + 1, dtype=torch.int32)
+    block.count_calls(address(calls), count, blocks, threads)
+    assert torch.equal(calls[:-1], torch.ones(count, dtype=torch.int32))
+    assert calls[-1] == 0
