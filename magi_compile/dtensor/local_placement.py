@@ -241,32 +241,27 @@ def _fill(
 
 
 class _Needs:
-    """The chunks that a chunk needs or a rank has, as the bits of an integer."""
+    """The chunks that a chunk needs or a rank has, as the bits of an integer.
+
+    Attributes:
+        of: the bits of each chunk, its own among them.
+    """
 
     def __init__(self, table: ChunkTable):
         size, needs = table.chunk_size, table.needs
-        owner, order = needs.owner.sort()
-        lo, hi = pick(needs.lo, order), pick(needs.hi, order)
-        first = lo.div(size, rounding_mode="floor")
-        count = (hi - 1).div(size, rounding_mode="floor") - first + 1
-        self._first, self._count = first.tolist(), count.tolist()
-        edges = torch.arange(table.num_chunks + 1)
-        self._begin = torch.searchsorted(owner, edges).tolist()  # of each chunk's ranges
-        self._bits: dict[int, int] = {}
+        first = needs.lo.div(size, rounding_mode="floor")
+        end = (needs.hi + (size - 1)).div(size, rounding_mode="floor")
+        powers = [1 << chunk for chunk in range(table.num_chunks + 1)]
+        self.of = powers[:-1]
+        fields = (x.tolist() for x in (needs.owner, first, end))
+        for chunk, i, j in zip(*fields, strict=True):
+            self.of[chunk] |= powers[j] - powers[i]
         self._present: dict[int, int] = {}
-
-    def of(self, chunk: int) -> int:
-        if chunk not in self._bits:
-            bits = 1 << chunk
-            for i in range(self._begin[chunk], self._begin[chunk + 1]):
-                bits |= ((1 << self._count[i]) - 1) << self._first[i]
-            self._bits[chunk] = bits
-        return self._bits[chunk]
 
     def present(self, rank: int, chunks: list[int]) -> int:
         """What a rank with these chunks has, local or received; kept until it is told that they changed."""
         if rank not in self._present:
-            self._present[rank] = reduce(or_, map(self.of, chunks))
+            self._present[rank] = reduce(or_, [self.of[i] for i in chunks])
         return self._present[rank]
 
     def forget(self, *ranks: int) -> None:
@@ -359,7 +354,7 @@ def _best_swap(
 
     def added_traffic(swap: tuple[int, int, int]) -> int:
         target, given, received = swap
-        to_target = (needs.of(given) & absent[target]).bit_count()
-        return to_target + (needs.of(received) & absent[source]).bit_count()
+        to_target = (needs.of[given] & absent[target]).bit_count()
+        return to_target + (needs.of[received] & absent[source]).bit_count()
 
     return min(settling, key=added_traffic)
