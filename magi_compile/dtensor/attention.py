@@ -24,7 +24,7 @@ from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors,
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
-from magi_compile.ops.define import define
+from magi_compile.ops.define import define, define_composite
 from magi_compile.ops.library import problem_of
 
 
@@ -198,42 +198,64 @@ def _cp_ffa_bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-define(
-    _lib,
-    "cp_ffa_fwd(Tensor q, Tensor k, Tensor v, Tensor meta, Tensor data, float softmax_scale, float softcap, "
-    "str kernel, str collective, str group_name, "
-    "str reduce_group_name) -> (Tensor, Tensor)",
-    _cp_ffa_fwd,
-    _cp_ffa_fwd_fake,
+_OPTIONS = (
+    "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
+    "str reduce_group_name"
 )
+_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
+define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
 define(
     _lib,
-    "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor meta, "
-    "Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
-    "str reduce_group_name) -> (Tensor, Tensor, Tensor)",
+    "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
     _cp_ffa_bwd,
     _cp_ffa_bwd_fake,
 )
 
 
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, meta, data, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, meta, data)
-    ctx.set_materialize_grads(False)
+# cp_attention: what is differentiable, made of the two
 
 
-def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, meta, data = ctx.saved_tensors
-    # Even without a gradient of its own a rank takes part, because the others wait for it.
-    if dout is None:
-        dout = torch.zeros_like(out)
-    grads = torch.ops.magi.cp_ffa_bwd(dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
-    return (*grads, *[None] * 8)
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        meta, data, *ctx.options = rest
+        out, lse = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, meta, data)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, out, lse, meta, data = ctx.saved_tensors
+        # Even without a gradient of its own a rank takes part, because the others wait for it.
+        if dout is None:
+            dout = torch.zeros_like(out)
+        arguments = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
+        if torch.is_grad_enabled():
+            return (*_Gradients.apply(*arguments), *[None] * 8)
+        return (*torch.ops.magi.cp_ffa_bwd.default(*arguments), *[None] * 8)
 
 
-torch.library.register_autograd(
-    "magi::cp_ffa_fwd", _backward, setup_context=_save_for_backward, lib=_lib
-)
+class _Gradients(torch.autograd.Function):
+    """The backward pass where somebody may ask for its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.ops.magi.cp_ffa_bwd.default(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError("gradients of attention can not be differentiated again")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, *rest)
+    return torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
+
+
+define_composite(_lib, f"cp_attention{_FWD}", _attention)
 
 
 def context_parallel_attention(
@@ -278,7 +300,7 @@ def context_parallel_attention(
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
     names = [x if isinstance(x, str) else x.group_name for x in (group, reduce_group or group)]
-    out, lse = torch.ops.magi.cp_ffa_fwd(
+    out, lse = torch.ops.magi.cp_attention(
         q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, *names
     )
     return ForwardOutput(out, lse)

@@ -121,10 +121,25 @@ def run_opcheck(group):
     plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
     q = torch.randn(64, 4, 8, requires_grad=True)
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
-    torch.library.opcheck(
-        torch.ops.magi.cp_ffa_fwd,
-        (q, k, v, *plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2),
-    )
+    arguments = (*plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2)
+    torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *arguments))
+    q, k, v = (x.detach() for x in (q, k, v))
+    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *arguments))
+    lse = torch.randn(4, 64)
+    torch.library.opcheck(torch.ops.magi.cp_ffa_bwd, (q, lse, q, k, v, q, lse, *arguments))
+
+
+def run_second_derivative(group):
+    plan = plan_rank(AttnSlices.causal(64), 1, 0, OPTIONS).tensors("cpu")
+    q = torch.randn(64, 2, 8, requires_grad=True)
+    out, _ = context_parallel_attention(q, q, q, plan, group)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="can not be differentiated again"):
+        dq.sum().backward()
+
+
+def test_second_derivative(ranks_of):
+    ranks_of(1).run(run_second_derivative)
 
 
 def test_opcheck(ranks_of):
