@@ -92,11 +92,12 @@ def backward(
         if stage.route is None:
             totals = [share.to(wide) for share in shares]
             continue
-        if totals is None:
-            totals = [x.new_zeros(x.shape, dtype=wide) for x in (k, v)]
         if reducing is not None:
+            assert totals is not None
             reducing.add_to(totals)
         reducing = collective.start_reduce(shares, stage.route, reduce_group)
+        if totals is None:  # written while rows travel
+            totals = [x.new_zeros(x.shape, dtype=wide) for x in (k, v)]
     assert totals is not None
     # Before the wait for the last reduce, because it hides a little of it.
     dq = sum_partials(dq_parts) if dq_parts else torch.zeros_like(q)
