@@ -88,22 +88,29 @@ class RankPlan:
         return self._packed[device]
 
     def _pack(self, device: torch.device) -> PlanTensors:
-        where = self.dispatch
+        where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
+        transfers = [stage.transfer for stage in stages if stage.transfer is not None]
+        # All tables of runs become a list and int32 together.
+        runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
+        table = torch.cat([*runs, torch.zeros(0, 4, dtype=torch.int64)])
+        numbers = iter(table.flatten().tolist())
+        tables = iter(table.int().split([*map(len, runs), 0]))
         data = []
-        for slices, transfer in self.forward + self.backward:
+        for slices, transfer in stages:
             meta += [int(transfer is None), len(slices), slices.seqlen_k]
             data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
             if transfer is None:
                 continue
-            runs = [transfer.sends, transfer.recvs]
-            meta += [*map(len, runs), transfer.peak_received]
+            num_runs = [len(transfer.sends), len(transfer.recvs)]
+            meta += [*num_runs, transfer.peak_received]
             meta += transfer.send_counts + transfer.recv_counts
-            meta += torch.cat(runs).flatten().tolist()
-            data += runs
-        flat = torch.cat([x.to(torch.int32).flatten() for x in data])
-        return PlanTensors(torch.tensor(meta), flat.to(device))
+            meta += itertools.islice(numbers, 4 * sum(num_runs))
+            data += [next(tables), next(tables)]
+        flat = torch.cat([x.flatten() for x in data])
+        host = torch.frombuffer(array("q", meta), dtype=torch.int64)
+        return PlanTensors(host, flat.to(device))
 
 
 def plan_rank(
