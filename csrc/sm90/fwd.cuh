@@ -1,10 +1,10 @@
 // The forward pass: out = softmax(q k^T) v over the runs of a plan, and the log-sum-exp of each row.
 //
-// A persistent thread block works on one (q tile, head) after another. One producer warpgroup streams Q, K and V into
-// shared memory with TMA and says, block by block, what is to be seen; the consumer warpgroups own 64 rows each and
-// keep scores, probabilities and output in registers. Softmax of block j overlaps with P V of block j - 1 in the same
-// warpgroup, and with the matmuls of the other warpgroups. The stream of blocks does not stop at the borders of runs,
-// and a warpgroup masks only the blocks that hide something from it.
+// A persistent thread block works on one (q tile, head) after another. In one warpgroup, a thread hands out the tiles
+// with their Q, and a thread streams K and V into shared memory with TMA and says, block by block, what is to be seen.
+// The consumer warpgroups own 64 rows each and keep scores, probabilities and output in registers. Softmax of block j
+// overlaps with P V of block j - 1 in the same warpgroup, and with the matmuls of the other warpgroups. The stream of
+// blocks does not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
 #pragma once
 
 #include "mask.cuh"
@@ -82,6 +82,14 @@ struct TileOfHead {
     static constexpr int kNoMoreWork = -1;   // as row_begin
 };
 
+// What the producer is to load K and V for.
+struct alignas(16) RunsOfHead {
+    int begin, end, kv_head;
+    int unused;   // made from the first run, which reading it has brought to the L1 cache
+
+    static constexpr int kNoMoreWork = -1;   // as begin
+};
+
 template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
@@ -91,6 +99,8 @@ struct alignas(1024) SharedStorage {
     Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
     Block blocks[Config::kKStages];   // travel with k
     TileOfHead tiles[Config::kQBuffers];   // travel with q
+    RunsOfHead runs;
+    uint64_t runs_full, runs_empty;
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
@@ -98,7 +108,73 @@ struct alignas(1024) SharedStorage {
 
 constexpr uint32_t kWarpgroupDone = 1;   // a named barrier for each consumer warpgroup; 0 is __syncthreads
 
-// One thread that keeps the rings full.
+template <class Config, class Slabs>
+__device__ __forceinline__ void load_slabs(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+#pragma unroll
+    for (int slab = 0; slab < Config::kSlabs; ++slab) {
+        tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+    }
+}
+
+// One thread that hands out the tiles: it loads the Q of each, and tells consumers and producer about it. It finds the
+// next one while the producer is at the last blocks of this one, because ticket, tile and runs are three trips to the
+// L2 cache, one after the other, and Q is one to DRAM.
+template <class Config>
+class Dispatcher {
+public:
+    __device__ __forceinline__ Dispatcher(const ForwardParams& params, SharedStorage<Config>& smem)
+        : params_(params), smem_(smem) {}
+
+    __device__ __forceinline__ void run() {
+        for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
+            const WorkItem item = scheduler.item();
+            const Tile tile = params_.schedule.tiles[item.tile];
+            if (tile.row_begin == tile.row_end) {
+                scheduler.leave_section();
+                continue;
+            }
+            const bool is_empty = tile.run_begin == tile.run_end;
+            if (!is_empty) {
+                tell_producer(tile, item.head);
+            }
+            tell_consumers({tile.row_begin, tile.row_end, item.head, is_empty});
+            if (!is_empty) {
+                mbarrier_wait(smem_.runs_empty, runs_phase_);
+                runs_phase_ ^= 1;
+            }
+        }
+        smem_.runs.begin = RunsOfHead::kNoMoreWork;
+        mbarrier_arrive(smem_.runs_full);
+        tell_consumers({TileOfHead::kNoMoreWork, 0, 0, true});
+    }
+
+private:
+    __device__ __forceinline__ void tell_producer(const Tile& tile, int head) {
+        const Run& first = params_.runs[tile.run_begin];
+        smem_.runs = {tile.run_begin, tile.run_end, head / params_.qhead_per_kvhead, first.num_blocks + first.num_lead};
+        mbarrier_arrive(smem_.runs_full);
+    }
+
+    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile) {
+        const int buffer = q_phase_ % Config::kQBuffers;
+        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
+        smem_.tiles[buffer] = tile;
+        if (tile.is_empty) {
+            mbarrier_arrive(smem_.q_full);
+        } else {
+            mbarrier_arrive_expect_tx(smem_.q_full, sizeof(smem_.q[0]));
+            load_slabs<Config>(smem_.q[buffer], params_.q, smem_.q_full, tile.row_begin, tile.head);
+        }
+        q_phase_ ^= 1;
+    }
+
+    const ForwardParams& params_;
+    SharedStorage<Config>& smem_;
+    uint32_t q_phase_ = 0;
+    uint32_t runs_phase_ = 0;
+};
+
+// One thread that keeps the rings of K and V full.
 template <class Config>
 class Producer {
 public:
@@ -106,66 +182,41 @@ public:
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
-            const WorkItem item = scheduler.item();
-            const Tile tile = params_.schedule.tiles[item.tile];
-            if (tile.row_begin < tile.row_end) {
-                load_tile(tile, item.head);
-            } else {
-                scheduler.leave_section();
+        for (uint32_t phase = 0;; phase ^= 1) {
+            mbarrier_wait(smem_.runs_full, phase);
+            const int begin = smem_.runs.begin;
+            if (begin == RunsOfHead::kNoMoreWork) {
+                break;
             }
+            load_runs(begin, smem_.runs.end, smem_.runs.kv_head);
         }
-        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
-        smem_.tiles[q_phase_ % Config::kQBuffers].row_begin = TileOfHead::kNoMoreWork;
-        mbarrier_arrive(smem_.q_full);
     }
 
 private:
     // V of a block is asked for after K of the next one, in the order in which their buffers come free.
-    __device__ __forceinline__ void load_tile(const Tile& tile, int head) {
-        const int kv_head = head / params_.qhead_per_kvhead;
-        bool is_first = true;
-        int previous_col = 0;
-        for (int r = tile.run_begin; r < tile.run_end; ++r) {
+    __device__ __forceinline__ void load_runs(int begin, int end, int kv_head) {
+        int previous_col = kNoColumn;
+        for (int r = begin; r < end; ++r) {
             const Run& run = params_.runs[r];
+            const bool is_last_run = r + 1 == end;
             const int num_blocks = run.num_blocks;
             const int middle_begin = run.num_lead;
             const int middle_end = num_blocks - run.num_trail;
             int col = run.first;
             for (int j = 0; j < num_blocks; ++j) {
                 const bool is_edge = j < middle_begin || j >= middle_end;
-                const bool is_last = r + 1 == tile.run_end && j + 1 == num_blocks;
-                load_k(col, kv_head, is_edge ? &run : nullptr, is_last);
-                if (is_first) {
-                    load_q(tile, head);
-                    is_first = false;
-                } else {
+                if (is_last_run && j == max(num_blocks - kBlocksAhead, 0)) {
+                    mbarrier_arrive(smem_.runs_empty);
+                }
+                load_k(col, kv_head, is_edge ? &run : nullptr, is_last_run && j + 1 == num_blocks);
+                if (previous_col != kNoColumn) {
                     load_v(previous_col, kv_head);
                 }
                 previous_col = col;
                 col += Config::kBlockCols;
             }
         }
-        if (is_first) {
-            announce_empty(tile, head);
-        } else {
-            load_v(previous_col, kv_head);
-        }
-    }
-
-    __device__ __forceinline__ void announce_empty(const Tile& tile, int head) {
-        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
-        smem_.tiles[q_phase_ % Config::kQBuffers] = {tile.row_begin, tile.row_end, head, true};
-        mbarrier_arrive(smem_.q_full);
-        q_phase_ ^= 1;
-    }
-
-    __device__ __forceinline__ void load_q(const Tile& tile, int head) {
-        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
-        smem_.tiles[q_phase_ % Config::kQBuffers] = {tile.row_begin, tile.row_end, head, false};
-        mbarrier_arrive_expect_tx(smem_.q_full, sizeof(smem_.q[0]));
-        load(smem_.q[q_phase_ % Config::kQBuffers], params_.q, smem_.q_full, tile.row_begin, head);
-        q_phase_ ^= 1;
+        load_v(previous_col, kv_head);
     }
 
     // `edge` is the run whose edge the block lies on, if it does; it travels with the block.
@@ -179,7 +230,7 @@ private:
         if (edge) {
             cp_async_bulk_load(&block.run, edge, sizeof(Run), full);
         }
-        load(smem_.k[k_.slot], params_.k, full, col, head);
+        load_slabs<Config>(smem_.k[k_.slot], params_.k, full, col, head);
         k_.advance();
     }
 
@@ -187,21 +238,15 @@ private:
         uint64_t& full = smem_.v_full[v_.slot];
         mbarrier_wait(smem_.v_empty[v_.slot], v_.phase ^ 1);
         mbarrier_arrive_expect_tx(full, sizeof(smem_.v[0]));
-        load(smem_.v[v_.slot], params_.v, full, col, head);
+        load_slabs<Config>(smem_.v[v_.slot], params_.v, full, col, head);
         v_.advance();
     }
 
-    template <class Slabs>
-    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
-#pragma unroll
-        for (int slab = 0; slab < Config::kSlabs; ++slab) {
-            tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
-        }
-    }
+    static constexpr int kBlocksAhead = 2;   // of the end of a tile, when the next one is asked for
+    static constexpr int kNoColumn = -1;
 
     const ForwardParams& params_;
     SharedStorage<Config>& smem_;
-    uint32_t q_phase_ = 0;
     Position<Config::kKStages> k_;
     Position<Config::kVStages> v_;
 };
@@ -617,6 +662,8 @@ private:
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
+    mbarrier_init(smem.runs_full, 1);
+    mbarrier_init(smem.runs_empty, 1);
     mbarrier_init(smem.q_full, 1);
     mbarrier_init(smem.q_empty, kConsumerWarps);
     for (int i = 0; i < Config::kKStages; ++i) {
@@ -644,6 +691,8 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
         setmaxnreg_dec<Config::kProducerRegisters>();
         if (threadIdx.x == 0) {
             Producer<Config>(params, smem).run();
+        } else if (threadIdx.x == 32) {
+            Dispatcher<Config>(params, smem).run();
         }
     } else {
         setmaxnreg_inc<Config::kConsumerRegisters>();
