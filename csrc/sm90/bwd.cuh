@@ -4,14 +4,15 @@
 // runs of the tile, one producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64
 // keys each. Scores are transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and
 // dK += dS^T Q, whose sums never leave the registers until the tile is done. dS also goes through shared memory for
-// dQ = dS K, of which each warpgroup computes half of the columns and adds them to a sum in global memory.
+// dQ = dS K, which the warpgroups compute in turn, one block of queries each, and add to a sum in global memory: 128
+// columns of dQ in one matmul read dS once, where half of them in each warpgroup would read it twice.
 //
-// One turn of a warpgroup's loop, what is in flight above what is done meanwhile (" is the next block):
+// A block of a warpgroup, what is in flight above what is done meanwhile (" is the next block); with dQ, and without:
 //
-//     dV          | dQ, S"       | dK, dP"
-//     store dS    | (dV arrives) | add dQ, exponentials"      then dS" = P" (dP" - delta)
+//     dV                | dQ, dK  | dK, S" | dP"                 dV                   | S", dK | dK, dP"
+//     store dS, wait    |         | add dQ | exponentials"       store dS, announce   |        | exponentials"
 //
-// The other warpgroup's matmuls fill the gaps: the two meet once a block, when dS is in shared memory.
+// then dS" = P" (dP" - delta). The other warpgroup's matmuls fill the gaps.
 #pragma once
 
 #include "bwd_walk.cuh"
@@ -69,8 +70,6 @@ struct BackwardConfig {
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
     // dS of block j is written while the other warpgroup may still multiply that of block j - 1.
     static constexpr int kScoreStages = 2;
-    // Columns of dQ that a warpgroup computes; those from head_dim on are zeros.
-    static constexpr int kDqCols = kSlabs * kSlabCols / kConsumers;
 
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
@@ -118,7 +117,7 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kKSlab];   // dS^T, keys x queries
-    float dq[Config::kConsumers][4][Config::kWarpRows * Config::kDqCols];   // on the way out, a part for each warp
+    float dq[4][Config::kWarpRows * Config::kHeadDim];   // on the way out, a part for each warp of the two in turn
     Stats<Config> stats[Config::kStages];   // travel with q
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work;                         // travels with k and v
@@ -129,7 +128,8 @@ struct alignas(1024) SharedStorage {
     uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
 };
 
-enum NamedBarrier : uint32_t { kConsumersMeet = 1 };   // 0 is __syncthreads
+// 0 is __syncthreads; scores are ready in one of two stages.
+enum NamedBarrier : uint32_t { kConsumersMeet = 1, kScoresReady = 2 };
 
 // One thread that keeps the rings full.
 template <class Config>
@@ -249,11 +249,10 @@ private:
     using Element = typename Config::Element;
     static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
     static constexpr int kGrad = Config::kHeadDim / 2;
-    static constexpr int kDq = Config::kDqCols / 2;
     using Scores = float[kScores];
     using Operand = uint32_t[kScores / 2];
     using Grad = float[kGrad];
-    using Dq = float[kDq];
+    using Dq = float[kGrad];
 
     __device__ __forceinline__ void differentiate() {
         Grad dk, dv;
@@ -285,50 +284,84 @@ private:
         Operand probs, rounded_dscores;
         start(probs, rounded_dscores);
 
-        // No matmul is in flight where the loop closes: the compiler moves registers there.
+        // No matmul is in flight where the loop or a branch closes: the compiler moves registers there.
         while (true) {
-            Scores scores, dscores;
-            Dq dq;
             issue_dv(dv, probs);
             store_dscores(rounded_dscores);
             fence_proxy_async_shared();
-            barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);
-            issue_dq(dq);
-            wgmma_wait_group<1>();
-            pin(dv);
-            release(smem_.dout_empty[block_.slot]);
             const int slot = block_.slot;
             const Block& block = smem_.blocks[slot];
-            block_.advance();
-            dscores_slot_ ^= 1;
             const bool is_last = block.flags & Block::kIsLastOfTile;
-            if (is_last) {
+            Position<Config::kStages> next = block_;
+            next.advance();
+            Scores scores, dscores;
+            if (dscores_slot_ == warpgroup_) {
+                Dq dq;
+                barrier_sync(kScoresReady + dscores_slot_, Config::kConsumers * Config::kWarpgroup);
                 wgmma_wait_group<0>();
+                pin(dv);
+                release(smem_.dout_empty[slot]);
+                issue_dq(dq);
+                issue_dk(dk, rounded_dscores);
+                wgmma_wait_group<1>();
                 pin(dq);
-                issue_dk(dk, rounded_dscores, slot);
                 add_dq(dq, block);
-                wgmma_wait_group<0>();
+                block_ = next;
+                dscores_slot_ ^= 1;
+                if (is_last) {
+                    wgmma_wait_group<0>();
+                    pin(dk);
+                    release(smem_.q_empty[slot]);
+                    break;
+                }
+                wait_for_q(next);
+                issue_scores(scores, next.slot);
+                wgmma_wait_group<1>();
                 pin(dk);
                 release(smem_.q_empty[slot]);
-                break;
+                wait_for_dout();
+                issue_dprobs(dscores);
+                wgmma_wait_group<1>();
+                pin(scores);
+                if constexpr (!Config::kHasSoftcap) {
+                    to_probs(scores, probs);
+                    stay_in_front_of_wait(scores);
+                }
+                wgmma_wait_group<0>();
+                pin(dscores);
+            } else {
+                leave_dq_buffer();
+                barrier_arrive(kScoresReady + dscores_slot_, Config::kConsumers * Config::kWarpgroup);
+                dscores_slot_ ^= 1;
+                if (is_last) {
+                    issue_dk(dk, rounded_dscores);
+                    block_ = next;
+                    wgmma_wait_group<0>();
+                    pin(dv);
+                    pin(dk);
+                    release(smem_.dout_empty[slot]);
+                    release(smem_.q_empty[slot]);
+                    break;
+                }
+                wait_for_q(next);
+                issue_scores(scores, next.slot);
+                issue_dk(dk, rounded_dscores);
+                block_ = next;
+                wgmma_wait_group<1>();
+                pin(dv);
+                pin(scores);
+                release(smem_.dout_empty[slot]);
+                wait_for_dout();
+                issue_dprobs(dscores);
+                if constexpr (!Config::kHasSoftcap) {
+                    to_probs(scores, probs);
+                    stay_in_front_of_wait(scores);
+                }
+                wgmma_wait_group<0>();
+                pin(dk);
+                pin(dscores);
+                release(smem_.q_empty[slot]);
             }
-            wait_for_q();
-            issue_scores(scores);
-            wgmma_wait_group<0>();
-            pin(dq);
-            pin(scores);
-            issue_dk(dk, rounded_dscores, slot);
-            add_dq(dq, block);
-            wait_for_dout();
-            issue_dprobs(dscores);
-            if constexpr (!Config::kHasSoftcap) {
-                to_probs(scores, probs);
-                stay_in_front_of_wait(scores);
-            }
-            wgmma_wait_group<0>();
-            pin(dk);
-            pin(dscores);
-            release(smem_.q_empty[slot]);
             if constexpr (Config::kHasSoftcap) {
                 to_probs(scores, probs);   // the slope of the cap needs the registers of dK's operand
             }
@@ -340,8 +373,8 @@ private:
     // P and dS of the first block of a tile.
     __device__ __forceinline__ void start(Operand& probs, Operand& rounded_dscores) {
         Scores scores, dscores;
-        wait_for_q();
-        issue_scores(scores);
+        wait_for_q(block_);
+        issue_scores(scores, block_.slot);
         wait_for_dout();
         issue_dprobs(dscores);
         wgmma_wait_group<1>();
@@ -356,8 +389,8 @@ private:
     // ---- the matmuls
 
     // S^T = K Q^T
-    __device__ __forceinline__ void issue_scores(Scores& scores) {
-        multiply_rows(scores, smem_.k[0], smem_.q[block_.slot][0]);
+    __device__ __forceinline__ void issue_scores(Scores& scores, int slot) {
+        multiply_rows(scores, smem_.k[0], smem_.q[slot][0]);
     }
 
     // dP^T = V dO^T
@@ -388,8 +421,8 @@ private:
     }
 
     // dK += dS^T Q
-    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, int q_slot) {
-        accumulate(dk, dscores, smem_.q[q_slot][0]);
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores) {
+        accumulate(dk, dscores, smem_.q[block_.slot][0]);
     }
 
     __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, const Element* queries) {
@@ -404,19 +437,16 @@ private:
         wgmma_commit_group();
     }
 
-    // dQ = dS K, the columns of this warpgroup
+    // dQ = dS K
     __device__ __forceinline__ void issue_dq(Dq& dq) {
-        const int first_col = warpgroup_ * Config::kDqCols;
-        const Element* const slab = smem_.k[first_col / Config::kSlabCols];
-        const Element* const keys = slab + first_col % Config::kSlabCols;
         const uint32_t a = wgmma_descriptor(smem_.dscores[dscores_slot_], 0);
-        const uint32_t b = wgmma_descriptor(keys, 0);
+        const uint32_t b = wgmma_descriptor(smem_.k[0], kKSlabBytes);
         pin(dq);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kTileRows / 16; ++step) {
             const int within = (step * kSixteenRowsBytes) >> 4;
-            Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
+            Wgmma<Element, Config::kHeadDim>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
         }
         wgmma_commit_group();
     }
@@ -487,62 +517,57 @@ private:
     // ---- results
 
     __device__ __forceinline__ void store_dscores(const Operand& dscores) {
-        const int row = lane_ % 16;
+        const int lane = lane_;
+        const int row = lane % 16;
         const uint32_t address = shared_address(smem_.dscores[dscores_slot_]) + (row_in_tile() + row) * 128;
 #pragma unroll
         for (int i = 0; i < kScores / 8; ++i) {
-            const int chunk = 2 * i + lane_ / 16;
+            const int chunk = 2 * i + lane / 16;
             stmatrix_x4(address + ((chunk ^ (row % 8)) << 4), dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
                         dscores[4 * i + 3]);
         }
     }
 
-    // Each warp adds its own 16 rows through a buffer of its own.
+    // Each warp adds its own 16 rows, through a buffer that it shares with a warp of the other warpgroup, in turn.
     __device__ __forceinline__ void add_dq(const Dq& dq, const Block& block) {
-        constexpr int kGroups = Config::kDqCols / kDqGroupCols;
-        constexpr int kGroupFloats = kDqGroupRows * kDqGroupCols;
-        using Accumulator = DqAccumulator<Config::kHeadDim>;
-        const int groups = Accumulator::col_groups(warpgroup_);
-        float* const staging = smem_.dq[warpgroup_][warp_];
-        if constexpr (Config::kIsDeterministic) {
-            publish_dq();
-        } else if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();   // of the previous block
-        }
-        __syncwarp();
+        float* const staging = smem_.dq[warp_];
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int i = 0; i < kGroups; ++i) {
-                const int at = 8 * i + 2 * half;
-                if (i < groups) {
-                    *reinterpret_cast<float4*>(staging + (half * groups + i) * kGroupFloats + 4 * lane_) = {
-                        dq[at], dq[at + 1], dq[at + 4], dq[at + 5]};
-                }
-            }
+        for (int i = 0; i < kGrad / 4; ++i) {
+            *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
+                                                                         dq[4 * i + 3]};
         }
         fence_proxy_async_shared();
         const int row = block.first + warp_ * Config::kWarpRows;
-        const int row_groups = row >= block.end ? 0 : row + kDqGroupRows < block.end ? 2 : 1;
+        const bool is_in_run = row < block.end;
         if constexpr (Config::kIsDeterministic) {
-            await_turn(block.head, row, row_groups);
+            await_turn(block.head, row, is_in_run);
         }
         __syncwarp();
-        if (lane_ == 0 && row_groups > 0) {
-            float* const sum = Accumulator(params_.dq).rows(block.head, warpgroup_, row);
-            cp_reduce_async_bulk_add(sum, staging, row_groups * groups * kGroupFloats * sizeof(float));
+        if (lane_ == 0 && is_in_run) {
+            float* const sum = dq_rows<Config::kHeadDim>(params_.dq, block.head, row);
+            cp_reduce_async_bulk_add(sum, staging, sizeof(smem_.dq[0]));
             cp_async_bulk_commit_group();
         }
     }
 
-    // Until all tiles in front of this one have added what they have for these rows. The lanes of the row groups wait.
-    __device__ __forceinline__ void await_turn(int head, int row, int row_groups) {
+    // The other warpgroup writes there next.
+    __device__ __forceinline__ void leave_dq_buffer() {
+        if constexpr (Config::kIsDeterministic) {
+            publish_dq();
+        } else if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();
+        }
+        __syncwarp();
+    }
+
+    // Until all tiles in front of this one have added what they have for these rows. One lane waits.
+    __device__ __forceinline__ void await_turn(int head, int row, bool is_in_run) {
         const DqOrder& order = params_.order;
         const long long num_groups = params_.dq.row_groups;
-        const int group = row / kDqGroupRows + lane_;
+        const int group = row / kDqGroupRows;
         visits_ = nullptr;
-        if (lane_ < row_groups) {
-            visits_ = order.visits + (2 * head + warpgroup_) * num_groups + group;
+        if (lane_ == 0 && is_in_run) {
+            visits_ = order.visits + head * num_groups + group;
             const int turn = order.turns[smem_.work.tile_index * num_groups + group];
             while (load_acquire(visits_) < turn) {
             }
@@ -613,7 +638,9 @@ private:
         }
     }
 
-    __device__ __forceinline__ void wait_for_q() { mbarrier_wait(smem_.q_full[block_.slot], block_.phase); }
+    __device__ __forceinline__ void wait_for_q(const Position<Config::kStages>& block) {
+        mbarrier_wait(smem_.q_full[block.slot], block.phase);
+    }
 
     __device__ __forceinline__ void wait_for_dout() { mbarrier_wait(smem_.dout_full[block_.slot], block_.phase); }
 
@@ -683,14 +710,14 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     __syncthreads();
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    if (warpgroup == 0) {
+    if (warpgroup == Config::kConsumers) {
         setmaxnreg_dec<Config::kProducerRegisters>();
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == Config::kConsumers * Config::kWarpgroup) {
             Producer<Config>(params, smem).run();
         }
     } else {
         setmaxnreg_inc<Config::kConsumerRegisters>();
-        Consumer<Config>(params, smem, warpgroup - 1).run();
+        Consumer<Config>(params, smem, warpgroup).run();
     }
 }
 

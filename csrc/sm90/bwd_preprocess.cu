@@ -71,18 +71,12 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
         *params.ticket = 0;
     }
     const int num_rows = min(kRows, params.dq.row_groups * kDqGroupRows - first_row);
-    if (params.visits && threadIdx.x < 2 * num_rows / kDqGroupRows) {
-        const int warpgroup = threadIdx.x % 2;
-        params.visits[(2ll * head + warpgroup) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x / 2] = 0;
+    if (params.visits && threadIdx.x < num_rows / kDqGroupRows) {
+        params.visits[static_cast<long long>(head) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x] = 0;
     }
-#pragma unroll
-    for (int warpgroup = 0; warpgroup < 2; ++warpgroup) {
-        using Accumulator = DqAccumulator<kHeadDim>;
-        float4* const dq = reinterpret_cast<float4*>(Accumulator(params.dq).rows(head, warpgroup, first_row));
-        const int count = num_rows * Accumulator::col_groups(warpgroup) * kDqGroupCols / 4;
-        for (int i = threadIdx.x; i < count; i += kThreads) {
-            dq[i] = {0.f, 0.f, 0.f, 0.f};
-        }
+    float4* const dq = reinterpret_cast<float4*>(dq_rows<kHeadDim>(params.dq, head, first_row));
+    for (int i = threadIdx.x; i < num_rows * kHeadDim / 4; i += kThreads) {
+        dq[i] = {0.f, 0.f, 0.f, 0.f};
     }
 }
 

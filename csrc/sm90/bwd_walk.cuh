@@ -10,8 +10,8 @@
 
 namespace ffa {
 
-// Blocks start at multiples of 8 queries, as TMA asks of lse and delta, and as dQ is laid out.
-constexpr int kBlockAlignment = 8;
+// Blocks start at multiples of 16 queries, as dQ is laid out.
+constexpr int kBlockAlignment = 16;
 
 // One step: a block of queries for one head of the group.
 struct Visit {

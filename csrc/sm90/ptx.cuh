@@ -81,6 +81,11 @@ __device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts as one that waits, and goes on.
+__device__ __forceinline__ void barrier_arrive(uint32_t id, uint32_t threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- TMA
 
 __device__ __forceinline__ void tma_load_3d(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y,

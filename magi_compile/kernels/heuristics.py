@@ -96,8 +96,7 @@ BACKWARD_ROWS = (
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache, more heads balance the last tiles better. A section is to keep every SM busy this many times over.
-_BACKWARD_SECTION_HEADS = 4
-_BACKWARD_SECTION_WAVES = 1.5
+_BACKWARD_SECTION_WAVES = 3.5
 
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
@@ -107,7 +106,7 @@ def backward_config(problem: AttnProblem) -> BackwardConfig:
 
 def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
     """How many key-value heads the backward works on at a time, `num_tiles` of each."""
-    enough = max(_BACKWARD_SECTION_HEADS, _BACKWARD_SECTION_WAVES * num_sms / max(num_tiles, 1))
+    enough = _BACKWARD_SECTION_WAVES * num_sms / max(num_tiles, 1)
     divisors = [n for n in range(1, problem.nheads_kv + 1) if problem.nheads_kv % n == 0]
     return next((n for n in divisors if n >= enough), problem.nheads_kv)
 

@@ -9,7 +9,7 @@ from magi_compile.kernels.cuda.backward import turns_of_tiles
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS
 
-GROUP_ROWS = 8
+GROUP_ROWS = 16
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 
 

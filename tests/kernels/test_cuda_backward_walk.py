@@ -15,7 +15,7 @@ from magi_compile.plan.rects import NO_DIAG
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS
 
-BLOCK_COLS, TILE_ROWS, ALIGNMENT, NUM_GROUPS = 64, 128, 8, 3
+BLOCK_COLS, TILE_ROWS, ALIGNMENT, NUM_GROUPS = 64, 128, 16, 3
 SOURCE = """
 #include <algorithm>
 #define __device__

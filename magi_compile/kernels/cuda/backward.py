@@ -31,7 +31,7 @@ from magi_compile.kernels.heuristics import (
 from magi_compile.plan.tiles import RUN_FIELDS
 
 _STORE_ROWS = 16  # each warp stores its own rows
-_DQ_GROUP_ROWS = 8
+_DQ_GROUP_ROWS = 16
 _STREAM_THREADS = 256  # of a thread block before and after
 _PARAMS_BYTES = 1024
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
@@ -106,7 +106,7 @@ def backward(
     turns = visits = None
     if deterministic:
         turns = turns_of_tiles(k_tiles, k_runs, row_groups)
-        visits = torch.empty((nheads_q, 2, row_groups), dtype=torch.int32, device=device)
+        visits = torch.empty((nheads_q, row_groups), dtype=torch.int32, device=device)
     stream = torch.cuda.current_stream(device).cuda_stream
     preprocess, main, postprocess = (
         load_function(variant, device.index)
@@ -181,9 +181,9 @@ def backward(
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
-    """How many additions to each 8 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
+    """How many additions to each 16 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
 
-    A run adds once to every 8 rows between its first and its last column. Runs of no tile hold anything.
+    A run adds once to every 16 rows between its first and its last column. Runs of no tile hold anything.
     """
     num_tiles = k_tiles.shape[0]
     run = torch.arange(k_runs.shape[0], device=k_runs.device)
