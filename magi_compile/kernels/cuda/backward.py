@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from cuda.bindings import driver
@@ -16,6 +17,7 @@ from magi_compile.kernels.cuda.forward import ELEMENTS
 from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
     check,
+    current_stream,
     launch,
     load_function,
     num_sms,
@@ -25,6 +27,7 @@ from magi_compile.kernels.cuda.launch import (
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
+    BackwardConfig,
     backward_config,
     backward_heads_per_section,
 )
@@ -33,10 +36,10 @@ from magi_compile.plan.tiles import RUN_FIELDS
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
 _STREAM_THREADS = 256  # of a thread block before and after
-_PARAMS_BYTES = 1024
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-# What follows the seven tensor maps in BackwardParams.
-_SCALARS = struct.Struct("<3Qi4x5Q3i4xi3f")
+# What follows the seven tensor maps in BackwardParams: addresses, then what a route knows, to the end of the struct.
+_ADDRESSES, _SCALARS = struct.Struct("<3Qi4x5Q"), struct.Struct("<3i4xi3f24x")
+_MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x2Q4q2i")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
@@ -64,6 +67,46 @@ def backward_variants(
     )
 
 
+class _Route(NamedTuple):
+    """What the three launches need besides addresses, for tensors of one layout."""
+
+    preprocess: driver.CUfunction
+    main: driver.CUfunction
+    postprocess: driver.CUfunction
+    config: BackwardConfig
+    grid: int
+    scalars: bytes
+    maps: dict[tuple[int, ...], bytes]  # the seven tensor maps, by the addresses of their tensors
+
+
+@lru_cache(maxsize=1024)
+def _route(
+    problem: AttnProblem,
+    deterministic: bool,
+    layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...],
+    num_tiles: int,
+    device_index: int,
+) -> _Route:
+    """How tensors of such layouts (the shape and the strides of q, dout, k and v) are launched."""
+    preprocess, main, postprocess = (
+        load_function(variant, device_index)
+        for variant in backward_variants(problem, deterministic)
+    )
+    config = backward_config(problem)
+    score_scale = problem.softcap or problem.softmax_scale
+    scalars = _SCALARS.pack(
+        num_tiles,
+        problem.nheads_kv,
+        backward_heads_per_section(problem, num_tiles, num_sms(device_index)),
+        problem.qhead_per_kvhead,
+        score_scale * math.log2(math.e),
+        problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+        problem.softmax_scale,
+    )
+    grid = min(num_tiles * problem.nheads_kv, num_sms(device_index))
+    return _Route(preprocess, main, postprocess, config, grid, scalars, {})
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -84,10 +127,9 @@ def backward(
     `deterministic` is set.
     """
     total_q, nheads_q, head_dim = q.shape
-    total_k, nheads_kv, _ = k.shape
+    total_k = k.shape[0]
     device = q.device
-    dk = torch.empty(k.shape, dtype=k.dtype, device=device)
-    dv = torch.empty(v.shape, dtype=v.dtype, device=device)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if total_q == 0 or total_k == 0:
         return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
     if device.index != torch.cuda.current_device():
@@ -97,21 +139,22 @@ def backward(
             )
 
     q, k, v, out, dout = (tma_compatible(x) for x in (q, k, v, out, dout))
-    dq = torch.empty(q.shape, dtype=q.dtype, device=device)
+    dq = q.new_empty(q.shape)
     row_groups = -(-total_q // _DQ_GROUP_ROWS)
     padded_q = row_groups * _DQ_GROUP_ROWS
-    dq_sum = torch.empty((nheads_q, padded_q, head_dim), dtype=torch.float32, device=device)
-    stats = torch.empty((nheads_q, 2, padded_q), dtype=torch.float32, device=device)
-    ticket = torch.empty(1, dtype=torch.int32, device=device)
+    # In one piece: the sum of dq [nheads_q, padded_q, head_dim], the statistics [nheads_q, 2, padded_q], the ticket.
+    num_sums, num_stats = nheads_q * padded_q * head_dim, nheads_q * 2 * padded_q
+    scratch = q.new_empty(num_sums + num_stats + 1, dtype=torch.float32)
+    dq_sum = scratch.data_ptr()
+    stats = dq_sum + 4 * num_sums
+    ticket = stats + 4 * num_stats
     turns = visits = None
     if deterministic:
         turns = turns_of_tiles(k_tiles, k_runs, row_groups)
         visits = torch.empty((nheads_q, row_groups), dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    preprocess, main, postprocess = (
-        load_function(variant, device.index)
-        for variant in backward_variants(problem, deterministic)
-    )
+    stream = current_stream(device)
+    layouts = tuple((x.shape, x.stride()) for x in (q, dout, k, v))
+    route = _route(problem, deterministic, layouts, k_tiles.shape[0], device.index)
     row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
 
     lse = lse.contiguous()
@@ -121,63 +164,70 @@ def backward(
         dout.data_ptr(),
         lse.data_ptr(),
         _address(dlse),
-        stats.data_ptr(),
-        dq_sum.data_ptr(),
+        stats,
+        dq_sum,
         row_groups,
         _address(visits),
-        ticket.data_ptr(),
+        ticket,
         *out.stride()[:2],
         *dout.stride()[:2],
         total_q,
         padded_q,
     )
-    launch(preprocess, row_blocks, _STREAM_THREADS, bytearray(before), stream, shared_bytes=0)
+    launch(route.preprocess, row_blocks, _STREAM_THREADS, before, stream, shared_bytes=0)
 
-    config = backward_config(problem)
-    grid = min(k_tiles.shape[0] * nheads_kv, num_sms(device.index))
-    maps = (
-        tensor_map(q, config.block_cols),
-        tensor_map(dout, config.block_cols),
-        tensor_map(k, config.tile_rows),
-        tensor_map(v, config.tile_rows),
-        _stats_map(stats.data_ptr(), nheads_q, total_q, padded_q, config.block_cols),
-        tensor_map(dk, _STORE_ROWS),
-        tensor_map(dv, _STORE_ROWS),
-    )
-    params = bytearray(_PARAMS_BYTES)
-    params[: len(maps) * TENSOR_MAP_BYTES] = b"".join(maps)
-    score_scale = problem.softcap or problem.softmax_scale
-    _SCALARS.pack_into(
-        params,
-        len(maps) * TENSOR_MAP_BYTES,
+    addresses = (*(x.data_ptr() for x in (q, dout, k, v, dk, dv)), stats)
+    maps = route.maps.get(addresses)
+    if maps is None:
+        if len(route.maps) >= _MAX_KNOWN_MAPS:
+            route.maps.clear()
+        stats_map = _stats_map(stats, nheads_q, total_q, padded_q, route.config.block_cols)
+        maps = _tensor_maps(q, dout, k, v, dk, dv, stats_map, route.config)
+        route.maps[addresses] = maps
+    pointers = _ADDRESSES.pack(
         dk.data_ptr(),
         dv.data_ptr(),
-        dq_sum.data_ptr(),
+        dq_sum,
         row_groups,
         k_runs.data_ptr(),
         _address(turns),
         _address(visits),
         k_tiles.data_ptr(),
-        ticket.data_ptr(),
-        k_tiles.shape[0],
-        nheads_kv,
-        backward_heads_per_section(problem, k_tiles.shape[0], num_sms(device.index)),
-        problem.qhead_per_kvhead,
-        score_scale * math.log2(math.e),
-        problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-        problem.softmax_scale,
+        ticket,
     )
-    launch(main, grid, config.num_threads, params, stream, may_start_early=True)
+    params = maps + pointers + route.scalars
+    launch(route.main, route.grid, route.config.num_threads, params, stream, may_start_early=True)
 
-    after = _POSTPROCESS.pack(
-        dq_sum.data_ptr(), row_groups, dq.data_ptr(), total_q, problem.softmax_scale
-    )
+    after = _POSTPROCESS.pack(dq_sum, row_groups, dq.data_ptr(), total_q, problem.softmax_scale)
     launch(
-        *(postprocess, row_blocks, _STREAM_THREADS, bytearray(after), stream),
+        *(route.postprocess, row_blocks, _STREAM_THREADS, after, stream),
         shared_bytes=0,
         may_start_early=True,
     )
     return BackwardOutput(dq, dk, dv)
+
+
+def _tensor_maps(
+    q: Tensor,
+    dout: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    stats_map: bytes,
+    config: BackwardConfig,
+) -> bytes:
+    return b"".join(
+        (
+            tensor_map(q, config.block_cols),
+            tensor_map(dout, config.block_cols),
+            tensor_map(k, config.tile_rows),
+            tensor_map(v, config.tile_rows),
+            stats_map,
+            tensor_map(dk, _STORE_ROWS),
+            tensor_map(dv, _STORE_ROWS),
+        )
+    )
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
