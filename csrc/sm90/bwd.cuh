@@ -295,7 +295,7 @@ private:
             Position<Config::kStages> next = block_;
             next.advance();
             Scores scores, dscores;
-            if (dscores_slot_ == warpgroup_) {
+            if (dscores_slot_ == warpgroup_) {   // our turn at dQ
                 Dq dq;
                 barrier_sync(kScoresReady + dscores_slot_, Config::kConsumers * Config::kWarpgroup);
                 wgmma_wait_group<0>();
@@ -517,12 +517,11 @@ private:
     // ---- results
 
     __device__ __forceinline__ void store_dscores(const Operand& dscores) {
-        const int lane = lane_;
-        const int row = lane % 16;
+        const int row = lane_ % 16;
         const uint32_t address = shared_address(smem_.dscores[dscores_slot_]) + (row_in_tile() + row) * 128;
 #pragma unroll
         for (int i = 0; i < kScores / 8; ++i) {
-            const int chunk = 2 * i + lane / 16;
+            const int chunk = 2 * i + lane_ / 16;
             stmatrix_x4(address + ((chunk ^ (row % 8)) << 4), dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
                         dscores[4 * i + 3]);
         }
