@@ -12,10 +12,7 @@ other macros than `heuristics.py` gives it.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +20,12 @@ from typing import NamedTuple
 from unittest import mock
 
 import attention_forward as forward
+import record
 import torch
 import torch._functorch.config
 from attention_forward import (
     MASKS,
     ROUNDS,
-    gpu_state,
-    heads_argument,
     interleaved_medians,
     make_slices,
     to_markdown,
@@ -223,12 +219,9 @@ def memory_table(rows: list[dict], names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(output: Path, context: dict, rows: list[dict], names: list[str]) -> None:
+def tables(context: dict, rows: list[dict], names: list[str]) -> str:
     speed = to_markdown(context, rows, names).replace("forward", "backward", 1)
-    memory = "\nExtra memory of a call, MiB:\n\n" + memory_table(rows, names)
-    record = {"context": context, "rows": rows}
-    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    output.with_suffix(".md").write_text(speed + memory)
+    return speed + "\nExtra memory of a call, MiB:\n\n" + memory_table(rows, names)
 
 
 def defines_argument(text: str) -> tuple[str, dict[str, str]]:
@@ -240,7 +233,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write: adds .json and .md")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seqlens", type=int, nargs="+", default=[2**n * 1024 for n in range(7)])
-    parser.add_argument("--heads", type=heads_argument, nargs="+", default=[(64, 8)])
+    parser.add_argument("--heads", type=record.heads_argument, nargs="+", default=[(64, 8)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--defines", type=defines_argument, nargs="+", default=[])
@@ -249,15 +242,10 @@ def main() -> None:
     contenders = {name: CONTENDERS[name] for name in args.contenders}
     contenders |= {name: functools.partial(magi, **defines) for name, defines in args.defines}
     torch._functorch.config.donated_buffer = False  # so that one forward serves many backwards
-    context = {
-        "gpu": gpu_state(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
-        "inputs": "bf16, standard normal; documents log-normal, at most a quarter of the sequence",
-        "timing": f"median of {ROUNDS} rounds, contenders in random turns; GPU time of back-to-back calls",
-    }
+    context = record.context(
+        inputs="bf16, standard normal; documents log-normal, at most a quarter of the sequence",
+        timing=f"median of {ROUNDS} rounds, contenders in random turns; GPU time of back-to-back calls",
+    )
     rows = []
     for heads in args.heads:
         for head_dim in args.head_dims:
@@ -267,8 +255,9 @@ def main() -> None:
                     row = measure(mask, seqlen, heads, head_dim, contenders, args.gate)
                     rows.append(row)
                     print(heads, head_dim, mask, seqlen, row["tflops"], row["failures"], flush=True)
-                    if args.output:
-                        write(args.output, context, rows, list(contenders))
+                    record.write(
+                        args.output, context, rows, tables(context, rows, list(contenders))
+                    )
 
 
 if __name__ == "__main__":

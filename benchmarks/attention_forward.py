@@ -16,20 +16,17 @@ also times our kernel in other shapes than its own, in the same turns.
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import itertools
-import json
 import math
 import random
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -322,23 +319,6 @@ def to_markdown(context: dict, rows: list[dict], names: list[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(output: Path, context: dict, rows: list[dict], names: list[str]) -> None:
-    record = {"context": context, "rows": rows}
-    output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-    output.with_suffix(".md").write_text(to_markdown(context, rows, names))
-
-
-def gpu_state() -> str:
-    query = "name,driver_version,power.limit,clocks.max.sm"
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-def heads_argument(text: str) -> tuple[int, int]:
-    nheads_q, _, nheads_kv = text.partition(":")
-    return int(nheads_q), int(nheads_kv)
-
-
 def config_argument(text: str) -> tuple[str, dict[str, int]]:
     changes = (item.partition("=") for item in text.split(","))
     return f"magi {text}", {name: int(value) for name, _, value in changes}
@@ -349,7 +329,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="where to write: adds .json and .md")
     parser.add_argument("--masks", nargs="+", choices=MASKS, default=list(MASKS))
     parser.add_argument("--seqlens", type=int, nargs="+", default=[2**n * 1024 for n in range(7)])
-    parser.add_argument("--heads", type=heads_argument, nargs="+", default=[(64, 8)])
+    parser.add_argument("--heads", type=record.heads_argument, nargs="+", default=[(64, 8)])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[128])
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--configs", type=config_argument, nargs="+", default=[])
@@ -357,15 +337,10 @@ def main() -> None:
     args = parser.parse_args()
     contenders = {name: CONTENDERS[name] for name in args.contenders}
     contenders |= {name: functools.partial(magi, **changes) for name, changes in args.configs}
-    context = {
-        "gpu": gpu_state(),
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version(),
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
-        "inputs": "bf16, standard normal; documents log-normal, at most a quarter of the sequence",
-        "timing": f"median of {args.rounds} rounds, contenders in random turns; GPU time of back-to-back calls",
-    }
+    context = record.context(
+        inputs="bf16, standard normal; documents log-normal, at most a quarter of the sequence",
+        timing=f"median of {args.rounds} rounds, contenders in random turns; GPU time of back-to-back calls",
+    )
     rows = []
     for heads in args.heads:
         for head_dim in args.head_dims:
@@ -375,8 +350,8 @@ def main() -> None:
                     row = measure(mask, seqlen, heads, head_dim, contenders, args.rounds)
                     rows.append(row)
                     print(heads, head_dim, mask, seqlen, row["tflops"], row["failures"], flush=True)
-                    if args.output:
-                        write(args.output, context, rows, list(contenders))
+                    table = to_markdown(context, rows, list(contenders))
+                    record.write(args.output, context, rows, table)
 
 
 if __name__ == "__main__":

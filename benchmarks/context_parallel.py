@@ -18,18 +18,16 @@ rows taken out: what balance, kernel and stages leave, on any number of ranks.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import record
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -331,16 +329,13 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
     )
     me = Rank(rank, args)
     begin = time.monotonic()
-    context = {
-        "gpu": f"{args.gpus} x {device_name(args)}",
-        "ranks": args.ranks,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
-        "inputs": f"{me.dtype}, heads {args.heads[0]}:{args.heads[1]}, head_dim {args.head_dim}; "
+    context = record.context(
+        gpus=args.gpus,
+        ranks=args.ranks,
+        inputs=f"{me.dtype}, heads {args.heads[0]}:{args.heads[1]}, head_dim {args.head_dim}; "
         f"documents of dtensor/documents.py, seed {args.seed}",
-        "timing": f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
-    }
+        timing=f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
+    )
     for name, reasons in me.refusals.items():
         context[f"{name} can not serve"] = reasons
     costs: dict[int, CostModel] = {}
@@ -355,7 +350,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
             rows.append(row)
             if rank == 0:
                 print(json.dumps(row), flush=True)
-                write(args.output, context, rows)
+                record.write(args.output, context, rows, to_markdown(context, rows))
     dist.destroy_process_group()
 
 
@@ -364,13 +359,6 @@ def me_is_late(me: Rank, begin: float) -> bool:
     late = torch.tensor([time.monotonic() - begin > me.args.max_seconds], device=me.device).float()
     dist.broadcast(late, 0, me.group)
     return bool(late)
-
-
-def device_name(args: argparse.Namespace) -> str:
-    if args.dry_run:
-        return "CPU (dry run)"
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def to_markdown(context: dict, rows: list[dict]) -> str:
@@ -392,20 +380,8 @@ def to_markdown(context: dict, rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(output: Path | None, context: dict, rows: list[dict]) -> None:
-    if output:
-        record = {"context": context, "rows": rows}
-        output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        output.with_suffix(".md").write_text(to_markdown(context, rows))
-
-
 def stages_argument(text: str) -> int | None:
     return None if text == "auto" else int(text)
-
-
-def heads_argument(text: str) -> tuple[int, int]:
-    nheads_q, _, nheads_kv = text.partition(":")
-    return int(nheads_q), int(nheads_kv)
 
 
 def main() -> None:
@@ -420,7 +396,7 @@ def main() -> None:
     option("--chunk", type=int, help="tokens of a chunk; by default chosen from the mask")
     option("--stages", type=stages_argument, nargs="+", default=[None, 0, 1, 2, 4])
     option("--collectives", nargs="+", choices=names, default=["all_to_all"])
-    option("--heads", type=heads_argument, default=(64, 8))
+    option("--heads", type=record.heads_argument, default=(64, 8))
     option("--head-dim", type=int, default=128)
     option("--seed", type=int, default=42, help="of the documents")
     option("--reduce-group", action="store_true", help="gradients go home in a group of their own")

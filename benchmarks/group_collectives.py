@@ -18,17 +18,15 @@ length that runs beside it. `host` is the time the host needs to enqueue a call.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import record
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -321,18 +319,13 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
     reasons = NativeCollective().refusals(me.group, me.device)
     if reasons:
         raise SystemExit("the native collective can not serve here: " + "; ".join(reasons))
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader", "-i", "0"]
-    context = {
-        "gpu": f"{args.gpus} x "
-        + subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
-        "inputs": f"k and v, bfloat16, {args.heads} heads, head_dim {args.head_dim}; "
+    context = record.context(
+        gpus=args.gpus,
+        nccl=".".join(map(str, torch.cuda.nccl.version())),
+        inputs=f"k and v, bfloat16, {args.heads} heads, head_dim {args.head_dim}; "
         f"documents of dtensor/documents.py, seed {args.seed}",
-        "timing": f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
-    }
+        timing=f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
+    )
     begin, found = time.monotonic(), []
     engines = list(me.engines()) if args.engines else []
     context["engines"] = engines
@@ -343,7 +336,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
             found.append(row)
             if rank == 0:
                 print(json.dumps(row), flush=True)
-                write(args.output, context, found)
+                record.write(args.output, context, found, to_markdown(context, found))
         late = torch.tensor([time.monotonic() - begin > args.max_seconds], device=me.device).float()
         dist.broadcast(late, 0, me.group)
         if late:
@@ -383,13 +376,6 @@ def to_markdown(context: dict, found: list[dict]) -> str:
             "| " + " | ".join(f"{x:.1f}" if isinstance(x, float) else str(x) for x in cells) + " |"
         )
     return "\n".join(lines) + "\n"
-
-
-def write(output: Path | None, context: dict, found: list[dict]) -> None:
-    if output:
-        record = {"context": context, "rows": found}
-        output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-        output.with_suffix(".md").write_text(to_markdown(context, found))
 
 
 def main() -> None:

@@ -11,15 +11,14 @@ Dynamo compiles after a layout's first steps are counted: a new layout is to cos
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
+import record
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
@@ -264,23 +263,16 @@ def main() -> None:
     dtype = getattr(torch, args.dtype)
     contenders = {name: Contender(name, shape, device, dtype) for name in args.contenders}
     parameters = sum(x.numel() for x in contenders[args.contenders[0]].model.parameters())
-    context = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
-        "model": f"{parameters / 1e9:.2f}B parameters, {shape}, {args.dtype}, AdamW",
-        "tokens a step": args.seqlen,
-        "timing": f"median of {args.steps} steps, contenders in turns, host clock around a step",
-    }
+    context = record.context(
+        model=f"{parameters / 1e9:.2f}B parameters, {shape}, {args.dtype}, AdamW",
+        tokens_a_step=args.seqlen,
+        timing=f"median of {args.steps} steps, contenders in turns, host clock around a step",
+    )
     rows = []
     for layout in args.layouts:
         rows.append(measure(layout, contenders, args))
         print(json.dumps(rows[-1]), flush=True)
-        if args.output:
-            record = {"context": context, "rows": rows}
-            args.output.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-            args.output.with_suffix(".md").write_text(to_markdown(context, rows, args.contenders))
+        record.write(args.output, context, rows, to_markdown(context, rows, args.contenders))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,12 @@ head_dim forward, 2.5 times that backward.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import record
 import torch
-import triton
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
@@ -176,20 +173,11 @@ def main() -> None:
         for mask in MASKS
         for row in measure(mask, head_dim, args.max_autotune)
     ]
-    context = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(sys.argv),
-        "shape": f"{SEQLEN} tokens, {NHEADS_Q}:{NHEADS_KV} heads, bf16",
-        "timing": "median of do_bench, L2 emptied before each run",
-    }
-    if args.output:
-        args.output.with_suffix(".json").write_text(
-            json.dumps({"context": context, "rows": rows}, indent=1) + "\n"
-        )
-        args.output.with_suffix(".md").write_text(to_markdown(context, rows))
+    context = record.context(
+        shape=f"{SEQLEN} tokens, {NHEADS_Q}:{NHEADS_KV} heads, bf16",
+        timing="median of do_bench, L2 emptied before each run",
+    )
+    record.write(args.output, context, rows, to_markdown(context, rows))
 
 
 if __name__ == "__main__":
