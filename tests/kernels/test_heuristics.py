@@ -24,9 +24,7 @@ def test_sections_of_the_backward_divide_the_heads_and_fill_the_gpu(nheads_kv, n
     assert heads == nheads_kv or num_tiles * heads >= 132
 
 
-@pytest.mark.parametrize(
-    ("num_tiles", "heads"), [(32, 8), (64, 8), (128, 4), (256, 2), (512, 1)]
-)
+@pytest.mark.parametrize(("num_tiles", "heads"), [(32, 8), (64, 8), (128, 4), (256, 2), (512, 1)])
 def test_sections_are_small_on_long_sequences(num_tiles, heads):
     assert backward_heads_per_section(problem(64, 8), num_tiles, num_sms=132) == heads
 
