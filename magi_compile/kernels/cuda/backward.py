@@ -44,6 +44,7 @@ _PREPROCESS = struct.Struct("<6Qi4x2Q4q2i")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
 
+@lru_cache(maxsize=1024)
 def backward_variants(
     problem: AttnProblem, deterministic: bool = False
 ) -> tuple[Variant, Variant, Variant]:
@@ -82,16 +83,13 @@ class _Route(NamedTuple):
 @lru_cache(maxsize=1024)
 def _route(
     problem: AttnProblem,
-    deterministic: bool,
+    variants: tuple[Variant, Variant, Variant],
     layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...],
     num_tiles: int,
     device_index: int,
 ) -> _Route:
     """How tensors of such layouts (the shape and the strides of q, dout, k and v) are launched."""
-    preprocess, main, postprocess = (
-        load_function(variant, device_index)
-        for variant in backward_variants(problem, deterministic)
-    )
+    preprocess, main, postprocess = (load_function(variant, device_index) for variant in variants)
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
     scalars = _SCALARS.pack(
@@ -154,7 +152,8 @@ def backward(
         visits = torch.empty((nheads_q, row_groups), dtype=torch.int32, device=device)
     stream = current_stream(device)
     layouts = tuple((x.shape, x.stride()) for x in (q, dout, k, v))
-    route = _route(problem, deterministic, layouts, k_tiles.shape[0], device.index)
+    variants = backward_variants(problem, deterministic)
+    route = _route(problem, variants, layouts, k_tiles.shape[0], device.index)
     row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
 
     lse = lse.contiguous()
