@@ -24,7 +24,7 @@ from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors,
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
-from magi_compile.ops.define import define, define_composite
+from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import problem_of
 
 
@@ -233,30 +233,10 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         arguments = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
-        if torch.is_grad_enabled():
-            return (*_Gradients.apply(*arguments), *[None] * 8)
-        return (*torch.ops.magi.cp_ffa_bwd.default(*arguments), *[None] * 8)
+        return (*gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass where somebody may ask for its own."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.magi.cp_ffa_bwd.default(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError("gradients of attention can not be differentiated again")
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, *rest)
-    return torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
-
-
-define_composite(_lib, f"cp_attention{_FWD}", _attention)
+define_differentiable(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention)
 
 
 def context_parallel_attention(

@@ -1,4 +1,4 @@
-"""How a custom op of ours is made: a schema, what computes it on every device, and its fake."""
+"""How a custom op of ours is made: a schema, what computes it on every device, its fake, and its gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def define(
@@ -21,9 +22,34 @@ def define(
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 
 
-def define_composite(
-    library: torch.library.Library, schema: str, implementation: Callable[..., Any]
+def define_differentiable(
+    library: torch.library.Library,
+    schema: str,
+    values: Callable[..., Any],
+    differentiable: type[torch.autograd.Function],
 ) -> None:
-    """Adds the op `schema`, which is what its implementation calls: values, fakes and gradients are theirs."""
+    """Adds the op `schema`, which becomes, where it is called, the op `values` of the same arguments, or `differentiable`
+    where a gradient of the first three, q, k and v, is wanted."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return differentiable.apply(q, k, v, *rest)
+        return values(q, k, v, *rest)
+
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(schema.split("(")[0], implementation, "CompositeImplicitAutograd")
+    library.impl(schema.split("(")[0], attention, "CompositeImplicitAutograd")
+
+
+def gradients(op: Callable[..., Any], *arguments: Any) -> Any:
+    """What the op of a backward pass computes; it refuses where somebody asks for gradients of its own."""
+    return _Gradients.apply(op, *arguments) if torch.is_grad_enabled() else op(*arguments)
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., Any], *arguments: Any) -> Any:
+        return op(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError("gradients of attention can not be differentiated again")

@@ -20,7 +20,7 @@ from magi_compile._compat import version_of
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import arch_of, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define, define_composite
+from magi_compile.ops.define import define, define_differentiable, gradients
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -209,27 +209,7 @@ class _Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         lists = (q_ranges, k_ranges, mask_types)
         arguments = (dout, dlse, q, k, v, out, lse, *lists, plan, *ctx.options)
-        if torch.is_grad_enabled():
-            return (*_Gradients.apply(*arguments), *no_grads)
-        return (*torch.ops.magi.ffa_bwd.default(*arguments), *no_grads)
+        return (*gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward pass where somebody may ask for its own."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.ops.magi.ffa_bwd.default(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError("gradients of attention can not be differentiated again")
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, *rest)
-    return torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
-
-
-define_composite(_lib, f"attention{_FFA_FWD}", _attention)
+define_differentiable(_lib, f"attention{_FFA_FWD}", torch.ops.magi.ffa_fwd.default, _Attention)
