@@ -9,10 +9,11 @@
 //
 // A block of a warpgroup, what is in flight above what is done meanwhile (" is the next block); with dQ, and without:
 //
-//     dV                | dQ, dK  | dK, S" | dP"                 dV                   | S", dK | dK, dP"
-//     store dS, wait    |         | add dQ | exponentials"       store dS, announce   |        | exponentials"
+//     dV      | dQ, dK  | dK, S" | dP"                 dV         | S", dK | dK, dP"
+//     wait    |         | add dQ | exponentials"       announce   |        | exponentials"
 //
-// then dS" = P" (dP" - delta). The other warpgroup's matmuls fill the gaps.
+// then dS" = P" (dP" - delta), which is stored. The other warpgroup's matmuls fill the gaps. A warp's memory operations
+// queue up behind the matmuls that it has issued: what can be read or stored is, in front of them.
 #pragma once
 
 #include "bwd_walk.cuh"
@@ -84,10 +85,7 @@ struct alignas(16) Block {
     int first;
     int end;   // queries from here on are no part of the run
     int head;
-    uint32_t flags;
-
-    static constexpr uint32_t kIsMasked = 1;
-    static constexpr uint32_t kIsLastOfTile = 2;
+    uint32_t is_masked;
 };
 
 struct TileOfHead {
@@ -95,11 +93,11 @@ struct TileOfHead {
     int kv_head;
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
+    int num_visits;      // blocks of queries, over all heads of the group
 
-    __device__ __forceinline__ bool is_empty() const { return tile.run_begin == tile.run_end; }
     __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
 
-    static constexpr int kNoMoreWork = -1;   // as row_begin
+    static constexpr int kNoMoreWork = -1;   // as num_visits
 };
 
 template <class Config>
@@ -149,7 +147,7 @@ public:
             }
         }
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        smem_.work.tile.row_begin = TileOfHead::kNoMoreWork;
+        smem_.work.num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
     }
 
@@ -165,9 +163,10 @@ private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const WorkItem& item) {
         const TileOfHead& work = smem_.work;
+        const int num_visits = count_visits(params_.schedule.tiles[item.tile]);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        smem_.work = {params_.schedule.tiles[item.tile], item.head, item.tile, is_ascending(item)};
-        if (work.is_empty()) {
+        smem_.work = {params_.schedule.tiles[item.tile], item.head, item.tile, is_ascending(item), num_visits};
+        if (num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else {
             mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
@@ -177,28 +176,36 @@ private:
         smem_.kv_phase ^= 1;
         for (int i = work.tile.run_end - work.tile.run_begin; i-- > 0;) {
             const Run& run = params_.runs[work.is_ascending ? work.tile.run_end - 1 - i : work.tile.run_begin + i];
-            load_run(run, i == 0);
+            load_run(run);
         }
     }
 
-    __device__ __forceinline__ void load_run(const Run& run, bool is_last_of_tile) {
+    __device__ __forceinline__ int count_visits(const Tile& tile) const {
+        int num_visits = 0;
+        for (int i = tile.run_begin; i < tile.run_end; ++i) {
+            num_visits += RunWalk<Config::kBlockCols>{params_.runs[i], params_.qhead_per_kvhead, false}.num_visits();
+        }
+        return num_visits;
+    }
+
+    __device__ __forceinline__ void load_run(const Run& run) {
         const RunWalk<Config::kBlockCols> walk{run, params_.qhead_per_kvhead, smem_.work.is_ascending};
         for (int left = walk.num_visits(); left-- > 0;) {
             const Visit visit = walk.visit(left);
             // Keys past the end of a short tile belong to others: the mask hides them.
             const bool is_masked = smem_.work.is_short(Config::kTileRows) || walk.is_masked(visit.col);
-            load_block(run, visit, is_masked, is_last_of_tile && left == 0);
+            load_block(run, visit, is_masked);
         }
     }
 
-    __device__ __forceinline__ void load_block(const Run& run, const Visit& visit, bool is_masked, bool is_last_of_tile) {
+    __device__ __forceinline__ void load_block(const Run& run, const Visit& visit, bool is_masked) {
         uint64_t& q_full = smem_.q_full[block_.slot];
         Block& block = smem_.blocks[block_.slot];
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = visit.col;
         block.end = run.col_end;
         block.head = smem_.work.kv_head * params_.qhead_per_kvhead + visit.group;
-        block.flags = (is_masked ? Block::kIsMasked : 0) | (is_last_of_tile ? Block::kIsLastOfTile : 0);
+        block.is_masked = is_masked;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
@@ -227,7 +234,9 @@ private:
     Position<Config::kStages> block_;
 };
 
-// A warpgroup that owns 64 keys of each tile.
+// A warpgroup that owns 64 keys of each tile. Its control flow is uniform, and told so that the compiler sees it (all
+// lanes vote, single lanes do by predicates what others would branch around): only then do loop counts, barriers and
+// operands' descriptors live in uniform registers. Where additions to dq have an order, the wait for a turn diverges.
 template <class Config>
 class Consumer {
 public:
@@ -236,8 +245,9 @@ public:
 
     __device__ __forceinline__ void run() {
         while (true) {
-            mbarrier_wait(smem_.kv_full, kv_.phase);
-            if (smem_.work.tile.row_begin == TileOfHead::kNoMoreWork) {
+            mbarrier_wait_together(smem_.kv_full, kv_.phase);
+            left_ = uniform(smem_.work.num_visits);
+            if (left_ == TileOfHead::kNoMoreWork) {
                 break;
             }
             differentiate();
@@ -254,13 +264,30 @@ private:
     using Grad = float[kGrad];
     using Dq = float[kGrad];
 
+    // lse, in base 2, of the queries of this thread.
+    struct Lse {
+        float2 of_cols[kScores / 4];
+        bool is_masked;   // the block
+    };
+
+    // Where the 16 rows of this warp go.
+    struct DqRows {
+        float* sum;
+        int head;
+        int first;
+        bool are_in_run;
+    };
+
+    // Otherwise there are no registers to hold it.
+    static constexpr bool kReadsLseEarly = !Config::kHasSoftcap && !Config::kIsDeterministic;
+
     __device__ __forceinline__ void differentiate() {
         Grad dk, dv;
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
             dk[i] = dv[i] = 0.f;
         }
-        if (!smem_.work.is_empty()) {
+        if (left_ > 0) {
             walk(dk, dv);
         }
         if constexpr (Config::kIsDeterministic) {
@@ -286,15 +313,16 @@ private:
 
         // No matmul is in flight where the loop or a branch closes: the compiler moves registers there.
         while (true) {
-            issue_dv(dv, probs);
-            store_dscores(rounded_dscores);
-            fence_proxy_async_shared();
             const int slot = block_.slot;
-            const Block& block = smem_.blocks[slot];
-            const bool is_last = block.flags & Block::kIsLastOfTile;
+            const DqRows rows = rows_of_warp(smem_.blocks[slot]);
+            store_dscores(rounded_dscores);
+            issue_dv(dv, probs);
+            fence_proxy_async_shared();
+            const bool is_last = --left_ == 0;
             Position<Config::kStages> next = block_;
             next.advance();
             Scores scores, dscores;
+            Lse lse;
             if (dscores_slot_ == warpgroup_) {   // our turn at dQ
                 Dq dq;
                 barrier_sync(kScoresReady + dscores_slot_, Config::kConsumers * Config::kWarpgroup);
@@ -305,7 +333,7 @@ private:
                 issue_dk(dk, rounded_dscores);
                 wgmma_wait_group<1>();
                 pin(dq);
-                add_dq(dq, block);
+                add_dq(dq, rows);
                 block_ = next;
                 dscores_slot_ ^= 1;
                 if (is_last) {
@@ -315,6 +343,9 @@ private:
                     break;
                 }
                 wait_for_q(next);
+                if constexpr (kReadsLseEarly) {
+                    load_lse(lse, next.slot);
+                }
                 issue_scores(scores, next.slot);
                 wgmma_wait_group<1>();
                 pin(dk);
@@ -323,8 +354,11 @@ private:
                 issue_dprobs(dscores);
                 wgmma_wait_group<1>();
                 pin(scores);
+                if constexpr (!kReadsLseEarly) {
+                    load_lse(lse, next.slot);
+                }
                 if constexpr (!Config::kHasSoftcap) {
-                    to_probs(scores, probs);
+                    to_probs(scores, probs, lse);
                     stay_in_front_of_wait(scores);
                 }
                 wgmma_wait_group<0>();
@@ -344,6 +378,9 @@ private:
                     break;
                 }
                 wait_for_q(next);
+                if constexpr (kReadsLseEarly) {
+                    load_lse(lse, next.slot);
+                }
                 issue_scores(scores, next.slot);
                 issue_dk(dk, rounded_dscores);
                 block_ = next;
@@ -353,8 +390,11 @@ private:
                 release(smem_.dout_empty[slot]);
                 wait_for_dout();
                 issue_dprobs(dscores);
+                if constexpr (!kReadsLseEarly) {
+                    load_lse(lse, next.slot);
+                }
                 if constexpr (!Config::kHasSoftcap) {
-                    to_probs(scores, probs);
+                    to_probs(scores, probs, lse);
                     stay_in_front_of_wait(scores);
                 }
                 wgmma_wait_group<0>();
@@ -363,7 +403,7 @@ private:
                 release(smem_.q_empty[slot]);
             }
             if constexpr (Config::kHasSoftcap) {
-                to_probs(scores, probs);   // the slope of the cap needs the registers of dK's operand
+                to_probs(scores, probs, lse);   // the slope of the cap needs the registers of dK's operand
             }
             to_dscores(dscores, scores, probs);
             round(dscores, rounded_dscores);
@@ -373,13 +413,15 @@ private:
     // P and dS of the first block of a tile.
     __device__ __forceinline__ void start(Operand& probs, Operand& rounded_dscores) {
         Scores scores, dscores;
+        Lse lse;
         wait_for_q(block_);
+        load_lse(lse, block_.slot);
         issue_scores(scores, block_.slot);
         wait_for_dout();
         issue_dprobs(dscores);
         wgmma_wait_group<1>();
         pin(scores);
-        to_probs(scores, probs);
+        to_probs(scores, probs, lse);
         wgmma_wait_group<0>();
         pin(dscores);
         to_dscores(dscores, scores, probs);
@@ -399,8 +441,8 @@ private:
     }
 
     __device__ __forceinline__ void multiply_rows(Scores& product, const Element* keys, const Element* queries) {
-        const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-        const uint32_t b = wgmma_descriptor(queries, 0);
+        const uint32_t a = operand(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+        const uint32_t b = operand(queries, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
         pin(product);
@@ -426,7 +468,7 @@ private:
     }
 
     __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, const Element* queries) {
-        const uint32_t b = wgmma_descriptor(queries, kQSlabBytes);
+        const uint32_t b = operand(queries, kQSlabBytes);
         pin(sum);
         wgmma_fence();
 #pragma unroll
@@ -439,8 +481,8 @@ private:
 
     // dQ = dS K
     __device__ __forceinline__ void issue_dq(Dq& dq) {
-        const uint32_t a = wgmma_descriptor(smem_.dscores[dscores_slot_], 0);
-        const uint32_t b = wgmma_descriptor(smem_.k[0], kKSlabBytes);
+        const uint32_t a = operand(smem_.dscores[dscores_slot_], 0);
+        const uint32_t b = operand(smem_.k[0], kKSlabBytes);
         pin(dq);
         wgmma_fence();
 #pragma unroll
@@ -451,25 +493,38 @@ private:
         wgmma_commit_group();
     }
 
+    __device__ __forceinline__ static uint32_t operand(const Element* tile, uint32_t leading_bytes) {
+        const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
+        return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
+    }
+
     // ---- scores to probabilities and to their gradients
 
+    __device__ __forceinline__ void load_lse(Lse& lse, int slot) const {
+        const float2* const of_cols = reinterpret_cast<const float2*>(smem_.stats[slot].lse_log2) + lane_ % 4;
+        lse.is_masked = smem_.blocks[slot].is_masked;
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            lse.of_cols[i] = of_cols[4 * i];
+        }
+    }
+
     // P = exp2(S - lse). Where scores are capped, P is rounded at once, and P times the slope of the cap stays.
-    __device__ __forceinline__ void to_probs(Scores& scores, Operand& probs) const {
-        const Block& block = smem_.blocks[block_.slot];
+    __device__ __forceinline__ void to_probs(Scores& scores, Operand& probs, const Lse& lse) const {
         if constexpr (Config::kHasSoftcap) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
                 scores[i] = tanh_approx(scores[i] * params_.cap_scale);
             }
         }
-        if (block.flags & Block::kIsMasked) {
+        if (__any_sync(0xffffffff, lse.is_masked)) {
+            const Block& block = smem_.blocks[block_.slot];
             apply_mask(scores, block.run, smem_.work.tile.row_begin + row_in_tile() + lane_ / 4,
                        block.first + 2 * (lane_ % 4));
         }
-        const float2* const lse = reinterpret_cast<const float2*>(smem_.stats[block_.slot].lse_log2) + lane_ % 4;
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
-            const float2 of_cols = lse[4 * i];
+            const float2 of_cols = lse.of_cols[i];
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 float* const pair = scores + 4 * i + 2 * half;
@@ -527,8 +582,13 @@ private:
         }
     }
 
-    // Each warp adds its own 16 rows, through a buffer that it shares with a warp of the other warpgroup, in turn.
-    __device__ __forceinline__ void add_dq(const Dq& dq, const Block& block) {
+    __device__ __forceinline__ DqRows rows_of_warp(const Block& block) const {
+        const int first = block.first + warp_ * Config::kWarpRows;
+        return {dq_rows<Config::kHeadDim>(params_.dq, block.head, first), block.head, first, first < block.end};
+    }
+
+    // Through a buffer that each warp shares with one of the other warpgroup, in turn.
+    __device__ __forceinline__ void add_dq(const Dq& dq, const DqRows& rows) {
         float* const staging = smem_.dq[warp_];
 #pragma unroll
         for (int i = 0; i < kGrad / 4; ++i) {
@@ -536,15 +596,12 @@ private:
                                                                          dq[4 * i + 3]};
         }
         fence_proxy_async_shared();
-        const int row = block.first + warp_ * Config::kWarpRows;
-        const bool is_in_run = row < block.end;
         if constexpr (Config::kIsDeterministic) {
-            await_turn(block.head, row, is_in_run);
+            await_turn(rows);
         }
         __syncwarp();
-        if (lane_ == 0 && is_in_run) {
-            float* const sum = dq_rows<Config::kHeadDim>(params_.dq, block.head, row);
-            cp_reduce_async_bulk_add(sum, staging, sizeof(smem_.dq[0]));
+        if (lane_ == 0 && rows.are_in_run) {
+            cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0]));
             cp_async_bulk_commit_group();
         }
     }
@@ -560,13 +617,13 @@ private:
     }
 
     // Until all tiles in front of this one have added what they have for these rows. One lane waits.
-    __device__ __forceinline__ void await_turn(int head, int row, bool is_in_run) {
+    __device__ __forceinline__ void await_turn(const DqRows& rows) {
         const DqOrder& order = params_.order;
         const long long num_groups = params_.dq.row_groups;
-        const int group = row / kDqGroupRows;
+        const int group = rows.first / kDqGroupRows;
         visits_ = nullptr;
-        if (lane_ == 0 && is_in_run) {
-            visits_ = order.visits + head * num_groups + group;
+        if (lane_ == 0 && rows.are_in_run) {
+            visits_ = order.visits + rows.head * num_groups + group;
             const int turn = order.turns[smem_.work.tile_index * num_groups + group];
             while (load_acquire(visits_) < turn) {
             }
@@ -638,29 +695,25 @@ private:
     }
 
     __device__ __forceinline__ void wait_for_q(const Position<Config::kStages>& block) {
-        mbarrier_wait(smem_.q_full[block.slot], block.phase);
+        mbarrier_wait_together(smem_.q_full[block.slot], block.phase);
     }
 
-    __device__ __forceinline__ void wait_for_dout() { mbarrier_wait(smem_.dout_full[block_.slot], block_.phase); }
+    __device__ __forceinline__ void wait_for_dout() { mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase); }
 
     // The assembler moves a wait for wgmma up to the last memory operation in front of it, over arithmetic that should
-    // run meanwhile. This is one, and depends on some of each 8 scores; the others stay with them.
+    // run meanwhile. This is one, and depends on every other score; the others follow.
     __device__ __forceinline__ void stay_in_front_of_wait(const Scores& scores) const {
         uint32_t bits = 0;
 #pragma unroll
-        for (int i = 0; i < kScores; i += 8) {
+        for (int i = 0; i < kScores; i += 2) {
             bits |= __float_as_uint(scores[i]);
         }
-        if (zero_after(__uint_as_float(bits))) {
-            smem_.never_written = bits;
-        }
+        st_shared_if(zero_after(__uint_as_float(bits)), smem_.never_written, bits);
     }
 
     __device__ __forceinline__ void release(uint64_t& empty) const {
         __syncwarp();
-        if (lane_ == 0) {
-            mbarrier_arrive(empty);
-        }
+        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     __device__ __forceinline__ int row_in_tile() const {
@@ -678,6 +731,7 @@ private:
     const int lane_;
     Position<1> kv_;
     Position<Config::kStages> block_;
+    int left_ = 0;   // blocks of the tile
     int dscores_slot_ = 0;
     int* visits_ = nullptr;   // of the rows that this lane has waited for, where additions to dq have an order
 };

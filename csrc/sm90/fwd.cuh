@@ -377,12 +377,12 @@ private:
     // ---- the matmuls
 
     __device__ __forceinline__ uint32_t q_operand() const {
-        return wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+        return uniform(wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0));
     }
 
-    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
+    __device__ __forceinline__ uint32_t k_operand() const { return uniform(wgmma_descriptor(smem_.k[scored_.slot], 0)); }
 
-    __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
+    __device__ __forceinline__ uint32_t v_operand() const { return uniform(wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes)); }
 
     __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;

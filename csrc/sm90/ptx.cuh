@@ -75,6 +75,26 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t& barrier, uint32_t phase)
     }
 }
 
+// By all lanes of a warp, after which they are known to be together.
+__device__ __forceinline__ void mbarrier_wait_together(uint64_t& barrier, uint32_t phase) {
+    while (!__all_sync(0xffffffff, mbarrier_try_wait(barrier, phase))) {
+    }
+}
+
+// Without a branch.
+__device__ __forceinline__ void mbarrier_arrive_if(bool condition, uint64_t& barrier) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cta.b64 _, [%1];\n}" ::"r"(
+                     uint32_t(condition)),
+                 "r"(shared_address(&barrier))
+                 : "memory");
+}
+
+__device__ __forceinline__ void st_shared_if(bool condition, uint32_t& destination, uint32_t value) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.shared.b32 [%1], %2;\n}" ::"r"(uint32_t(condition)),
+                 "r"(shared_address(&destination)), "r"(value)
+                 : "memory");
+}
+
 // ---- named barriers
 
 __device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {
@@ -261,14 +281,16 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 
 // The low word of the descriptor of a shared-memory operand in 128-byte swizzle: its address, and the stride between
 // 64-column slabs where it is read along its rows (MN-major; unused where it is read along its columns, K-major).
-// Steps inside the operand are added as bytes / 16. wgmma takes descriptors from uniform registers, and the reduction
-// over the warp is what tells the compiler that this one may live there.
+// Steps inside the operand are added as bytes / 16. wgmma takes descriptors from uniform registers.
 __device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
-    return __reduce_max_sync(0xffffffff, (leading_bytes >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4);
+    return (leading_bytes >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
 // The high word of all of them: 128-byte swizzle, groups of 8 rows of 128 bytes.
 constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;
+
+// The same number, which is that of all lanes of the warp: the compiler may keep it in a uniform register.
+__device__ __forceinline__ int uniform(int number) { return __reduce_max_sync(0xffffffff, number); }
 
 // Zero, but the compiler does not know it: the grid has one dimension. What uses it can not run before `value`
 // is there.
