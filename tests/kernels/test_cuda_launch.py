@@ -1,6 +1,10 @@
-"""What the host hands to the forward kernel, with a driver that does nothing: no GPU needed."""
+"""What the host hands to the forward kernel, with a driver that does nothing: no GPU needed. And threads that come to
+the driver without a context."""
 
 import struct
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -9,7 +13,8 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda import forward as module
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout
+from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout, load_function
+from magi_compile.kernels.cuda.planner import planner_variant
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
 PARAMS_BYTES = 640  # as csrc/sm90/fwd.cuh asserts
@@ -97,3 +102,33 @@ def test_a_stride_of_a_dimension_of_size_one_does_not_matter():
     assert is_tma_layout(torch.Size((1, 3, 64)), (1, 64, 1), torch.bfloat16)
     assert not is_tma_layout(torch.Size((2, 3, 64)), (1, 64, 1), torch.bfloat16)
     assert not is_tma_layout(torch.Size((2, 3, 64)), (0, 64, 1), torch.bfloat16)
+
+
+@pytest.mark.gpu
+def test_a_thread_without_a_context_loads_kernels():
+    loaded = []
+    load = load_function.__wrapped__  # past the cache
+    thread = threading.Thread(target=lambda: loaded.append(load(planner_variant(), 0)))
+    thread.start()
+    thread.join()
+    assert loaded
+
+
+FIRST_BACKWARD = """
+import torch
+from magi_compile import AttnSlices, flex_flash_attention
+
+q, k, v = (torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+leaves = [x.requires_grad_() for x in (q, k, v)]
+slices = AttnSlices.from_lists([(0, 300)], [(0, 300)], [1], device="cuda")
+out = flex_flash_attention(*leaves, slices, kernel="cuda").out
+grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+assert all(bool(x.isfinite().all()) for x in grads)
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_call_in_a_thread_of_autograd_is_our_backward():
+    """In a process of its own: nothing else has given that thread a context."""
+    done = subprocess.run([sys.executable, "-c", FIRST_BACKWARD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

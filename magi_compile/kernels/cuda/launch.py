@@ -22,11 +22,25 @@ _DTYPES = {
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
 }
 
+_thread = threading.local()
+
+
+def _bind_context() -> None:
+    """Gives this thread the context of torch's current device, if it has none yet: in a thread of autograd we may be
+    the first to need one."""
+    if getattr(_thread, "has_context", False):
+        return
+    device_index = torch.cuda.current_device()  # torch initialises the driver
+    if not int(check(driver.cuCtxGetCurrent())):
+        context = check(driver.cuDevicePrimaryCtxRetain(device_index))
+        check(driver.cuCtxSetCurrent(context))
+    _thread.has_context = True
+
 
 @cache
 def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
     """Compile `variant` if need be and load it on a device, which is to be the current one."""
-    torch.cuda.current_stream(device_index)  # makes torch create the device's context
+    _bind_context()
     library = check(driver.cuLibraryLoadData(compile_variant(variant), [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
     function = check(driver.cuKernelGetFunction(kernel))
@@ -68,6 +82,7 @@ def tensor_map(x: Tensor, box_rows: int) -> bytes:
 def _encode(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box_rows: int
 ) -> bytes:
+    _bind_context()
     rows, heads, head_dim = shape
     size = dtype.itemsize
     # The stride of a dimension of size 1 is never used, and may be anything.
@@ -86,20 +101,6 @@ def _encode(
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
     return ctypes.string_at(check(encoded).getPtr(), TENSOR_MAP_BYTES)
-
-
-_thread = threading.local()
-
-
-def _bind_context() -> None:
-    """Gives this thread the context of torch's current device, if it has none yet: in a thread of autograd we may be
-    the first to need one."""
-    if getattr(_thread, "has_context", False):
-        return
-    if not int(check(driver.cuCtxGetCurrent())):
-        context = check(driver.cuDevicePrimaryCtxRetain(torch.cuda.current_device()))
-        check(driver.cuCtxSetCurrent(context))
-    _thread.has_context = True
 
 
 _Pointers = ctypes.c_char_p * 1
