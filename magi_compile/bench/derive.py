@@ -129,7 +129,9 @@ def block_lists(listed: Tensor) -> tuple[Tensor, Tensor]:
         listed: bool `[..., q blocks, k blocks]`.
 
     Returns:
-        int32 `[..., q blocks]` and int32 `[..., q blocks, k blocks]`.
+        int32 `[..., q blocks]` and int32 `[..., q blocks, k blocks]`, contiguous whatever `listed` is.
     """
+    # Sums and sorts keep the strides of what they are given; attention functions want the last dimension dense.
+    listed = listed.contiguous()
     index = listed.int().argsort(dim=-1, descending=True, stable=True)
     return listed.sum(-1, dtype=torch.int32), index.int()

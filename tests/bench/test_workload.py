@@ -8,6 +8,7 @@ import torch
 
 from magi_compile.bench import block_masks, derive, lengths
 from magi_compile.bench.cells import Cell, format_length, parse_length
+from magi_compile.bench.contenders.cudnn_flex import endpoints
 from magi_compile.bench.draw import to_text
 from magi_compile.bench.workload import MASKS, SPARSE_MASKS, build
 from magi_compile.masks.slices import AttnSlices
@@ -42,6 +43,11 @@ def test_derived_inputs_are_the_slices(mask):
     intervals = derive.key_intervals(slices)
     begin, end = intervals[:, 0, :, None], intervals[:, 1, :, None]
     assert torch.equal(((begin <= key) & (key < end)).sum(0), dense.long())
+    (edges,) = endpoints(slices)
+    assert (edges.diff(dim=0) >= 0).all()
+    begin, end = edges[1::2, :, None], edges[2::2, :, None]
+    assert torch.equal(((begin <= key) & (key < end)).any(0), dense)
+    assert not edges[0].any()
     padded = torch.nn.functional.pad(dense.long(), (0, 120, 0, 120)).view(5, 128, 5, 128)
     assert torch.equal(derive.block_areas(slices, 128), padded.sum((1, 3)))
 
@@ -106,6 +112,9 @@ def test_block_lists():
     assert count.tolist() == [2, 1]
     assert index[0, :2].tolist() == [1, 2]
     assert index[1, :1].tolist() == [0]
+    transposed = derive.block_lists(listed.mT)
+    assert [x.tolist() for x in transposed] == [[1, 1, 1], [[1, 0], [0, 1], [0, 1]]]
+    assert all(x.is_contiguous() for x in transposed)
 
 
 @pytest.mark.parametrize("sampler", lengths.SAMPLERS)
