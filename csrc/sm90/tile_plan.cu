@@ -12,6 +12,7 @@ constexpr int kBlockCost = FFA_BLOCK_COST;
 constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kThreads = 1024;
+constexpr int kChunk = 32;   // of pairs that are sorted by looking at each other
 
 // One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
 struct Walk {
@@ -119,8 +120,9 @@ public:
         cost_ = take(walk_.num_tiles);
         pair_slice_ = take(walk_.max_runs);
         pair_tile_ = take(walk_.max_runs);
-        sorted_slice_ = take(walk_.max_runs);
+        slice_at_ = take(walk_.max_runs);
         slice_pairs_ = take(walk_.num_slices);
+        most_pairs_ = reinterpret_cast<unsigned*>(take(1));
     }
 
     __device__ void run() {
@@ -245,26 +247,66 @@ private:
         return fits;
     }
 
-    // The pairs of a tile by row and column, which no two have in common. Each looks up its place among the others.
+    // The pairs of a tile by row and column, which no two have in common. In a chunk of a tile each looks up its place
+    // among the others; then neighbouring chunks merge until the chunk is the tile.
     __device__ void sort_pairs() {
-        for_each(walk_.num_tiles, [&](int tile) { run_count_[tile] = 0; });
+        for_each(1, [&](int) { *most_pairs_ = 0; });
+        for_each(walk_.num_tiles, [&](int tile) {
+            run_count_[tile] = 0;
+            atomicMax(most_pairs_, static_cast<unsigned>(pair_count_[tile]));
+        });
         for_each(num_pairs_, [&](int pair) {
             const int tile = pair_tile_[pair];
             const int place = pair_begin_[tile] + atomicAdd(&run_count_[tile], 1);
             const Rect r = rect_in_tile(pair_slice_[pair], tile);
             run_keys_[place] = static_cast<unsigned long long>(r.row_begin) << 32 | static_cast<unsigned>(r.col_begin);
-            sorted_slice_[place] = pair_slice_[pair];
+            slice_at_[place] = pair_slice_[pair];
         });
-        for_each(num_pairs_, [&](int place) {   // puts `pair_slice_` in order
-            const int tile = count_up_to(pair_begin_, num_live_tiles_, place) - 1;
-            const int begin = pair_begin_[tile], end = begin + pair_count_[tile];
+        // From here both arrays of the pairs hold places in order, one before and one after a merge.
+        int *order = pair_slice_, *merged = pair_tile_;
+        for_each(num_pairs_, [&](int place) {
+            const Range tile = tile_around(place);
+            const int first = place - (place - tile.begin) % kChunk;
             const unsigned long long key = run_keys_[place];
-            int rank = begin;
-            for (int other = begin; other < end; ++other) {
+            int rank = first;
+            for (int other = first; other < min(first + kChunk, tile.end); ++other) {
                 rank += run_keys_[other] < key;
             }
-            pair_slice_[rank] = sorted_slice_[place];
+            order[rank] = place;
         });
+        for (int size = kChunk; size < static_cast<int>(*most_pairs_); size *= 2) {
+            for_each(num_pairs_, [&](int i) {
+                const Range tile = tile_around(i);
+                const int own = i - (i - tile.begin) % size;
+                const bool is_left = (i - tile.begin) / size % 2 == 0;
+                const int other = is_left ? min(own + size, tile.end) : own - size;
+                const unsigned long long key = run_keys_[order[i]];
+                int low = other;
+                for (int high = min(other + size, tile.end); low < high;) {
+                    const int middle = (low + high) / 2;
+                    if (run_keys_[order[middle]] < key) {
+                        low = middle + 1;
+                    } else {
+                        high = middle;
+                    }
+                }
+                merged[min(own, other) + (i - own) + (low - other)] = order[i];
+            });
+            int* const last = order;
+            order = merged;
+            merged = last;
+        }
+        for_each(num_pairs_, [&](int i) { pair_slice_[i] = slice_at_[order[i]]; });
+    }
+
+    struct Range {
+        int begin, end;
+    };
+
+    // Where the pairs of a tile are, of which one is at `place`.
+    __device__ __forceinline__ Range tile_around(int place) const {
+        const int tile = count_up_to(pair_begin_, num_live_tiles_, place) - 1;
+        return {pair_begin_[tile], pair_begin_[tile] + pair_count_[tile]};
     }
 
     // Calls use(rect) for each run of a tile: neighbours whose union is one rect are joined.
@@ -343,8 +385,9 @@ private:
     unsigned *borders_, *starts_;   // a bit for each row
     int *region_begin_, *region_tile_;
     int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *cost_;
-    int *pair_slice_, *pair_tile_, *sorted_slice_;
+    int *pair_slice_, *pair_tile_, *slice_at_;
     int* slice_pairs_;   // how many pairs the slices before this one have
+    unsigned* most_pairs_;   // of one tile
 };
 
 }  // namespace ffa

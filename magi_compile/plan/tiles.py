@@ -23,6 +23,7 @@ from magi_compile.plan.cost import longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import NO_DIAG, Rects
 
 MAX_OVERLAP = 64
+MAX_CROSSINGS = 8
 TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
 RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "unused0", "unused1")
 
@@ -74,7 +75,7 @@ def build_tile_plan(
         exact: True for tensors of exactly the needed size, which waits for the device; False for
             padded ones, whose sizes follow from shapes alone. By default True on a CPU.
         max_overlap: bounds the padded sizes: how many slices reach across a border between tiles,
-            on average over the borders.
+            on average over the borders. More are welcome where slices are short: `PaddedSizes`.
 
     Returns:
         The plan. Its size is O(tiles + pairs of a tile and a slice in it), never O(blocks).
@@ -116,10 +117,11 @@ class PaddedSizes(NamedTuple):
         num_regions: a region starts at row 0 and where a slice begins or ends, if a tile of rows
             without another such place follows.
         num_tiles: a region of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles.
-        num_runs: a slice touches one tile more than it crosses borders between tiles, so there are
-            at most `num_slices + overlap * (num_tiles - 1)` pairs of a tile and a slice in it,
-            `overlap` being the number of slices across a border, averaged over the borders.
-        max_overlap: the largest `overlap` there is room for.
+        num_runs: a slice touches one tile more than it crosses borders between tiles. There is
+            room for `max_overlap` slices across every border (few slices, however long) or for
+            `MAX_CROSSINGS` borders in every slice (many slices, if they are short: block-sparse
+            masks with a mask for each head), both on average, whichever is more.
+        max_overlap: as in `build_tile_plan`.
     """
 
     num_regions: int
@@ -131,7 +133,8 @@ class PaddedSizes(NamedTuple):
     def message(self) -> str:
         """What has to be so for all pairs to fit."""
         return (
-            f"at most `max_overlap` = {self.max_overlap} slices may cross the average tile border"
+            f"at most `max_overlap` = {self.max_overlap} slices may cross the average border "
+            f"between tiles, or the average slice at most {MAX_CROSSINGS} borders"
         )
 
 
@@ -143,7 +146,11 @@ def padded_sizes(
     num_tiles = (total_rows + num_regions * (tile_rows - 1)) // tile_rows
     if num_tiles == 0:
         return PaddedSizes(num_regions, 0, 0, max_overlap)
-    num_runs = num_slices + torch.sym_min(max_overlap, num_slices) * (num_tiles - 1)
+    crossings = torch.sym_max(
+        torch.sym_min(max_overlap, num_slices) * (num_tiles - 1),
+        torch.sym_min(MAX_CROSSINGS, num_tiles - 1) * num_slices,
+    )
+    num_runs = num_slices + crossings
     return PaddedSizes(num_regions, num_tiles, num_runs, max_overlap)
 
 

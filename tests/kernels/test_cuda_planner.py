@@ -12,6 +12,8 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile import MaskDataError
 from magi_compile._checks import raise_pending, synchronize_checks
+from magi_compile.bench.cells import Cell
+from magi_compile.bench.workload import SPARSE_MASKS, build
 from magi_compile.kernels.cuda import planner
 from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant, prepare
@@ -34,6 +36,14 @@ MASKS = {
     for lengths in LENGTHS
 }
 MASKS |= {f"random{seed}": random_disjoint(257, 391, seed).slices() for seed in range(4)}
+# Hundreds of short slices in a tile, far more than `MAX_OVERLAP` across a border of key tiles.
+MASKS |= {
+    f"{name}-{density}": build(
+        Cell("sparse", name, 1024, 16, 2, 64, block=32, density=density)
+    ).slices
+    for name in SPARSE_MASKS
+    for density in (0.2, 0.4)
+}
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 
@@ -82,7 +92,7 @@ def test_more_runs_than_there_is_room_for(run_on_host, monkeypatch):
     monkeypatch.setattr(planner, "padded_sizes", partial(padded_sizes, max_overlap=1))
     planner._route.cache_clear()
     columns = [(i, i + 1) for i in range(40)]
-    slices = AttnSlices.from_lists([(0, 40)] * 40, columns, [0] * 40)
+    slices = AttnSlices.from_lists([(0, 400)] * 40, columns, [0] * 40)
     prepared = prepare(slices, SMALL)
     planner._route.cache_clear()
     run_on_host((ctypes.c_char * len(prepared.params)).from_buffer_copy(prepared.params))

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from magi_compile._checks import MaskDataError
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.rects import NO_DIAG
-from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.plan.tiles import MAX_OVERLAP, RUN_FIELDS, build_tile_plan
 
 FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = MaskType
 SIZES = {"q_tile_rows": 16, "q_block_cols": 8, "k_tile_rows": 8, "k_block_cols": 4}
@@ -261,10 +261,42 @@ def test_size_does_not_grow_with_blocks():
 
 
 def test_too_many_crossings_are_detected():
-    rows, seqlen_q, seqlen_k = NAMED["block_causal"]
-    slices = make_slices(rows, seqlen_q, seqlen_k)
-    with pytest.raises(MaskDataError, match="at most `max_overlap` = 1 slices"):
-        build_tile_plan(slices, **SIZES, exact=False, max_overlap=1)
+    """Fifteen borders in each of twenty slices: more than `max_overlap` and than `MAX_CROSSINGS`."""
+    slices = make_slices([(i, i + 1, 0, 128, FULL) for i in range(20)], 20, 128)
+    build_tile_plan(slices, **SIZES, exact=False, max_overlap=20)
+    message = (
+        "at most `max_overlap` = 8 slices may cross the average border between tiles, "
+        "or the average slice at most 8 borders"
+    )
+    with pytest.raises(MaskDataError, match=message):
+        build_tile_plan(slices, **SIZES, exact=False, max_overlap=8)
+
+
+@pytest.mark.parametrize("density", [0.2, 0.5, 0.8])
+def test_block_masks_of_many_heads_fit(density):
+    """Heads as rows: hundreds of short slices cross the average border between tiles of keys."""
+    block, num_blocks, nheads_kv, group = 16, 64, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    visible = torch.rand(nheads_kv, num_blocks, num_blocks, generator=generator) < density
+    change = torch.nn.functional.pad(visible.int(), (1, 1)).diff(dim=-1)
+    head, q_block, first = (change > 0).nonzero().unbind(1)
+    last = (change < 0).nonzero()[:, 2]
+    rows = []
+    for member in range(group):
+        q = (head * group + member) * num_blocks + q_block
+        k = torch.stack([first, last], 1) + head[:, None] * num_blocks
+        rows.append(torch.cat([q[:, None], q[:, None] + 1, k], 1) * block)
+    table = torch.nn.functional.pad(torch.cat(rows), (0, 1), value=int(FULL))
+    seqlen_q, seqlen_k = nheads_kv * group * num_blocks * block, nheads_kv * num_blocks * block
+    slices = make_slices(table.tolist(), seqlen_q, seqlen_k)
+    sizes = dict.fromkeys(SIZES, block)
+    exact = build_tile_plan(slices, **sizes, exact=True)
+    padded = build_tile_plan(slices, **sizes, exact=False)
+    for kept, longer in zip(exact, padded, strict=True):
+        assert torch.equal(kept, longer[: len(kept)])
+    crossings = int((last - first - 1).sum()) * group
+    num_borders = nheads_kv * num_blocks - 1
+    assert (crossings > MAX_OVERLAP * num_borders) == (density >= 0.5)
 
 
 @pytest.mark.parametrize("name", [*SIZES, "max_overlap"])

@@ -107,6 +107,7 @@ def _route(
             + 1
             + 7 * room.num_tiles
             + num_slices
+            + 1
         )
         packed = _WALK_SIZES.pack(
             *(room.num_tiles, room.num_runs, room.num_regions),
