@@ -12,8 +12,8 @@ from magi_compile.bench.cells import Cell
 
 #: How a cell of a contender can end. Nothing is ever a magic number.
 STATUSES = ("ok", "unsupported", "unavailable", "oom", "wrong", "error", "crash", "timeout")
-# Worth another try with `--resume`.
-RETRIED = frozenset({"timeout", "crash"})
+# Worth another try with `--resume`: luck, or what a mended contender does not repeat.
+RETRIED = frozenset({"wrong", "error", "crash", "timeout"})
 
 
 @dataclass

@@ -77,7 +77,13 @@ def test_every_outcome_is_a_row(fake, tmp_path):
     assert any("naive: crash: SIGSEGV: bad" in line for line in said)
 
 
-def test_resume_repeats_crashes_only(fake, tmp_path):
+@pytest.mark.parametrize("status", rows.STATUSES)
+def test_resume_repeats_what_failed_only(status):
+    results = rows.Results(rows={"key": {"status": status}})
+    assert (results.finished == set()) == (status in ("wrong", "error", "crash", "timeout"))
+
+
+def test_resume_goes_on(fake, tmp_path):
     path = tmp_path / "r.jsonl"
     fake.behaviour["naive"] = WorkerLost("timeout", "slow")
     execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
