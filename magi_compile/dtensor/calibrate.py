@@ -1,6 +1,8 @@
 """Measures the rates of a `CostModel` on the machine at hand, once, with the kernel and the group that will run.
 
-Every rate is the median of a few runs of the real thing, on the slowest rank; all ranks return the same model.
+Every rate is the median of a few runs of the real thing, on the slowest rank; all ranks return the same model. On a GPU
+it is the device's time, with the host well ahead and the ranks together, as in training: the host's own time for one
+call is many times what a small collective takes.
 """
 
 from __future__ import annotations
@@ -15,11 +17,14 @@ from torch import Tensor
 
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
-from magi_compile.dtensor.cost import CostModel, wave_rows
+from magi_compile.dtensor.cost import MERGED_FACTOR, CostModel, wave_rows
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.ops.library import problem_of
+
+#: Keys of the attention by which the cost of another forward stage is measured.
+FEW_KEYS = 1024
 
 
 def calibrate(
@@ -62,24 +67,32 @@ def calibrate(
     plan = kernel.plan(slices, problem)
     out, lse = kernel.forward(q, k, v, slices, plan, problem)
 
-    def seconds(run: Callable[[], object]) -> float:
-        return _slowest_median(run, group, device, repeats)
+    def attend() -> object:
+        return kernel.forward(q, k, v, slices, plan, problem)
 
-    forward = seconds(lambda: kernel.forward(q, k, v, slices, plan, problem))
-    backward = seconds(lambda: kernel.backward(q, None, q, k, v, out, lse, slices, plan, problem))
-    # The same in two stages, over one half of the keys each.
-    half = seqlen // 2
-    part = AttnSlices.from_slices([AttnSlice((0, seqlen), (0, half), MaskType.FULL)], seqlen, half)
-    part = part.to(device)
-    part_plan = kernel.plan(part, problem)
-    halves = [(k[:half], v[:half]), (k[half : 2 * half], v[half : 2 * half])]
+    clock = _Clock(group, device, repeats, attend)
+    forward = clock.seconds(attend)
+    backward = clock.seconds(
+        lambda: kernel.backward(q, None, q, k, v, out, lse, slices, plan, problem)
+    )
+    # Another stage forward, over few keys, so that it is not a small difference of large numbers.
+    few = max(min(seqlen, FEW_KEYS) // 2, 1)
+    stages = [_keys(seqlen, n, device) for n in (2 * few, few)]
+    once, half_of = ((x, kernel.plan(x, problem), problem) for x in stages)
     wide = torch.promote_types(dtype, torch.float32)
 
     def forward_in_two() -> None:
-        first = kernel.forward(q, *halves[0], part, part_plan, problem, out_dtype=wide)
-        kernel.forward(q, *halves[1], part, part_plan, problem, prior=first)
+        first = kernel.forward(q, k[:few], v[:few], *half_of, out_dtype=wide)
+        kernel.forward(q, k[few : 2 * few], v[few : 2 * few], *half_of, prior=first)
 
-    backward_in_two = seconds(
+    few_in_two = clock.seconds(forward_in_two)
+    few_in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
+    # Backward, over one half of the keys each: few keys would leave SMs without work.
+    half = seqlen // 2
+    part = _keys(seqlen, half, device)
+    part_plan = kernel.plan(part, problem)
+    halves = [(k[:half], v[:half]), (k[half : 2 * half], v[half : 2 * half])]
+    backward_in_two = clock.seconds(
         lambda: sum_partials(
             [
                 kernel.backward(q, None, q, *kv, out, lse, part, part_plan, problem).dq
@@ -90,7 +103,7 @@ def calibrate(
     per_area = forward / seqlen**2
     moving = select_collective(collective, group, device)
     route = _everything_to_everyone(group, seqlen, device)
-    nothing = _everything_to_everyone(group, 0, device)
+    one_row = _everything_to_everyone(group, 1, device)
     totals = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
 
     def cast(route: Route) -> Sequence[Tensor]:
@@ -99,23 +112,30 @@ def calibrate(
         assert next(casts, None) is None
         return buffers
 
-    latency = seconds(lambda: cast(nothing))
-    casting = max(seconds(lambda: cast(route)) - latency, 1e-9)
+    latency = clock.seconds(lambda: cast(one_row))
+    casting = max(clock.seconds(lambda: cast(route)) - latency, 1e-9)
     buffers = cast(route)
-    reduce = seconds(lambda: moving.start_reduce(buffers, route, group).add_to(totals))
+    reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).add_to(totals))
     num_sms = 0
     if device.type == "cuda":
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return CostModel(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
-        stage_seconds=max(seconds(forward_in_two) - forward, 0.0),
-        backward_stage_seconds=max(backward_in_two - backward, 0.0),
+        stage_seconds_per_row=max(few_in_two - few_in_one, 0.0) / seqlen,
+        backward_stage_seconds_per_row=max(backward_in_two - backward, 0.0) / seqlen,
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
         backward_wave_rows=wave_rows(nheads_kv, num_sms),
+        backward_merged_factor=MERGED_FACTOR if num_sms else 1.0,
     )
+
+
+def _keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> AttnSlices:
+    """All queries see all of these keys."""
+    slices = [AttnSlice((0, seqlen_q), (0, seqlen_k), MaskType.FULL)]
+    return AttnSlices.from_slices(slices, seqlen_q, seqlen_k).to(device)
 
 
 def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.device) -> Route:
@@ -129,22 +149,41 @@ def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.d
     return Route.unpack(host, runs.to(device), cp_size)
 
 
-def _slowest_median(
-    run: Callable[[], object], group: dist.ProcessGroup, device: torch.device, repeats: int
-) -> float:
-    """The median time of `run` on the rank where that is largest, after one run to warm up."""
-    times = []
-    for _ in range(repeats + 1):
-        _synchronize(device)
-        start = time.perf_counter()
+class _Clock:
+    """Measures on all ranks of `group` together; `ahead` keeps a device busy while the host enqueues what follows."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        repeats: int,
+        ahead: Callable[[], object],
+    ) -> None:
+        self._group, self._device, self._repeats, self._ahead = group, device, repeats, ahead
+        self._word = torch.zeros(1, device=device)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """The median time of `run` on the rank where that is largest, after one run to warm up."""
+        once = self._on_device if self._device.type == "cuda" else self._on_host
+        times = [once(run) for _ in range(self._repeats + 1)]
+        median = statistics.median(times[1:])
+        slowest = torch.tensor([median], dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, self._group)
+        return slowest.item()
+
+    def _on_device(self, run: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(self._device)
+        self._ahead()
+        # Ranks leave this together, so that a collective's time is not the wait for another rank.
+        dist.all_reduce(self._word, group=self._group)
+        begin.record()
         run()
-        _synchronize(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(times[1:])], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
-    return slowest.item()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
 
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    def _on_host(self, run: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin

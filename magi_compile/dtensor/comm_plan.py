@@ -343,6 +343,7 @@ class StageLoads(NamedTuple):
     local_area: Tensor  # those whose keys are on the same rank
     recv_rows: Tensor  # remote key rows
     send_rows: Tensor
+    query_rows: int  # of each rank
 
     @staticmethod
     def of(rows: RankRows) -> StageLoads:
@@ -359,6 +360,7 @@ class StageLoads(NamedTuple):
             zeros.index_add(0, pick(sees.owner, part), local_area),
             zeros.index_add(0, needs.owner, moved),
             zeros.index_add(0, rows.holder, moved),
+            where.seqlen_local,
         )
 
 

@@ -1,8 +1,9 @@
 """Stages: into how many parts the remote keys are cut so that communication hides behind compute.
 
-More stages hide more, and each costs a kernel launch with its ramp and tail and one more merge. Both directions
-are simulated with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast
-and one attention call over everything.
+More stages hide more, and each costs another pass over the rank's query rows: a partial result is written in fp32
+and read again. So what a stage costs does not depend on the mask, and what it hides does. Both directions are simulated
+with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
+attention call over everything.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from magi_compile.dtensor.cost import CostModel
 MAX_DEGREE = 4
 
 #: Degrees whose predicted times differ by less than this are equally fast.
-TIE = 0.005
+TIE = 0.003
 
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
@@ -49,7 +50,7 @@ def _column(degrees: Sequence[int]) -> Tensor:
 def _forward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
     """Seconds for each of `degrees`, float64 `[num, 1]`."""
     cast = _cast_seconds(loads, degrees, cost)
-    rates = cost.seconds_per_area, cost.stage_seconds
+    rates = cost.seconds_per_area, loads.query_rows * cost.stage_seconds_per_row
     _, last = _first_and_last_end(loads, degrees, cast, *rates)
     return last
 
@@ -62,8 +63,12 @@ def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
     # dealing the tiles of packed documents to 132 SMs gives.
     rows = loads.recv_rows.double().clamp(min=1) / parts
     idle = (cost.backward_wave_rows / rows - 0.2).clamp(min=0)
-    rates = cost.seconds_per_area * cost.backward_area_factor, cost.backward_stage_seconds
-    first, last = _first_and_last_end(loads, degrees, cast, *rates, idle)
+    rates = (
+        cost.seconds_per_area * cost.backward_area_factor,
+        loads.query_rows * cost.backward_stage_seconds_per_row,
+    )
+    merged = cost.backward_merged_factor
+    first, last = _first_and_last_end(loads, degrees, cast, *rates, idle, merged)
     # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
     # each other from the first stage on, or the last one starts as its stage ends.
     reduce = cast[:, 0] * cost.backward_reduce_factor
@@ -83,18 +88,19 @@ def _first_and_last_end(
     seconds_per_area: float,
     stage_seconds: float,
     idle: Tensor | float = 0.0,
+    merged_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
 
     A stage starts once its keys have arrived and the stage before is done. Stages and casts take equally long each,
     so stages either follow each other from the first one on, or the last one starts as its cast ends. `idle` is by
-    what part remote stages take longer than their area.
+    what part remote stages take longer than their area, `merged_factor` by what factor one call over all keys does.
     """
     has_local, parts = degrees > 0, degrees.clamp(min=1)
     area = loads.area.double() * seconds_per_area
     local = loads.local_area.double() * seconds_per_area
     done = torch.where(has_local, local + stage_seconds, 0.0)
-    area = torch.where(has_local, (area - local) * (1 + idle), area)
+    area = torch.where(has_local, (area - local) * (1 + idle), area * merged_factor)
     stage = area / parts + stage_seconds
     first = torch.maximum(done, cast) + stage
     last = torch.maximum(first + (parts - 1) * stage, parts * cast + stage)

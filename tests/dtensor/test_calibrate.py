@@ -21,6 +21,7 @@ def test_ranks_agree(ranks_of, size):
     assert 1e-12 < model.seconds_per_area < 1e-3
     assert 0 < model.seconds_per_row < 1e-2
     assert 0 < model.latency_seconds < 1
-    assert 0 <= model.stage_seconds < 1
+    assert 0 <= model.stage_seconds_per_row < 1e-3
+    assert 0 <= model.backward_stage_seconds_per_row < 1e-3
     assert 0.1 < model.backward_area_factor < 100
     assert math.isfinite(model.backward_reduce_factor)
