@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--contenders", nargs="+", metavar="NAME", help="only these")
     report.add_argument("--output", type=Path, help="without suffix; by default beside the first")
     report.add_argument("--title", default="Attention kernels")
+    report.add_argument("--note", default="", help="a sentence below the title")
     report.add_argument("--readme", type=Path, help="rewrite the marked table of this file")
     report.set_defaults(command=_report)
     versus = commands.add_parser("compare", help="what is faster in B than in A, beyond noise")
@@ -263,7 +264,7 @@ def _report(args: argparse.Namespace) -> int:
     if args.contenders:
         results = results.only(args.contenders)
     output = args.output or args.results[0].with_suffix("")
-    for path in write_report(results, output, args.title):
+    for path in write_report(results, output, args.title, args.note):
         _say(str(path))
     if args.readme:
         write_readme_table(results, args.readme)

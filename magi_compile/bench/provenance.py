@@ -31,6 +31,7 @@ def describe(device: str, command: list[str]) -> dict[str, Any]:
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         record |= {
+            "card": hashlib.sha256(str(properties.uuid).encode()).hexdigest()[:6],
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version(),
             "driver": _nvidia_smi("driver_version"),

@@ -7,7 +7,7 @@ import pytest
 from magi_compile.bench import rows
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.cli import main
-from magi_compile.bench.report import markdown, write_report
+from magi_compile.bench.report import markdown, tables, write_report
 from magi_compile.bench.report.svg import Axis
 from magi_compile.bench.report.tables import groups
 
@@ -47,13 +47,48 @@ def test_resume_has_nothing_left(results, capsys):
 
 def test_report(results, tmp_path, capsys):
     output = tmp_path / "report"
-    assert main(["report", str(results), "--output", str(output), "--title", "A & B"]) == 0
+    words = ["--title", "A & B", "--note", "on <one> machine"]
+    assert main(["report", str(results), "--output", str(output), *words]) == 0
     page, text = (output.with_suffix(suffix).read_text() for suffix in (".html", ".md"))
     assert "<h1>A &amp; B</h1>" in page
     assert page.count("<svg") == 3
     assert not re.search(r"<script|https?://|@import|<link", page)
     assert "| document causal | 256 |" in text
     assert "magi_compile (CPU)" in text
+    assert text.startswith("# A & B\n\non <one> machine\n")
+    assert "<p>on &lt;one&gt; machine</p>" in page
+    for report in (page, text):
+        assert "calls within about 2 ms" in report
+        assert "magi-bench kernel --device cpu" in report
+
+
+def test_report_of_several_runs():
+    """What they have in common is said once; the best matmul is the roofline of all."""
+    cell = Cell("kernel", "causal", 1024, 64, 8, 128)
+    runs = {
+        name: {
+            "run": name,
+            "date": f"2026-01-0{day}",
+            "device": "d",
+            "driver": "5",
+            "versions": {"p": version},
+            "protocol": {"min_reps": 3, "max_reps": 5, "budget_ms": 2.0},
+            "matmul_tflops": matmul,
+        }
+        for name, day, version, matmul in (("b", 2, "1", 700.0), ("a", 1, "2", 800.0))
+    }
+    runs["unused"] = {"run": "unused", "device": "other"}
+    row = {"cell": cell.to_json(), "contender": "naive", "status": "ok"}
+    results = rows.Results(runs, {name: row | {"run": name} for name in "ba"})
+    facts = dict(tables.facts(results))
+    assert facts["device"] == "d"
+    assert facts["software"] == "driver 5, p 1 or 2"
+    assert facts["timing"] == "median of 3 to 5 calls within about 2 ms"
+    header, lines = tables.run_table(results)
+    assert [line[header.index("matmul, TFLOP/s")] for line in lines] == ["800", "700"]
+    assert [line[header.index("measured")] for line in lines] == ["1", "1"]
+    (group,) = groups(results)
+    assert tables.roofline(group, results) == 800.0
 
 
 def test_report_of_some_contenders(results, tmp_path):

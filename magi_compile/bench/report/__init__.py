@@ -11,8 +11,8 @@ from magi_compile.bench.rows import Results
 __all__ = ["write_readme_table", "write_report"]
 
 
-def write_report(results: Results, output: Path, title: str) -> list[Path]:
-    """Write `output` with .md and .html.
+def write_report(results: Results, output: Path, title: str, note: str = "") -> list[Path]:
+    """Write `output` with .md and .html, `note` below their title.
 
     Raises:
         ValueError: there is nothing to report.
@@ -22,6 +22,6 @@ def write_report(results: Results, output: Path, title: str) -> list[Path]:
     written = []
     for suffix, make in ((".md", to_markdown), (".html", to_html)):
         path = output.with_name(output.name + suffix)
-        path.write_text(make(results, title))
+        path.write_text(make(results, title, note))
         written.append(path)
     return written

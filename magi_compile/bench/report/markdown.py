@@ -13,10 +13,9 @@ BEGIN, END = "<!-- magi-bench report -->", "<!-- end of magi-bench report -->"
 README_SEQLENS = (4096, 16384, 65536)
 
 
-def to_markdown(results: Results, title: str) -> str:
-    parts = [f"# {title}", ""]
-    for run in results.runs.values():
-        parts += [f"- {name}: {value}" for name, value in tables.run_facts(run)] + [""]
+def to_markdown(results: Results, title: str, note: str = "") -> str:
+    parts = [f"# {title}", ""] + ([note, ""] if note else [])
+    parts += [f"- {name}: {value}" for name, value in tables.facts(results)] + [""]
     for group in tables.groups(results):
         parts += [f"## {group.title}", ""]
         for which in group.passes:
@@ -28,6 +27,7 @@ def to_markdown(results: Results, title: str) -> str:
         header = ["contender", "outcome", "reason", "cells"]
         lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
         parts += ["## Without a number", "", *_table(header, lines), ""]
+    parts += ["## Runs", "", *_table(*tables.run_table(results)), ""]
     return "\n".join(parts)
 
 
@@ -40,13 +40,10 @@ def readme_table(results: Results) -> str:
     """Our fastest kernel beside the fastest other, of the first group."""
     group = next(g for g in tables.groups(results) if any(map(tables.is_ours, g.names)))
     ours = [tables.label(name) for name in group.names if tables.is_ours(name)]
+    whose = ours[0] if len(ours) == 1 else "ours"
     header = ["mask", "tokens"]
     for which in ("fwd", "bwd"):
-        header += [
-            f"{tables.PASS_TITLES[which].lower()}, {' or '.join(ours)}",
-            "best other",
-            "ratio",
-        ]
+        header += [f"{tables.PASS_TITLES[which].lower()}, {whose}", "best other", "ratio"]
     lines = []
     for mask in group.masks:
         for seqlen in README_SEQLENS:

@@ -16,14 +16,16 @@ from magi_compile.bench.rows import Results
 NUM_COLORS, NUM_OURS = 12, 3
 
 
-def to_html(results: Results, title: str) -> str:
+def to_html(results: Results, title: str, note: str = "") -> str:
     found = tables.groups(results)
+    styles = _styles(found)
     style = Path(__file__).with_name("page.css").read_text()
-    body = [f"<header><h1>{escape(title)}</h1>{_summary(results, found)}</header>"]
+    words = f"<p>{escape(note)}</p>" if note else ""
+    body = [f"<header><h1>{escape(title)}</h1>{words}{_summary(results, found)}</header>"]
     if len(found) > 1:
         links = "".join(f'<a href="#g{i}">{escape(g.title)}</a>' for i, g in enumerate(found))
         body.append(f"<nav>{links}</nav>")
-    body += [_section(group, i, results) for i, group in enumerate(found)]
+    body += [_section(group, i, styles, results) for i, group in enumerate(found)]
     body += [_absent(results), _provenance(results)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -55,8 +57,7 @@ def _summary(results: Results, found: list[Group]) -> str:
     )
 
 
-def _section(group: Group, index: int, results: Results) -> str:
-    styles = _styles(group)
+def _section(group: Group, index: int, styles: dict[str, str], results: Results) -> str:
     parts = [f'<section id="g{index}"><h2>{escape(group.title)}</h2>']
     for which in group.passes:
         parts.append(f"<h3>{tables.PASS_TITLES[which]}</h3>")
@@ -78,10 +79,11 @@ def _section(group: Group, index: int, results: Results) -> str:
     return "".join([*parts, "</section>"])
 
 
-def _styles(group: Group) -> dict[str, str]:
-    """A style of the sheet for each contender; ours stand out."""
-    ours = [name for name in group.names if tables.is_ours(name)]
-    others = [name for name in group.names if not tables.is_ours(name)]
+def _styles(found: list[Group]) -> dict[str, str]:
+    """A style of the sheet for each contender, the same in all groups; ours stand out."""
+    names = list(dict.fromkeys(name for group in found for name in group.names))
+    ours = [name for name in names if tables.is_ours(name)]
+    others = [name for name in names if not tables.is_ours(name)]
     styles = {name: f"ours{i % NUM_OURS}" for i, name in enumerate(ours)}
     return styles | {name: f"c{i % NUM_COLORS}" for i, name in enumerate(others)}
 
@@ -114,7 +116,7 @@ def _speed_chart(
 ) -> str:
     unit, size = tables.unit(group)
     bars: list[tuple[str, list[svg.Bar]]] = []
-    seqlens, roofs = [], []
+    seqlens = []
     for seqlen in group.seqlens:
         rows = group.at(mask, seqlen)
         cell_bars = [
@@ -125,15 +127,13 @@ def _speed_chart(
         if cell_bars:
             bars.append((format_length(seqlen), cell_bars))
             seqlens.append(seqlen)
-            run = results.runs[next(iter(rows.values()))["run"]]
-            roofs.append(run["matmul_tflops"] / size if "matmul_tflops" in run else None)
     if not bars:
         return ""
     lines = []
-    if any(roofs):
-        lines.append(
-            svg.Line("roof", roofs, f"large matmul: {next(filter(None, roofs)):.0f} {unit}")
-        )
+    roof = tables.roofline(group, results)
+    if roof:
+        tip = f"large matmul: {roof / size:.0f} {unit}"
+        lines.append(svg.Line("roof", [roof / size] * len(seqlens), tip))
     if _has_published(group):
         figures_of = published.figures(mask.replace(" ", "_"), which)
         for i, system in enumerate(published.SYSTEMS):
@@ -198,7 +198,8 @@ def _memory(group: Group, styles: dict[str, str]) -> str:
     title = tables.PASS_TITLES[which].lower()
     return (
         f"<h3>Peak memory, {title}</h3><p>Allocated by the call at most, beyond its inputs.</p>"
-        f'{_legend_of(group, styles)}<div class="charts">{"".join(charts)}</div>'
+        f"<details><summary>All masks, MiB</summary>"
+        f'{_legend_of(group, styles)}<div class="charts">{"".join(charts)}</div></details>'
     )
 
 
@@ -227,18 +228,15 @@ def _absent(results: Results) -> str:
 
 
 def _provenance(results: Results) -> str:
-    parts = []
-    for run in results.runs.values():
-        facts = "".join(
-            f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>"
-            for name, value in tables.run_facts(run)
-        )
-        parts.append(f"<dl>{facts}</dl>")
     text = (
         "FLOPs are 4 x visible pairs x query heads x head_dim forward and 2.5 times that backward, for every "
         "contender. All contenders of a cell get the same random inputs and a mask derived from the same slices."
     )
-    return f"<section><h2>How it was measured</h2><p>{text}</p>{''.join(parts)}</section>"
+    facts = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in tables.facts(results)
+    )
+    runs = _table(*tables.run_table(results))
+    return f'<section class="runs"><h2>How it was measured</h2><p>{text}</p><dl>{facts}</dl>{runs}</section>'
 
 
 def _table(header: list[str], lines: Iterable[list[str]]) -> str:

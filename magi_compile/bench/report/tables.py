@@ -224,26 +224,62 @@ def absent(results: Results) -> list[tuple[str, str, str, int]]:
     return [(*key, count) for key, count in sorted(counts.items())]
 
 
-def run_facts(run: dict[str, Any]) -> list[tuple[str, str]]:
-    """The provenance of a run, in words."""
-    protocol = run.get("protocol", {})
-    facts: dict[str, str] = {
-        name: str(run[name]) for name in ("device", "date", "command") if name in run
+def facts(results: Results) -> list[tuple[str, str]]:
+    """What the runs have in common: machine, software and protocol; where they differ, all of it."""
+    runs = list(_runs_with_rows(results).values())
+    software: dict[str, list[Any]] = defaultdict(list)
+    for run in runs:
+        for name in ("torch", "python", "cuda", "cudnn", "driver"):
+            software[name].append(run.get(name))
+        for name, version in run.get("versions", {}).items():
+            software[name].append(version)
+    versions = {name: _distinct(found) for name, found in software.items()}
+    flushed = {run.get("protocol", {}).get("flush_bytes", 0) // 2**20 for run in runs}
+    caches = (f"{n} MiB written between calls" if n else "caches as they were" for n in flushed)
+    found = {
+        "device": _distinct(run["device"] for run in runs),
+        "software": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        "power limit": _distinct(run.get("power_limit") for run in runs),
+        "max SM clock": _distinct(run.get("max_sm_clock") for run in runs),
+        "timing": "; ".join(dict.fromkeys(map(_timing, runs))),
+        "caches": " or ".join(caches),
+        "checked": "against fp64 at up to "
+        f"{_distinct(run.get('gate_seqlen') for run in runs)} tokens",
     }
-    versions = {"torch": run.get("torch"), **run.get("versions", {})}
-    for name in ("magi_compile", "commit", "source", "python", "cuda", "cudnn", "driver"):
-        versions[name] = run.get(name, versions.get(name))
-    facts["versions"] = ", ".join(f"{k} {v}" for k, v in versions.items() if v)
-    if "matmul_tflops" in run:
-        facts["matmul"] = f"{run['matmul_tflops']:.3g} TFLOP/s"
-    for name in ("power_limit", "max_sm_clock"):
-        if name in run:
-            facts[name.replace("_", " ")] = run[name]
-    flush = protocol.get("flush_bytes", 0) // 2**20
-    cache = f"{flush} MiB written between calls" if flush else "caches as the last call left them"
-    facts["timing"] = (
+    return [(name, value) for name, value in found.items() if value]
+
+
+def run_table(results: Results) -> tuple[list[str], list[list[str]]]:
+    """Header and lines: when and how each run was started, from which sources, and what a large matmul reached then."""
+    measured = Counter(row["run"] for row in results.ok_rows())
+    fields = ("date", "commit", "source", "card")
+    header = [*fields, "measured", "matmul, TFLOP/s", "command"]
+    lines = []
+    for name, run in sorted(_runs_with_rows(results).items(), key=lambda x: x[1].get("date", "")):
+        line = [str(run.get(field, "-")) for field in fields]
+        matmul = f"{run['matmul_tflops']:.3g}" if "matmul_tflops" in run else "-"
+        lines.append([*line, str(measured[name]), matmul, run.get("command", "-")])
+    return header, lines
+
+
+def _runs_with_rows(results: Results) -> dict[str, dict[str, Any]]:
+    present = {row["run"] for row in results.rows.values()}
+    return {name: run for name, run in results.runs.items() if name in present}
+
+
+def _timing(run: dict[str, Any]) -> str:
+    protocol = run.get("protocol", {})
+    return (
         f"median of {protocol.get('min_reps')} to {protocol.get('max_reps')} calls within about "
-        f"{protocol.get('budget_ms'):g} ms, {cache}; checked against fp64 at up to "
-        f"{run.get('gate_seqlen')} tokens"
+        f"{protocol.get('budget_ms'):g} ms"
     )
-    return list(facts.items())
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    return " or ".join(dict.fromkeys(str(value) for value in values if value is not None))
+
+
+def roofline(group: Group, results: Results) -> float | None:
+    """TFLOP/s of a large matmul: the most that any run of the group saw. Later runs find a warmer card."""
+    runs = (results.runs[row["run"]] for row in group.rows)
+    return max((run["matmul_tflops"] for run in runs if "matmul_tflops" in run), default=None)
