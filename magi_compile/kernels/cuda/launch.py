@@ -69,7 +69,8 @@ def is_tma_layout(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 
 
 def current_stream(device: torch.device) -> int:
-    """torch's current stream on a GPU, for the driver."""
+    """torch's current stream on a GPU, for the driver, which this thread may call from now on."""
+    _bind_context()
     return _compat.raw_stream(device.index)
 
 
