@@ -235,7 +235,9 @@ def facts(results: Results) -> list[tuple[str, str]]:
             software[name].append(version)
     versions = {name: _distinct(found) for name, found in software.items()}
     flushed = {run.get("protocol", {}).get("flush_bytes", 0) // 2**20 for run in runs}
-    caches = (f"{n} MiB written between calls" if n else "caches as they were" for n in flushed)
+    caches = (
+        f"{n} MiB written between calls" if n else "as the last call left them" for n in flushed
+    )
     found = {
         "device": _distinct(run["device"] for run in runs),
         "software": ", ".join(f"{name} {version}" for name, version in versions.items() if version),
