@@ -1,7 +1,7 @@
 // The backward pass: dk and dv of one tile of keys at a time, and its share of dq.
 //
-// A persistent thread block works on one (k tile, kv head) after another. For all query heads of the group and all
-// runs of the tile, one producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64
+// A persistent thread block works on one (k tile, kv head) after another, or on a part of the query heads of the group
+// where few tiles hold much of the work. For all these heads and all runs of the tile, one producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64
 // keys each. Scores are transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and
 // dK += dS^T Q, whose sums never leave the registers until the tile is done. dS also goes through shared memory for
 // dQ = dS K, which the warpgroups compute in turn, one block of queries each, and add to a sum in global memory: 128
@@ -16,6 +16,7 @@
 // queue up behind the matmuls that it has issued: what can be read or stored is, in front of them.
 #pragma once
 
+#include "bwd_split.cuh"
 #include "bwd_walk.cuh"
 #include "dq_accumulator.cuh"
 #include "mask.cuh"
@@ -43,6 +44,7 @@ struct BackwardParams {
     float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;       // softmax_scale / softcap where scores are capped
     float softmax_scale;
+    Split split;
 };
 
 static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
@@ -93,7 +95,12 @@ struct TileOfHead {
     int kv_head;
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
-    int num_visits;      // blocks of queries, over all heads of the group
+    int num_visits;      // blocks of queries, over all query heads
+    int num_qheads;      // of the group, from `qhead` on
+    int qhead;
+    int part;            // of so many as the tile is divided into
+    int num_parts;
+    int store_end;       // keys from here on are not stored: all of them, but by the last part
 
     __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
 
@@ -137,9 +144,10 @@ public:
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
+        Scheduler<SplitExtra> scheduler(params_.schedule, {params_.split});
+        for (; scheduler.has_work(); scheduler.advance()) {
             const WorkItem item = scheduler.item();
-            const Tile& tile = params_.schedule.tiles[item.tile];
+            const Tile& tile = params_.schedule.tiles[split_entry(params_.split, item.tile).tile];
             if (tile.row_begin < tile.row_end) {
                 load_tile(item);
             } else {
@@ -162,11 +170,21 @@ private:
 
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const WorkItem& item) {
-        const TileOfHead& work = smem_.work;
-        const int num_visits = count_visits(params_.schedule.tiles[item.tile]);
+        TileOfHead& work = smem_.work;
+        const int num_blocks = count_blocks(item);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        smem_.work = {params_.schedule.tiles[item.tile], item.head, item.tile, is_ascending(item), num_visits};
-        if (num_visits == 0) {
+        const SplitEntry entry = split_entry(params_.split, item.tile);
+        work.tile = params_.schedule.tiles[entry.tile];
+        work.tile_index = entry.tile;
+        work.part = entry.part;
+        work.num_parts = entry.num_parts;
+        work.store_end = entry.part + 1 == entry.num_parts ? work.tile.row_end : work.tile.row_begin;
+        work.is_ascending = is_ascending(item);
+        work.kv_head = item.head;
+        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
+        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
+        work.num_visits = num_blocks * work.num_qheads;
+        if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else {
             mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
@@ -180,16 +198,13 @@ private:
         }
     }
 
-    __device__ __forceinline__ int count_visits(const Tile& tile) const {
-        int num_visits = 0;
-        for (int i = tile.run_begin; i < tile.run_end; ++i) {
-            num_visits += RunWalk<Config::kBlockCols>{params_.runs[i], params_.qhead_per_kvhead, false}.num_visits();
-        }
-        return num_visits;
+    __device__ __forceinline__ int count_blocks(const WorkItem& item) const {
+        const Tile& tile = params_.schedule.tiles[split_entry(params_.split, item.tile).tile];
+        return blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
     }
 
     __device__ __forceinline__ void load_run(const Run& run) {
-        const RunWalk<Config::kBlockCols> walk{run, params_.qhead_per_kvhead, smem_.work.is_ascending};
+        const RunWalk<Config::kBlockCols> walk{run, smem_.work.num_qheads, smem_.work.is_ascending};
         for (int left = walk.num_visits(); left-- > 0;) {
             const Visit visit = walk.visit(left);
             // Keys past the end of a short tile belong to others: the mask hides them.
@@ -204,7 +219,7 @@ private:
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = visit.col;
         block.end = run.col_end;
-        block.head = smem_.work.kv_head * params_.qhead_per_kvhead + visit.group;
+        block.head = smem_.work.qhead + visit.group;
         block.is_masked = is_masked;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
@@ -293,11 +308,14 @@ private:
         if constexpr (Config::kIsDeterministic) {
             publish_dq();
         }
+        const TileOfHead& work = smem_.work;
+        if (__any_sync(0xffffffff, work.num_parts > 1)) {
+            join_parts(dk, dv, work);
+        }
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.softmax_scale;
         }
-        const TileOfHead work = smem_.work;
         barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);   // nobody reads K and V any more
         store(dv, smem_.v[0], params_.dv, params_.dv_rows, work);
         store(dk, smem_.k[0], params_.dk, params_.dk_rows, work);
@@ -571,6 +589,36 @@ private:
 
     // ---- results
 
+    // Adds what the parts in front of this one have, each warp for itself, and hands the sums over to the next one.
+    __device__ __forceinline__ void join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
+        const int tile = work.tile_index * params_.schedule.num_heads + work.kv_head;
+        const int index = tile * kSplitArrivals + warpgroup_ * 4 + warp_;
+        int* const arrivals = params_.split.arrivals + index;
+        while (!__all_sync(0xffffffff, load_acquire(arrivals) >= work.part)) {
+        }
+        float4* const partials = reinterpret_cast<float4*>(params_.split.partials) + index * kPartialsOfWarp + lane_;
+        const bool has_partials = work.part > 0;
+        join(dv, partials, has_partials);
+        join(dk, partials + kPartialsOfWarp / 2, has_partials);
+        __threadfence();
+        __syncwarp();
+        if (lane_ == 0) {
+            add_release(arrivals, 1);
+        }
+    }
+
+    __device__ __forceinline__ static void join(Grad& grad, float4* partials, bool has_partials) {
+#pragma unroll
+        for (int i = 0; i < kGrad / 4; ++i) {
+            const float4 partial = load_if(has_partials, partials + 32 * i);
+            grad[4 * i] += partial.x;
+            grad[4 * i + 1] += partial.y;
+            grad[4 * i + 2] += partial.z;
+            grad[4 * i + 3] += partial.w;
+            partials[32 * i] = {grad[4 * i], grad[4 * i + 1], grad[4 * i + 2], grad[4 * i + 3]};
+        }
+    }
+
     __device__ __forceinline__ void store_dscores(const Operand& dscores) {
         const int row = lane_ % 16;
         const uint32_t address = shared_address(smem_.dscores[dscores_slot_]) + (row_in_tile() + row) * 128;
@@ -661,7 +709,7 @@ private:
                         pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
         }
         const int warp_row = work.tile.row_begin + row_in_tile();
-        if (warp_row + Config::kWarpRows <= work.tile.row_end) {
+        if (warp_row + Config::kWarpRows <= work.store_end) {
             fence_proxy_async_shared();
             __syncwarp();
             if (lane_ == 0) {
@@ -685,7 +733,7 @@ private:
         for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
             const int chunk = i % kChunks;
-            if (warp_row + row < work.tile.row_end) {
+            if (warp_row + row < work.store_end) {
                 const long long index =
                     static_cast<long long>(warp_row + row) * params_.schedule.num_heads + work.kv_head;
                 static_cast<int4*>(rows)[index * kChunks + chunk] =
@@ -723,6 +771,7 @@ private:
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kSixteenRowsBytes = 16 * 128;
+    static constexpr int kPartialsOfWarp = 2 * kGrad / 4 * 32;   // float4
 
     const BackwardParams& params_;
     SharedStorage<Config>& smem_;

@@ -1,10 +1,14 @@
 // What the backward pass needs of each query row before it starts: lse in base 2, +inf where the row sees nothing so
 // that its probabilities are 0, and delta = rowsum(dout * out) - dlse. Clears on the way what the main kernel counts with
-// and adds to.
+// and adds to, and divides its longest tiles.
+#include "bwd_split.cuh"
 #include "dq_accumulator.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
+
+constexpr int kThreads = 256;
+using Dealer = SplitDealer<kThreads, FFA_BLOCK_COLS>;
 
 struct PreprocessParams {
     const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim], rows of 16-byte multiples
@@ -19,14 +23,14 @@ struct PreprocessParams {
     long long dout_row_stride, dout_head_stride;
     int total_q;
     int stats_stride;
+    Dealer::Params work;
 };
 
-static_assert(sizeof(PreprocessParams) == 112, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 168, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
 constexpr int kLanesPerRow = kHeadDim > 128 ? 32 : kHeadDim > 64 ? 16 : 8;
-constexpr int kThreads = 256;
 constexpr int kRowsAtOnce = kThreads / kLanesPerRow;
 constexpr int kRows = FFA_ROWS;   // of a thread block
 static_assert(kHeadDim <= 32 * kElementsPerLane, "a warp reads a row at once");
@@ -42,6 +46,9 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     const int first_row = blockIdx.x * kRows;
     const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
     griddepcontrol_launch_dependents();
+    if (blockIdx.x + blockIdx.y == 0) {
+        Dealer::deal(params.work);
+    }
     const int lane = threadIdx.x % kLanesPerRow;
     const FFA_ELEMENT* out = params.out + head * params.out_head_stride + lane * kElementsPerLane;
     const FFA_ELEMENT* dout = params.dout + head * params.dout_head_stride + lane * kElementsPerLane;

@@ -8,7 +8,15 @@ import torch
 
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
-from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
+from magi_compile.testing.cases import (
+    MASKS,
+    Case,
+    Heads,
+    one,
+    random_disjoint,
+    sliding_window,
+    varlen,
+)
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -29,6 +37,14 @@ SHORT = [
     random_disjoint(257, 391, 5),
     sliding_window(700, 300),
 ]
+# A question that all of its answers see: one tile of keys has half of the work.
+QUESTION = Case(
+    "question",
+    2048,
+    2048,
+    [(0, 2048, 0, 130, MaskType.FULL)]
+    + [(at, at + 137, at, at + 137, MaskType.CAUSAL) for at in range(130, 2048, 137)],
+)
 TINY = varlen("tiny", [1, 2, 3] * 700, MaskType.CAUSAL)
 GROUPS = [
     Heads(4, 4, 128, 128),
@@ -43,6 +59,8 @@ CASES = [
     *(replace(case, heads=heads) for case in SHORT for heads in GROUPS),
     replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
     replace(TINY, heads=Heads(8, 2, 128, 128)),
+    *(replace(QUESTION, heads=Heads(group, 1, 128, 128)) for group in (5, 6, 8, 24)),
+    replace(QUESTION, heads=Heads(16, 2, 64, 64), softcap=5.0),
 ]
 
 
@@ -95,8 +113,9 @@ MANY = varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_dk_and_dv_are_bitwise_equal(kernel, head_dim):
-    backward = Backward(kernel, replace(MANY, heads=Heads(16, 2, head_dim, head_dim)))
+@pytest.mark.parametrize("case", [MANY, QUESTION], ids=lambda case: case.id)
+def test_dk_and_dv_are_bitwise_equal(kernel, case, head_dim):
+    backward = Backward(kernel, replace(case, heads=Heads(16, 2, head_dim, head_dim)))
     first = backward()
     for _ in range(100):
         assert_same(first, backward())
@@ -113,7 +132,9 @@ def deterministic_algorithms():
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize(
-    "case", [MANY, one(MaskType.FULL, 3000), sliding_window(2500, 600)], ids=lambda case: case.id
+    "case",
+    [MANY, QUESTION, one(MaskType.FULL, 3000), sliding_window(2500, 600)],
+    ids=lambda case: case.id,
 )
 def test_deterministic_dq_is_bitwise_equal(kernel, case, head_dim):
     with deterministic_algorithms():

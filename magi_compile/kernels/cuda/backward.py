@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -36,11 +37,13 @@ from magi_compile.plan.tiles import RUN_FIELDS
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
 _STREAM_THREADS = 256  # of a thread block before and after
+_SPLIT_TILES, _SPLIT_HEADER, _SPLIT_ARRIVALS = 64, 2, 8  # of csrc/sm90/bwd_split.cuh
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<3Qi4x5Q"), struct.Struct("<3i4xi3f24x")
+_ADDRESSES, _SCALARS = struct.Struct("<3Qi4x5Q"), struct.Struct("<3i4xi3f")
+_SPLIT = struct.Struct("<3Q")
 _MAX_KNOWN_MAPS = 256
-_PREPROCESS = struct.Struct("<6Qi4x2Q4q2i")
+_PREPROCESS = struct.Struct("<6Qi4x2Q4q2i5Q3if")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
 
@@ -52,9 +55,10 @@ def backward_variants(
     config = backward_config(problem)
     element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
     rows = {**element, "FFA_ROWS": BACKWARD_ROWS}
+    cols = {"FFA_BLOCK_COLS": config.block_cols}
     main = {
         **element,
-        "FFA_BLOCK_COLS": config.block_cols,
+        **cols,
         "FFA_STAGES": config.stages,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
@@ -62,7 +66,7 @@ def backward_variants(
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
     }
     return (
-        _variant("bwd_preprocess.cu", "ffa_backward_preprocess", rows),
+        _variant("bwd_preprocess.cu", "ffa_backward_preprocess", {**rows, **cols}),
         _variant("bwd.cu", "ffa_backward", main),
         _variant("bwd_postprocess.cu", "ffa_backward_postprocess", rows),
     )
@@ -76,6 +80,7 @@ class _Route(NamedTuple):
     postprocess: driver.CUfunction
     config: BackwardConfig
     grid: int
+    shares: float  # SMs for each key-value head of a section
     scalars: bytes
     maps: dict[tuple[int, ...], bytes]  # the seven tensor maps, by the addresses of their tensors
 
@@ -92,17 +97,20 @@ def _route(
     preprocess, main, postprocess = (load_function(variant, device_index) for variant in variants)
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
+    sms = num_sms(device_index)
+    heads_per_section = backward_heads_per_section(problem, num_tiles, sms)
     scalars = _SCALARS.pack(
         num_tiles,
         problem.nheads_kv,
-        backward_heads_per_section(problem, num_tiles, num_sms(device_index)),
+        heads_per_section,
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
         problem.softmax_scale,
     )
-    grid = min(num_tiles * problem.nheads_kv, num_sms(device_index))
-    return _Route(preprocess, main, postprocess, config, grid, scalars, {})
+    grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
+    shares = sms / heads_per_section
+    return _Route(preprocess, main, postprocess, config, grid, shares, scalars, {})
 
 
 def backward(
@@ -140,12 +148,23 @@ def backward(
     dq = q.new_empty(q.shape)
     row_groups = -(-total_q // _DQ_GROUP_ROWS)
     padded_q = row_groups * _DQ_GROUP_ROWS
-    # In one piece: the sum of dq [nheads_q, padded_q, head_dim], the statistics [nheads_q, 2, padded_q], the ticket.
-    num_sums, num_stats = nheads_q * padded_q * head_dim, nheads_q * 2 * padded_q
-    scratch = q.new_empty(num_sums + num_stats + 1, dtype=torch.float32)
-    dq_sum = scratch.data_ptr()
-    stats = dq_sum + 4 * num_sums
-    ticket = stats + 4 * num_stats
+    num_tiles, group = k_tiles.shape[0], problem.qhead_per_kvhead
+    num_divisible = min(num_tiles, _SPLIT_TILES)
+    num_slots = num_divisible * problem.nheads_kv
+    # In one piece: the sum of dq [nheads_q, padded_q, head_dim], the statistics [nheads_q, 2, padded_q], dk and dv of
+    # the parts of tiles, if there may be some, and integers: the ticket, the parts, how many of them have arrived.
+    sizes = (
+        nheads_q * padded_q * head_dim,
+        nheads_q * 2 * padded_q,
+        num_slots * 2 * BackwardConfig.tile_rows * head_dim if group > 1 else 0,
+        1,
+        _SPLIT_HEADER + num_divisible * group,
+        num_slots * _SPLIT_ARRIVALS,
+    )
+    scratch = q.new_empty(sum(sizes), dtype=torch.float32)
+    dq_sum, stats, partials, ticket, table, arrivals = (
+        scratch.data_ptr() + 4 * before for before in (0, *accumulate(sizes[:-1]))
+    )
     turns = visits = None
     if deterministic:
         turns = turns_of_tiles(k_tiles, k_runs, row_groups)
@@ -153,9 +172,10 @@ def backward(
     stream = current_stream(device)
     layouts = tuple((x.shape, x.stride()) for x in (q, dout, k, v))
     variants = backward_variants(problem, deterministic)
-    route = _route(problem, variants, layouts, k_tiles.shape[0], device.index)
+    route = _route(problem, variants, layouts, num_tiles, device.index)
     row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
 
+    split = (table, arrivals, partials)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     before = _PREPROCESS.pack(
@@ -172,6 +192,13 @@ def backward(
         *dout.stride()[:2],
         total_q,
         padded_q,
+        k_tiles.data_ptr(),
+        k_runs.data_ptr(),
+        *split,
+        num_tiles,
+        problem.nheads_kv,
+        group,
+        route.shares,
     )
     launch(route.preprocess, row_blocks, _STREAM_THREADS, before, stream, shared_bytes=0)
 
@@ -194,7 +221,7 @@ def backward(
         k_tiles.data_ptr(),
         ticket,
     )
-    params = maps + pointers + route.scalars
+    params = maps + pointers + route.scalars + _SPLIT.pack(*split)
     launch(route.main, route.grid, route.config.num_threads, params, stream, may_start_early=True)
 
     after = _POSTPROCESS.pack(dq_sum, row_groups, dq.data_ptr(), total_q, problem.softmax_scale)

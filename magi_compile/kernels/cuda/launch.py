@@ -44,8 +44,12 @@ def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
     library = check(driver.cuLibraryLoadData(compile_variant(variant), [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
     function = check(driver.cuKernelGetFunction(kernel))
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    check(driver.cuFuncSetAttribute(function, attribute, SHARED_BYTES))
+    attributes = driver.CUfunction_attribute
+    fixed = check(
+        driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function)
+    )
+    dynamic = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    check(driver.cuFuncSetAttribute(function, dynamic, SHARED_BYTES - fixed))
     return function
 
 
