@@ -69,17 +69,14 @@ struct ForwardConfig {
 struct alignas(16) Block {
     Run run;   // only at an edge of the run, where a row may not see every column
     int first;
-    uint32_t flags;
-
-    static constexpr uint32_t kIsEdge = 1;
-    static constexpr uint32_t kIsLastOfTile = 2;
+    uint32_t is_edge;
 };
 
 struct TileOfHead {
     int row_begin, row_end, head;
-    bool is_empty;   // sees nothing at all
+    int num_blocks;
 
-    static constexpr int kNoMoreWork = -1;   // as row_begin
+    static constexpr int kNoMoreWork = -1;   // as num_blocks
 };
 
 // What the producer is to load K and V for.
@@ -137,7 +134,7 @@ public:
             if (!is_empty) {
                 tell_producer(tile, item.head);
             }
-            tell_consumers({tile.row_begin, tile.row_end, item.head, is_empty});
+            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)});
             if (!is_empty) {
                 mbarrier_wait(smem_.runs_empty, runs_phase_);
                 runs_phase_ ^= 1;
@@ -145,10 +142,19 @@ public:
         }
         smem_.runs.begin = RunsOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.runs_full);
-        tell_consumers({TileOfHead::kNoMoreWork, 0, 0, true});
+        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork});
     }
 
 private:
+    __device__ __forceinline__ int count_blocks(const Tile& tile) const {
+        int sum = 0;
+#pragma unroll 8
+        for (int i = tile.run_begin; i < tile.run_end; ++i) {
+            sum += params_.runs[i].num_blocks;
+        }
+        return sum;
+    }
+
     __device__ __forceinline__ void tell_producer(const Tile& tile, int head) {
         const Run& first = params_.runs[tile.run_begin];
         smem_.runs = {tile.run_begin, tile.run_end, head / params_.qhead_per_kvhead, first.num_blocks + first.num_lead};
@@ -159,7 +165,7 @@ private:
         const int buffer = q_phase_ % Config::kQBuffers;
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
         smem_.tiles[buffer] = tile;
-        if (tile.is_empty) {
+        if (tile.num_blocks <= 0) {
             mbarrier_arrive(smem_.q_full);
         } else {
             mbarrier_arrive_expect_tx(smem_.q_full, sizeof(smem_.q[0]));
@@ -208,7 +214,7 @@ private:
                 if (is_last_run && j == max(num_blocks - kBlocksAhead, 0)) {
                     mbarrier_arrive(smem_.runs_empty);
                 }
-                load_k(col, kv_head, is_edge ? &run : nullptr, is_last_run && j + 1 == num_blocks);
+                load_k(col, kv_head, is_edge ? &run : nullptr);
                 if (previous_col != kNoColumn) {
                     load_v(previous_col, kv_head);
                 }
@@ -220,12 +226,12 @@ private:
     }
 
     // `edge` is the run whose edge the block lies on, if it does; it travels with the block.
-    __device__ __forceinline__ void load_k(int col, int head, const Run* edge, bool is_last) {
+    __device__ __forceinline__ void load_k(int col, int head, const Run* edge) {
         uint64_t& full = smem_.k_full[k_.slot];
         Block& block = smem_.blocks[k_.slot];
         mbarrier_wait(smem_.k_empty[k_.slot], k_.phase ^ 1);
         block.first = col;
-        block.flags = (edge ? Block::kIsEdge : 0) | (is_last ? Block::kIsLastOfTile : 0);
+        block.is_edge = edge != nullptr;
         mbarrier_arrive_expect_tx(full, sizeof(smem_.k[0]) + (edge ? sizeof(Run) : 0));
         if (edge) {
             cp_async_bulk_load(&block.run, edge, sizeof(Run), full);
@@ -251,7 +257,9 @@ private:
     Position<Config::kVStages> v_;
 };
 
-// A warpgroup that owns 64 rows of each tile.
+// A warpgroup that owns 64 rows of each tile. Its control flow is uniform, and told so that the compiler sees it: lanes
+// vote, what a single lane does is predicated, and the loop over blocks ends by a count. Descriptors, slots and phases then
+// live in uniform registers.
 template <class Config>
 class Consumer {
 public:
@@ -260,9 +268,10 @@ public:
 
     __device__ __forceinline__ void run() {
         while (true) {
-            mbarrier_wait(smem_.q_full, q_phase_);
+            mbarrier_wait_together(smem_.q_full, q_phase_);
             const TileOfHead& tile = smem_.tiles[q_phase_ % Config::kQBuffers];   // registers are short
-            if (tile.row_begin == TileOfHead::kNoMoreWork) {
+            left_ = uniform(tile.num_blocks);
+            if (left_ == TileOfHead::kNoMoreWork) {
                 break;
             }
             attend(tile);
@@ -290,7 +299,11 @@ private:
             out[i] = 0.f;
         }
 
-        is_last_block_ = tile.is_empty;
+        if (!__any_sync(0xffffffff, tile.row_begin + warpgroup_ * Config::kRows < tile.row_end)) {
+            while (next_block(tile) != kEnd) {
+                skip_block();
+            }
+        }
         Visibility sees = next_block(tile);
         if constexpr (Config::kQBuffers == 2) {
             release_q();   // of the previous tile
@@ -303,7 +316,7 @@ private:
             }
 
             // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
-            const uint32_t q = q_operand();
+            const uint32_t q = uniform(q_operand());
             const uint32_t k = k_operand();
             issue_scores(scores, q, k);
             Visibility next = next_block(tile);
@@ -319,7 +332,6 @@ private:
 
             while (sees == kPart || sees == kAll) {
                 wait_for_v(is_v_there);
-                const uint32_t q = q_operand();
                 const uint32_t k = k_operand();
                 const uint32_t v = v_operand();
                 issue_scores(scores, q, k);
@@ -377,12 +389,12 @@ private:
     // ---- the matmuls
 
     __device__ __forceinline__ uint32_t q_operand() const {
-        return uniform(wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0));
+        return wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
     }
 
-    __device__ __forceinline__ uint32_t k_operand() const { return uniform(wgmma_descriptor(smem_.k[scored_.slot], 0)); }
+    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
 
-    __device__ __forceinline__ uint32_t v_operand() const { return uniform(wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes)); }
+    __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
 
     __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
@@ -578,27 +590,28 @@ private:
 
     // Waits for the next block of the tile, if there is one, and tells what this warpgroup sees of it.
     __device__ __forceinline__ Visibility next_block(const TileOfHead& tile) {
-        if (is_last_block_) {
+        if (left_ == 0) {
             return kEnd;
         }
-        mbarrier_wait(smem_.k_full[k_.slot], k_.phase);
+        --left_;
+        mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
         const Block& block = smem_.blocks[k_.slot];
         k_.advance();
-        is_last_block_ = block.flags & Block::kIsLastOfTile;
+        if (!__any_sync(0xffffffff, block.is_edge)) {
+            return kAll;
+        }
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        if (row_begin >= row_end) {
-            return kNothing;
-        }
-        const bool is_edge = block.flags & Block::kIsEdge;
-        return is_edge ? visibility(block.run, row_begin, row_end, block.first, Config::kBlockCols) : kAll;
+        return Visibility(uniform(visibility(block.run, row_begin, row_end, block.first, Config::kBlockCols)));
     }
 
-    __device__ __forceinline__ bool test_v() { return mbarrier_test_wait(smem_.v_full[v_.slot], v_.phase); }
+    __device__ __forceinline__ bool test_v() {
+        return __all_sync(0xffffffff, mbarrier_test_wait(smem_.v_full[v_.slot], v_.phase));
+    }
 
     __device__ __forceinline__ void wait_for_v(bool is_there) {
         if (!is_there) {
-            mbarrier_wait(smem_.v_full[v_.slot], v_.phase);
+            mbarrier_wait_together(smem_.v_full[v_.slot], v_.phase);
         }
     }
 
@@ -635,9 +648,7 @@ private:
 
     __device__ __forceinline__ void release(uint64_t& empty) {
         __syncwarp();
-        if (lane_ == 0) {
-            mbarrier_arrive(empty);
-        }
+        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     __device__ __forceinline__ int first_row(const TileOfHead& tile) const {
@@ -656,7 +667,7 @@ private:
     Position<Config::kKStages> k_;        // of the block to look at next
     Position<Config::kKStages> scored_;   // of the block in work
     Position<Config::kVStages> v_;
-    bool is_last_block_;
+    int left_ = 0;   // blocks of the tile
 };
 
 template <class Config>
