@@ -1,11 +1,14 @@
 """Group collectives over one all-to-all: gather rows, exchange, scatter rows. Works on every backend.
 
-Rows that stay on their rank take no part in the exchange.
+Rows that stay on their rank take no part in the exchange. On GPUs the exchange runs on a stream of its own. Its kernels
+need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they go
+first: the current stream goes on when that stream has reached them, and that stream has priority.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -97,8 +100,20 @@ class _Reduce:
         order.sums(totals[0].shape[0]).add_to(totals, self._exchange.wait())
 
 
+_streams: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, torch.cuda.Stream]] = (
+    WeakKeyDictionary()
+)
+
+
+def _stream(group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
+    streams = _streams.setdefault(group, {})
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device, priority=-1)
+    return streams[device]
+
+
 class Exchange:
-    """An all-to-all of rows `[num, width]` under way; keeps both buffers alive."""
+    """An all-to-all of rows `[num, width]` under way; keeps both buffers alive, and is kept until `wait` returns."""
 
     def __init__(
         self, packed: Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup
@@ -107,8 +122,23 @@ class Exchange:
         self._arrived = packed.new_empty(sum(recv), packed.shape[1])
         # As bytes, because backends differ in the dtypes they know.
         outgoing, incoming = (x.view(torch.uint8) for x in (packed, self._arrived))
-        self._work = dist.all_to_all_single(incoming, outgoing, recv, send, group, async_op=True)
+        if not packed.is_cuda:
+            self._work = dist.all_to_all_single(
+                incoming, outgoing, recv, send, group, async_op=True
+            )
+            return
+        current, stream = torch.cuda.current_stream(packed.device), _stream(group, packed.device)
+        stream.wait_stream(current)
+        reached = stream.record_event()
+        with torch.cuda.stream(stream):
+            dist.all_to_all_single(incoming, outgoing, recv, send, group)
+        self._done = stream.record_event()
+        current.wait_event(reached)
 
     def wait(self) -> Tensor:
-        self._work.wait()
-        return self._arrived
+        arrived = self._arrived
+        if arrived.is_cuda:
+            torch.cuda.current_stream(arrived.device).wait_event(self._done)
+        else:
+            self._work.wait()
+        return arrived
