@@ -2,7 +2,7 @@
 
 Rows that stay on their rank take no part in the exchange. On GPUs the exchange runs on a stream of its own. Its kernels
 need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they go
-first: the current stream goes on when that stream has reached them, and that stream has priority.
+first: the current stream goes on once that stream has reached them, and that stream has priority.
 """
 
 from __future__ import annotations
@@ -100,16 +100,22 @@ class _Reduce:
         order.sums(totals[0].shape[0]).add_to(totals, self._exchange.wait())
 
 
-_streams: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, torch.cuda.Stream]] = (
-    WeakKeyDictionary()
-)
+class _Lane:
+    """The stream of a group's exchanges on a GPU, and how many of them nobody has waited for."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.num_pending = 0
 
 
-def _stream(group: dist.ProcessGroup, device: torch.device) -> torch.cuda.Stream:
-    streams = _streams.setdefault(group, {})
-    if device not in streams:
-        streams[device] = torch.cuda.Stream(device, priority=-1)
-    return streams[device]
+_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Lane]] = WeakKeyDictionary()
+
+
+def _lane(group: dist.ProcessGroup, device: torch.device) -> _Lane:
+    lanes = _lanes.setdefault(group, {})
+    if device not in lanes:
+        lanes[device] = _Lane(device)
+    return lanes[device]
 
 
 class Exchange:
@@ -127,18 +133,23 @@ class Exchange:
                 incoming, outgoing, recv, send, group, async_op=True
             )
             return
-        current, stream = torch.cuda.current_stream(packed.device), _stream(group, packed.device)
+        self._lane = _lane(group, packed.device)
+        current, stream = torch.cuda.current_stream(packed.device), self._lane.stream
         stream.wait_stream(current)
         reached = stream.record_event()
         with torch.cuda.stream(stream):
             dist.all_to_all_single(incoming, outgoing, recv, send, group)
         self._done = stream.record_event()
-        current.wait_event(reached)
+        # Behind another exchange it can not go first, and that one is not to be waited for.
+        if not self._lane.num_pending:
+            current.wait_event(reached)
+        self._lane.num_pending += 1
 
     def wait(self) -> Tensor:
         arrived = self._arrived
         if arrived.is_cuda:
             torch.cuda.current_stream(arrived.device).wait_event(self._done)
+            self._lane.num_pending -= 1
         else:
             self._work.wait()
         return arrived
