@@ -24,10 +24,6 @@ MAX_DEGREE = 4
 #: Degrees whose predicted times differ by less than this are equally fast.
 TIE = 0.003
 
-#: A cast is given so many times its predicted time: attention that has nothing left to do costs more than a few more rows
-#: in two parts.
-EARLY_MARGIN = 1.25
-
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
@@ -53,7 +49,7 @@ def early_share(loads: StageLoads, rank: int, cost: CostModel) -> float:
     """How much of its forward work `rank` should do before its remote keys are there, to be busy until then."""
     cast = _cast_seconds(loads, _column([1]), cost).item()
     area = int(loads.area[rank]) * cost.seconds_per_area
-    return min(1.0, EARLY_MARGIN * cast / area) if area else 0.0
+    return min(1.0, cast / area) if area else 0.0
 
 
 def choose_degree(
