@@ -67,7 +67,7 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd.cuh`.
+    """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd_shared.cuh`.
 
     A thread block is one producer warpgroup and two consumer warpgroups of 64 keys each. `block_cols` are the
     queries of a block, `stages` the buffers of Q and of dO.

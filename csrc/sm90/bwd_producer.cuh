@@ -1,0 +1,123 @@
+// The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
+#pragma once
+
+#include "bwd_shared.cuh"
+#include "bwd_walk.cuh"
+#include "ring.cuh"
+
+namespace ffa {
+
+// One thread that keeps the rings full.
+template <class Config>
+class Producer {
+public:
+    __device__ __forceinline__ Producer(const BackwardParams& params, SharedStorage<Config>& smem)
+        : params_(params), smem_(smem) {}
+
+    __device__ __forceinline__ void run() {
+        Scheduler<SplitExtra> scheduler(params_.schedule, {params_.split});
+        for (; scheduler.has_work(); scheduler.advance()) {
+            const WorkItem item = scheduler.item();
+            const Tile& tile = params_.schedule.tiles[split_entry(params_.split, item.tile).tile];
+            if (tile.row_begin < tile.row_end) {
+                load_tile(item);
+            } else {
+                scheduler.leave_section();
+            }
+        }
+        mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
+        smem_.work.num_visits = TileOfHead::kNoMoreWork;
+        mbarrier_arrive(smem_.kv_full);
+    }
+
+private:
+    // Every other wave of tiles.
+    __device__ __forceinline__ bool is_ascending(const WorkItem& item) const {
+        const Schedule& schedule = params_.schedule;
+        const uint32_t in_section =
+            item.tile * schedule.heads_per_section + item.head % uint32_t(schedule.heads_per_section);
+        return !Config::kIsDeterministic && (in_section / gridDim.x & 1);
+    }
+
+    // What describes the tile and the run is read again for each block, because this thread has few registers.
+    __device__ __forceinline__ void load_tile(const WorkItem& item) {
+        TileOfHead& work = smem_.work;
+        const int num_blocks = count_blocks(item);
+        mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
+        const SplitEntry entry = split_entry(params_.split, item.tile);
+        work.tile = params_.schedule.tiles[entry.tile];
+        work.tile_index = entry.tile;
+        work.part = entry.part;
+        work.num_parts = entry.num_parts;
+        work.store_end = entry.part + 1 == entry.num_parts ? work.tile.row_end : work.tile.row_begin;
+        work.is_ascending = is_ascending(item);
+        work.kv_head = item.head;
+        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
+        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
+        work.num_visits = num_blocks * work.num_qheads;
+        if (work.num_visits == 0) {
+            mbarrier_arrive(smem_.kv_full);
+        } else {
+            mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
+            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, work.kv_head);
+            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, work.kv_head);
+        }
+        smem_.kv_phase ^= 1;
+        for (int i = work.tile.run_end - work.tile.run_begin; i-- > 0;) {
+            const Run& run = params_.runs[work.is_ascending ? work.tile.run_end - 1 - i : work.tile.run_begin + i];
+            load_run(run);
+        }
+    }
+
+    __device__ __forceinline__ int count_blocks(const WorkItem& item) const {
+        const Tile& tile = params_.schedule.tiles[split_entry(params_.split, item.tile).tile];
+        return blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
+    }
+
+    __device__ __forceinline__ void load_run(const Run& run) {
+        const RunWalk<Config::kBlockCols> walk{run, smem_.work.num_qheads, smem_.work.is_ascending};
+        for (int left = walk.num_visits(); left-- > 0;) {
+            const Visit visit = walk.visit(left);
+            // Keys past the end of a short tile belong to others: the mask hides them.
+            const bool is_masked = smem_.work.is_short(Config::kTileRows) || walk.is_masked(visit.col);
+            load_block(run, visit, is_masked);
+        }
+    }
+
+    __device__ __forceinline__ void load_block(const Run& run, const Visit& visit, bool is_masked) {
+        uint64_t& q_full = smem_.q_full[block_.slot];
+        Block& block = smem_.blocks[block_.slot];
+        mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
+        block.first = visit.col;
+        block.end = run.col_end;
+        block.head = smem_.work.qhead + visit.group;
+        block.is_masked = is_masked;
+        const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
+        mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
+        load(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
+        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, visit.col, 0, block.head);
+        if (is_masked) {
+            cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
+        }
+
+        uint64_t& dout_full = smem_.dout_full[block_.slot];
+        mbarrier_wait(smem_.dout_empty[block_.slot], block_.phase ^ 1);
+        mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
+        load(smem_.dout[block_.slot], params_.dout, dout_full, visit.col, block.head);
+        block_.advance();
+    }
+
+    template <class Slabs>
+    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+#pragma unroll
+        for (int slab = 0; slab < Config::kSlabs; ++slab) {
+            tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+        }
+    }
+
+    const BackwardParams& params_;
+    SharedStorage<Config>& smem_;
+    Position<Config::kStages> block_;
+};
+
+}  // namespace ffa

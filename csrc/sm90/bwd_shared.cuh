@@ -1,0 +1,137 @@
+// What the threads of a block of the backward kernel share: its parameters, its shape, and what lies in shared memory.
+#pragma once
+
+#include "bwd_split.cuh"
+#include "dq_accumulator.cuh"
+#include "plan.cuh"
+#include "ptx.cuh"
+#include "scheduler.cuh"
+
+namespace ffa {
+
+struct BackwardParams {
+    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
+    TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
+    TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
+    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
+    TensorMap stats;   // [nheads_q, 2, total_q], fp32: lse in base 2, delta; boxes of 2 x block_cols
+    TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
+    TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
+    void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    DqSum dq;
+    const Run* runs;   // [num_runs], rows are keys
+    DqOrder order;     // where additions to dq have one
+    Schedule schedule;
+    int qhead_per_kvhead;
+    float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;       // softmax_scale / softcap where scores are capped
+    float softmax_scale;
+    Split split;
+};
+
+static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
+
+template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
+          int kConsumerRegisters_, bool kHasSoftcap_, bool kIsDeterministic_>
+struct BackwardConfig {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kBlockCols = kBlockCols_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kProducerRegisters = kProducerRegisters_;
+    static constexpr int kConsumerRegisters = kConsumerRegisters_;
+    static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
+
+    static constexpr int kWarpgroup = 128;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+    static constexpr int kRows = 64;   // keys of a warpgroup
+    static constexpr int kTileRows = kConsumers * kRows;
+    static constexpr int kWarpRows = 16;
+    static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
+    static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
+    static constexpr int kKSlab = kTileRows * kSlabCols;    // elements
+    static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
+    // dS of block j is written while the other warpgroup may still multiply that of block j - 1.
+    static constexpr int kScoreStages = 2;
+
+    static_assert(sizeof(Element) == 2, "bf16 or fp16");
+    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
+    static_assert(kBlockCols == kSlabCols, "a block of dS is one slab wide, and one wgmma of dQ high");
+    static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
+    static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
+};
+
+// What the producer says about a block of queries.
+struct alignas(16) Block {
+    Run run;   // only where some key of the tile may not see every query
+    int first;
+    int end;   // queries from here on are no part of the run
+    int head;
+    uint32_t is_masked;
+};
+
+struct TileOfHead {
+    Tile tile;
+    int kv_head;
+    int tile_index;
+    bool is_ascending;   // the walk starts with the first queries
+    int num_visits;      // blocks of queries, over all query heads
+    int num_qheads;      // of the group, from `qhead` on
+    int qhead;
+    int part;            // of so many as the tile is divided into
+    int num_parts;
+    int store_end;       // keys from here on are not stored: all of them, but by the last part
+
+    __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
+
+    static constexpr int kNoMoreWork = -1;   // as num_visits
+};
+
+template <class Config>
+struct Stats {
+    float lse_log2[Config::kBlockCols];
+    float delta[Config::kBlockCols];
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+    using Element = typename Config::Element;
+
+    Element k[Config::kSlabs][Config::kKSlab];   // dK leaves from here
+    Element v[Config::kSlabs][Config::kKSlab];   // dV leaves from here
+    Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
+    Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
+    Element dscores[Config::kScoreStages][Config::kKSlab];   // dS^T, keys x queries
+    float dq[4][Config::kWarpRows * Config::kHeadDim];   // on the way out, a part for each warp of the two in turn
+    Stats<Config> stats[Config::kStages];   // travel with q
+    Block blocks[Config::kStages];          // travel with q
+    TileOfHead work;                         // travels with k and v
+    uint32_t kv_phase;   // the producer's
+    uint32_t never_written;
+    uint64_t kv_full, kv_empty;
+    uint64_t q_full[Config::kStages], q_empty[Config::kStages];
+    uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
+};
+
+// 0 is __syncthreads; scores are ready in one of two stages.
+enum NamedBarrier : uint32_t { kConsumersMeet = 1, kScoresReady = 2 };
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    mbarrier_init(smem.kv_full, 1);
+    mbarrier_init(smem.kv_empty, kConsumerWarps);
+    for (int i = 0; i < Config::kStages; ++i) {
+        mbarrier_init(smem.q_full[i], 1);
+        mbarrier_init(smem.q_empty[i], kConsumerWarps);
+        mbarrier_init(smem.dout_full[i], 1);
+        mbarrier_init(smem.dout_empty[i], kConsumerWarps);
+    }
+    smem.kv_phase = 0;
+    fence_mbarrier_init();
+}
+
+}  // namespace ffa
