@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from magi_compile.ops.library import problem_of
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024
+
+#: Most rows of that by which the cost of another backward stage is: enough to keep a GPU busy.
+BACKWARD_ROWS = 8192
 
 
 def calibrate(
@@ -87,19 +91,24 @@ def calibrate(
 
     few_in_two = clock.seconds(forward_in_two)
     few_in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
-    # Backward, over one half of the keys each: few keys would leave SMs without work.
-    half = seqlen // 2
-    part = _keys(seqlen, half, device)
-    part_plan = kernel.plan(part, problem)
-    halves = [(k[:half], v[:half]), (k[half : 2 * half], v[half : 2 * half])]
-    backward_in_two = clock.seconds(
-        lambda: sum_partials(
-            [
-                kernel.backward(q, None, q, *kv, out, lse, part, part_plan, problem).dq
-                for kv in halves
-            ]
-        )
+    # Backward, over one half of the keys each: few keys would leave SMs without work, and many rows hide what a stage costs.
+    rows = min(seqlen, BACKWARD_ROWS)
+    half = rows // 2
+    whole, part = (
+        (x, kernel.plan(x, problem), problem)
+        for x in (_keys(rows, n, device) for n in (2 * half, half))
     )
+    queries, results = q[:rows], (out[:rows], lse[:, :rows].contiguous())
+
+    def gradients(keys: slice, *planned: Any) -> Tensor:
+        return kernel.backward(queries, None, queries, k[keys], v[keys], *results, *planned).dq
+
+    def backward_in_two() -> Tensor:
+        halves = (slice(half), slice(half, 2 * half))
+        return sum_partials([gradients(keys, *part) for keys in halves])
+
+    in_two = clock.seconds(backward_in_two)
+    in_one = clock.seconds(lambda: gradients(slice(2 * half), *whole))
     per_area = forward / seqlen**2
     moving = select_collective(collective, group, device)
     route = _everything_to_everyone(group, seqlen, device)
@@ -123,7 +132,7 @@ def calibrate(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
         stage_seconds_per_row=max(few_in_two - few_in_one, 0.0) / seqlen,
-        backward_stage_seconds_per_row=max(backward_in_two - backward, 0.0) / seqlen,
+        backward_stage_seconds_per_row=max(in_two - in_one, 0.0) / rows,
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
