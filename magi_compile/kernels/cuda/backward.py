@@ -19,6 +19,7 @@ from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
     check,
     current_stream,
+    is_tma_layout,
     launch,
     load_function,
     num_sms,
@@ -82,7 +83,38 @@ class _Route(NamedTuple):
     grid: int
     shares: float  # SMs for each key-value head of a section
     scalars: bytes
+    scratch: _Scratch
     maps: dict[tuple[int, ...], bytes]  # the seven tensor maps, by the addresses of their tensors
+
+
+class _Scratch(NamedTuple):
+    """Where in one allocation things lie, in bytes.
+
+    First the sum of dq `[nheads_q, padded_q, head_dim]`, in fp32 like the statistics `[nheads_q, 2, padded_q]` and dk and
+    dv of the parts of tiles, if there may be some; then integers: the ticket, the parts, how many of them have arrived.
+    """
+
+    stats: int
+    partials: int
+    ticket: int
+    table: int
+    arrivals: int
+    size: int
+
+    @staticmethod
+    def of(problem: AttnProblem, padded_q: int, num_tiles: int) -> _Scratch:
+        group = problem.qhead_per_kvhead
+        num_divisible = min(num_tiles, _SPLIT_TILES)
+        num_slots = num_divisible * problem.nheads_kv
+        words = (
+            problem.nheads_q * padded_q * problem.head_dim,
+            problem.nheads_q * padded_q * 2,
+            num_slots * 2 * BackwardConfig.tile_rows * problem.head_dim if group > 1 else 0,
+            1,
+            _SPLIT_HEADER + num_divisible * group,
+            num_slots * _SPLIT_ARRIVALS,
+        )
+        return _Scratch(*(4 * n for n in accumulate(words)))
 
 
 @lru_cache(maxsize=1024)
@@ -92,8 +124,11 @@ def _route(
     layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...],
     num_tiles: int,
     device_index: int,
-) -> _Route:
-    """How tensors of such layouts (the shape and the strides of q, dout, k and v) are launched."""
+) -> _Route | None:
+    """How tensors of such layouts (the shape and the strides of q, dout, out, k and v) are launched; None where TMA can
+    not read them."""
+    if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts):
+        return None
     preprocess, main, postprocess = (load_function(variant, device_index) for variant in variants)
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
@@ -109,8 +144,13 @@ def _route(
         problem.softmax_scale,
     )
     grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
+    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles)
     shares = sms / heads_per_section
-    return _Route(preprocess, main, postprocess, config, grid, shares, scalars, {})
+    return _Route(preprocess, main, postprocess, config, grid, shares, scalars, scratch, {})
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _DQ_GROUP_ROWS) * _DQ_GROUP_ROWS
 
 
 def backward(
@@ -132,55 +172,46 @@ def backward(
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
     `deterministic` is set.
     """
-    total_q, nheads_q, head_dim = q.shape
-    total_k = k.shape[0]
+    total_q, nheads_q, _ = q.shape
     device = q.device
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
-    if total_q == 0 or total_k == 0:
-        return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
+    if total_q == 0 or k.shape[0] == 0:
+        return BackwardOutput(torch.zeros_like(q), *(x.new_zeros(x.shape) for x in (k, v)))
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return backward(
                 dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
             )
 
-    q, k, v, out, dout = (tma_compatible(x) for x in (q, k, v, out, dout))
-    dq = q.new_empty(q.shape)
-    row_groups = -(-total_q // _DQ_GROUP_ROWS)
-    padded_q = row_groups * _DQ_GROUP_ROWS
-    num_tiles, group = k_tiles.shape[0], problem.qhead_per_kvhead
-    num_divisible = min(num_tiles, _SPLIT_TILES)
-    num_slots = num_divisible * problem.nheads_kv
-    # In one piece: the sum of dq [nheads_q, padded_q, head_dim], the statistics [nheads_q, 2, padded_q], dk and dv of
-    # the parts of tiles, if there may be some, and integers: the ticket, the parts, how many of them have arrived.
-    sizes = (
-        nheads_q * padded_q * head_dim,
-        nheads_q * 2 * padded_q,
-        num_slots * 2 * BackwardConfig.tile_rows * head_dim if group > 1 else 0,
-        1,
-        _SPLIT_HEADER + num_divisible * group,
-        num_slots * _SPLIT_ARRIVALS,
-    )
-    scratch = q.new_empty(sum(sizes), dtype=torch.float32)
-    dq_sum, stats, partials, ticket, table, arrivals = (
-        scratch.data_ptr() + 4 * before for before in (0, *accumulate(sizes[:-1]))
-    )
+    at_q, at_dout, at_out, at_k, at_v = (x.data_ptr() for x in (q, dout, out, k, v))
+    layouts = tuple((x.shape, x.stride()) for x in (q, dout, out, k, v))
+    variants = backward_variants(problem, deterministic)
+    num_tiles = k_tiles.shape[0]
+    route = _route(problem, variants, layouts, num_tiles, device.index)
+    if route is None or (at_q | at_dout | at_out | at_k | at_v) % 16:
+        dout, q, k, v, out = (tma_compatible(x) for x in (dout, q, k, v, out))
+        return backward(
+            dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+        )
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    padded_q = _padded(total_q)
+    row_groups = padded_q // _DQ_GROUP_ROWS
+    scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
+    dq_sum = scratch.data_ptr()
+    stats, partials, ticket, table, arrivals = (dq_sum + at for at in route.scratch[:-1])
+    split = (table, arrivals, partials)
     turns = visits = None
     if deterministic:
         turns = turns_of_tiles(k_tiles, k_runs, row_groups)
         visits = torch.empty((nheads_q, row_groups), dtype=torch.int32, device=device)
     stream = current_stream(device)
-    layouts = tuple((x.shape, x.stride()) for x in (q, dout, k, v))
-    variants = backward_variants(problem, deterministic)
-    route = _route(problem, variants, layouts, num_tiles, device.index)
     row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
 
-    split = (table, arrivals, partials)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
+    at_tiles, at_runs = k_tiles.data_ptr(), k_runs.data_ptr()
     before = _PREPROCESS.pack(
-        out.data_ptr(),
-        dout.data_ptr(),
+        at_out,
+        at_dout,
         lse.data_ptr(),
         _address(dlse),
         stats,
@@ -192,17 +223,18 @@ def backward(
         *dout.stride()[:2],
         total_q,
         padded_q,
-        k_tiles.data_ptr(),
-        k_runs.data_ptr(),
+        at_tiles,
+        at_runs,
         *split,
         num_tiles,
         problem.nheads_kv,
-        group,
+        problem.qhead_per_kvhead,
         route.shares,
     )
     launch(route.preprocess, row_blocks, _STREAM_THREADS, before, stream, shared_bytes=0)
 
-    addresses = (*(x.data_ptr() for x in (q, dout, k, v, dk, dv)), stats)
+    at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+    addresses = (at_q, at_dout, at_k, at_v, at_dk, at_dv, stats)
     maps = route.maps.get(addresses)
     if maps is None:
         if len(route.maps) >= _MAX_KNOWN_MAPS:
@@ -211,20 +243,20 @@ def backward(
         maps = _tensor_maps(q, dout, k, v, dk, dv, stats_map, route.config)
         route.maps[addresses] = maps
     pointers = _ADDRESSES.pack(
-        dk.data_ptr(),
-        dv.data_ptr(),
+        at_dk,
+        at_dv,
         dq_sum,
         row_groups,
-        k_runs.data_ptr(),
+        at_runs,
         _address(turns),
         _address(visits),
-        k_tiles.data_ptr(),
+        at_tiles,
         ticket,
     )
     params = maps + pointers + route.scalars + _SPLIT.pack(*split)
     launch(route.main, route.grid, route.config.num_threads, params, stream, may_start_early=True)
 
-    after = _POSTPROCESS.pack(dq_sum, row_groups, dq.data_ptr(), total_q, problem.softmax_scale)
+    after = _POSTPROCESS.pack(dq_sum, row_groups, at_dq, total_q, problem.softmax_scale)
     launch(
         *(route.postprocess, row_blocks, _STREAM_THREADS, after, stream),
         shared_bytes=0,

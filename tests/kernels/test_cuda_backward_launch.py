@@ -1,0 +1,169 @@
+"""What the host hands to the backward kernels, with a driver that does nothing: no GPU needed."""
+
+import struct
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda import backward as module
+from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+
+ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
+PADDED = 256  # ROWS in whole groups of 16
+PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
+TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
+# As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
+PREPROCESS = struct.Struct("<6Qi4x2Q4q2i5Q3if")
+MAIN = struct.Struct("<3Qi4x5Q3i4xi3f3Q")
+POSTPROCESS = struct.Struct("<Qi4xQif")
+SIZES = (168, 1024, 32)
+
+
+class Call(NamedTuple):
+    before: tuple
+    maps: list[int]  # the addresses that they begin with
+    main: tuple
+    after: tuple
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    found: list[bytes] = []
+
+    def tensor_map(x, box_rows):
+        return struct.pack("<Q", x.data_ptr()).ljust(TENSOR_MAP_BYTES, b"\0")
+
+    def launch(function, grid, block, params, stream, shared_bytes=None, may_start_early=False):
+        found.append(params)
+
+    for name, fake in {
+        "launch": launch,
+        "load_function": lambda variant, device: None,
+        "num_sms": lambda device: 132,
+        "current_stream": lambda device: 0,
+        "tensor_map": tensor_map,
+        "_stats_map": lambda address, *_: struct.pack("<Q", address).ljust(TENSOR_MAP_BYTES, b"\0"),
+    }.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    module._route.cache_clear()
+    yield found
+    module._route.cache_clear()
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    heads = {"dout": HEADS_Q, "q": HEADS_Q, "k": HEADS_KV, "v": HEADS_KV, "out": HEADS_Q}
+    return {
+        name: torch.randn(ROWS, n, HEAD_DIM).to(torch.bfloat16) for name, n in heads.items()
+    } | {"lse": torch.randn(HEADS_Q, ROWS), "dlse": torch.randn(HEADS_Q, ROWS)}
+
+
+def call(launches, tensors, problem=PROBLEM, tiles=TILES):
+    launches.clear()
+    names = ("dout", "dlse", "q", "k", "v", "out", "lse")
+    grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, problem)
+    assert [len(params) for params in launches] == list(SIZES)
+    before, main, after = launches
+    maps = [struct.unpack_from("<Q", main, i * TENSOR_MAP_BYTES)[0] for i in range(7)]
+    fields = MAIN.unpack_from(main, 7 * TENSOR_MAP_BYTES)
+    padded = after.ljust(POSTPROCESS.size, b"\0")
+    return grads, Call(PREPROCESS.unpack(before), maps, fields, POSTPROCESS.unpack_from(padded))
+
+
+def test_every_launch_has_the_addresses_of_its_tensors(launches):
+    for _ in range(3):
+        tensors = inputs()
+        (dq, dk, dv), found = call(launches, tensors)
+        at = {name: x.data_ptr() for name, x in tensors.items()}
+        assert found.before[:4] == (at["out"], at["dout"], at["lse"], at["dlse"])
+        stats, dq_sum = found.before[4:6]
+        wanted = [at[n] for n in ("q", "dout", "k", "v")] + [stats, dk.data_ptr(), dv.data_ptr()]
+        assert found.maps == wanted
+        assert found.main[:3] == (dk.data_ptr(), dv.data_ptr(), dq_sum)
+        assert found.main[4] == RUNS.data_ptr()
+        assert found.main[7] == TILES.data_ptr()
+        assert found.after[0] == dq_sum
+        assert found.after[2] == dq.data_ptr()
+        strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
+        assert found.before[9:13] == strides
+        assert found.before[13:15] == (ROWS, PADDED)
+    assert module._route.cache_info().misses == 1
+
+
+@pytest.mark.parametrize("heads_kv", [1, 2, 4])
+@pytest.mark.parametrize("num_tiles", [1, 64, 70])
+def test_what_lies_in_scratch_does_not_overlap(num_tiles, heads_kv, launches):
+    problem = AttnProblem(
+        "cuda", (9, 0), torch.bfloat16, HEADS_Q, heads_kv, HEAD_DIM, HEAD_DIM, 0.125
+    )
+    tensors = inputs()
+    for name in "kv":
+        tensors[name] = torch.randn(ROWS, heads_kv, HEAD_DIM).to(torch.bfloat16)
+    _, found = call(launches, tensors, problem, TILES[:num_tiles])
+    stats, dq_sum, _, _, ticket = found.before[4:9]
+    table, arrivals, partials = found.before[17:20]
+    assert found.main[8] == ticket
+    assert found.main[-3:] == (table, arrivals, partials)
+    group, divisible = HEADS_Q // heads_kv, min(num_tiles, 64)
+    slots = divisible * heads_kv
+    sizes = {
+        dq_sum: HEADS_Q * PADDED * HEAD_DIM,
+        stats: HEADS_Q * PADDED * 2,
+        partials: slots * 2 * 128 * HEAD_DIM if group > 1 else 0,
+        ticket: 1,
+        table: 2 + divisible * group,
+        arrivals: slots * 8,
+    }
+    starts = [dq_sum, stats, partials, ticket, table, arrivals]
+    ends = [start + 4 * sizes[start] for start in starts] if group > 1 else []
+    assert starts[1:] == ends[:-1] or group == 1
+    assert starts == sorted(starts)
+    assert partials % 16 == stats % 16 == dq_sum % 16 == 0
+    scratch = module._Scratch.of(problem, PADDED, num_tiles)
+    assert scratch.size == arrivals + 4 * sizes[arrivals] - dq_sum
+
+
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])
+@pytest.mark.parametrize("what", ["address", "stride", "inner", "expanded"])
+def test_what_tma_can_not_read_is_copied(what, name, launches):
+    tensors = inputs()
+    x = tensors[name]
+    tensors[name] = {
+        "address": torch.empty(x.numel() + 1).to(x)[1:].view(x.shape),
+        "stride": torch.empty(*x.shape[:2], HEAD_DIM + 1).to(x)[..., :HEAD_DIM],
+        "inner": torch.empty(ROWS, HEAD_DIM, x.shape[1]).to(x).transpose(1, 2),
+        "expanded": x[:1].expand(x.shape),
+    }[what]
+    _, found = call(launches, tensors)
+    used = {
+        "out": found.before[0],
+        "dout": found.maps[1],
+        "q": found.maps[0],
+        "k": found.maps[2],
+        "v": found.maps[3],
+    }
+    assert used[name] != tensors[name].data_ptr()
+    assert used[name] % 16 == 0
+
+
+def test_strided_inputs_are_read_where_they_are(launches):
+    tensors = inputs()
+    qkv = torch.randn(ROWS, 3, HEADS_Q, HEAD_DIM).to(torch.bfloat16)
+    tensors["q"] = qkv[:, 0]
+    _, found = call(launches, tensors)
+    assert found.maps[0] == qkv.data_ptr()
+
+
+def test_no_rows_and_no_keys_launch_nothing(launches):
+    tensors = inputs()
+    for name in "kv":
+        tensors[name] = tensors[name][:0]
+    names = ("dout", "dlse", "q", "k", "v", "out", "lse")
+    dq, dk, dv = module.backward(*(tensors[n] for n in names), TILES, RUNS, PROBLEM)
+    assert not launches
+    assert not dq.any()
+    assert dk.shape == dv.shape == (0, HEADS_KV, HEAD_DIM)
