@@ -57,7 +57,7 @@ public:
         int num_tiles;
         int num_heads;            // of keys
         int qhead_per_kvhead;
-        float shares;             // SMs for each head of a section
+        float shares;             // a tile that holds more than one of so many shares of the work is divided
     };
 
     static_assert(sizeof(Params) == 56, "packed by magi_compile/kernels/cuda/backward.py");

@@ -111,6 +111,17 @@ def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: in
     return next((n for n in divisors if n >= enough), problem.nheads_kv)
 
 
+def backward_shares(problem: AttnProblem, num_tiles: int, num_sms: int) -> float:
+    """SMs for each key-value head of a section: a tile with more than one of so many shares of it is divided.
+
+    Where one section is all there is, tiles are few, and what is only a little longer than its share is better left whole:
+    parts of two thirds of a wave leave more SMs idle than they feed.
+    """
+    heads = backward_heads_per_section(problem, num_tiles, num_sms)
+    shares = num_sms / heads
+    return shares if heads < problem.nheads_kv else shares * 2 / 3
+
+
 def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:
     """How many query heads are worked on at a time, so that their K and V stay in the L2 cache."""
     kv_bytes = 2 * seqlen_k * problem.head_dim * problem.dtype.itemsize

@@ -8,6 +8,7 @@ from magi_compile.kernels.heuristics import (
     BACKWARD_HEAD_DIMS,
     backward_config,
     backward_heads_per_section,
+    backward_shares,
     plan_tiles,
 )
 
@@ -27,6 +28,14 @@ def test_sections_of_the_backward_divide_the_heads_and_fill_the_gpu(nheads_kv, n
 @pytest.mark.parametrize(("num_tiles", "heads"), [(32, 8), (64, 8), (128, 4), (256, 2), (512, 1)])
 def test_sections_are_small_on_long_sequences(num_tiles, heads):
     assert backward_heads_per_section(problem(64, 8), num_tiles, num_sms=132) == heads
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "shares"), [(512, 132), (256, 66), (128, 33), (64, 11), (16, 11)]
+)
+def test_shares_of_a_section(num_tiles, shares):
+    # 8 heads at a time are all: then only tiles of more than 1.5 shares are divided.
+    assert backward_shares(problem(64, 8), num_tiles, num_sms=132) == shares
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)

@@ -32,6 +32,7 @@ from magi_compile.kernels.heuristics import (
     BackwardConfig,
     backward_config,
     backward_heads_per_section,
+    backward_shares,
 )
 from magi_compile.plan.tiles import RUN_FIELDS
 
@@ -133,11 +134,10 @@ def _route(
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
     sms = num_sms(device_index)
-    heads_per_section = backward_heads_per_section(problem, num_tiles, sms)
     scalars = _SCALARS.pack(
         num_tiles,
         problem.nheads_kv,
-        heads_per_section,
+        backward_heads_per_section(problem, num_tiles, sms),
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
@@ -145,7 +145,7 @@ def _route(
     )
     grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
     scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles)
-    shares = sms / heads_per_section
+    shares = backward_shares(problem, num_tiles, sms)
     return _Route(preprocess, main, postprocess, config, grid, shares, scalars, scratch, {})
 
 
