@@ -6,7 +6,7 @@ model = torch.compile(model, backend="magi")   # every flex_attention in it runs
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from magi_compile._version import __version__
 
 if TYPE_CHECKING:
     from magi_compile._checks import MaskDataError, synchronize_checks

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-import magi_compile
 from magi_compile import _compat
+from magi_compile._version import __version__
 from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions, split_options
 
@@ -81,7 +81,7 @@ def enable(**options: Any) -> None:
         raise RuntimeError(f"Inductor's `pre_grad_custom_pass` must be free, got {previous!r}")
     chosen = LoweringOptions(**options)
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
-    identity = f"magi_compile {magi_compile.__version__} {chosen}"
+    identity = f"magi_compile {__version__} {chosen}"
     _compat.install_pre_grad_pass(
         _compat.pre_grad_pass(lambda gm: lower_flex_attention(gm, chosen), identity)
     )
