@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
 LAYERS = ["masks", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
-# Beside the layers: `_compat` and `_checks` are leaves that anybody may import; nobody imports the others.
+# Beside the layers: `_version`, `_compat` and `_checks` are leaves that anybody may import; nobody imports the others.
 ASIDE = {"testing", "bench"}
 
 
@@ -41,7 +41,15 @@ def test_imports_only_from_the_left(path):
             assert LAYERS.index(layer) <= own, f"{path} imports {name}, a layer to its right"
 
 
+@pytest.mark.parametrize("path", layered_files(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_layer_imports_the_face_of_the_package(path):
+    tree = ast.walk(ast.parse(path.read_text()))
+    plain = {alias.name for node in tree if isinstance(node, ast.Import) for alias in node.names}
+    assert PACKAGE.name not in plain
+
+
 def test_leaves_import_nothing_of_ours():
+    assert imported_modules(PACKAGE / "_version.py") == set()
     assert imported_modules(PACKAGE / "_compat.py") == set()
     assert imported_modules(PACKAGE / "_checks.py") == {"magi_compile", "magi_compile._compat"}
 
@@ -76,7 +84,8 @@ def test_import_touches_no_gpu_and_no_kernel():
         "before = set(sys.modules)\n"
         "import magi_compile\n"
         "assert not torch.cuda.is_initialized()\n"
-        "assert not [m for m in sys.modules if m.startswith('magi_compile.')], 'not lazy'\n"
+        "ours = [m for m in sys.modules if m.startswith('magi_compile.')]\n"
+        "assert ours == ['magi_compile._version'], 'not lazy'\n"
         "import magi_compile.kernels.select, magi_compile.ops\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not {'triton', 'cuda.bindings.driver'} & (set(sys.modules) - before)\n"
