@@ -11,6 +11,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from tests.kernels import idle_driver
 
 ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
 PADDED = 256  # ROWS in whole groups of 16
@@ -32,24 +33,9 @@ class Call(NamedTuple):
 
 @pytest.fixture
 def launches(monkeypatch):
-    found: list[bytes] = []
-
-    def tensor_map(x, box_rows):
-        return struct.pack("<Q", x.data_ptr()).ljust(TENSOR_MAP_BYTES, b"\0")
-
-    def launch(function, grid, block, params, stream, shared_bytes=None, may_start_early=False):
-        found.append(params)
-
-    for name, fake in {
-        "launch": launch,
-        "load_function": lambda variant, device: None,
-        "num_sms": lambda device: 132,
-        "current_stream": lambda device: 0,
-        "tensor_map": tensor_map,
-        "_stats_map": lambda address, *_: struct.pack("<Q", address).ljust(TENSOR_MAP_BYTES, b"\0"),
-    }.items():
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    found = idle_driver.install(
+        monkeypatch, module, _stats_map=lambda address, *_: idle_driver.address_map(address)
+    )
     module._route.cache_clear()
     yield found
     module._route.cache_clear()
@@ -110,21 +96,21 @@ def test_what_lies_in_scratch_does_not_overlap(num_tiles, heads_kv, launches):
     assert found.main[-3:] == (table, arrivals, partials)
     group, divisible = HEADS_Q // heads_kv, min(num_tiles, 64)
     slots = divisible * heads_kv
-    sizes = {
-        dq_sum: HEADS_Q * PADDED * HEAD_DIM,
-        stats: HEADS_Q * PADDED * 2,
-        partials: slots * 2 * 128 * HEAD_DIM if group > 1 else 0,
-        ticket: 1,
-        table: 2 + divisible * group,
-        arrivals: slots * 8,
-    }
+    sizes = [
+        HEADS_Q * PADDED * HEAD_DIM,
+        HEADS_Q * PADDED * 2,
+        slots * 2 * 128 * HEAD_DIM if group > 1 else 0,
+        1,
+        2 + divisible * group,
+        slots * 8,
+    ]
     starts = [dq_sum, stats, partials, ticket, table, arrivals]
-    ends = [start + 4 * sizes[start] for start in starts] if group > 1 else []
-    assert starts[1:] == ends[:-1] or group == 1
+    ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
+    assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert partials % 16 == stats % 16 == dq_sum % 16 == 0
     scratch = module._Scratch.of(problem, PADDED, num_tiles)
-    assert scratch.size == arrivals + 4 * sizes[arrivals] - dq_sum
+    assert scratch.size == ends[-1] - dq_sum
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])

@@ -15,6 +15,7 @@ from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda import forward as module
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout, load_function
 from magi_compile.kernels.cuda.planner import planner_variant
+from tests.kernels import idle_driver
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
 PARAMS_BYTES = 640  # as csrc/sm90/fwd.cuh asserts
@@ -24,21 +25,11 @@ TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 1
 @pytest.fixture
 def launches(monkeypatch):
     """The parameters of every launch; tensor maps begin with the address of their tensor."""
-    found = []
-
-    def tensor_map(x, box_rows):
-        return struct.pack("<2Q", x.data_ptr(), box_rows).ljust(TENSOR_MAP_BYTES, b"\0")
-
-    for name, fake in {
-        "launch": lambda function, grid, block, params, stream: found.append(params),
-        "load_function": lambda variant, device: None,
-        "num_sms": lambda device: 132,
-        "current_stream": lambda device: 0,
-        "zero_word": lambda stream, device: torch.zeros(1, dtype=torch.int32),
-        "tensor_map": tensor_map,
-    }.items():
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    found = idle_driver.install(
+        monkeypatch,
+        module,
+        zero_word=lambda stream, device: torch.zeros(1, dtype=torch.int32),
+    )
     module._route.cache_clear()
     yield found
     module._route.cache_clear()
