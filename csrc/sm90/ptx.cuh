@@ -326,6 +326,7 @@ struct Wgmma;
 #define FFA_F32(d) FFA_F16(d, 0), FFA_F16(d, 16)
 #define FFA_F48(d) FFA_F32(d), FFA_F16(d, 32)
 #define FFA_F40(d) FFA_F32(d), FFA_F4(d, 32), FFA_F4(d, 36)
+#define FFA_F56(d) FFA_F48(d), FFA_F4(d, 48), FFA_F4(d, 52)
 #define FFA_F64(d) FFA_F48(d), FFA_F16(d, 48)
 #define FFA_F96(d) FFA_F64(d), FFA_F16(d, 64), FFA_F16(d, 80)
 #define FFA_F128(d) FFA_F96(d), FFA_F16(d, 96), FFA_F16(d, 112)
@@ -335,6 +336,7 @@ struct Wgmma;
     "%29,%30,%31"
 #define FFA_R40 FFA_R32 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define FFA_R48 FFA_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define FFA_R56 FFA_R48 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define FFA_R64 FFA_R48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define FFA_R96                                                                                                      \
     FFA_R64 ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
@@ -377,6 +379,7 @@ struct Wgmma;
     FFA_WGMMA(ELEMENT, TYPE, 64, FFA_R32, FFA_F32, "%32", "%33", "%34", "%35", "%36", "%37", "%38", "%39")         \
     FFA_WGMMA(ELEMENT, TYPE, 80, FFA_R40, FFA_F40, "%40", "%41", "%42", "%43", "%44", "%45", "%46", "%47")         \
     FFA_WGMMA(ELEMENT, TYPE, 96, FFA_R48, FFA_F48, "%48", "%49", "%50", "%51", "%52", "%53", "%54", "%55")         \
+    FFA_WGMMA(ELEMENT, TYPE, 112, FFA_R56, FFA_F56, "%56", "%57", "%58", "%59", "%60", "%61", "%62", "%63")        \
     FFA_WGMMA(ELEMENT, TYPE, 128, FFA_R64, FFA_F64, "%64", "%65", "%66", "%67", "%68", "%69", "%70", "%71")        \
     FFA_WGMMA(ELEMENT, TYPE, 192, FFA_R96, FFA_F96, "%96", "%97", "%98", "%99", "%100", "%101", "%102", "%103")     \
     FFA_WGMMA(ELEMENT, TYPE, 256, FFA_R128, FFA_F128, "%128", "%129", "%130", "%131", "%132", "%133", "%134", "%135")
@@ -387,6 +390,7 @@ FFA_WGMMA_SIZES(float16, "f16")
 #undef FFA_R128
 #undef FFA_R96
 #undef FFA_R64
+#undef FFA_R56
 #undef FFA_R48
 #undef FFA_R40
 #undef FFA_R32
@@ -394,6 +398,7 @@ FFA_WGMMA_SIZES(float16, "f16")
 #undef FFA_F128
 #undef FFA_F96
 #undef FFA_F64
+#undef FFA_F56
 #undef FFA_F48
 #undef FFA_F40
 #undef FFA_F32

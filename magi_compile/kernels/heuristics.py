@@ -47,7 +47,7 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(3, 96, 4, 4, 2, 40, 152),
+    64: ForwardConfig(3, 112, 4, 4, 2, 32, 160),
     96: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     128: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     192: ForwardConfig(2, 80, 3, 2, 1, 40, 232),
