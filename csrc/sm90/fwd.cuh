@@ -5,6 +5,9 @@
 // The consumer warpgroups own 64 rows each and keep scores, probabilities and output in registers. Softmax of block j
 // overlaps with P V of block j - 1 in the same warpgroup, and with the matmuls of the other warpgroups. The stream of
 // blocks does not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
+//
+// Two launches may share the tiles of a plan, and the keys of a tile: what the first one has seen of a tile's keys leaves
+// as a part, in fp32, and the second one merges it with the rest.
 #pragma once
 
 #include "mask.cuh"
@@ -17,23 +20,29 @@ namespace ffa {
 
 struct ForwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
-    TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns
-    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
+    TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: near and far keys
+    TensorMap v[2];    // [nheads_kv, total_k, head_dim], likewise
     TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
-    void* out_rows;    // [total_q, nheads_q, head_dim], contiguous; fp32 where `is_out_wide`
+    void* out_rows;    // [total_q, nheads_q, head_dim], contiguous
     float* lse;        // [nheads_q, total_q]
-    const float* prior_out;   // attention over other keys, to be merged with this one: as `out_rows`, fp32; or null
-    const float* prior_lse;   // as `lse`
+    float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for parts; or null
+    float* wide_lse;   // [nheads_q, total_q]
+    const float* prior_out;   // attention over other keys, to be merged with parts: as `wide_out`; or null
+    const float* prior_lse;   // as `wide_lse`
     const Run* runs;   // [num_runs]
+    const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`, kNotAPart
+                              // for the other tiles; null where all are parts that lie at their own rows
     Schedule schedule;
     int total_q;
     int qhead_per_kvhead;
+    int far_begin;      // columns from here on are far keys
     float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;    // softmax_scale / softcap where scores are capped
-    int is_out_wide;
 };
 
-static_assert(sizeof(ForwardParams) == 640, "packed by magi_compile/kernels/cuda/forward.py");
+constexpr int kNotAPart = -2147483647 - 1;
+
+static_assert(sizeof(ForwardParams) == 896, "packed by magi_compile/kernels/cuda/forward.py");
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_>
@@ -101,6 +110,7 @@ struct alignas(1024) SharedStorage {
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
+    int part_shifts[Config::kQBuffers];   // travel with q
 };
 
 constexpr uint32_t kWarpgroupDone = 1;   // a named barrier for each consumer warpgroup; 0 is __syncthreads
@@ -134,7 +144,8 @@ public:
             if (!is_empty) {
                 tell_producer(tile, item.head);
             }
-            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)});
+            const int part_shift = params_.part_shifts ? params_.part_shifts[item.tile] : 0;
+            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)}, part_shift);
             if (!is_empty) {
                 mbarrier_wait(smem_.runs_empty, runs_phase_);
                 runs_phase_ ^= 1;
@@ -142,7 +153,7 @@ public:
         }
         smem_.runs.begin = RunsOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.runs_full);
-        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork});
+        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, kNotAPart);
     }
 
 private:
@@ -161,10 +172,11 @@ private:
         mbarrier_arrive(smem_.runs_full);
     }
 
-    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile) {
+    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, int part_shift) {
         const int buffer = q_phase_ % Config::kQBuffers;
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
         smem_.tiles[buffer] = tile;
+        smem_.part_shifts[buffer] = part_shift;
         if (tile.num_blocks <= 0) {
             mbarrier_arrive(smem_.q_full);
         } else {
@@ -236,7 +248,7 @@ private:
         if (edge) {
             cp_async_bulk_load(&block.run, edge, sizeof(Run), full);
         }
-        load_slabs<Config>(smem_.k[k_.slot], params_.k, full, col, head);
+        load_slabs<Config>(smem_.k[k_.slot], params_.k[is_far(col)], full, row_of(col), head);
         k_.advance();
     }
 
@@ -244,9 +256,14 @@ private:
         uint64_t& full = smem_.v_full[v_.slot];
         mbarrier_wait(smem_.v_empty[v_.slot], v_.phase ^ 1);
         mbarrier_arrive_expect_tx(full, sizeof(smem_.v[0]));
-        load_slabs<Config>(smem_.v[v_.slot], params_.v, full, col, head);
+        load_slabs<Config>(smem_.v[v_.slot], params_.v[is_far(col)], full, row_of(col), head);
         v_.advance();
     }
+
+    // Far keys lie in memory of their own; no run reaches from near ones into them.
+    __device__ __forceinline__ bool is_far(int col) const { return col >= params_.far_begin; }
+
+    __device__ __forceinline__ int row_of(int col) const { return is_far(col) ? col - params_.far_begin : col; }
 
     static constexpr int kBlocksAhead = 2;   // of the end of a tile, when the next one is asked for
     static constexpr int kNoColumn = -1;
@@ -367,7 +384,8 @@ private:
 
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
-        if (params_.prior_lse != nullptr) {
+        const bool is_part = part_shift() != kNotAPart;
+        if (params_.prior_lse != nullptr && is_part) {
             float keep[2];
             weigh(normalize, keep, lse, tile);
             scale_rows(out, normalize);
@@ -375,12 +393,13 @@ private:
         } else {
             scale_rows(out, normalize);
         }
-        if (params_.is_out_wide) {
+        const bool is_wide = params_.wide_out != nullptr && is_part;
+        if (is_wide) {
             store_wide(out, tile);
         } else {
             store(out, tile);
         }
-        store_lse(lse, tile);
+        store_lse(lse, is_wide ? params_.wide_lse : params_.lse, tile);
         if constexpr (Config::kQBuffers == 1) {
             release_q();
         }
@@ -485,7 +504,7 @@ private:
         for (int half = 0; half < 2; ++half) {
             const int row = first_row(tile) + 8 * half;
             if (row < tile.row_end) {
-                const float2* const prior = reinterpret_cast<const float2*>(params_.prior_out + out_offset(tile, row));
+                const float2* const prior = reinterpret_cast<const float2*>(params_.prior_out + wide_offset(tile, row));
 #pragma unroll
                 for (int i = 0; i < kOut / 4; ++i) {
                     const float2 pair = prior[4 * i];
@@ -502,7 +521,7 @@ private:
         for (int half = 0; half < 2; ++half) {
             const int row = first_row(tile) + 8 * half;
             if (row < tile.row_end) {
-                float2* const out_row = reinterpret_cast<float2*>(static_cast<float*>(params_.out_rows) + out_offset(tile, row));
+                float2* const out_row = reinterpret_cast<float2*>(params_.wide_out + wide_offset(tile, row));
 #pragma unroll
                 for (int i = 0; i < kOut / 4; ++i) {
                     out_row[4 * i] = make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
@@ -511,13 +530,13 @@ private:
         }
     }
 
-    __device__ __forceinline__ void store_lse(const float (&lse)[2], const TileOfHead& tile) const {
+    __device__ __forceinline__ void store_lse(const float (&lse)[2], float* all, const TileOfHead& tile) const {
         if (lane_ % 4 == 0) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = first_row(tile) + 8 * half;
                 if (row < tile.row_end) {
-                    params_.lse[lse_offset(tile, row)] = lse[half];
+                    all[lse_offset(tile, row)] = lse[half];
                 }
             }
         }
@@ -527,9 +546,12 @@ private:
         return static_cast<long long>(tile.head) * params_.total_q + row;
     }
 
-    // Of this thread's first two columns in a row of fp32.
-    __device__ __forceinline__ long long out_offset(const TileOfHead& tile, int row) const {
-        return (static_cast<long long>(row) * params_.schedule.num_heads + tile.head) * Config::kHeadDim + 2 * (lane_ % 4);
+    __device__ __forceinline__ int part_shift() const { return smem_.part_shifts[q_phase_ % Config::kQBuffers]; }
+
+    // Of this thread's first two columns in a row of `wide_out`.
+    __device__ __forceinline__ long long wide_offset(const TileOfHead& tile, int row) const {
+        const long long wide_row = row + part_shift();
+        return (wide_row * params_.schedule.num_heads + tile.head) * Config::kHeadDim + 2 * (lane_ % 4);
     }
 
     // Each warp stores its own 16 rows: with TMA where all of them belong to the tile, else row by row, because the

@@ -1,11 +1,14 @@
 """Group collectives over one all-to-all: gather rows, exchange, scatter rows. Works on every backend.
 
-Rows that stay on their rank take no part in the exchange.
+Rows that stay on their rank take no part in the exchange. On GPUs the exchange runs on a stream of its own. Its kernels
+need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they go
+first: the current stream goes on once that stream has reached them, and that stream has priority.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -97,8 +100,26 @@ class _Reduce:
         order.sums(totals[0].shape[0]).add_to(totals, self._exchange.wait())
 
 
+class _Lane:
+    """The stream of a group's exchanges on a GPU, and how many of them nobody has waited for."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.num_pending = 0
+
+
+_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Lane]] = WeakKeyDictionary()
+
+
+def _lane(group: dist.ProcessGroup, device: torch.device) -> _Lane:
+    lanes = _lanes.setdefault(group, {})
+    if device not in lanes:
+        lanes[device] = _Lane(device)
+    return lanes[device]
+
+
 class Exchange:
-    """An all-to-all of rows `[num, width]` under way; keeps both buffers alive."""
+    """An all-to-all of rows `[num, width]` under way; keeps both buffers alive, and is kept until `wait` returns."""
 
     def __init__(
         self, packed: Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup
@@ -107,8 +128,28 @@ class Exchange:
         self._arrived = packed.new_empty(sum(recv), packed.shape[1])
         # As bytes, because backends differ in the dtypes they know.
         outgoing, incoming = (x.view(torch.uint8) for x in (packed, self._arrived))
-        self._work = dist.all_to_all_single(incoming, outgoing, recv, send, group, async_op=True)
+        if not packed.is_cuda:
+            self._work = dist.all_to_all_single(
+                incoming, outgoing, recv, send, group, async_op=True
+            )
+            return
+        self._lane = _lane(group, packed.device)
+        current, stream = torch.cuda.current_stream(packed.device), self._lane.stream
+        stream.wait_stream(current)
+        reached = stream.record_event()
+        with torch.cuda.stream(stream):
+            dist.all_to_all_single(incoming, outgoing, recv, send, group)
+        self._done = stream.record_event()
+        # Behind another exchange it can not go first, and that one is not to be waited for.
+        if not self._lane.num_pending:
+            current.wait_event(reached)
+        self._lane.num_pending += 1
 
     def wait(self) -> Tensor:
-        self._work.wait()
-        return self._arrived
+        arrived = self._arrived
+        if arrived.is_cuda:
+            torch.cuda.current_stream(arrived.device).wait_event(self._done)
+            self._lane.num_pending -= 1
+        else:
+            self._work.wait()
+        return arrived

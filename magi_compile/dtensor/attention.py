@@ -1,6 +1,7 @@
 """Attention across ranks: every rank holds some rows of q, k and v, and keys travel to the queries that see them.
 
     forward     for each stage: start the next cast; attend, merged with the stages before
+                or one call, which begins with local keys while the others travel
     backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,20 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor.collectives import Collective, PendingCast, PendingReduce
 from magi_compile.dtensor.collectives import select as select_collective
-from magi_compile.dtensor.rank_plan import DevicePlan, DeviceStage, PlanTensors, unpack
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
+from magi_compile.dtensor.rank_plan import (
+    DevicePlan,
+    DeviceStage,
+    MergedStage,
+    PlanTensors,
+    unpack,
+)
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    EarlyKernel,
+    ForwardOutput,
+    Kernel,
+)
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.ops.define import define, define_differentiable, gradients
@@ -39,6 +52,8 @@ def forward(
     group: dist.ProcessGroup,
 ) -> ForwardOutput:
     """This rank's rows of the attention; all ranks of `group` call it together."""
+    if plan.merged is not None:
+        return _forward_merged(q, k, v, plan.merged, kernel, problem, collective, group)
     wide = torch.promote_types(q.dtype, torch.float32)
     last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
     result: ForwardOutput | None = None
@@ -55,6 +70,31 @@ def forward(
         return result
     out = q.new_zeros(*q.shape[:2], v.shape[2])
     return ForwardOutput(out, q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32))
+
+
+def _forward_merged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stage: MergedStage,
+    kernel: Kernel,
+    problem: AttnProblem,
+    collective: Collective,
+    group: dist.ProcessGroup,
+) -> ForwardOutput:
+    casts = collective.casts((k, v), [stage.route], group)
+    arriving = next(casts)
+    early_plan = stage.early_plan(kernel, problem)
+    if early_plan is not None:
+        early = cast(EarlyKernel, kernel)
+        result = early.forward_early(q, k, v, arriving.wait, early_plan, problem)
+    else:
+        k_all, v_all = (torch.cat(parts) for parts in zip((k, v), arriving.wait(), strict=True))
+        both = stage.side_by_side
+        kernel_plan = both.kernel_plan(kernel, problem)
+        result = kernel.forward(q, k_all, v_all, both.slices, kernel_plan, problem)
+    assert next(casts, None) is None
+    return result
 
 
 def backward(

@@ -19,6 +19,7 @@ from torch import Tensor
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.cost import MERGED_FACTOR, CostModel, wave_rows
+from magi_compile.kernels.base import EarlyKernel
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
@@ -138,6 +139,7 @@ def calibrate(
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
         backward_wave_rows=wave_rows(nheads_kv, num_sms),
         backward_merged_factor=MERGED_FACTOR if num_sms else 1.0,
+        starts_early=isinstance(kernel, EarlyKernel),
     )
 
 

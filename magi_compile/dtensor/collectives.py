@@ -77,8 +77,13 @@ class Route:
         return Route(sends, recvs, host_sends, host_recvs, send_counts, recv_counts, peak_received)
 
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
-        """`make(self, *arguments)`, made once: what an implementation needs of the route."""
+        """`make(self, *arguments)`, made once: what an implementation needs of the route.
+
+        Raises:
+            RuntimeError: if it would have to be made while a graph is being captured.
+        """
         if make not in self._derived:
+            refuse_to_be_recorded(self.sends)
             self._derived[make] = make(self, *arguments)
         return self._derived[make]
 
@@ -90,6 +95,20 @@ class Route:
     def num_received(self) -> int:
         """Rows of the buffer."""
         return sum(self.recv_counts)
+
+
+def refuse_to_be_recorded(x: Tensor) -> None:
+    """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and what
+    is kept would hold nothing before the first replay.
+
+    Raises:
+        RuntimeError: while a graph is being captured.
+    """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "what a plan needs on the device is made when it is first used, which can not be recorded: "
+            "run the step once before it is captured in a graph"
+        )
 
 
 class PendingCast(Protocol):

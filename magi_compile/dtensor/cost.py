@@ -21,6 +21,7 @@ class CostModel:
         backward_wave_rows: key rows that the whole GPU works on at a time backward, where dK and dV of a block of
             rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
         backward_merged_factor: backward compute in one call over all keys, over that of local and remote keys apart.
+        starts_early: whether the forward kernel is an `EarlyKernel`, which hides a cast without another stage.
     """
 
     seconds_per_area: float
@@ -32,6 +33,7 @@ class CostModel:
     backward_reduce_factor: float = 1.0
     backward_wave_rows: float = 0.0
     backward_merged_factor: float = 1.0
+    starts_early: bool = False
 
     @staticmethod
     def of_heads(
@@ -56,6 +58,7 @@ class CostModel:
             backward_stage_seconds_per_row=stage,
             backward_wave_rows=wave_rows(nheads_kv, num_sms=132),
             backward_merged_factor=MERGED_FACTOR,
+            starts_early=True,
         )
 
 

@@ -3,8 +3,8 @@
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
-    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, then for each stage:
-            in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1,
+            then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -17,15 +17,15 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.collectives import Route
+from magi_compile.dtensor.collectives import Route, refuse_to_be_recorded
 from magi_compile.dtensor.comm_plan import (
     RankRows,
     Stage,
@@ -34,11 +34,12 @@ from magi_compile.dtensor.comm_plan import (
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
-from magi_compile.dtensor.stages import choose_degree
-from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.dtensor.stages import choose_degree, early_share
+from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
 
 CACHE_SIZE = 64
+_MILLION = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,8 @@ class ContextParallelOptions:
         slack: how far above the mean a rank's area may lie in favour of less communication.
         degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
         backward_degree: the same of the backward pass.
+        early: whether a merged forward stage begins before remote keys are there, where `cost` says that the kernel
+            can. A kernel that can not waits for them.
         cost: what compute and communication cost.
     """
 
@@ -59,6 +62,7 @@ class ContextParallelOptions:
     slack: float = 0.01
     degree: int | None = None
     backward_degree: int | None = None
+    early: bool = True
     cost: CostModel = DEFAULT_COST
 
 
@@ -71,13 +75,17 @@ class PlanTensors(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class RankPlan:
-    """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike."""
+    """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
+
+    Where there is an `early_share`, the two forward stages are one: its near keys and its far ones.
+    """
 
     dispatch: Dispatch
     rank: int
     digest: int
     forward: list[Stage]
     backward: list[Stage]
+    early_share: float | None = None
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
@@ -91,6 +99,7 @@ class RankPlan:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
+        meta += [-1 if self.early_share is None else round(self.early_share * _MILLION)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of runs become a list and int32 together.
         runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -218,16 +227,19 @@ def _plan(
     )
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
-    if degree is None or backward_degree is None:
+    early, share = options.early and options.cost.starts_early, None
+    if degree is None or backward_degree is None or (early and degree == 0):
         loads = StageLoads.of(rows)
         if degree is None:
-            degree = choose_degree(loads, options.cost)
+            degree = choose_degree(loads, options.cost, early=early)
         if backward_degree is None:
             backward_degree = choose_degree(loads, options.cost, backward=True)
+        if early and degree == 0:
+            degree, share = 1, early_share(loads, rank, options.cost)
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward)
+    return RankPlan(where, rank, digest, forward, backward, share)
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:
@@ -265,8 +277,54 @@ class DeviceStage:
     def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> list[Tensor]:
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._plans:
+            refuse_to_be_recorded(self.slices.q_ranges)
             self._plans[key] = kernel.plan(self.slices, problem)
         return self._plans[key]
+
+
+class MergedStage:
+    """Near keys, in place, and far ones, in a buffer, in one attention call; none of the two is empty.
+
+    Args:
+        near: the stage of the near keys.
+        far: that of the far ones.
+        share: how much of the work is to be done before the far keys are there.
+    """
+
+    def __init__(self, near: DeviceStage, far: DeviceStage, share: float):
+        assert far.route is not None
+        self.near, self.far, self.route, self._share = near, far, far.route, share
+        self._early: dict[Hashable, Any] = {}
+
+    @cached_property
+    def side_by_side(self) -> DeviceStage:
+        """The stage over one tensor, near keys in front of far ones."""
+        return self._joined(self.near.slices.seqlen_k)
+
+    def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
+        """What an `EarlyKernel` is called with; None for other kernels."""
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._early:
+            plan = None
+            if isinstance(kernel, EarlyKernel):
+                # With a column between near and far ones, so that no run has both.
+                far_begin = self.near.slices.seqlen_k + 1
+                slices = self._joined(far_begin).slices
+                plan = kernel.early_plan(slices, problem, far_begin, self._share)
+            self._early[key] = plan
+        return self._early[key]
+
+    def _joined(self, far_begin: int) -> DeviceStage:
+        near, far = self.near.slices, self.far.slices
+        refuse_to_be_recorded(near.q_ranges)
+        slices = AttnSlices(
+            torch.cat([near.q_ranges, far.q_ranges]),
+            torch.cat([near.k_ranges, far.k_ranges + far_begin]),
+            torch.cat([near.mask_types, far.mask_types]),
+            near.seqlen_q,
+            far_begin + far.seqlen_k,
+        )
+        return DeviceStage(slices, None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +334,7 @@ class DevicePlan:
     rows: int
     forward: list[DeviceStage]
     backward: list[DeviceStage]
+    merged: MergedStage | None  # of the forward stages, if they are one
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
@@ -290,8 +349,8 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    _, _, cp_size, rows, num_forward, num_backward = meta[:6]
-    counts = iter(meta[6:])
+    _, _, cp_size, rows, num_forward, num_backward, share = meta[:7]
+    counts = iter(meta[7:])
     position = 0
 
     def take_counts(number: int) -> list[int]:
@@ -314,4 +373,10 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
         return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size))
 
     stages = [stage() for _ in range(num_forward + num_backward)]
-    return DevicePlan(rows, stages[:num_forward], stages[num_forward:])
+    forward, backward = stages[:num_forward], stages[num_forward:]
+    merged = None
+    # A rank of which all keys are near or all are far has one stage anyway.
+    if share >= 0 and len(forward) == 2 and not any(stage.is_empty for stage in forward):
+        near, far = forward
+        merged = MergedStage(near, far, share / _MILLION)
+    return DevicePlan(rows, forward, backward, merged)

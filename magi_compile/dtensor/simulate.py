@@ -26,7 +26,12 @@ from magi_compile.dtensor.dispatch import (
 )
 from magi_compile.dtensor.documents import document_packs
 from magi_compile.dtensor.ranges import total_by_owner, unite
-from magi_compile.dtensor.stages import backward_seconds, choose_degree, forward_seconds
+from magi_compile.dtensor.stages import (
+    backward_seconds,
+    choose_degree,
+    early_seconds,
+    forward_seconds,
+)
 from magi_compile.masks import library
 from magi_compile.masks.slices import AttnSlices
 
@@ -98,12 +103,16 @@ def simulate(
         )
         rows = RankRows.of(where)
         loads = StageLoads.of(rows)
-        degrees = [choose_degree(loads, cost, backward=backward) for backward in (False, True)]
-        plan_communication(rows, sorted(set(degrees))).stages(0)
+        early = cost.starts_early
+        degree_fwd = choose_degree(loads, cost, early=early)
+        degree_bwd = choose_degree(loads, cost, backward=True)
+        early &= degree_fwd == 0
+        plan_communication(rows, sorted({1 if early else degree_fwd, degree_bwd})).stages(0)
         seconds.append(time.thread_time() - start)
     area, local = loads.area.double(), where.seqlen_local
     ideal = area.mean().item() * cost.seconds_per_area
     ideal_bwd = ideal * cost.backward_area_factor
+    forward = early_seconds(loads, cost) if early else forward_seconds(loads, degree_fwd, cost)
     return Outcome(
         cp=cp_size,
         chunk=chunk_size,
@@ -116,10 +125,10 @@ def simulate(
         gather=float(cp_size - 1),
         ulysses=ulysses_rows(cp_size),
         plan_ms=min(seconds) * 1e3,
-        degree_fwd=degrees[0],
-        degree_bwd=degrees[1],
-        eff_fwd=ideal / forward_seconds(loads, degrees[0], cost) if ideal else 1.0,
-        eff_bwd=ideal_bwd / backward_seconds(loads, degrees[1], cost) if ideal else 1.0,
+        degree_fwd=degree_fwd,
+        degree_bwd=degree_bwd,
+        eff_fwd=ideal / forward if ideal else 1.0,
+        eff_bwd=ideal_bwd / backward_seconds(loads, degree_bwd, cost) if ideal else 1.0,
     )
 
 

@@ -4,6 +4,9 @@ More stages hide more, and each costs another pass over the rank's query rows: a
 and read again. So what a stage costs does not depend on the mask, and what it hides does. Both directions are simulated
 with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
 attention call over everything.
+
+A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call, and does another pass over
+as few rows as it takes. Forward, 0 is then the best degree of all.
 """
 
 from __future__ import annotations
@@ -32,14 +35,46 @@ def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     return _backward(loads, _column([degree]), cost).item()
 
 
+def early_seconds(loads: StageLoads, cost: CostModel) -> float:
+    """A forward pass with degree 0 of the slowest rank, by a kernel that begins before remote keys are there."""
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    area = loads.area.double() * cost.seconds_per_area
+    local = loads.local_area.double() * cost.seconds_per_area
+    parts = torch.minimum(cast, local) / area.clamp(min=1e-9)
+    stage = parts.clamp(max=1) * loads.query_rows * cost.stage_seconds_per_row
+    return (area + (cast - local).clamp(min=0) + stage).amax().item()
+
+
+def early_share(loads: StageLoads, rank: int, cost: CostModel) -> float:
+    """How much of its forward work `rank` should do before its remote keys are there, to be busy until then."""
+    cast = _cast_seconds(loads, _column([1]), cost).item()
+    area = int(loads.area[rank]) * cost.seconds_per_area
+    return min(1.0, cast / area) if area else 0.0
+
+
 def choose_degree(
-    loads: StageLoads, cost: CostModel, *, backward: bool = False, max_degree: int = MAX_DEGREE
+    loads: StageLoads,
+    cost: CostModel,
+    *,
+    backward: bool = False,
+    early: bool = False,
+    max_degree: int = MAX_DEGREE,
 ) -> int:
-    """The smallest degree within `TIE` of the fastest. All ranks compute the same."""
+    """The smallest degree within `TIE` of the fastest. All ranks compute the same.
+
+    Args:
+        loads: of all ranks.
+        cost: rates.
+        backward: of the backward pass.
+        early: whether a forward pass with degree 0 begins before remote keys are there.
+        max_degree: the largest to consider.
+    """
     if not int(loads.recv_rows.sum()):
         return 1  # nothing moves, and keys that are attended in place are not even copied
     seconds = _backward if backward else _forward
     predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
+    if early:
+        predicted[0] = early_seconds(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 
 

@@ -6,9 +6,9 @@ Tensors are packed: `q [total_q, nheads_q, head_dim]`, `k [total_k, nheads_kv, h
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -106,3 +106,34 @@ class Kernel(Protocol):
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput: ...
+
+
+@runtime_checkable
+class EarlyKernel(Kernel, Protocol):
+    """A kernel that begins before some keys, the far ones, are there. An optional capability."""
+
+    def early_plan(
+        self, slices: AttnSlices, problem: AttnProblem, far_begin: int, share: float
+    ) -> Any:
+        """How `forward_early` walks `slices`, of which the columns from `far_begin` on are the far keys.
+
+        No slice has both near and far columns, and the column in front of `far_begin` is none. `share` is how much
+        of the work the kernel should find to do before the far keys are there.
+        """
+        ...
+
+    def forward_early(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        arrive: Callable[[], Sequence[Tensor]],
+        plan: Any,
+        problem: AttnProblem,
+    ) -> ForwardOutput:
+        """Attention of `q` over the near keys `k`, `v` and over those that `arrive` returns; none of them is empty.
+
+        `arrive`, called once, makes the current stream wait for the far keys and values. Work enqueued before it
+        ends in any case: nothing in it waits for them.
+        """
+        ...

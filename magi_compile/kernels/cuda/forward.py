@@ -30,9 +30,41 @@ from magi_compile.kernels.merge import merge_prior
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _STORE_ROWS = 16  # each warp stores its own rows
-# What follows the four tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<7Q"), struct.Struct("<3i4x2i2fi36x")
+# What follows the tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
+_ADDRESSES, _SCALARS = struct.Struct("<10Q"), struct.Struct("<3i4x3i2f12x")
 _MAX_KNOWN_MAPS = 256
+_NO_FAR_KEYS = 2**31 - 1
+
+_Layouts = tuple[tuple[int, ...], ...]
+
+
+class Walk(NamedTuple):
+    """The tiles of one launch and their runs."""
+
+    tiles: Tensor
+    runs: Tensor
+    part_shifts: Tensor | None = (
+        None  # int32 `[num_tiles]`, see ForwardParams; None: every tile is a part
+    )
+
+
+class Results(NamedTuple):
+    """Where one launch leaves what it computes, and what it merges with. Of each pair both or none are there."""
+
+    out: Tensor | None = None
+    lse: Tensor | None = None
+    wide_out: Tensor | None = None  # of parts
+    wide_lse: Tensor | None = None
+    prior_out: Tensor | None = None  # of parts
+    prior_lse: Tensor | None = None
+
+
+class FarKeys(NamedTuple):
+    """Keys in memory of their own, which a walk sees as the columns from `begin` on."""
+
+    k: Tensor
+    v: Tensor
+    begin: int
 
 
 class _Route(NamedTuple):
@@ -43,7 +75,7 @@ class _Route(NamedTuple):
     num_threads: int
     has_ticket: bool
     scalars: bytes
-    maps: dict[tuple[int, ...], bytes]  # the four tensor maps, by the addresses of their tensors
+    maps: dict[tuple[int, ...], bytes]  # the tensor maps, by the addresses of their tensors
 
 
 @cache
@@ -111,53 +143,77 @@ def forward(
                 q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype, config=config
             )
 
-    at_q, at_k, at_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-    layouts = (q.shape, q.stride(), k.shape, k.stride(), v.stride())
-    route = _route(problem, config, layouts, q_tiles.shape[0], out_dtype, device.index)
-    if route is None or (at_q | at_k | at_v) % 16:
-        q, k, v = tma_compatible(q), tma_compatible(k), tma_compatible(v)
-        return forward(
-            q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype, config=config
-        )
     out = q.new_empty((total_q, nheads_q, head_dim), dtype=out_dtype)
     lse = q.new_empty((nheads_q, total_q), dtype=torch.float32)
-    prior_out, prior_lse = (x.contiguous() for x in prior) if prior else (None, None)
-    stream = current_stream(device)
-    ticket = zero_word(stream, device) if route.has_ticket else None
+    priors = [x.contiguous() for x in prior] if prior else [None, None]
+    if out_dtype == q.dtype:
+        results = Results(out, lse, None, None, *priors)
+    else:
+        results = Results(None, None, out, lse, *priors)
+    enqueue(q, k, v, None, Walk(q_tiles, q_runs), results, problem, config)
+    return ForwardOutput(out, lse)
 
-    addresses = (at_q, at_k, at_v, out.data_ptr())
-    maps = route.maps.get(addresses)
+
+def enqueue(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: FarKeys | None,
+    walk: Walk,
+    results: Results,
+    problem: AttnProblem,
+    config: ForwardConfig | None = None,
+) -> None:
+    """One launch on torch's current stream and device; `results` are contiguous."""
+    tensors = (q, k, v) if far is None else (q, k, v, far.k, far.v)
+    at = [x.data_ptr() for x in tensors]
+    begin = _NO_FAR_KEYS
+    layouts: _Layouts = (q.shape, q.stride(), k.shape, k.stride(), v.stride())
+    if far is not None:
+        begin = far.begin
+        layouts = (*layouts, far.k.shape, far.k.stride(), far.v.stride())
+    route = _route(problem, config, layouts, begin, walk.tiles.shape[0], q.device.index)
+    if route is None or any(address % 16 for address in at):
+        q, k, v = (tma_compatible(x) for x in (q, k, v))
+        if far is not None:
+            far = FarKeys(tma_compatible(far.k), tma_compatible(far.v), begin)
+        enqueue(q, k, v, far, walk, results, problem, config)
+        return
+    stream = current_stream(q.device)
+    ticket = zero_word(stream, q.device) if route.has_ticket else None
+
+    known = (*at, _address(results.out))
+    maps = route.maps.get(known)
     if maps is None:
-        maps = _tensor_maps(q, k, v, out, config or forward_config(problem))
+        maps = _tensor_maps(q, k, v, far, results.out, config or forward_config(problem))
         if len(route.maps) >= _MAX_KNOWN_MAPS:
             route.maps.clear()
-        route.maps[addresses] = maps
+        route.maps[known] = maps
     pointers = _ADDRESSES.pack(
-        addresses[3],
-        lse.data_ptr(),
-        _address(prior_out),
-        _address(prior_lse),
-        q_runs.data_ptr(),
-        q_tiles.data_ptr(),
+        *map(_address, results),
+        walk.runs.data_ptr(),
+        _address(walk.part_shifts),
+        walk.tiles.data_ptr(),
         _address(ticket),
     )
     launch(route.function, route.grid, route.num_threads, maps + pointers + route.scalars, stream)
-    return ForwardOutput(out, lse)
 
 
 @lru_cache(maxsize=1024)
 def _route(
     problem: AttnProblem,
     config: ForwardConfig | None,
-    layouts: tuple[torch.Size, tuple[int, ...], torch.Size, tuple[int, ...], tuple[int, ...]],
+    layouts: _Layouts,
+    far_begin: int,
     num_tiles: int,
-    out_dtype: torch.dtype,
     device_index: int,
 ) -> _Route | None:
-    """How tensors of such layouts (the shape and strides of q and of k, the strides of v) are launched; None where TMA
-    can not read them."""
-    q_shape, q_stride, k_shape, k_stride, v_stride = layouts
-    tensors = ((q_shape, q_stride), (k_shape, k_stride), (k_shape, v_stride))
+    """How tensors of such layouts (the shape and strides of q and of k, the strides of v; of far keys those of k and v
+    again) are launched; None where TMA can not read them."""
+    q_shape, q_stride, *keys = layouts
+    tensors = [(q_shape, q_stride)]
+    for k_shape, k_stride, v_stride in zip(keys[::3], keys[1::3], keys[2::3], strict=True):
+        tensors += [(k_shape, k_stride), (k_shape, v_stride)]
     if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in tensors):
         return None
     config = config or forward_config(problem)
@@ -168,25 +224,33 @@ def _route(
     scalars = _SCALARS.pack(
         num_tiles,
         nheads_q,
-        heads_per_section(problem, k_shape[0]),
+        heads_per_section(problem, sum(shape[0] for shape in keys[::3])),
         total_q,
         problem.qhead_per_kvhead,
+        far_begin,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-        out_dtype != problem.dtype,
     )
     function = load_function(forward_variant(problem, config), device_index)
     return _Route(function, grid, config.num_threads, num_items > grid, scalars, {})
 
 
-def _tensor_maps(q: Tensor, k: Tensor, v: Tensor, out: Tensor, config: ForwardConfig) -> bytes:
-    is_out_wide = out.dtype != q.dtype
+def _tensor_maps(
+    q: Tensor, k: Tensor, v: Tensor, far: FarKeys | None, out: Tensor | None, config: ForwardConfig
+) -> bytes:
+    nothing = bytes(TENSOR_MAP_BYTES)
+
+    def keys(near: Tensor, of_far: Tensor | None) -> bytes:
+        return b"".join(
+            nothing if x is None else tensor_map(x, config.block_cols) for x in (near, of_far)
+        )
+
     return b"".join(
         (
             tensor_map(q, config.tile_rows),
-            tensor_map(k, config.block_cols),
-            tensor_map(v, config.block_cols),
-            bytes(TENSOR_MAP_BYTES) if is_out_wide else tensor_map(out, _STORE_ROWS),
+            keys(k, far and far.k),
+            keys(v, far and far.v),
+            nothing if out is None else tensor_map(out, _STORE_ROWS),
         )
     )
 

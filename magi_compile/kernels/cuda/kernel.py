@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.cuda.backward import backward
+from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.planner import plan_on_device
 from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS, plan_tiles
@@ -19,7 +20,7 @@ from magi_compile.plan.tiles import build_tile_plan
 
 
 class CudaKernel:
-    """Warp-specialised attention for sm_90a; see `Kernel` for the interface.
+    """Warp-specialised attention for sm_90a; see `Kernel` and `EarlyKernel` for the interface.
 
     For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
     tile sizes beside our own.
@@ -91,6 +92,23 @@ class CudaKernel:
     ) -> ForwardOutput:
         q_tiles, q_runs, *_ = plan
         return forward(q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype)
+
+    def early_plan(
+        self, slices: AttnSlices, problem: AttnProblem, far_begin: int, share: float
+    ) -> SplitPlan:
+        q_tiles, q_runs, *_ = self.plan(slices, problem)
+        return split_plan(q_tiles, q_runs, plan_tiles(problem).q_tile_rows, far_begin, share)
+
+    def forward_early(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        arrive: Callable[[], Sequence[Tensor]],
+        plan: SplitPlan,
+        problem: AttnProblem,
+    ) -> ForwardOutput:
+        return forward_early(q, k, v, arrive, plan, problem)
 
     def backward(
         self,
