@@ -4,7 +4,8 @@
 
 The one-GPU rate is that of the same kernel on the same mask over the whole sequence. A row's rate counts the mask's
 mean area of a rank and the time of the slowest rank; `stages` is the number of remote stages, forward and backward,
-where "auto" is the cost model's choice with rates measured on this machine. Exposed communication is a step's time
+where "auto" is the cost model's choice with rates measured on this machine, and "wait" is 0 without beginning forward
+before remote keys are there. Exposed communication is a step's time
 minus that of the same step with everything that moves rows taken out. All that is compared takes turns, so that it
 meets GPUs equally warm. Planning is the host's time for a mask never seen before. FLOPs are 4 * area * nheads_q *
 head_dim forward and 2.5 times that backward; medians over rounds.
@@ -49,6 +50,9 @@ MASKS = ("full", "causal", "document_full", "document_causal", "block_causal_doc
 SPIN_CYCLES = 2_000_000
 BACKWARD_FLOPS = 2.5
 
+WAIT = "wait"  # as a number of stages
+
+Degree = int | str | None
 Step = Callable[[], object]
 Key = tuple[Hashable, ...]
 
@@ -179,11 +183,16 @@ class Rank:
         )
 
     def planned(
-        self, slices: AttnSlices, degree: int | None, cost: CostModel, rank: int
+        self, slices: AttnSlices, degree: Degree, cost: CostModel, rank: int
     ) -> tuple[RankPlan, float]:
         """A plan, and the milliseconds that a new mask takes on the slowest host."""
+        number = 0 if degree == WAIT else degree
         options = ContextParallelOptions(
-            chunk_size=self.args.chunk, degree=degree, backward_degree=degree, cost=cost
+            chunk_size=self.args.chunk,
+            degree=number,
+            backward_degree=number,
+            early=degree != WAIT,
+            cost=cost,
         )
         seconds = []
         for _ in range(3):
@@ -222,7 +231,7 @@ class Rank:
         still = NoCommunication()
         collectives = self.collectives
         steps: dict[Key, tuple[Step, Step]] = {("one GPU",): self.one_gpu(slices)}
-        plans: dict[int | None, tuple[RankPlan, float]] = {}
+        plans: dict[Degree, tuple[RankPlan, float]] = {}
         for degree in args.stages:
             for turn, rank in enumerate(ranks):
                 plans[degree] = self.planned(slices, degree, cost, rank)
@@ -231,7 +240,7 @@ class Rank:
         runs = {(*key, i): pair[i] for key, pair in steps.items() for i in (0, 1)}
         seconds = self.in_turns(runs)
 
-        def slowest(degree: int | None, name: str) -> list[float]:
+        def slowest(degree: Degree, name: str) -> list[float]:
             turns = range(len(ranks))
             return [max(max(seconds[degree, name, turn, i]) for turn in turns) for i in (0, 1)]
 
@@ -250,7 +259,11 @@ class Rank:
                 "tokens": tokens,
                 "collective": name,
                 "stages": "auto" if degree is None else degree,
-                "stages_run": [len(plan.forward) - 1, len(plan.backward) - 1],
+                "stages_run": [
+                    0 if plan.early_share is not None else len(plan.forward) - 1,
+                    len(plan.backward) - 1,
+                ],
+                "early_share": plan.early_share,
                 "chunk": plan.dispatch.chunk_size,
                 "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
                 "one_gpu_tflops": [round(x) for x in alone],
@@ -380,8 +393,8 @@ def to_markdown(context: dict, rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stages_argument(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+def stages_argument(text: str) -> Degree:
+    return None if text == "auto" else text if text == WAIT else int(text)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ pytestmark = [
 
 GQA = Heads(8, 2, 128, 128)
 OPTIONS = replace(OPTIONS, degree=2, backward_degree=1)
+MERGED = replace(OPTIONS, degree=0, backward_degree=0)
 
 
 @pytest.fixture
@@ -59,6 +60,11 @@ def test_every_mask(run, name):
     check(run, replace(SQUARE[name], heads=GQA))
 
 
+@pytest.mark.parametrize("name", SQUARE)
+def test_every_mask_merged(run, name):
+    check(run, replace(SQUARE[name], heads=GQA), MERGED)
+
+
 @pytest.mark.parametrize("degree", [0, 1, 2, 4])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_and_degree(run, strategy, degree):
@@ -80,13 +86,76 @@ def test_compiled(run, name):
     check(run, replace(SQUARE[name], heads=GQA), is_compiled=True)
 
 
-def run_again_and_again(group, steps, collective):
+def inputs_of(rows, device, seed):
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = [(rows, heads, 128) for heads in (8, 2, 2)]
+    return [torch.randn(x, device=device, generator=generator).bfloat16() for x in shapes]
+
+
+def run_late_ranks(group, collective):
+    """Every rank is late in its turn, by more than the others need for all they can do without it."""
+    device, rank, size = torch.device("cuda", group.rank()), group.rank(), group.size()
+    slices = documents([700, 1, 90, 1257, 2048], causal=True)
+    results = {}
+    for early in (True, False):
+        plan = plan_rank(slices, size, rank, replace(MERGED, early=early))
+        tensors = plan.tensors(device)
+        for step in range(20):
+            q, k, v = inputs_of(plan.dispatch.seqlen_local, device, 100 * rank + step)
+            if early and step % size == rank:
+                torch.cuda._sleep(3_000_000)
+            results[early, step] = context_parallel_attention(
+                q, k, v, tensors, group, collective=collective
+            )
+    for step in range(20):
+        (out, lse), (expected, expected_lse) = results[True, step], results[False, step]
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def test_late_ranks(run):
+    run(run_late_ranks)
+
+
+def run_in_a_graph(group, collective):
+    device, rank, size = torch.device("cuda", group.rank()), group.rank(), group.size()
+    plan = plan_rank(documents([700, 1, 90, 1257], causal=True), size, rank, MERGED)
+    tensors = plan.tensors(device)
+    q, k, v = inputs_of(plan.dispatch.seqlen_local, device, rank)
+
+    def step():
+        return context_parallel_attention(q, k, v, tensors, group, collective=collective)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step()
+    for seed in range(6):
+        for x, new in zip((q, k, v), inputs_of(len(q), device, 10 * seed + rank), strict=True):
+            x.copy_(new)
+        if seed % size == rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        found = [x.clone() for x in recorded]
+        for x, expected in zip(found, step(), strict=True):
+            assert torch.equal(x, expected)
+
+
+def test_graph(run):
+    run(run_in_a_graph)
+
+
+def run_again_and_again(group, steps, collective, options=OPTIONS):
     """Alternating masks; equal inputs must give equal bits, but for dq, whose sum has no fixed order."""
     device = torch.device("cuda", group.rank())
     masks = [documents([700, 1, 90, 1257], causal=True), AttnSlices.full(2048)]
     first, differences = [], []
     for step in range(steps):
-        plan = plan_rank(masks[step % 2], group.size(), group.rank(), OPTIONS)
+        plan = plan_rank(masks[step % 2], group.size(), group.rank(), options)
         generator = torch.Generator(device).manual_seed(group.rank())
         q, k, v, dout = (
             torch.randn(plan.dispatch.seqlen_local, heads, 128, device=device, generator=generator)
@@ -107,7 +176,8 @@ def run_again_and_again(group, steps, collective):
     return torch.stack(differences).amax(0).tolist()
 
 
-def test_200_steps(run):
-    for out, lse, dq, dk, dv in run(run_again_and_again, 200):
+@pytest.mark.parametrize("options", [OPTIONS, MERGED], ids=["stages", "merged"])
+def test_200_steps(run, options):
+    for out, lse, dq, dk, dv in run(run_again_and_again, 200, options=options):
         assert out == lse == dk == dv == 0
         assert dq < 0.05

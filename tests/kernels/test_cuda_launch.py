@@ -5,6 +5,7 @@ import struct
 import subprocess
 import sys
 import threading
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,12 +14,33 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda import forward as module
+from magi_compile.kernels.cuda.early import forward_early, split_plan
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout, load_function
 from magi_compile.kernels.cuda.planner import planner_variant
+from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.tiles import build_tile_plan
 from tests.kernels import idle_driver
 
+
+class Pointers(NamedTuple):
+    """The addresses in ForwardParams."""
+
+    out: int
+    lse: int
+    wide_out: int
+    wide_lse: int
+    prior_out: int
+    prior_lse: int
+    runs: int
+    part_shifts: int
+    tiles: int
+    ticket: int
+
+
+NOTHING = Pointers(*[0] * 10)
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
-PARAMS_BYTES = 640  # as csrc/sm90/fwd.cuh asserts
+PARAMS_BYTES = 896  # as csrc/sm90/fwd.cuh asserts
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
 
 
@@ -41,8 +63,8 @@ def inputs():
 
 def pointers(params):
     """The addresses in the tensor maps, and those behind them."""
-    maps = [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(4)]
-    return maps, struct.unpack_from("<7Q", params, 4 * TENSOR_MAP_BYTES)
+    maps = [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(6)]
+    return maps, Pointers(*struct.unpack_from("<10Q", params, 6 * TENSOR_MAP_BYTES))
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -53,12 +75,13 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
     assert module._route.cache_info().misses == 1
     for params, (q, k, v, out, lse) in zip(launches, calls, strict=True):
         assert len(params) == PARAMS_BYTES
-        maps, (at_out, at_lse, prior_out, prior_lse, runs, tiles, ticket) = pointers(params)
-        assert maps == [x.data_ptr() for x in (q, k, v, out)]
-        assert (at_out, at_lse) == (out.data_ptr(), lse.data_ptr())
-        assert (prior_out, prior_lse) == (0, 0)
-        assert (runs, tiles) == (RUNS.data_ptr(), TILES.data_ptr())
-        assert ticket  # 60 tiles of 4 heads are more than 132
+        maps, found = pointers(params)
+        at_q, at_k, at_v, at_out = (x.data_ptr() for x in (q, k, v, out))
+        assert maps == [at_q, at_k, 0, at_v, 0, at_out]
+        assert found._replace(ticket=0) == NOTHING._replace(
+            out=at_out, lse=lse.data_ptr(), runs=RUNS.data_ptr(), tiles=TILES.data_ptr()
+        )
+        assert found.ticket  # 60 tiles of 4 heads are more than 132
 
 
 def test_a_prior_and_a_wide_output(launches):
@@ -68,12 +91,31 @@ def test_a_prior_and_a_wide_output(launches):
         *(q, k, v, TILES[:1], RUNS, PROBLEM), prior=prior, out_dtype=torch.float32
     )
     (params,) = launches
-    maps, (at_out, _, prior_out, prior_lse, _, _, ticket) = pointers(params)
-    assert maps[3] == 0  # a wide output does not leave through a tensor map
-    assert (at_out, out.dtype) == (out.data_ptr(), torch.float32)
-    assert (prior_out, prior_lse) == tuple(x.data_ptr() for x in prior)
-    assert ticket == 0
+    maps, found = pointers(params)
+    assert maps[5] == 0  # a wide output does not leave through a tensor map
+    assert (found.out, found.lse, found.ticket) == (0, 0, 0)
+    assert (found.wide_out, out.dtype) == (out.data_ptr(), torch.float32)
+    assert (found.prior_out, found.prior_lse) == tuple(x.data_ptr() for x in prior)
     assert len(params) == PARAMS_BYTES
+
+
+def test_two_launches_of_one_output(launches):
+    q, k, v = inputs()
+    k_far, v_far = (torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2))
+    slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
+    walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
+    plan = split_plan(walk.q_tiles, walk.q_runs, 192, far_begin=257, share=0.5)
+    out, lse = forward_early(q, k, v, lambda: (k_far, v_far), plan, PROBLEM)
+    (near_maps, early), (maps, late) = map(pointers, launches)
+    assert near_maps[2] == near_maps[4] == 0
+    assert maps == [x.data_ptr() for x in (q, k, k_far, v, v_far, out)]
+    for found, tiles in ((early, plan.early), (late, plan.late)):
+        assert (found.out, found.lse) == (out.data_ptr(), lse.data_ptr())
+        assert (found.tiles, found.runs) == (tiles.tiles.data_ptr(), tiles.runs.data_ptr())
+        assert found.part_shifts == tiles.part_shifts.data_ptr()
+    assert (early.prior_out, early.prior_lse, late.wide_out, late.wide_lse) == (0, 0, 0, 0)
+    assert 0 not in (early.wide_out, early.wide_lse)
+    assert (early.wide_out, early.wide_lse) == (late.prior_out, late.prior_lse)
 
 
 @pytest.mark.parametrize("what", ["address", "stride", "inner"])

@@ -1,6 +1,7 @@
 """The native collective across GPUs: bit by bit what indexing gives, again and again, without waiting in between."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -167,9 +168,13 @@ def run_in_a_graph(group, engine):
         return buffer
 
     too_early = pytest.raises(RuntimeError, match="run the step once before it is captured")
+    too_large = partial(pytest.raises, RuntimeError, match="bytes and .* are needed: run the step")
     with too_early, torch.cuda.graph(torch.cuda.CUDAGraph()):
         step()
     step()
+    wide = torch.zeros(ROWS, 1 << 14, device=device)
+    with too_large(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        next(collective.casts([wide], [route], group))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         buffer = step()

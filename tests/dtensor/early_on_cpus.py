@@ -1,0 +1,39 @@
+"""A kernel for CPUs that begins before far keys are there: near keys first, then both results merged."""
+
+import torch
+
+from magi_compile.kernels.cpu import CpuKernel
+from magi_compile.masks.slices import AttnSlices
+
+calls: list[float] = []  # the share that each call was planned with
+
+
+class EarlyCpuKernel(CpuKernel):
+    name = "early_cpu"
+
+    def early_plan(self, slices, problem, far_begin, share):
+        is_far = slices.k_ranges[:, 0] >= far_begin
+        assert bool((is_far | (slices.k_ranges[:, 1] < far_begin)).all())
+        near, far = (
+            AttnSlices(
+                slices.q_ranges[index],
+                slices.k_ranges[index] - shift,
+                slices.mask_types[index],
+                slices.seqlen_q,
+                seqlen_k,
+            )
+            for index, shift, seqlen_k in (
+                (~is_far, 0, far_begin - 1),
+                (is_far, far_begin, slices.seqlen_k - far_begin),
+            )
+        )
+        return near, far, share
+
+    def forward_early(self, q, k, v, arrive, plan, problem):
+        near, far, share = plan
+        calls.append(share)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        plans = [self.plan(slices, problem) for slices in (near, far)]
+        first = self.forward(q, k, v, near, plans[0], problem, out_dtype=wide)
+        k_far, v_far = arrive()
+        return self.forward(q, k_far, v_far, far, plans[1], problem, prior=first)

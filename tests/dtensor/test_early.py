@@ -1,0 +1,121 @@
+"""Attention that begins with local keys while the others travel: the plan of it, and over gloo that it is right."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from magi_compile.dtensor.collectives import refuse_to_be_recorded
+from magi_compile.dtensor.comm_plan import RankRows, StageLoads
+from magi_compile.dtensor.cost import DEFAULT_COST
+from magi_compile.dtensor.dispatch import dispatch
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.stages import choose_degree, early_seconds, early_share, forward_seconds
+from magi_compile.kernels.select import KERNELS
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.testing.cases import Heads
+from tests.dtensor import early_on_cpus
+from tests.dtensor.across_ranks import run_on_ranks
+from tests.dtensor.masks import SQUARE, documents
+
+OPTIONS = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=1)
+HEADS = Heads(4, 2, 16, 16)
+MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x129"]
+
+
+def run_early(group, case, options, dtype):
+    early_on_cpus.calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "early_cpu", f"{early_on_cpus.__name__}:EarlyCpuKernel")
+        run_on_ranks(group, case, options, dtype, kernel="early_cpu")
+    return early_on_cpus.calls[:]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_kernel_that_begins_early(ranks_of, size, name):
+    case = replace(SQUARE[name], heads=HEADS)
+    calls = ranks_of(size).run(run_early, case, OPTIONS, torch.float32)
+    assert any(calls)
+    assert all(0 < share <= 1 for of_rank in calls for share in of_rank)
+
+
+def test_bf16_and_chosen_degrees(ranks_of):
+    case = replace(SQUARE["shared_prefix"], heads=HEADS)
+    options = ContextParallelOptions(chunk_size=16)
+    assert any(ranks_of(2).run(run_early, case, options, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    "options", [replace(OPTIONS, early=False), replace(OPTIONS, degree=1)], ids=["off", "degree_1"]
+)
+def test_only_where_asked_for(ranks_of, options):
+    case = replace(SQUARE["varlen_causal"], heads=HEADS)
+    assert ranks_of(2).run(run_early, case, options, torch.float32) == [[], []]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_kernel_that_waits_attends_all_keys_at_once(ranks_of, size, name):
+    case = replace(SQUARE[name], heads=HEADS)
+    ranks_of(size).run(run_on_ranks, case, OPTIONS, torch.float32)
+
+
+def test_the_plan_has_near_and_far_keys():
+    slices = documents([700, 1, 90, 1257], causal=True)
+    merged = plan_rank(slices, 2, 0, OPTIONS)
+    waiting = plan_rank(slices, 2, 0, replace(OPTIONS, early=False))
+    near, far = merged.forward
+    assert near.transfer is None
+    assert far.transfer.recv_counts[0] == 0  # no row of its own
+    assert len(waiting.forward) == 1
+    assert waiting.early_share is None
+    assert near.slices.area() + far.slices.area() == waiting.forward[0].slices.area()
+    stage = unpack(*merged.tensors("cpu")).merged.side_by_side
+    assert stage.slices.area() == waiting.forward[0].slices.area()
+    assert unpack(*waiting.tensors("cpu")).merged is None
+    blind = replace(OPTIONS, cost=replace(DEFAULT_COST, starts_early=False))
+    assert plan_rank(slices, 2, 0, blind).early_share is None
+
+
+def test_ranks_without_far_keys_do_not_merge():
+    slices = AttnSlices.from_cu_seqlens([0, 512, 1024], causal=True)
+    options = replace(OPTIONS, strategy="sequential", chunk_size=512)
+    for rank in range(2):
+        plan = unpack(*plan_rank(slices, 2, rank, options).tensors("cpu"))
+        assert plan.merged is None
+        assert len(plan.forward) == 1
+
+
+def loads_of(slices, cp_size):
+    return StageLoads.of(RankRows.of(dispatch(slices, cp_size)))
+
+
+def test_the_share_covers_the_cast():
+    loads = loads_of(documents([9000, 7000, 384], causal=True), 2)
+    slow = replace(DEFAULT_COST, seconds_per_row=1.0)
+    quick = replace(DEFAULT_COST, seconds_per_row=0.0, latency_seconds=0.0)
+    assert early_share(loads, 0, slow) == 1.0
+    assert early_share(loads, 0, quick) == 0.0
+    assert 0.0 < early_share(loads, 0, DEFAULT_COST) < 1.0
+    nothing = loads_of(AttnSlices.from_lists([], [], [], seqlen_q=1024, seqlen_k=1024), 2)
+    assert early_share(nothing, 0, DEFAULT_COST) == 0.0
+
+
+@pytest.mark.parametrize("slices", [AttnSlices.full(32768), documents([9000, 7000, 384], True)])
+def test_the_best_degree_is_0(slices):
+    loads = loads_of(slices, 4 if slices.seqlen_q > 20000 else 2)
+    assert choose_degree(loads, DEFAULT_COST, early=True) == 0
+    others = (forward_seconds(loads, degree, DEFAULT_COST) for degree in range(5))
+    assert early_seconds(loads, DEFAULT_COST) < min(others)
+
+
+def test_nothing_is_made_while_a_graph_is_captured(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    refuse_to_be_recorded(on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    refuse_to_be_recorded(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="run the step once before it is captured"):
+        refuse_to_be_recorded(on_gpu)
