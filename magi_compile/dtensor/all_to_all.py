@@ -8,7 +8,7 @@ first: the current stream goes on once that stream has reached them, and that st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -101,11 +101,11 @@ class _Reduce:
 
 
 class _Lane:
-    """The stream of a group's exchanges on a GPU, and how many of them nobody has waited for."""
+    """The stream of a group's exchanges on a GPU, and those of them that nobody has waited for."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.num_pending = 0
+        self.pending: WeakSet[Exchange] = WeakSet()  # without those that an error has dropped
 
 
 _lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Lane]] = WeakKeyDictionary()
@@ -141,15 +141,15 @@ class Exchange:
             dist.all_to_all_single(incoming, outgoing, recv, send, group)
         self._done = stream.record_event()
         # Behind another exchange it can not go first, and that one is not to be waited for.
-        if not self._lane.num_pending:
+        if not self._lane.pending:
             current.wait_event(reached)
-        self._lane.num_pending += 1
+        self._lane.pending.add(self)
 
     def wait(self) -> Tensor:
         arrived = self._arrived
         if arrived.is_cuda:
             torch.cuda.current_stream(arrived.device).wait_event(self._done)
-            self._lane.num_pending -= 1
+            self._lane.pending.discard(self)
         else:
             self._work.wait()
         return arrived

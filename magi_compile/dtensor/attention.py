@@ -82,16 +82,17 @@ def _forward_merged(
     collective: Collective,
     group: dist.ProcessGroup,
 ) -> ForwardOutput:
+    # What can fail does so before rows are on their way.
+    early_plan = stage.early_plan(kernel, problem)
+    both = stage.side_by_side if early_plan is None else None
+    kernel_plan = both.kernel_plan(kernel, problem) if both else []
     casts = collective.casts((k, v), [stage.route], group)
     arriving = next(casts)
-    early_plan = stage.early_plan(kernel, problem)
-    if early_plan is not None:
+    if both is None:
         early = cast(EarlyKernel, kernel)
         result = early.forward_early(q, k, v, arriving.wait, early_plan, problem)
     else:
         k_all, v_all = (torch.cat(parts) for parts in zip((k, v), arriving.wait(), strict=True))
-        both = stage.side_by_side
-        kernel_plan = both.kernel_plan(kernel, problem)
         result = kernel.forward(q, k_all, v_all, both.slices, kernel_plan, problem)
     assert next(casts, None) is None
     return result
