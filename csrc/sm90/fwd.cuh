@@ -384,7 +384,7 @@ private:
 
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
-        const bool is_part = part_shift() != kNotAPart;
+        const bool is_part = __any_sync(0xffffffff, part_shift() != kNotAPart);
         if (params_.prior_lse != nullptr && is_part) {
             float keep[2];
             weigh(normalize, keep, lse, tile);
