@@ -28,11 +28,17 @@ SPIN_CYCLES = 2_000_000
 def near_and_far(slices: AttnSlices, cut: int) -> AttnSlices:
     """The same mask, with the keys from `cut` on a column further on."""
     near, far = slices.restrict_k(0, cut), slices.restrict_k(cut, slices.seqlen_k)
-    parts = [
-        (x.q_ranges, x.k_ranges + shift, x.mask_types) for x, shift in ((near, 0), (far, cut + 1))
-    ]
+    parts = [(x.q_ranges, x.k_ranges + shift, x.mask_types) for x, shift in ((near, 0), (far, 1))]
     fields = (torch.cat(x) for x in zip(*parts, strict=True))
     return AttnSlices(*fields, slices.seqlen_q, slices.seqlen_k + 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_column_between_near_and_far_keys_is_none(case):
+    cut, dense = case.seqlen_k // 2, case.slices().to_dense()
+    between = dense.new_zeros(case.seqlen_q, 1)
+    expected = torch.cat([dense[:, :cut], between, dense[:, cut:]], 1)
+    assert torch.equal(near_and_far(case.slices(), cut).to_dense(), expected)
 
 
 def seen(walk, seqlen_q, seqlen_k):
