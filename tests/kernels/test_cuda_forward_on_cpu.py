@@ -1,0 +1,182 @@
+"""The forward kernel, as it is, on a CPU: instructions of Hopper GPUs stand in `ptx_on_a_cpu.cuh`, and the host's code
+launches it there. Slow, so masks are small; what depends on time or on registers, only a GPU can tell."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.cuda import forward as module
+from magi_compile.kernels.cuda.early import forward_early, split_plan
+from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from magi_compile.kernels.cuda.nvrtc import source_dir
+from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.testing.cases import Heads, one, random_disjoint, varlen
+from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.test_cuda_early import near_and_far
+
+NUM_SMS = 3
+SHAPES = {
+    "64": (Heads(2, 1, 64, 64), 0.0),
+    "128": (Heads(2, 1, 128, 128), 0.0),
+    "128-softcap": (Heads(2, 1, 128, 128), 5.0),
+    "192": (Heads(1, 1, 192, 192), 0.0),
+}
+CASES = [
+    random_disjoint(230, 180, 0, num_cuts=4),
+    varlen("documents", [110, 1, 50, 60], MaskType.CAUSAL),
+    one(MaskType.FULL, 200, 170),
+]
+MAIN = """
+#include "ptx.cuh"
+#include "fwd.cu"
+extern "C" bool run(const ffa::ForwardParams* params, int num_blocks) {
+    return turns::launch(num_blocks, ffa::Config::kThreads, [=] { ffa_forward(*params); });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """`compiled(variant)` is the kernel as a function of its parameters and the number of thread blocks."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    made = {}
+
+    def compile_once(variant):
+        if variant not in made:
+            path = tmp_path_factory.mktemp("forward")
+            for name in ("fwd.cu", *(x.name for x in source_dir().glob("*.cuh"))):
+                shutil.copy(source_dir() / name, path)
+            shutil.copy(Path(__file__).parent / "ptx_on_a_cpu.cuh", path / "ptx.cuh")
+            (path / "main.cpp").write_text(MAIN)
+            options = "-std=c++17 -O2 -shared -fPIC -w -fno-strict-aliasing"
+            defines = [f"-D{name}={value}" for name, value in variant.defines]
+            command = ["g++", *options.split(), *defines, "main.cpp", "-o", "forward.so"]
+            subprocess.run(command, cwd=path, check=True)
+            run = ctypes.CDLL(str(path / "forward.so")).run
+            run.restype = ctypes.c_bool
+            made[variant] = run
+        return made[variant]
+
+    return compile_once
+
+
+@pytest.fixture
+def launches(compiled, monkeypatch):
+    """Launches happen on this CPU; their numbers of thread blocks."""
+    found = []
+
+    def launch(function, grid, block, params, stream):
+        memory = bytearray(len(params) + 64)
+        at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
+        at += -at % 64
+        ctypes.memmove(at, params, len(params))
+        assert function(ctypes.c_void_p(at), grid), "some threads wait for what never comes"
+        found.append(grid)
+
+    def tensor_map(x, box_rows):
+        assert x.data_ptr() % 16 == 0
+        sizes = (*x.shape, x.stride(0) * 2, x.stride(1) * 2, box_rows)
+        return struct.pack("<7q", x.data_ptr(), *sizes).ljust(TENSOR_MAP_BYTES, b"\0")
+
+    for name, fake in {
+        "launch": launch,
+        "load_function": lambda variant, device: compiled(variant),
+        "num_sms": lambda device: NUM_SMS,
+        "current_stream": lambda device: 0,
+        "zero_word": lambda stream, device: torch.zeros(1, dtype=torch.int32),
+        "tensor_map": tensor_map,
+    }.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    module._route.cache_clear()
+    # What is not written is NaN.
+    torch.use_deterministic_algorithms(True)
+    yield found
+    torch.use_deterministic_algorithms(False)
+    module._route.cache_clear()
+
+
+def prepared(case, shape):
+    heads, softcap = SHAPES[shape]
+    case = replace(case, heads=heads, softcap=softcap)
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    return problem, case.inputs(torch.bfloat16)
+
+
+def test_one_launch(launches):
+    problem, inputs = prepared(CASES[0], "128")
+    slices = CASES[0].slices()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
+    assert_attention_close(result, inputs, slices, problem)
+    assert launches == [NUM_SMS]
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "share"),
+    [
+        *((CASES[0], shape, 1.0) for shape in SHAPES),
+        *((CASES[1], "128", share) for share in (0.0, 0.3)),
+        (CASES[2], "128", 0.3),
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_two_launches(case, shape, share, launches):
+    problem, inputs = prepared(case, shape)
+    cut = case.seqlen_k // 2 + 3  # not at the end of a block
+    tiles = plan_tiles(problem)
+    walk = build_tile_plan(near_and_far(case.slices(), cut), **tiles._asdict(), exact=False)
+    plan = split_plan(walk.q_tiles, walk.q_runs, tiles.q_tile_rows, cut + 1, share)
+    # As they arrive: side by side, and there are others behind.
+    packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
+    far = packed[:-5].unbind(1)
+
+    def arrive():
+        for target, source in zip(far, (inputs.k, inputs.v), strict=True):
+            target.copy_(source[cut:])
+        return far
+
+    near = [
+        torch.cat([x[:cut], torch.full_like(x[:9], torch.nan)])[:cut] for x in (inputs.k, inputs.v)
+    ]
+    result = forward_early(inputs.q, *near, arrive, plan, problem)
+    assert_attention_close(result, inputs, case.slices(), problem)
+    assert len(launches) == 2
+    assert share == 0 or (plan.early.tiles[:, 0] < plan.early.tiles[:, 1]).any()
+
+
+def test_a_wide_output_and_a_prior(launches):
+    """Stages: every tile is a part that lies at its own rows."""
+    case = CASES[1]
+    problem, inputs = prepared(case, "128")
+    result = None
+    for begin, end in ((0, 111), (111, case.seqlen_k)):
+        part = case.slices().restrict_k(begin, end)
+        slices = AttnSlices(
+            part.q_ranges, part.k_ranges - begin, part.mask_types, part.seqlen_q, end - begin
+        )
+        plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=True)
+        result = module.forward(
+            *(
+                inputs.q,
+                inputs.k[begin:end],
+                inputs.v[begin:end],
+                plan.q_tiles,
+                plan.q_runs,
+                problem,
+            ),
+            prior=result,
+            out_dtype=torch.float32 if result is None else None,
+        )
+    assert_attention_close(result, inputs, case.slices(), problem)
