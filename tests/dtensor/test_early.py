@@ -6,14 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from magi_compile.dtensor.attention import forward
 from magi_compile.dtensor.collectives import refuse_to_be_recorded
 from magi_compile.dtensor.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.cost import DEFAULT_COST
 from magi_compile.dtensor.dispatch import dispatch
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
 from magi_compile.dtensor.stages import choose_degree, early_seconds, early_share, forward_seconds
+from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.library import problem_of
 from magi_compile.testing.cases import Heads
 from tests.dtensor import early_on_cpus
 from tests.dtensor.across_ranks import run_on_ranks
@@ -77,6 +80,22 @@ def test_the_plan_has_near_and_far_keys():
     assert unpack(*waiting.tensors("cpu")).merged is None
     blind = replace(OPTIONS, cost=replace(DEFAULT_COST, starts_early=False))
     assert plan_rank(slices, 2, 0, blind).early_share is None
+
+
+@pytest.mark.parametrize("name", ["early_plan", "plan"])
+def test_what_fails_does_so_before_rows_are_on_their_way(name, monkeypatch):
+    kernel = early_on_cpus.EarlyCpuKernel() if name == "early_plan" else CpuKernel()
+
+    def refuse(*_):
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(kernel, name, refuse, raising=False)
+    collective = SimpleNamespace(casts=lambda *_: pytest.fail("rows are on their way"))
+    plan = unpack(*plan_rank(documents([900, 1148], causal=True), 2, 0, OPTIONS).tensors("cpu"))
+    q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
+    problem = problem_of(q, k, v, 1.0, 0.0)
+    with pytest.raises(RuntimeError, match="no plan"):
+        forward(q, k, v, plan, kernel, problem, collective, None)
 
 
 def test_ranks_without_far_keys_do_not_merge():
