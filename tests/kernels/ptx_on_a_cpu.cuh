@@ -1,5 +1,6 @@
-// `csrc/sm90/ptx.cuh` for a CPU: the threads of a block take turns in one thread, and change where one waits for others.
-// Copies and matmuls are done where they are asked for. What never ends is found: `launch` returns false.
+// `csrc/sm90/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for others.
+// Copies and matmuls are done as late as they may be, when somebody waits for them and nobody else gets on; or, with a
+// seed, copies as early, with turns at random. What never ends is found: `launch` returns false.
 #pragma once
 
 #include <ucontext.h>
@@ -8,11 +9,17 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
 #include <vector>
 
 #define __device__
 #define __global__
+#ifndef __shared__
 #define __shared__
+#endif
 #define __align__(bytes)
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -25,14 +32,22 @@ struct float2 {
     float x, y;
 };
 
-struct int4 {
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+struct alignas(16) int4 {
     int x, y, z, w;
+};
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
 };
 
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 struct Index {
-    unsigned x;
+    unsigned x, y;
 };
 
 static Index threadIdx, blockIdx, gridDim;
@@ -42,14 +57,8 @@ static Index threadIdx, blockIdx, gridDim;
 namespace turns {
 
 constexpr int kStackBytes = 1 << 16;
-constexpr int kIdleRounds = 100;   // without anybody getting on: they wait for what never comes
-
-static std::vector<ucontext_t> threads;
-static ucontext_t home;
-static int current;
-static long progress;
-
-inline void yield() { swapcontext(&threads[current], &home); }
+constexpr int kMemoryBytes = 227 * 1024 + 1024;
+constexpr int kIdleRounds = 500;   // without anybody getting on: they wait for what never comes
 
 // All of some threads meet; each brings a word and may then read those of all.
 struct Meeting {
@@ -57,70 +66,168 @@ struct Meeting {
     int num_there = 0;
     int turn = 0;
 
-    const uint64_t* meet(int index, int count, uint64_t word) {
-        const int mine = turn;
-        words[mine % 2][index] = word;
-        ++progress;
+    void arrive(int count) {
         if (++num_there == count) {
             num_there = 0;
             ++turn;
         }
-        while (turn == mine) {
-            yield();
+    }
+
+    const uint64_t* meet(int index, int count, uint64_t word);
+};
+
+using Action = std::function<void()>;
+
+// What a thread has asked for and not waited for, in groups.
+struct Groups {
+    std::vector<Action> open;
+    std::deque<std::vector<Action>> closed;
+
+    void commit() {
+        closed.push_back(std::move(open));
+        open.clear();
+    }
+
+    void wait(size_t num_pending) {
+        for (; closed.size() > num_pending; closed.pop_front()) {
+            for (const Action& action : closed.front()) {
+                action();
+            }
         }
-        return words[mine % 2];
     }
 };
 
-static Meeting warps[16], named[16];
+struct Thread {
+    ucontext_t context;
+    bool is_done = false;
+    Groups matmuls, reads, writes;
+};
 
-inline const uint64_t* meet_warp(uint64_t word) { return warps[threadIdx.x / 32].meet(threadIdx.x % 32, 32, word); }
+struct Block {
+    Index index;
+    std::vector<Thread> threads;
+    std::unique_ptr<char[]> stacks;
+    std::vector<char> memory;   // while others are at work
+    Meeting warps[16], named[16];
+    std::deque<Action> copies;   // on their way
+    int idle = 0;
+};
 
-// Runs kernel() in all threads of a grid, one block after the other.
+static ucontext_t home;
+static Block* block;
+static Thread* thread;
+static long progress;
+static unsigned timing;   // 0: what is asked for is done as late as it may be; else at once, and turns are at random
+
+inline unsigned random(unsigned count) {
+    timing = timing * 1664525u + 1013904223u;
+    return (timing >> 8) % count;
+}
+
+inline void yield() { swapcontext(&thread->context, &home); }
+
+inline const uint64_t* Meeting::meet(int index, int count, uint64_t word) {
+    const int mine = turn;
+    words[mine % 2][index] = word;
+    arrive(count);
+    while (turn == mine) {
+        yield();
+    }
+    return words[mine % 2];
+}
+
+inline const uint64_t* meet_warp(uint64_t word) {
+    return block->warps[threadIdx.x / 32].meet(threadIdx.x % 32, 32, word);
+}
+
+// Some time later, when nobody waits for it in groups.
+inline void copy(Action action) {
+    if (timing) {
+        action();
+    } else {
+        block->copies.push_back(std::move(action));
+    }
+}
+
+// Once around all threads of the block; whether some are left.
+inline bool go_around() {
+    const int num_warps = block->threads.size() / 32;
+    const int first = timing ? random(num_warps) : 0;
+    bool is_left = false;
+    for (int warp = 0; warp < num_warps; ++warp) {
+        const bool waits = timing && random(4) == 0;
+        for (int lane = 0; lane < 32; ++lane) {
+            const int i = (warp + first) % num_warps * 32 + lane;
+            thread = &block->threads[i];
+            if (!thread->is_done && !waits) {
+                threadIdx.x = i;
+                swapcontext(&home, &thread->context);
+            }
+            is_left |= !thread->is_done;
+        }
+    }
+    return is_left;
+}
+
+// Runs kernel() in all threads of a grid, some blocks at a time. False where threads wait for what never comes.
 template <class Kernel>
-bool launch(int num_blocks, int num_threads, Kernel kernel) {
+bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once, unsigned seed, Kernel kernel) {
     static Kernel* running;
     running = &kernel;
-    std::vector<char> stacks(static_cast<size_t>(num_threads) * kStackBytes);
-    for (int block = 0; block < num_blocks; ++block) {
-        for (Meeting& meeting : warps) {
-            meeting = {};
-        }
-        for (Meeting& meeting : named) {
-            meeting = {};
-        }
-        std::vector<char> is_done(num_threads, 0);
-        static std::vector<char>* done;
-        done = &is_done;
-        threads.assign(num_threads, {});
-        blockIdx.x = block;
-        gridDim.x = num_blocks;
-        for (int i = 0; i < num_threads; ++i) {
-            getcontext(&threads[i]);
-            threads[i].uc_stack.ss_sp = &stacks[static_cast<size_t>(i) * kStackBytes];
-            threads[i].uc_stack.ss_size = kStackBytes;
-            threads[i].uc_link = &home;
-            void (*const body)() = [] {
-                (*running)();
-                (*done)[current] = 1;
-                ++progress;
-            };
-            makecontext(&threads[i], body, 0);
-        }
-        for (int idle = 0, left = num_threads; left > 0;) {
-            const long before = progress;
-            left = 0;
-            for (current = 0; current < num_threads; ++current) {
-                if (!is_done[current]) {
-                    threadIdx.x = current;
-                    swapcontext(&home, &threads[current]);
-                    left += !is_done[current];
-                }
+    timing = seed;
+    gridDim = grid;
+    std::list<Block> resident;
+    for (unsigned next = 0; next < grid.x * grid.y || !resident.empty();) {
+        while (next < grid.x * grid.y && resident.size() < num_at_once) {
+            resident.emplace_back();
+            Block& made = resident.back();
+            made.index = {next % grid.x, next / grid.x};
+            made.threads.resize(num_threads);
+            made.stacks.reset(new char[static_cast<size_t>(num_threads) * kStackBytes]);
+            made.memory.assign(kMemoryBytes, -1);
+            for (int i = 0; i < num_threads; ++i) {
+                ucontext_t& context = made.threads[i].context;
+                getcontext(&context);
+                context.uc_stack.ss_sp = &made.stacks[static_cast<size_t>(i) * kStackBytes];
+                context.uc_stack.ss_size = kStackBytes;
+                context.uc_link = &home;
+                void (*const body)() = [] {
+                    (*running)();
+                    thread->reads.wait(0);
+                    thread->writes.wait(0);
+                    thread->is_done = true;
+                    ++progress;
+                };
+                makecontext(&context, body, 0);
             }
-            idle = progress == before ? idle + 1 : 0;
-            if (idle > kIdleRounds) {
+            ++next;
+        }
+        // One block until nobody gets on; what it shares lies in `memory` meanwhile.
+        block = &resident.front();
+        blockIdx = block->index;
+        std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
+        bool is_left = true;
+        for (int quiet = 0; is_left && quiet < 8 && !(timing && random(64) == 0);) {
+            const long before = progress;
+            is_left = go_around();
+            if (progress == before && !block->copies.empty()) {
+                block->copies.front()();
+                block->copies.pop_front();
+            }
+            quiet = progress == before ? quiet + 1 : 0;
+            block->idle = progress == before ? block->idle + 1 : 0;
+        }
+        std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
+        if (!is_left) {
+            for (Block& other : resident) {
+                other.idle = 0;
+            }
+            resident.pop_front();
+        } else {
+            if (std::all_of(resident.begin(), resident.end(), [](const Block& x) { return x.idle > kIdleRounds; })) {
                 return false;
             }
+            resident.splice(resident.end(), resident, resident.begin());
         }
     }
     return true;
@@ -128,7 +235,7 @@ bool launch(int num_blocks, int num_threads, Kernel kernel) {
 
 }  // namespace turns
 
-inline void __syncthreads() { turns::named[0].meet(threadIdx.x, turns::threads.size(), 0); }
+inline void __syncthreads() { turns::block->named[0].meet(threadIdx.x, turns::block->threads.size(), 0); }
 
 inline void __syncwarp() { turns::meet_warp(0); }
 
@@ -139,15 +246,21 @@ inline bool __any_sync(unsigned, bool flag) {
 
 inline bool __all_sync(unsigned, bool flag) { return !__any_sync(0xffffffff, !flag); }
 
+inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(turns::meet_warp(value)[lane]); }
+
+inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
+inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
+
 inline float __shfl_xor_sync(unsigned, float value, int distance) {
-    uint32_t word;
-    std::memcpy(&word, &value, 4);
-    word = static_cast<uint32_t>(turns::meet_warp(word)[threadIdx.x % 32 ^ distance]);
-    std::memcpy(&value, &word, 4);
-    return value;
+    return __uint_as_float(turns::meet_warp(__float_as_uint(value))[threadIdx.x % 32 ^ distance]);
 }
 
-inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
+inline void __threadfence() {}
+template <class Integer>
+Integer atomicAdd(Integer* x, Integer y) {
+    return (*x += y) - y;
+}
+
 inline int atomicMax(int* x, int y) { return *x = max(*x, y); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
@@ -164,14 +277,16 @@ struct bfloat16 {
     uint16_t bits;
 };
 
-// What the test makes of a tensor [rows, heads, head_dim].
+// What the test makes of a tensor: x is the innermost of three dimensions.
 struct alignas(64) TensorMap {
     char* address;
-    long long rows, heads, head_dim, row_bytes, head_bytes, box_rows;
-    long long unused[9];
+    long long sizes[3], y_bytes, z_bytes;
+    long long box_cols, box_rows;
+    long long element_bytes, is_swizzled;
+    long long unused[6];
 };
 
-alignas(1024) unsigned char memory[227 * 1024 + 1024];   // shared memory; it begins at 1024
+alignas(1024) unsigned char memory[turns::kMemoryBytes];   // shared memory; it begins at 1024
 
 inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - memory) + 1024;
@@ -231,6 +346,12 @@ inline void mbarrier_wait_together(uint64_t& word, uint32_t phase) {
     __syncwarp();
 }
 
+inline void st_shared_if(bool condition, uint32_t& destination, uint32_t value) {
+    if (condition) {
+        destination = value;
+    }
+}
+
 inline void mbarrier_arrive_if(bool condition, uint64_t& word) {
     if (condition) {
         mbarrier_arrive(word);
@@ -238,8 +359,10 @@ inline void mbarrier_arrive_if(bool condition, uint64_t& word) {
 }
 
 inline void barrier_sync(uint32_t id, uint32_t threads) {
-    turns::named[id].meet(threadIdx.x % threads, threads, 0);
+    turns::block->named[id].meet(threadIdx.x % threads, threads, 0);
 }
+
+inline void barrier_arrive(uint32_t id, uint32_t threads) { turns::block->named[id].arrive(threads); }
 
 // ---- copies
 
@@ -248,42 +371,101 @@ constexpr uint32_t kRowBytes = 128;
 // 16-byte chunks of a row of 128 bytes trade places with the row.
 inline uint32_t swizzled(uint32_t address) { return address ^ (address / kRowBytes % 8) << 4; }
 
-// Calls use(value in shared memory, value in the tensor or null) for all values of a box of some rows.
+// Calls use(offset in shared memory, value in the tensor or null) for all values of a box.
 template <class Use>
-void for_each_in_box(const TensorMap& map, uint32_t shared_begin, int rows, int x, int y, int z, Use use) {
-    for (int row = 0; row < rows; ++row) {
-        for (int col = 0; col < 64; ++col) {
-            const bool is_inside = y + row >= 0 && y + row < map.rows && x + col < map.head_dim && z < map.heads;
-            char* const value = map.address + (y + row) * map.row_bytes + z * map.head_bytes + 2 * (x + col);
-            const uint32_t address = swizzled(shared_begin + row * kRowBytes + 2 * col);
-            use(reinterpret_cast<uint16_t*>(shared(address)), reinterpret_cast<uint16_t*>(is_inside ? value : nullptr));
+void for_each_in_box(const TensorMap& map, uint32_t shared_begin, int x, int y, int z, Use use) {
+    for (int row = 0; row < map.box_rows; ++row) {
+        for (int col = 0; col < map.box_cols; ++col) {
+            const bool is_inside = x >= 0 && y + row >= 0 && z >= 0 && x + col < map.sizes[0] &&
+                                   y + row < map.sizes[1] && z < map.sizes[2];
+            char* const value =
+                map.address + (y + row) * map.y_bytes + z * map.z_bytes + map.element_bytes * (x + col);
+            const uint32_t address = shared_begin + (row * map.box_cols + col) * map.element_bytes;
+            use((map.is_swizzled ? swizzled(address) : address) - shared_begin, is_inside ? value : nullptr);
         }
     }
 }
 
+inline uint32_t box_bytes(const TensorMap& map) { return map.box_rows * map.box_cols * map.element_bytes; }
+
 inline void tma_load_3d(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y, int z) {
-    for_each_in_box(map, shared_address(destination), map.box_rows, x, y, z,
-                    [](uint16_t* to, const uint16_t* from) { *to = from ? *from : 0; });
-    complete(barrier, map.box_rows * kRowBytes);
+    turns::copy([=, &barrier] {
+        for_each_in_box(map, shared_address(destination), x, y, z, [&](uint32_t offset, const char* from) {
+            char* const to = static_cast<char*>(destination) + offset;
+            from ? std::memcpy(to, from, map.element_bytes) : std::memset(to, 0, map.element_bytes);
+        });
+        complete(barrier, box_bytes(map));
+    });
 }
 
 inline void cp_async_bulk_load(void* destination, const void* source, uint32_t bytes, uint64_t& barrier) {
-    std::memcpy(destination, source, bytes);
-    complete(barrier, bytes);
+    turns::copy([=, &barrier] {
+        std::memcpy(destination, source, bytes);
+        complete(barrier, bytes);
+    });
+}
+
+// Reads some shared memory, and later writes to global memory what was read.
+template <class Write>
+void bulk_write(const void* source, uint32_t bytes, Write write) {
+    const auto taken = std::make_shared<std::vector<char>>(bytes);
+    turns::thread->reads.open.push_back([=] { std::memcpy(taken->data(), source, bytes); });
+    turns::thread->writes.open.push_back([=] { write(taken->data()); });
 }
 
 inline void tma_store_3d(const TensorMap& map, const void* source, int x, int y, int z) {
-    for_each_in_box(map, shared_address(source), map.box_rows, x, y, z, [](const uint16_t* from, uint16_t* to) {
-        if (to) {
-            *to = *from;
+    bulk_write(source, box_bytes(map), [=](const char* taken) {
+        for_each_in_box(map, shared_address(source), x, y, z, [&](uint32_t offset, char* to) {
+            if (to) {
+                std::memcpy(to, taken + offset, map.element_bytes);
+            }
+        });
+    });
+}
+
+inline void cp_reduce_async_bulk_add(float* destination, const float* source, uint32_t bytes) {
+    bulk_write(source, bytes, [=](const char* taken) {
+        for (uint32_t i = 0; i < bytes / sizeof(float); ++i) {
+            destination[i] += reinterpret_cast<const float*>(taken)[i];
         }
     });
 }
 
-inline void cp_async_bulk_commit_group() {}
-template <int>
-void cp_async_bulk_wait_group_read() {}
+inline void cp_async_bulk_commit_group() {
+    turns::thread->reads.commit();
+    turns::thread->writes.commit();
+}
+
+template <int kPending>
+void cp_async_bulk_wait_group_read() {
+    turns::thread->reads.wait(kPending);
+}
+
+template <int kPending>
+void cp_async_bulk_wait_group() {
+    turns::thread->reads.wait(kPending);
+    turns::thread->writes.wait(kPending);
+}
+
 inline void fence_proxy_async_shared() {}
+inline void fence_proxy_async() {}
+
+// ---- between thread blocks
+
+inline void griddepcontrol_launch_dependents() {}
+inline void griddepcontrol_wait() {}
+
+inline float4 load_if(bool condition, const float4* pointer) { return condition ? *pointer : float4{}; }
+
+inline int load_acquire(const int* pointer) {
+    turns::yield();
+    return *pointer;
+}
+
+inline void add_release(int* pointer, int value) {
+    *pointer += value;
+    ++turns::progress;
+}
 
 // ---- registers and conversions
 
@@ -306,6 +488,12 @@ template <class Element>
 uint32_t pack(float low, float high) {
     static_assert(__is_same(Element, bfloat16), "the other one is not here");
     return rounded(high) << 16 | rounded(low);
+}
+
+template <class Element>
+float dot_pair(uint32_t x, uint32_t y) {
+    static_assert(__is_same(Element, bfloat16), "the other one is not here");
+    return widened(x) * widened(y) + widened(x >> 16) * widened(y >> 16);
 }
 
 inline void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -332,9 +520,11 @@ inline int opaque(int number) { return number; }
 // ---- wgmma
 
 inline void wgmma_fence() {}
-inline void wgmma_commit_group() {}
-template <int>
-void wgmma_wait_group() {}
+inline void wgmma_commit_group() { turns::thread->matmuls.commit(); }
+template <int kPending>
+void wgmma_wait_group() {
+    turns::thread->matmuls.wait(kPending);
+}
 template <int kCount>
 void pin(float (&)[kCount]) {}
 
@@ -353,44 +543,54 @@ inline float operand(uint32_t descriptor, int across, int along) {
     return widened(bits);
 }
 
+template <Major kMajor>
+float operand(uint32_t descriptor, int outer, int k) {
+    return kMajor == Major::K ? operand(descriptor, outer, k) : operand(descriptor, k, outer);
+}
+
 template <class Element, int kN>
 struct Wgmma {
     // Of this thread: rows lane / 4 and 8 further of its warp, columns 2 * (lane % 4) and 1 further of every 8.
-    template <class A, class B>
-    static void multiply(float (&d)[kN / 2], A a, B b, bool accumulate) {
-        const int lane = threadIdx.x % 32;
-        for (int i = 0; i < kN / 2; ++i) {
-            const int half = i / 2 % 2, col = i / 4 * 8 + 2 * (lane % 4) + i % 2;
-            float sum = accumulate ? d[i] : 0.f;
+    template <Major kMajorB>
+    static void multiply(float (&d)[kN / 2], const float (&a)[2][16], uint32_t b, bool accumulate) {
+        for (int i = 0; i < kN / 4; ++i) {
+            const int col = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2, at = i / 2 * 4 + i % 2;
+            float sums[2] = {accumulate ? d[at] : 0.f, accumulate ? d[at + 2] : 0.f};
             for (int k = 0; k < 16; ++k) {
-                sum += a(half, k) * b(k, col);
+                const float value = operand<kMajorB>(b, col, k);
+                sums[0] += a[0][k] * value;
+                sums[1] += a[1][k] * value;
             }
-            d[i] = sum;
+            d[at] = sums[0];
+            d[at + 2] = sums[1];
         }
     }
 
     template <Major kMajorA, Major kMajorB>
     static void ss(float (&d)[kN / 2], uint32_t a, uint32_t b, int accumulate) {
-        static_assert(kMajorA == Major::K && kMajorB == Major::K, "as the forward kernel has them");
-        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-        multiply(
-            d, [&](int half, int k) { return operand(a, row + 8 * half, k); },
-            [&](int k, int col) { return operand(b, col, k); }, accumulate);
+        turns::thread->matmuls.open.push_back([=, &d] {
+            const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+            float values[2][16];
+            for (int k = 0; k < 32; ++k) {
+                values[k / 16][k % 16] = operand<kMajorA>(a, row + k / 16 * 8, k % 16);
+            }
+            multiply<kMajorB>(d, values, b, accumulate);
+        });
     }
 
     template <Major kMajorB>
     static void rs(float (&d)[kN / 2], const uint32_t* a, uint32_t b, int accumulate) {
-        static_assert(kMajorB == Major::MN, "as the forward kernel has it");
-        float values[2][16];   // rows of A, which the four lanes of a quad hold together
-        for (int i = 0; i < 4; ++i) {
-            const auto* const words = turns::meet_warp(a[i]) + threadIdx.x % 32 / 4 * 4;
-            for (int col = 0; col < 8; ++col) {
-                values[i % 2][i / 2 * 8 + col] = widened(static_cast<uint16_t>(words[col / 2] >> col % 2 * 16));
+        struct {
+            float values[2][16];   // rows of A, which the four lanes of a quad hold together
+        } rows;
+        for (int half = 0; half < 2; ++half) {
+            const uint64_t pair = uint64_t{a[half + 2]} << 32 | a[half];
+            const auto* const words = turns::meet_warp(pair) + threadIdx.x % 32 / 4 * 4;
+            for (int k = 0; k < 16; ++k) {
+                rows.values[half][k] = widened(static_cast<uint16_t>(words[k % 8 / 2] >> k / 8 * 32 + k % 2 * 16));
             }
         }
-        multiply(
-            d, [&](int half, int k) { return values[half][k]; },
-            [&](int k, int col) { return operand(b, k, col); }, accumulate);
+        turns::thread->matmuls.open.push_back([=, &d] { multiply<kMajorB>(d, rows.values, b, accumulate); });
     }
 };
 

@@ -1,12 +1,7 @@
 """The forward kernel, as it is, on a CPU: instructions of Hopper GPUs stand in `ptx_on_a_cpu.cuh`, and the host's code
 launches it there. Slow, so masks are small; what depends on time or on registers, only a GPU can tell."""
 
-import ctypes
-import shutil
-import struct
-import subprocess
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +10,12 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.cuda import forward as module
 from magi_compile.kernels.cuda.early import forward_early, split_plan
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
-from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import Heads, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.on_a_cpu import CompiledKernel, tensor_map
 from tests.kernels.test_cuda_early import near_and_far
 
 NUM_SMS = 3
@@ -36,36 +30,15 @@ CASES = [
     varlen("documents", [110, 1, 50, 60], MaskType.CAUSAL),
     one(MaskType.FULL, 200, 170),
 ]
-MAIN = """
-#include "ptx.cuh"
-#include "fwd.cu"
-extern "C" bool run(const ffa::ForwardParams* params, int num_blocks) {
-    return turns::launch(num_blocks, ffa::Config::kThreads, [=] { ffa_forward(*params); });
-}
-"""
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """`compiled(variant)` is the kernel as a function of its parameters and the number of thread blocks."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
     made = {}
 
     def compile_once(variant):
         if variant not in made:
-            path = tmp_path_factory.mktemp("forward")
-            for name in ("fwd.cu", *(x.name for x in source_dir().glob("*.cuh"))):
-                shutil.copy(source_dir() / name, path)
-            shutil.copy(Path(__file__).parent / "ptx_on_a_cpu.cuh", path / "ptx.cuh")
-            (path / "main.cpp").write_text(MAIN)
-            options = "-std=c++17 -O2 -shared -fPIC -w -fno-strict-aliasing"
-            defines = [f"-D{name}={value}" for name, value in variant.defines]
-            command = ["g++", *options.split(), *defines, "main.cpp", "-o", "forward.so"]
-            subprocess.run(command, cwd=path, check=True)
-            run = ctypes.CDLL(str(path / "forward.so")).run
-            run.restype = ctypes.c_bool
-            made[variant] = run
+            made[variant] = CompiledKernel(variant, tmp_path_factory.mktemp("forward"))
         return made[variant]
 
     return compile_once
@@ -77,17 +50,8 @@ def launches(compiled, monkeypatch):
     found = []
 
     def launch(function, grid, block, params, stream):
-        memory = bytearray(len(params) + 64)
-        at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
-        at += -at % 64
-        ctypes.memmove(at, params, len(params))
-        assert function(ctypes.c_void_p(at), grid), "some threads wait for what never comes"
+        function(grid, block, params)
         found.append(grid)
-
-    def tensor_map(x, box_rows):
-        assert x.data_ptr() % 16 == 0
-        sizes = (*x.shape, x.stride(0) * 2, x.stride(1) * 2, box_rows)
-        return struct.pack("<7q", x.data_ptr(), *sizes).ljust(TENSOR_MAP_BYTES, b"\0")
 
     for name, fake in {
         "launch": launch,

@@ -1,0 +1,93 @@
+"""Kernels of `csrc/sm90`, as they are, on a CPU: g++ compiles them with `ptx_on_a_cpu.cuh` in place of `ptx.cuh`."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from magi_compile.kernels.cuda.nvrtc import Variant, source_dir
+
+_MAIN = """
+#include "ptx.cuh"
+#include "{source}"
+template <class Params>
+bool launch(void (*kernel)(Params), const void* params, Index grid, int num_threads, int num_at_once, unsigned timing) {{
+    return turns::launch(grid, num_threads, ffa::memory, num_at_once, timing,
+                         [=] {{ kernel(*static_cast<const Params*>(params)); }});
+}}
+extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads, int num_at_once, unsigned timing) {{
+    return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing);
+}}
+"""
+_OPTIONS = "-std=c++17 -O2 -shared -fPIC -w -fno-strict-aliasing"
+# Where no shared memory comes with the launch: what the one thread block that uses it declares.
+_STATIC = {"bwd_preprocess.cu": ["-D__shared__=static"]}
+
+
+class CompiledKernel:
+    """A kernel as a function of a grid, the number of threads of a block, and its parameters."""
+
+    def __init__(self, variant: Variant, path: Path):
+        if shutil.which("g++") is None:
+            pytest.skip("needs g++")
+        for name in (variant.source, *(x.name for x in source_dir().glob("*.cuh"))):
+            shutil.copy(source_dir() / name, path)
+        shutil.copy(Path(__file__).parent / "ptx_on_a_cpu.cuh", path / "ptx.cuh")
+        (path / "main.cpp").write_text(_MAIN.format(source=variant.source, entry=variant.entry))
+        options = [*_OPTIONS.split(), *(f"-D{name}={value}" for name, value in variant.defines)]
+        options += _STATIC.get(variant.source, [])
+        command = ["g++", *options, "main.cpp", "-o", "kernel.so"]
+        subprocess.run(command, cwd=path, check=True)
+        self._run = ctypes.CDLL(str(path / "kernel.so")).run
+        self._run.restype = ctypes.c_bool
+
+    def __call__(
+        self,
+        grid: int | tuple[int, int],
+        num_threads: int,
+        params: bytes,
+        num_at_once: int = 1,
+        timing: int = 0,
+    ) -> None:
+        memory = bytearray(len(params) + 64)
+        at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
+        at += -at % 64
+        ctypes.memmove(at, params, len(params))
+        x, y = grid if isinstance(grid, tuple) else (grid, 1)
+        ended = self._run(ctypes.c_void_p(at), x, y, num_threads, num_at_once, timing)
+        assert ended, "some threads wait for what never comes"
+
+
+def tensor_map(x: Tensor, box_rows: int) -> bytes:
+    """A descriptor of `[rows, heads, head_dim]` of 16-bit elements, read in swizzled boxes of 64 columns."""
+    rows, heads, head_dim = x.shape
+    strides = (2 * x.stride(0), 2 * x.stride(1))
+    return _packed(x.data_ptr(), (head_dim, rows, heads), strides, (64, box_rows), 2, True)
+
+
+def stats_map(address: int, nheads: int, rows: int, padded_rows: int, box_rows: int) -> bytes:
+    """A descriptor of fp32 `[nheads, 2, rows]` in memory of `padded_rows`, read in boxes of both statistics."""
+    strides = (4 * padded_rows, 8 * padded_rows)
+    return _packed(address, (rows, 2, nheads), strides, (box_rows, 2), 4, False)
+
+
+def _packed(
+    address: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    element_bytes: int,
+    is_swizzled: bool,
+) -> bytes:
+    assert address % 16 == 0
+    assert all(stride % 16 == 0 for stride in strides)
+    fields = (address, *sizes, *strides, *box, element_bytes, is_swizzled)
+    return struct.pack("<10q", *fields).ljust(TENSOR_MAP_BYTES, b"\0")
