@@ -1,0 +1,139 @@
+"""The backward kernels, as they are, on a CPU: instructions of Hopper GPUs stand in `ptx_on_a_cpu.cuh`, and the host's
+code launches them there. Slow, so masks are small; what depends on registers, only a GPU can tell."""
+
+import ctypes
+import struct
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.cuda import backward as module
+from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.reference import exact_forward
+from magi_compile.masks.slices import MaskType
+from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.testing.cases import Case, Heads, sliding_window, varlen
+from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.on_a_cpu import CompiledKernel, stats_map, tensor_map
+
+NUM_SMS = 4
+LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
+DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
+# The first 20 keys, and with them their tile, are seen by all; queries 100 to 129 see nothing else.
+SINK = Case(
+    "sink", 230, 300, [(0, 230, 0, 20, MaskType.FULL), (130, 160, 140, 180, MaskType.CAUSAL)]
+)
+WINDOW = sliding_window(200, 50)
+# Rows in front, between and behind see nothing, and keys are seen by nobody.
+HOLES = Case(
+    "holes", 150, 290, [(17, 60, 5, 40, MaskType.FULL), (77, 131, 30, 84, MaskType.INV_CAUSAL)]
+)
+
+
+class Launches:
+    """Launches happen on this CPU, with a timing; what the tiles were divided into."""
+
+    def __init__(self):
+        self.timing = LATE
+        self.entries = None
+
+    def launch(
+        self, function, grid, block, params, stream, shared_bytes=None, may_start_early=False
+    ):
+        is_main = shared_bytes is None
+        if is_main:
+            self.entries = entries(params)
+        function(grid, block, params, NUM_SMS if is_main else 1, self.timing)
+
+
+def entries(params: bytes) -> list[tuple[int, int, int]]:
+    """(tile, part, number of parts) of the first tiles, where the main kernel reads them."""
+    table = struct.unpack_from("<3Q", params, len(params) - 24)[0]
+    count = ctypes.c_int.from_address(table + 4).value
+    packed = (ctypes.c_int * count).from_address(table + 8)
+    return [(x % 64, x >> 6 & 4095, x >> 18) for x in packed]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    made = {}
+
+    def compile_once(variant):
+        if variant not in made:
+            made[variant] = CompiledKernel(variant, tmp_path_factory.mktemp("backward"))
+        return made[variant]
+
+    return compile_once
+
+
+@pytest.fixture
+def launches(compiled, monkeypatch):
+    found = Launches()
+    for name, fake in {
+        "launch": found.launch,
+        "load_function": lambda variant, device: compiled(variant),
+        "num_sms": lambda device: NUM_SMS,
+        "current_stream": lambda device: 0,
+        "tensor_map": tensor_map,
+        "_stats_map": stats_map,
+    }.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    module._route.cache_clear()
+    # What is not written is NaN.
+    torch.use_deterministic_algorithms(True)
+    yield found
+    torch.use_deterministic_algorithms(False)
+    module._route.cache_clear()
+
+
+def check(launches, case, with_dlse=False, deterministic=False):
+    """Compares the gradients with the oracle's, and a second run with the first; the parts of tiles."""
+    slices = case.slices()
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    inputs = case.inputs(torch.bfloat16)
+    q, k, v, dout, dlse = inputs
+    forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
+    out, lse = forward.out.bfloat16(), forward.lse.float()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    runs = []
+    for launches.timing in (LATE, AT_RANDOM):
+        grads = module.backward(
+            *(dout, dlse if with_dlse else None, q, k, v, out, lse),
+            *(plan.k_tiles, plan.k_runs, problem),
+            deterministic=deterministic,
+        )
+        assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
+        runs.append(grads)
+    first, second = runs
+    assert torch.equal(first.dk, second.dk)
+    assert torch.equal(first.dv, second.dv)
+    if deterministic:
+        assert torch.equal(first.dq, second.dq)
+    return launches.entries
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("heads_q", [1, 4])
+def test_documents(heads_q, head_dim, launches):
+    check(launches, replace(DOCUMENTS, heads=Heads(heads_q, 1, head_dim, head_dim)))
+
+
+def test_parts_of_a_tile(launches):
+    parts = check(launches, replace(SINK, heads=Heads(4, 1, 128, 128)))
+    assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
+
+
+def test_a_window_where_dq_has_an_order(launches):
+    check(launches, replace(WINDOW, heads=Heads(2, 2, 64, 64)), deterministic=True)
+
+
+def test_rows_that_see_nothing_and_dlse(launches):
+    check(launches, replace(HOLES, heads=Heads(2, 1, 128, 128)), with_dlse=True)
+
+
+def test_softcap(launches):
+    check(launches, replace(DOCUMENTS, heads=Heads(2, 1, 64, 64), softcap=5.0))
