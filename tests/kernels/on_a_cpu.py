@@ -6,7 +6,8 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,18 @@ extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads,
     return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing);
 }}
 """
-_OPTIONS = "-std=c++17 -O2 -shared -fPIC -w -fno-strict-aliasing"
+_OPTIONS = (
+    "-std=c++17 -O2 -fno-unroll-loops -fno-tree-vectorize -shared -fPIC -w -fno-strict-aliasing"
+)
 # Where no shared memory comes with the launch: what the one thread block that uses it declares.
 _STATIC = {"bwd_preprocess.cu": ["-D__shared__=static"]}
 
 
 class CompiledKernel:
-    """A kernel as a function of a grid, the number of threads of a block, and its parameters."""
+    """A kernel as a function of a grid, the number of threads of a block, and its parameters.
+
+    The compiler runs until the first call waits for it.
+    """
 
     def __init__(self, variant: Variant, path: Path):
         if shutil.which("g++") is None:
@@ -45,9 +51,15 @@ class CompiledKernel:
         options = [*_OPTIONS.split(), *(f"-D{name}={value}" for name, value in variant.defines)]
         options += _STATIC.get(variant.source, [])
         command = ["g++", *options, "main.cpp", "-o", "kernel.so"]
-        subprocess.run(command, cwd=path, check=True)
-        self._run = ctypes.CDLL(str(path / "kernel.so")).run
-        self._run.restype = ctypes.c_bool
+        self._compiler = subprocess.Popen(command, cwd=path)
+        self._library = path / "kernel.so"
+
+    @cached_property
+    def _run(self) -> Callable[..., bool]:
+        assert self._compiler.wait() == 0
+        run = ctypes.CDLL(str(self._library)).run
+        run.restype = ctypes.c_bool
+        return run
 
     def __call__(
         self,
