@@ -1,6 +1,6 @@
-// `csrc/sm90/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for others.
-// Copies and matmuls are done as late as they may be, when somebody waits for them and nobody else gets on; or, with a
-// seed, copies as early, with turns at random. What never ends is found: `launch` returns false.
+// `csrc/sm90/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for
+// others. Matmuls and bulk writes are done when their thread waits for them. Loads arrive when nobody gets on, the last
+// one first; or, with a seed, at once, with turns at random. Fences do nothing here. What never ends is found: `launch` returns false.
 #pragma once
 
 #include <ucontext.h>
@@ -60,6 +60,8 @@ constexpr int kStackBytes = 1 << 16;
 constexpr int kMemoryBytes = 227 * 1024 + 1024;
 constexpr int kIdleRounds = 500;   // without anybody getting on: they wait for what never comes
 
+static long num_meetings;   // no progress by themselves: threads that poll together meet without end
+
 // All of some threads meet; each brings a word and may then read those of all.
 struct Meeting {
     uint64_t words[2][512];
@@ -70,6 +72,7 @@ struct Meeting {
         if (++num_there == count) {
             num_there = 0;
             ++turn;
+            ++num_meetings;
         }
     }
 
@@ -109,7 +112,7 @@ struct Block {
     std::unique_ptr<char[]> stacks;
     std::vector<char> memory;   // while others are at work
     Meeting warps[16], named[16];
-    std::deque<Action> copies;   // on their way
+    std::vector<Action> copies;   // on their way
     int idle = 0;
 };
 
@@ -117,11 +120,12 @@ static ucontext_t home;
 static Block* block;
 static Thread* thread;
 static long progress;
-static unsigned timing;   // 0: what is asked for is done as late as it may be; else at once, and turns are at random
+static bool is_late;      // what is asked for is done when nobody else gets on; else at once, with turns at random
+static unsigned state;    // of random()
 
 inline unsigned random(unsigned count) {
-    timing = timing * 1664525u + 1013904223u;
-    return (timing >> 8) % count;
+    state = state * 1664525u + 1013904223u;
+    return (state >> 8) % count;
 }
 
 inline void yield() { swapcontext(&thread->context, &home); }
@@ -140,26 +144,42 @@ inline const uint64_t* meet_warp(uint64_t word) {
     return block->warps[threadIdx.x / 32].meet(threadIdx.x % 32, 32, word);
 }
 
-// Some time later, when nobody waits for it in groups.
+// Some time later; nobody waits for it in groups.
 inline void copy(Action action) {
-    if (timing) {
-        action();
-    } else {
+    if (is_late) {
         block->copies.push_back(std::move(action));
+    } else {
+        action();
+    }
+}
+
+// The threads of a block, each about to run body().
+inline void start(Block& block, Index index, int num_threads, void (*body)()) {
+    block.index = index;
+    block.threads.resize(num_threads);
+    block.stacks.reset(new char[static_cast<size_t>(num_threads) * kStackBytes]);
+    block.memory.assign(kMemoryBytes, -1);   // NaN
+    for (int i = 0; i < num_threads; ++i) {
+        ucontext_t& context = block.threads[i].context;
+        getcontext(&context);
+        context.uc_stack.ss_sp = &block.stacks[static_cast<size_t>(i) * kStackBytes];
+        context.uc_stack.ss_size = kStackBytes;
+        context.uc_link = &home;
+        makecontext(&context, body, 0);
     }
 }
 
 // Once around all threads of the block; whether some are left.
 inline bool go_around() {
     const int num_warps = block->threads.size() / 32;
-    const int first = timing ? random(num_warps) : 0;
+    const int first = is_late ? 0 : random(num_warps);
     bool is_left = false;
     for (int warp = 0; warp < num_warps; ++warp) {
-        const bool waits = timing && random(4) == 0;
+        const bool pauses = !is_late && random(4) == 0;
         for (int lane = 0; lane < 32; ++lane) {
             const int i = (warp + first) % num_warps * 32 + lane;
             thread = &block->threads[i];
-            if (!thread->is_done && !waits) {
+            if (!thread->is_done && !pauses) {
                 threadIdx.x = i;
                 swapcontext(&home, &thread->context);
             }
@@ -169,65 +189,63 @@ inline bool go_around() {
     return is_left;
 }
 
-// Runs kernel() in all threads of a grid, some blocks at a time. False where threads wait for what never comes.
+// A block, until nobody gets on; whether threads are left.
+inline bool go_on() {
+    constexpr int kPatience = 8;   // rounds
+    bool is_left = true;
+    for (int quiet = 0; is_left && quiet < kPatience && (is_late || random(64) != 0); ++quiet) {
+        const long before = progress, meetings_before = num_meetings;
+        is_left = go_around();
+        if (progress == before && num_meetings == meetings_before && !block->copies.empty()) {
+            const Action last = std::move(block->copies.back());
+            block->copies.pop_back();
+            last();
+        }
+        if (progress != before) {
+            quiet = -1;
+            block->idle = 0;
+        }
+        ++block->idle;
+    }
+    return is_left;
+}
+
+// Runs kernel() in all threads of a grid, so many blocks side by side; `memory` is what the threads of each share.
+// False where threads wait for what never comes.
 template <class Kernel>
 bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once, unsigned seed, Kernel kernel) {
     static Kernel* running;
     running = &kernel;
-    timing = seed;
+    is_late = seed == 0;
+    state = seed;
     gridDim = grid;
+    void (*const body)() = [] {
+        (*running)();
+        thread->reads.wait(0);
+        thread->writes.wait(0);
+        thread->is_done = true;
+        ++progress;
+    };
     std::list<Block> resident;
     for (unsigned next = 0; next < grid.x * grid.y || !resident.empty();) {
         while (next < grid.x * grid.y && resident.size() < num_at_once) {
             resident.emplace_back();
-            Block& made = resident.back();
-            made.index = {next % grid.x, next / grid.x};
-            made.threads.resize(num_threads);
-            made.stacks.reset(new char[static_cast<size_t>(num_threads) * kStackBytes]);
-            made.memory.assign(kMemoryBytes, -1);
-            for (int i = 0; i < num_threads; ++i) {
-                ucontext_t& context = made.threads[i].context;
-                getcontext(&context);
-                context.uc_stack.ss_sp = &made.stacks[static_cast<size_t>(i) * kStackBytes];
-                context.uc_stack.ss_size = kStackBytes;
-                context.uc_link = &home;
-                void (*const body)() = [] {
-                    (*running)();
-                    thread->reads.wait(0);
-                    thread->writes.wait(0);
-                    thread->is_done = true;
-                    ++progress;
-                };
-                makecontext(&context, body, 0);
-            }
+            start(resident.back(), {next % grid.x, next / grid.x}, num_threads, body);
             ++next;
         }
-        // One block until nobody gets on; what it shares lies in `memory` meanwhile.
         block = &resident.front();
         blockIdx = block->index;
         std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
-        bool is_left = true;
-        for (int quiet = 0; is_left && quiet < 8 && !(timing && random(64) == 0);) {
-            const long before = progress;
-            is_left = go_around();
-            if (progress == before && !block->copies.empty()) {
-                block->copies.front()();
-                block->copies.pop_front();
-            }
-            quiet = progress == before ? quiet + 1 : 0;
-            block->idle = progress == before ? block->idle + 1 : 0;
-        }
+        const bool is_left = go_on();
         std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
-        if (!is_left) {
-            for (Block& other : resident) {
-                other.idle = 0;
-            }
-            resident.pop_front();
-        } else {
-            if (std::all_of(resident.begin(), resident.end(), [](const Block& x) { return x.idle > kIdleRounds; })) {
-                return false;
-            }
+        if (is_left) {
             resident.splice(resident.end(), resident, resident.begin());
+        } else {
+            resident.pop_front();
+        }
+        if (!resident.empty() &&
+            std::all_of(resident.begin(), resident.end(), [](const Block& x) { return x.idle > kIdleRounds; })) {
+            return false;
         }
     }
     return true;
