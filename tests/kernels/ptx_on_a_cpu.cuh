@@ -1,6 +1,6 @@
 // `csrc/sm90/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for
-// others. Matmuls and bulk writes are done when their thread waits for them. Loads arrive when nobody gets on, the last
-// one first; or, with a seed, at once, with turns at random. Fences do nothing here. What never ends is found: `launch` returns false.
+// others. Matmuls and bulk writes are done when their thread waits for them. Loads arrive when nobody gets on, in any
+// order; or, with a seed, at once, with turns at random. Fences do nothing here. What never ends is found: `launch` returns false.
 #pragma once
 
 #include <ucontext.h>
@@ -197,9 +197,10 @@ inline bool go_on() {
         const long before = progress, meetings_before = num_meetings;
         is_left = go_around();
         if (progress == before && num_meetings == meetings_before && !block->copies.empty()) {
-            const Action last = std::move(block->copies.back());
+            std::swap(block->copies[random(block->copies.size())], block->copies.back());
+            const Action one = std::move(block->copies.back());
             block->copies.pop_back();
-            last();
+            one();
         }
         if (progress != before) {
             quiet = -1;
