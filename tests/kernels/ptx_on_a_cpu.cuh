@@ -112,6 +112,7 @@ struct Block {
     std::unique_ptr<char[]> stacks;
     std::vector<char> memory;   // while others are at work
     Meeting warps[16], named[16];
+    int pauses[16] = {};          // of warps, in rounds
     std::vector<Action> copies;   // on their way
     int idle = 0;
 };
@@ -175,11 +176,14 @@ inline bool go_around() {
     const int first = is_late ? 0 : random(num_warps);
     bool is_left = false;
     for (int warp = 0; warp < num_warps; ++warp) {
-        const bool pauses = !is_late && random(4) == 0;
+        int& pause = block->pauses[(warp + first) % num_warps];
+        if (!is_late && --pause < 0 && random(32) == 0) {
+            pause = random(64);
+        }
         for (int lane = 0; lane < 32; ++lane) {
             const int i = (warp + first) % num_warps * 32 + lane;
             thread = &block->threads[i];
-            if (!thread->is_done && !pauses) {
+            if (!thread->is_done && pause <= 0) {
                 threadIdx.x = i;
                 swapcontext(&home, &thread->context);
             }
@@ -542,6 +546,9 @@ inline void wgmma_fence() {}
 inline void wgmma_commit_group() { turns::thread->matmuls.commit(); }
 template <int kPending>
 void wgmma_wait_group() {
+    if (!turns::is_late) {
+        turns::yield();   // so that others may write too early to what it reads
+    }
     turns::thread->matmuls.wait(kPending);
 }
 template <int kCount>
