@@ -111,7 +111,7 @@ struct Block {
     std::vector<Thread> threads;
     std::unique_ptr<char[]> stacks;
     std::vector<char> memory;   // while others are at work
-    Meeting warps[16], named[16];
+    Meeting warps[16], warpgroups[4], named[16];
     int pauses[16] = {};          // of warps, in rounds
     std::vector<Action> copies;   // on their way
     int idle = 0;
@@ -542,7 +542,8 @@ inline int opaque(int number) { return number; }
 
 // ---- wgmma
 
-inline void wgmma_fence() {}
+// A matmul is one of all four warps, which none of them begins without the others.
+inline void wgmma_fence() { turns::block->warpgroups[threadIdx.x / 128].meet(threadIdx.x % 128, 128, 0); }
 inline void wgmma_commit_group() { turns::thread->matmuls.commit(); }
 template <int kPending>
 void wgmma_wait_group() {
