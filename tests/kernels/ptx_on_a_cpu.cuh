@@ -238,6 +238,10 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
             start(resident.back(), {next % grid.x, next / grid.x}, num_threads, body);
             ++next;
         }
+        if (!is_late) {
+            resident.splice(resident.end(), resident, resident.begin(),
+                            std::next(resident.begin(), random(resident.size())));
+        }
         block = &resident.front();
         blockIdx = block->index;
         std::swap_ranges(block->memory.begin(), block->memory.end(), reinterpret_cast<char*>(memory));
