@@ -39,6 +39,7 @@ class Launches:
     def __init__(self):
         self.timing = LATE
         self.entries = None
+        self.dq_sum = b""  # in fp32, of head dimension 64: rounding hides the order of additions
 
     def launch(
         self, function, grid, block, params, stream, shared_bytes=None, may_start_early=False
@@ -46,6 +47,9 @@ class Launches:
         is_main = shared_bytes is None
         if is_main:
             self.entries = entries(params)
+        elif len(params) == 32:
+            address, row_groups = struct.unpack_from("<Qi", params)
+            self.dq_sum = ctypes.string_at(address, 4 * 64 * 16 * row_groups * grid[1])
         function(grid, block, params, NUM_SMS if is_main else 1, self.timing)
 
 
@@ -107,12 +111,12 @@ def check(launches, case, with_dlse=False, deterministic=False):
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
-        runs.append(grads)
-    first, second = runs
+        runs.append((grads, launches.dq_sum))
+    (first, first_sum), (second, second_sum) = runs
     assert torch.equal(first.dk, second.dk)
     assert torch.equal(first.dv, second.dv)
     if deterministic:
-        assert torch.equal(first.dq, second.dq)
+        assert first_sum == second_sum
     return launches.entries
 
 
