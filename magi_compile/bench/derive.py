@@ -43,12 +43,35 @@ def key_intervals(slices: AttnSlices) -> Tensor:
             k_begin + (row - q_begin) * (kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL))
         )
         ends.append(k_end - (q_end - 1 - row) * (kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL)))
-    if not rows:
-        return torch.zeros(1, 2, slices.seqlen_q, dtype=torch.int64)
-    row, begin, end = (torch.cat(parts) for parts in (rows, begins, ends))
+    return _merged(rows, begins, ends, slices.seqlen_q, slices.seqlen_k)
+
+
+def row_intervals(slices: AttnSlices) -> Tensor:
+    """The rows that see each key, likewise: int64 `[num_intervals, 2, seqlen_k]`."""
+    keys, begins, ends = [], [], []
+    for (q_begin, q_end), (k_begin, k_end), kind in slices:
+        key = torch.arange(k_begin, k_end)
+        begin, end = torch.full_like(key, q_begin), torch.full_like(key, q_end)
+        if kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL):
+            begin = torch.maximum(begin, key + q_end - k_end)
+        if kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL):
+            end = torch.minimum(end, key + q_begin - k_begin + 1)
+        keys.append(key)
+        begins.append(begin)
+        ends.append(end)
+    return _merged(keys, begins, ends, slices.seqlen_k, slices.seqlen_q)
+
+
+def _merged(
+    of: list[Tensor], begins: list[Tensor], ends: list[Tensor], count: int, size: int
+) -> Tensor:
+    """The intervals `[begins, ends)` of `size` positions, `of` one of `count` each, as the functions above return them."""
+    if not of:
+        return torch.zeros(1, 2, count, dtype=torch.int64)
+    row, begin, end = (torch.cat(parts) for parts in (of, begins, ends))
     seen = begin < end
     row, begin, end = row[seen], begin[seen], end[seen]
-    order = torch.argsort(row * (slices.seqlen_k + 1) + begin)
+    order = torch.argsort(row * (size + 1) + begin)
     row, begin, end = row[order], begin[order], end[order]
     # An interval that starts where the one before it ends continues it.
     starts = torch.ones_like(row, dtype=torch.bool)
@@ -56,9 +79,9 @@ def key_intervals(slices: AttnSlices) -> Tensor:
     stops = torch.ones_like(starts)
     stops[:-1] = starts[1:]
     row, begin, end = row[starts], begin[starts], end[stops]
-    per_row = torch.bincount(row, minlength=slices.seqlen_q)
+    per_row = torch.bincount(row, minlength=count)
     index = torch.arange(len(row)) - (per_row.cumsum(0) - per_row)[row]
-    intervals = torch.zeros(max(int(per_row.max()), 1), 2, slices.seqlen_q, dtype=torch.int64)
+    intervals = torch.zeros(max(int(per_row.max()), 1), 2, count, dtype=torch.int64)
     intervals[index, 0, row] = begin
     intervals[index, 1, row] = end
     return intervals

@@ -121,6 +121,7 @@ def test_refusals():
     assert against("mem-efficient", long, "cuda") == [
         "needs a dense mask of 8 GiB, more than 1 GiB"
     ]
+    assert against("flashmask", half, "cuda") == []
     sparse = Cell("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
     assert against("vsa", sparse, "cuda") == ["takes uniform blocks of 64", "has no grouped heads"]
     assert against("fa4-blocks", sparse, "cuda") == ["takes uniform blocks of 128"]

@@ -25,6 +25,7 @@ CONTENDERS: dict[str, str] = {
     "fa2": "aten_varlen:TorchFlash",
     "flex": "flex:FlexTriton",
     "flex-flash": "flex:FlexFlash",
+    "flashmask": "flashmask:FlashMask",
     "mem-efficient": "sdpa:MemoryEfficientSdpa",
     "flash-cpu": "sdpa:CpuFlashSdpa",
     "math": "sdpa:MathSdpa",
