@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 
 class Documents(NamedTuple):
@@ -36,13 +36,12 @@ def key_intervals(slices: AttnSlices) -> Tensor:
         int64 `[num_intervals, 2, seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones.
     """
     rows, begins, ends = [], [], []
-    for (q_begin, q_end), (k_begin, k_end), kind in slices:
-        row = torch.arange(q_begin, q_end)
+    for item in slices:
+        row = torch.arange(*item.q_range)
+        begin, end = _visible_keys(item, row)
         rows.append(row)
-        begins.append(
-            k_begin + (row - q_begin) * (kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL))
-        )
-        ends.append(k_end - (q_end - 1 - row) * (kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL)))
+        begins.append(begin)
+        ends.append(end)
     return _merged(rows, begins, ends, slices.seqlen_q, slices.seqlen_k)
 
 
@@ -60,6 +59,14 @@ def row_intervals(slices: AttnSlices) -> Tensor:
         begins.append(begin)
         ends.append(end)
     return _merged(keys, begins, ends, slices.seqlen_k, slices.seqlen_q)
+
+
+def _visible_keys(item: AttnSlice, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Begin and end of the keys that each `row` of a slice sees; the end comes first where it sees none."""
+    (q_begin, q_end), (k_begin, k_end), kind = item
+    begin = k_begin + (row - q_begin) * (kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL))
+    end = k_end - (q_end - 1 - row) * (kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL))
+    return begin, end
 
 
 def _merged(
@@ -132,11 +139,10 @@ def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cp
     """Visible pairs in every `block x block` tile of the score matrix: int64 `[q blocks, k blocks]` on `device`."""
     num_q, num_k = -(-slices.seqlen_q // block), -(-slices.seqlen_k // block)
     areas = torch.zeros(num_q, num_k, dtype=torch.int64, device=device)
-    for (q_begin, q_end), (k_begin, k_end), kind in slices:
-        row = torch.arange(q_begin, q_end, device=device)
-        begin = k_begin + (row - q_begin) * (kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL))
-        end = k_end - (q_end - 1 - row) * (kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL))
-        first, last = k_begin // block, -(-k_end // block)
+    for item in slices:
+        row = torch.arange(*item.q_range, device=device)
+        begin, end = _visible_keys(item, row)
+        first, last = item.k_range[0] // block, -(-item.k_range[1] // block)
         # How far an interval reaches into each block is a difference of two clamped ramps.
         edges = torch.arange(first, last + 1, device=device) * block
         reach = (edges.clamp(max=slices.seqlen_k) - begin[:, None]).clamp(min=0)

@@ -1,8 +1,4 @@
-"""What a CUDA stream does without any SM: copies between addresses, flags set and awaited in memory.
-
-The driver is called in the context of the calling thread. A thread of autograd has none before its first call of torch
-that reaches the device, so make one before: any that enqueues something will do.
-"""
+"""What a CUDA stream does without any SM: copies between addresses, flags set and awaited in memory."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import TypeAlias
 import torch
 from cuda.bindings import driver
 
-from magi_compile.kernels.cuda.launch import check
+from magi_compile.kernels.cuda.launch import bind_context, check
 
 Op: TypeAlias = driver.CUstreamBatchMemOpParams
 
@@ -40,6 +36,7 @@ def await_flag(address: int, value: int) -> Op:
 def enqueue(ops: Sequence[Op], stream: torch.cuda.Stream) -> None:
     """Flag operations, in this order."""
     if ops:
+        bind_context()
         check(driver.cuStreamBatchMemOp(stream.cuda_stream, len(ops), ops, 0))
 
 
@@ -47,6 +44,7 @@ def copy(
     targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: torch.cuda.Stream
 ) -> None:
     """Copies `sizes[i]` bytes from address `sources[i]` to `targets[i]`, in any order."""
+    bind_context()
     targets, sources = ([driver.CUdeviceptr(x) for x in xs] for xs in (targets, sources))
     if _can_batch and not torch.cuda.is_current_stream_capturing():
         check(

@@ -89,7 +89,7 @@ class Window:
         return self._meet(slot.meeting, current)
 
     def _meet(self, meeting: list[Op], current: torch.cuda.Stream) -> torch.cuda.Event:
-        self.stream.wait_stream(current)  # also gives a thread its context, see `stream_ops`
+        self.stream.wait_stream(current)
         stream_ops.enqueue(meeting, self.stream)
         return self.stream.record_event()
 

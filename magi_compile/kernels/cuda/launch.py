@@ -25,7 +25,7 @@ _DTYPES = {
 _thread = threading.local()
 
 
-def _bind_context() -> None:
+def bind_context() -> None:
     """Gives this thread the context of torch's current device, if it has none yet: in a thread of autograd we may be
     the first to need one."""
     if getattr(_thread, "has_context", False):
@@ -40,7 +40,7 @@ def _bind_context() -> None:
 @cache
 def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
     """Compile `variant` if need be and load it on a device, which is to be the current one."""
-    _bind_context()
+    bind_context()
     library = check(driver.cuLibraryLoadData(compile_variant(variant), [], [], 0, [], [], 0))
     kernel = check(driver.cuLibraryGetKernel(library, variant.entry.encode()))
     function = check(driver.cuKernelGetFunction(kernel))
@@ -74,7 +74,7 @@ def is_tma_layout(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
 
 def current_stream(device: torch.device) -> int:
     """torch's current stream on a GPU, for the driver, which this thread may call from now on."""
-    _bind_context()
+    bind_context()
     return _compat.raw_stream(device.index)
 
 
@@ -87,7 +87,7 @@ def tensor_map(x: Tensor, box_rows: int) -> bytes:
 def _encode(
     address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box_rows: int
 ) -> bytes:
-    _bind_context()
+    bind_context()
     rows, heads, head_dim = shape
     size = dtype.itemsize
     # The stride of a dimension of size 1 is never used, and may be anything.
@@ -125,7 +125,7 @@ def launch(
     With `may_start_early` it starts when the kernel in front of it lets it, and is to wait for its results itself
     (`griddepcontrol`).
     """
-    _bind_context()
+    bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     pointers = _Pointers(bytes(params))
     arguments = ctypes.addressof(pointers)
@@ -156,7 +156,7 @@ def _early_start(
 
 def zero_word(stream: int, device: torch.device) -> Tensor:
     """An int32 that is zero when work behind it on `stream` starts."""
-    _bind_context()
+    bind_context()
     word = torch.empty(1, dtype=torch.int32, device=device)
     check(driver.cuMemsetD32Async(word.data_ptr(), 0, 1, stream))
     return word
