@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
-from magi_compile.dtensor.cost import MERGED_FACTOR, CostModel, wave_rows
+from magi_compile.dtensor.cost import CostModel, cache_rows, wave_rows
 from magi_compile.kernels.base import EarlyKernel
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
@@ -28,7 +27,7 @@ from magi_compile.ops.library import problem_of
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024
 
-#: Most rows of that by which the cost of another backward stage is: enough to keep a GPU busy.
+#: Most rows of those by which backward stages are: more than fit in a GPU's cache.
 BACKWARD_ROWS = 8192
 
 
@@ -92,24 +91,24 @@ def calibrate(
 
     few_in_two = clock.seconds(forward_in_two)
     few_in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
-    # Backward, over one half of the keys each: few keys would leave SMs without work, and many rows hide what a stage costs.
+    # Another stage backward, with next to no work for its keys: what comes before and after them, and the sum of dq.
     rows = min(seqlen, BACKWARD_ROWS)
-    half = rows // 2
-    whole, part = (
-        (x, kernel.plan(x, problem), problem)
-        for x in (_keys(rows, n, device) for n in (2 * half, half))
-    )
-    queries, results = q[:rows], (out[:rows], lse[:, :rows].contiguous())
+    queries, row_out, row_lse = q[:rows], out[:rows], lse[:, :rows].contiguous()
+    twice_k, twice_v = (torch.cat([x[:rows], x[:rows]]) for x in (k, v))
 
-    def gradients(keys: slice, *planned: Any) -> Tensor:
-        return kernel.backward(queries, None, queries, k[keys], v[keys], *results, *planned).dq
+    def gradients(keys: AttnSlices) -> Callable[[], Tensor]:
+        some_k, some_v = twice_k[: keys.seqlen_k], twice_v[: keys.seqlen_k]
+        results = row_out, row_lse, keys, kernel.plan(keys, problem), problem
+        return lambda: kernel.backward(queries, None, queries, some_k, some_v, *results).dq
 
-    def backward_in_two() -> Tensor:
-        halves = (slice(half), slice(half, 2 * half))
-        return sum_partials([gradients(keys, *part) for keys in halves])
-
-    in_two = clock.seconds(backward_in_two)
-    in_one = clock.seconds(lambda: gradients(slice(2 * half), *whole))
+    of_one_pair = gradients(_keys(1, 1, device, seqlen_q=rows))
+    dq = of_one_pair()
+    backward_stage = clock.seconds(of_one_pair) + clock.seconds(lambda: sum_partials([dq, dq]))
+    # As on the last rank under a causal mask: half as many queries see a local key as a remote one.
+    apart = [_keys(rows, rows, device, mask_type=x) for x in (MaskType.CAUSAL, MaskType.FULL)]
+    both = _keys(rows, 2 * rows, device, mask_type=MaskType.CAUSAL)
+    in_two = sum(clock.seconds(gradients(keys)) for keys in apart)
+    merged = clock.seconds(gradients(both)) / max(in_two - backward_stage, 1e-9)
     per_area = forward / seqlen**2
     moving = select_collective(collective, group, device)
     route = _everything_to_everyone(group, seqlen, device)
@@ -126,27 +125,37 @@ def calibrate(
     casting = max(clock.seconds(lambda: cast(route)) - latency, 1e-9)
     buffers = cast(route)
     reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).add_to(totals))
-    num_sms = 0
+    num_sms, cached = 0, 0.0
     if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        gpu = torch.cuda.get_device_properties(device)
+        num_sms = gpu.multi_processor_count
+        cached = cache_rows(nheads_q // nheads_kv, head_dim, gpu.L2_cache_size)
     return CostModel(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
         stage_seconds_per_row=max(few_in_two - few_in_one, 0.0) / seqlen,
-        backward_stage_seconds_per_row=max(in_two - in_one, 0.0) / rows,
+        backward_stage_seconds_per_row=backward_stage / rows,
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
         backward_wave_rows=wave_rows(nheads_kv, num_sms),
-        backward_merged_factor=MERGED_FACTOR if num_sms else 1.0,
+        backward_cache_rows=cached,
+        backward_merged_factor=max(merged, 1.0) if num_sms else 1.0,
         starts_early=isinstance(kernel, EarlyKernel),
     )
 
 
-def _keys(seqlen_q: int, seqlen_k: int, device: torch.device) -> AttnSlices:
-    """All queries see all of these keys."""
-    slices = [AttnSlice((0, seqlen_q), (0, seqlen_k), MaskType.FULL)]
-    return AttnSlices.from_slices(slices, seqlen_q, seqlen_k).to(device)
+def _keys(
+    queries: int,
+    keys: int,
+    device: torch.device,
+    *,
+    mask_type: MaskType = MaskType.FULL,
+    seqlen_q: int | None = None,
+) -> AttnSlices:
+    """One slice, of the first queries if there are more."""
+    slices = [AttnSlice((0, queries), (0, keys), mask_type)]
+    return AttnSlices.from_slices(slices, seqlen_q or queries, keys).to(device)
 
 
 def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.device) -> Route:

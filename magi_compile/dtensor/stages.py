@@ -12,6 +12,7 @@ as few rows as it takes. Forward, 0 is then the best degree of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ MAX_DEGREE = 4
 
 #: Degrees whose predicted times differ by less than this are equally fast.
 TIE = 0.003
+
+#: Waves of thread blocks that a remote stage leaves idle backward, of `CostModel.backward_wave_rows` keys each.
+IDLE_WAVES = 0.5
 
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
@@ -84,9 +88,9 @@ def _column(degrees: Sequence[int]) -> Tensor:
 
 def _forward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
     """Seconds for each of `degrees`, float64 `[num, 1]`."""
-    cast = _cast_seconds(loads, degrees, cost)
-    rates = cost.seconds_per_area, loads.query_rows * cost.stage_seconds_per_row
-    _, last = _first_and_last_end(loads, degrees, cast, *rates)
+    area, local = _areas(loads, cost.seconds_per_area)
+    compute = _Compute(local, area - local, area, loads.query_rows * cost.stage_seconds_per_row)
+    _, last = _first_and_last_end(degrees, _cast_seconds(loads, degrees, cost), compute)
     return last
 
 
@@ -94,20 +98,33 @@ def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
     """Seconds for each of `degrees`, float64 `[num, 1]`."""
     cast = _cast_seconds(loads, degrees, cost)
     parts = degrees.clamp(min=1)
-    # Fewer than five waves of thread blocks leave a growing part of the GPU idle in the end: a line through what
-    # dealing the tiles of packed documents to 132 SMs gives.
-    rows = loads.recv_rows.double().clamp(min=1) / parts
-    idle = (cost.backward_wave_rows / rows - 0.2).clamp(min=0)
-    rates = (
-        cost.seconds_per_area * cost.backward_area_factor,
-        loads.query_rows * cost.backward_stage_seconds_per_row,
-    )
-    merged = cost.backward_merged_factor
-    first, last = _first_and_last_end(loads, degrees, cast, *rates, idle, merged)
+    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
+    # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
+    # 132 SMs gives, between the mean over ranks and the slowest one.
+    recv_rows = loads.recv_rows.double().clamp(min=1)
+    idle = IDLE_WAVES * cost.backward_wave_rows * parts / recv_rows
+    merged = area * (1 + (cost.backward_merged_factor - 1) * _discord(loads, cost))
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    compute = _Compute(local, (area - local) * (1 + idle), merged, stage)
+    first, last = _first_and_last_end(degrees, cast, compute)
     # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
     # each other from the first stage on, or the last one starts as its stage ends.
     reduce = cast[:, 0] * cost.backward_reduce_factor
     return torch.maximum(first + parts[:, 0] * reduce, last + reduce)
+
+
+def _areas(loads: StageLoads, seconds_per_area: float) -> tuple[Tensor, Tensor]:
+    """Seconds of all keys and of the local ones on each rank, float64 `[cp_size]`."""
+    return loads.area.double() * seconds_per_area, loads.local_area.double() * seconds_per_area
+
+
+def _discord(loads: StageLoads, cost: CostModel) -> Tensor:
+    """How far a diagonal keeps a rank's blocks of keys from meeting at the same queries, float64 `[cp_size]`: 0 where
+    a local key is seen by as many as a remote one, or those fit in the cache, up to 1 where it is by half as many."""
+    local = loads.local_area.double() / loads.query_rows
+    remote = (loads.area - loads.local_area) / loads.recv_rows.double().clamp(min=1)
+    missing = (2 - 2 * local / remote.clamp(min=1)).clamp(0, 1)
+    return torch.where((local > 0) & (remote > cost.backward_cache_rows), missing, 0.0)
 
 
 def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
@@ -116,27 +133,24 @@ def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor
     return cost.latency_seconds + rows * cost.seconds_per_row / degrees.clamp(min=1)
 
 
-def _first_and_last_end(
-    loads: StageLoads,
-    degrees: Tensor,
-    cast: Tensor,
-    seconds_per_area: float,
-    stage_seconds: float,
-    idle: Tensor | float = 0.0,
-    merged_factor: float = 1.0,
-) -> tuple[Tensor, Tensor]:
+class _Compute(NamedTuple):
+    """Seconds of compute on each rank, float64, broadcast to `[num, cp_size]`."""
+
+    local: Tensor  # of local keys in a call of their own
+    remote: Tensor  # of remote keys
+    merged: Tensor  # of all keys in one call
+    stage: float  # what a call costs beyond that
+
+
+def _first_and_last_end(degrees: Tensor, cast: Tensor, compute: _Compute) -> tuple[Tensor, Tensor]:
     """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
 
     A stage starts once its keys have arrived and the stage before is done. Stages and casts take equally long each,
-    so stages either follow each other from the first one on, or the last one starts as its cast ends. `idle` is by
-    what part remote stages take longer than their area, `merged_factor` by what factor one call over all keys does.
+    so stages either follow each other from the first one on, or the last one starts as its cast ends.
     """
     has_local, parts = degrees > 0, degrees.clamp(min=1)
-    area = loads.area.double() * seconds_per_area
-    local = loads.local_area.double() * seconds_per_area
-    done = torch.where(has_local, local + stage_seconds, 0.0)
-    area = torch.where(has_local, (area - local) * (1 + idle), area * merged_factor)
-    stage = area / parts + stage_seconds
+    done = torch.where(has_local, compute.local + compute.stage, 0.0)
+    stage = torch.where(has_local, compute.remote / parts, compute.merged) + compute.stage
     first = torch.maximum(done, cast) + stage
     last = torch.maximum(first + (parts - 1) * stage, parts * cast + stage)
     return first.amax(1), last.amax(1)
