@@ -5,10 +5,10 @@
 The one-GPU rate is that of the same kernel on the same mask over the whole sequence. A row's rate counts the mask's
 mean area of a rank and the time of the slowest rank; `stages` is the number of remote stages, forward and backward,
 where "auto" is the cost model's choice with rates measured on this machine, and "wait" is 0 without beginning forward
-before remote keys are there. Exposed communication is a step's time
-minus that of the same step with everything that moves rows taken out. All that is compared takes turns, so that it
-meets GPUs equally warm. Planning is the host's time for a mask never seen before. FLOPs are 4 * area * nheads_q *
-head_dim forward and 2.5 times that backward; medians over rounds.
+before remote keys are there. Exposed communication is a step's time minus that of the same step with everything that
+moves rows taken out. All that is compared takes turns, in another order each round: what always came first was up to
+6 % slower than the same step later. Planning is the host's time for a mask never seen before. FLOPs are 4 * area *
+nheads_q * head_dim forward and 2.5 times that backward; medians over rounds, of which short steps get more.
 
 With `--ranks` above `--gpus`, GPU 0 alone runs the steps of every rank, one after another, with everything that moves
 rows taken out: what balance, kernel and stages leave, on any number of ranks.
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import random
 import statistics
 import tempfile
 import time
@@ -49,6 +50,7 @@ from magi_compile.ops.library import problem_of
 MASKS = ("full", "causal", "document_full", "document_causal", "block_causal_document")
 SPIN_CYCLES = 2_000_000
 BACKWARD_FLOPS = 2.5
+MOST_ROUNDS = 15
 
 WAIT = "wait"  # as a number of stages
 
@@ -121,12 +123,22 @@ class Rank:
         for run in runs.values():
             run()
         rounds: dict[Key, list[list[float]]] = {key: [] for key in runs}
-        for _ in range(self.args.rounds):
-            for key, run in runs.items():
-                mine = torch.tensor([self._round(run)], dtype=torch.float64, device=self.device)
+        turn, num_rounds = 0, self.args.rounds
+        while turn < num_rounds:
+            order = list(runs)
+            random.Random(turn).shuffle(order)  # alike on all ranks
+            for key in order:
+                mine = torch.tensor(
+                    [self._round(runs[key])], dtype=torch.float64, device=self.device
+                )
                 everybody = [torch.empty_like(mine) for _ in range(self.args.gpus)]
                 dist.all_gather(everybody, mine, self.group)
                 rounds[key].append([seconds.item() for seconds in everybody])
+            if turn == 0:
+                slowest = sum(max(times[0]) for times in rounds.values()) * (self.args.calls + 1)
+                affordable = min(int(self.args.seconds / slowest), MOST_ROUNDS)
+                num_rounds = max(num_rounds, affordable)
+            turn += 1
         return {key: sorted(times, key=max)[len(times) // 2] for key, times in rounds.items()}
 
     def _round(self, run: Step) -> float:
@@ -347,7 +359,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
         ranks=args.ranks,
         inputs=f"{me.dtype}, heads {args.heads[0]}:{args.heads[1]}, head_dim {args.head_dim}; "
         f"documents of dtensor/documents.py, seed {args.seed}",
-        timing=f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
+        timing=f"median of {args.rounds} to {max(args.rounds, MOST_ROUNDS)} rounds of {args.calls} calls, slowest rank",
     )
     for name, reasons in me.refusals.items():
         context[f"{name} can not serve"] = reasons
@@ -415,6 +427,7 @@ def main() -> None:
     option("--reduce-group", action="store_true", help="gradients go home in a group of their own")
     option("--rounds", type=int, default=3)
     option("--calls", type=int, default=3)
+    option("--seconds", type=float, default=1.0, help="of each mask, in more rounds if they fit")
     option("--timeline", action="store_true", help="profile a step of every row on rank 0")
     option("--max-seconds", type=float, default=3600.0, help="no new mask after that")
     option("--dry-run", action="store_true")
