@@ -98,9 +98,13 @@ def _source_hash() -> str:
     """Of the package's code and its CUDA sources: what ran, whatever version control says."""
     package = Path(magi_compile.__file__).parent
     sources = package / "csrc" if (package / "csrc").exists() else package.parent / "csrc"
-    files = [*package.rglob("*.py"), *sources.rglob("*.cu"), *sources.rglob("*.cuh")]
+    files = {
+        file.relative_to(root.parent).as_posix(): file
+        for root, pattern in ((package, "*.py"), (sources, "*.cu"), (sources, "*.cuh"))
+        for file in root.rglob(pattern)
+    }
     digest = hashlib.sha256()
-    for file in sorted(files, key=lambda path: path.name):
+    for _, file in sorted(files.items()):  # file systems list them in an order of their own
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]
 
