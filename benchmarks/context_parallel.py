@@ -63,6 +63,7 @@ class Stopped(NamedTuple):
     """A cast and a reduce that are done before they begin."""
 
     buffers: list[Tensor]
+    sms: int = 0
 
     def wait(self) -> list[Tensor]:
         return self.buffers

@@ -2,7 +2,8 @@
 
 Rows that stay on their rank take no part in the exchange. On GPUs the exchange runs on a stream of its own. Its kernels
 need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they go
-first: the current stream goes on once that stream has reached them, and that stream has priority.
+first: the current stream goes on once that stream has reached them, and that stream has priority. Both are ready at the
+same moment then, and if attention is there first on one rank, all ranks wait for it: so a short kernel leaves `SMS` free.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from magi_compile.dtensor import rows
 from magi_compile.dtensor.collectives import Route
+
+SMS = 32  # thread blocks of an exchange: NCCL has as many channels between two GPUs
 
 
 class AllToAll:
@@ -67,6 +70,8 @@ def _apart(runs: Tensor, counts: list[int], rank: int) -> tuple[Tensor, Tensor]:
 
 
 class _Cast:
+    sms = SMS
+
     def __init__(self, tensors: Sequence[Tensor], order: _Order, group: dist.ProcessGroup):
         self._order = order
         packed = rows.gather(tensors, order.send_rows)

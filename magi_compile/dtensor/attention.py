@@ -90,7 +90,9 @@ def _forward_merged(
     arriving = next(casts)
     if both is None:
         early = cast(EarlyKernel, kernel)
-        result = early.forward_early(q, k, v, arriving.wait, early_plan, problem)
+        result = early.forward_early(
+            q, k, v, arriving.wait, early_plan, problem, free_sms=arriving.sms
+        )
     else:
         k_all, v_all = (torch.cat(parts) for parts in zip((k, v), arriving.wait(), strict=True))
         result = kernel.forward(q, k_all, v_all, both.slices, kernel_plan, problem)

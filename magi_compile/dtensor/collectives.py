@@ -112,7 +112,13 @@ def refuse_to_be_recorded(x: Tensor) -> None:
 
 
 class PendingCast(Protocol):
-    """A cast under way."""
+    """A cast under way.
+
+    Attributes:
+        sms: that it needs and may still be waiting for, so that an attention kernel beside it had better leave them free.
+    """
+
+    sms: int
 
     def wait(self) -> Sequence[Tensor]:
         """The buffers `[num_received, ...]`, in the order of the tensors that were cast."""

@@ -130,10 +130,12 @@ class EarlyKernel(Kernel, Protocol):
         arrive: Callable[[], Sequence[Tensor]],
         plan: Any,
         problem: AttnProblem,
+        *,
+        free_sms: int = 0,
     ) -> ForwardOutput:
         """Attention of `q` over the near keys `k`, `v` and over those that `arrive` returns; none of them is empty.
 
         `arrive`, called once, makes the current stream wait for the far keys and values. Work enqueued before it
-        ends in any case: nothing in it waits for them.
+        ends in any case: nothing in it waits for them. It leaves `free_sms` SMs to what brings them, if there are more.
         """
         ...

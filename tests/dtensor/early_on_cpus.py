@@ -6,6 +6,7 @@ from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
 calls: list[float] = []  # the share that each call was planned with
+free: list[int] = []  # the SMs that each call was asked to leave free
 
 
 class EarlyCpuKernel(CpuKernel):
@@ -29,9 +30,10 @@ class EarlyCpuKernel(CpuKernel):
         )
         return near, far, share
 
-    def forward_early(self, q, k, v, arrive, plan, problem):
+    def forward_early(self, q, k, v, arrive, plan, problem, *, free_sms=0):
         near, far, share = plan
         calls.append(share)
+        free.append(free_sms)
         wide = torch.promote_types(q.dtype, torch.float32)
         plans = [self.plan(slices, problem) for slices in (near, far)]
         first = self.forward(q, k, v, near, plans[0], problem, out_dtype=wide)

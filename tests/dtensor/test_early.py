@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from magi_compile.dtensor.all_to_all import SMS
 from magi_compile.dtensor.attention import forward
 from magi_compile.dtensor.collectives import refuse_to_be_recorded
 from magi_compile.dtensor.comm_plan import RankRows, StageLoads
@@ -29,9 +30,11 @@ MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x1
 
 def run_early(group, case, options, dtype):
     early_on_cpus.calls.clear()
+    early_on_cpus.free.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "early_cpu", f"{early_on_cpus.__name__}:EarlyCpuKernel")
         run_on_ranks(group, case, options, dtype, kernel="early_cpu")
+    assert early_on_cpus.free == [SMS] * len(early_on_cpus.calls)
     return early_on_cpus.calls[:]
 
 

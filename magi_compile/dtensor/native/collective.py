@@ -91,6 +91,8 @@ class NativeCollective:
 
 
 class _Cast:
+    sms = 0  # copy engines need none, and attention waits for what does, see `_pull`
+
     def __init__(self, buffers: list[Tensor], window: Window, done: torch.cuda.Event):
         self._buffers, self._window, self._done = buffers, window, done
 

@@ -114,6 +114,8 @@ def forward_early(
     arrive: Callable[[], Sequence[Tensor]],
     plan: SplitPlan,
     problem: AttnProblem,
+    *,
+    free_sms: int = 0,
 ) -> ForwardOutput:
     """Attention of `q` over near keys and over those that `arrive` returns, on torch's current stream.
 
@@ -124,15 +126,19 @@ def forward_early(
         arrive: makes torch's current stream wait for far keys and values, and returns them; not empty.
         plan: of the mask over near and far keys.
         problem: what `CudaKernel.refusals` finds nothing against.
+        free_sms: that the early launch leaves to what brings far keys; one at least computes.
     """
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return forward_early(q, k, v, arrive, plan, problem)
+            return forward_early(q, k, v, arrive, plan, problem, free_sms=free_sms)
     (total_q, nheads_q, head_dim) = q.shape
     out = q.new_empty((total_q, nheads_q, head_dim))
     part_out = q.new_empty((plan.num_part_rows, nheads_q, head_dim), dtype=torch.float32)
     lse, part_lse = (q.new_empty((nheads_q, total_q), dtype=torch.float32) for _ in range(2))
-    enqueue(q, k, v, None, plan.early, Results(out, lse, part_out, part_lse), problem)
+    enqueue(
+        *(q, k, v, None, plan.early, Results(out, lse, part_out, part_lse), problem),
+        free_sms=free_sms,
+    )
     k_far, v_far = arrive()
     enqueue(
         *(q, k, v, FarKeys(k_far, v_far, plan.far_begin), plan.late),

@@ -163,8 +163,9 @@ def enqueue(
     results: Results,
     problem: AttnProblem,
     config: ForwardConfig | None = None,
+    free_sms: int = 0,
 ) -> None:
-    """One launch on torch's current stream and device; `results` are contiguous."""
+    """One launch on torch's current stream and device; `results` are contiguous. All SMs but `free_sms` take part."""
     tensors = (q, k, v) if far is None else (q, k, v, far.k, far.v)
     at = [x.data_ptr() for x in tensors]
     begin = _NO_FAR_KEYS
@@ -172,12 +173,13 @@ def enqueue(
     if far is not None:
         begin = far.begin
         layouts = (*layouts, far.k.shape, far.k.stride(), far.v.stride())
-    route = _route(problem, config, layouts, begin, walk.tiles.shape[0], q.device.index)
+    num_tiles = walk.tiles.shape[0]
+    route = _route(problem, config, layouts, begin, num_tiles, q.device.index, free_sms)
     if route is None or any(address % 16 for address in at):
         q, k, v = (tma_compatible(x) for x in (q, k, v))
         if far is not None:
             far = FarKeys(tma_compatible(far.k), tma_compatible(far.v), begin)
-        enqueue(q, k, v, far, walk, results, problem, config)
+        enqueue(q, k, v, far, walk, results, problem, config, free_sms)
         return
     stream = current_stream(q.device)
     ticket = zero_word(stream, q.device) if route.has_ticket else None
@@ -207,6 +209,7 @@ def _route(
     far_begin: int,
     num_tiles: int,
     device_index: int,
+    free_sms: int,
 ) -> _Route | None:
     """How tensors of such layouts (the shape and strides of q and of k, the strides of v; of far keys those of k and v
     again) are launched; None where TMA can not read them."""
@@ -219,7 +222,7 @@ def _route(
     config = config or forward_config(problem)
     total_q, nheads_q, _ = q_shape
     num_items = num_tiles * nheads_q
-    grid = min(num_items, num_sms(device_index))
+    grid = min(num_items, max(1, num_sms(device_index) - free_sms))
     score_scale = problem.softcap or problem.softmax_scale
     scalars = _SCALARS.pack(
         num_tiles,

@@ -107,8 +107,10 @@ class CudaKernel:
         arrive: Callable[[], Sequence[Tensor]],
         plan: SplitPlan,
         problem: AttnProblem,
+        *,
+        free_sms: int = 0,
     ) -> ForwardOutput:
-        return forward_early(q, k, v, arrive, plan, problem)
+        return forward_early(q, k, v, arrive, plan, problem, free_sms=free_sms)
 
     def backward(
         self,
