@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.cost import longest_first, run_costs, tile_costs
+from magi_compile.plan.cost import by_document, longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import NO_DIAG, Rects
 
 MAX_OVERLAP = 64
@@ -34,7 +34,8 @@ class TilePlan(NamedTuple):
     In the q walk a "row" is a query and a "column" a key; in the k walk it is the other way round.
 
     `*_tiles [num_tiles, 4]` hold `TILE_FIELDS`. The tiles cover every row once, the most expensive
-    first; a tile without runs sees nothing. Tiles without rows are padding and come last.
+    first, in the k walk each with the others of its document; a tile without runs sees nothing.
+    Tiles without rows are padding and come last.
 
     `*_runs [num_runs, 12]` hold `RUN_FIELDS`. Row r in `[row_begin, row_end)` sees the columns
     `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`, other rows see nothing of the
@@ -105,8 +106,14 @@ def build_tile_plan(
 
     by_q, by_k = padded(slices.seqlen_q, q_tile_rows), padded(slices.seqlen_k, k_tile_rows)
     return TilePlan(
-        *_walk(rects, slices.seqlen_q, q_tile_rows, q_block_cols, by_q),
-        *_walk(rects.transposed(), slices.seqlen_k, k_tile_rows, k_block_cols, by_k),
+        *_walk(
+            *(rects, slices.seqlen_q, q_tile_rows, q_block_cols, by_q),
+            is_by_document=False,
+        ),
+        *_walk(
+            *(rects.transposed(), slices.seqlen_k, k_tile_rows, k_block_cols, by_k),
+            is_by_document=True,
+        ),
     )
 
 
@@ -155,7 +162,13 @@ def padded_sizes(
 
 
 def _walk(
-    rects: Rects, total_rows: int, tile_rows: int, block_cols: int, padded: PaddedSizes | None
+    rects: Rects,
+    total_rows: int,
+    tile_rows: int,
+    block_cols: int,
+    padded: PaddedSizes | None,
+    *,
+    is_by_document: bool,
 ) -> tuple[Tensor, Tensor]:
     """The tiles and runs of one walk over `rects`; of exact size where `padded` is None."""
     tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, padded)
@@ -177,7 +190,13 @@ def _walk(
     cost = tile_costs(
         run_costs(num_blocks, num_lead + num_trail), run_begin, run_end, tile_begin == tile_end
     )
-    tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[longest_first(cost)]
+    order = longest_first(cost)
+    if is_by_document:
+        col_ends = torch.cat([runs.col_end, run_end.new_full((1,), -1)])
+        order = by_document(
+            order, col_ends[torch.where(run_begin < run_end, run_end - 1, run_tile.numel())]
+        )
+    tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[order]
     unused = torch.zeros_like(num_blocks)
     walked = torch.stack(
         [*runs, runs.col_begin, num_blocks, num_lead, num_trail, unused, unused], dim=-1

@@ -55,22 +55,39 @@ def without_overlap(rows, seqlen_q, seqlen_k):
     return kept
 
 
-def walk(tiles, runs, num_rows, num_cols, tile_rows, block_cols):
+def assert_order(rows, costs, documents):
+    """Of the tiles at `rows`: the most expensive first, each with the others of its document."""
+    expected, left = [], sorted(range(len(costs)), key=lambda i: (-costs[i], rows[i]))
+    by_row = sorted(range(len(rows)), key=lambda i: (rows[i], i))
+    while left:
+        at = by_row.index(left[0])
+        begin, end = at, at + 1
+        while begin > 0 and documents[by_row[begin - 1]] == documents[left[0]]:
+            begin -= 1
+        while end < len(by_row) and documents[by_row[end]] == documents[left[0]]:
+            end += 1
+        document = [i for i in left if i in by_row[begin:end]]
+        expected += document
+        left = [i for i in left if i not in document]
+    assert expected == list(range(len(costs)))
+
+
+def walk(tiles, runs, num_rows, num_cols, tile_rows, block_cols, is_by_document):
     """Walks half a plan as a kernel does, checks its promises on the way, returns dense counts."""
     counts = torch.zeros(num_rows, num_cols, dtype=torch.int32)
     owners = torch.zeros(num_rows, dtype=torch.int32)
-    last_cost = float("inf")
+    costs, last_cols = [], []
     for row_begin, row_end, run_begin, run_end in tiles.tolist():
         assert 0 <= row_end - row_begin <= tile_rows
         owners[row_begin:row_end] += 1
-        cost = 0.0
+        cost = 0
         for fields in runs[run_begin:run_end].tolist():
             run = dict(zip(RUN_FIELDS, fields, strict=True))
             assert row_begin <= run["row_begin"] < run["row_end"] <= row_end
             assert run["num_lead"] + run["num_trail"] <= run["num_blocks"]
             assert run["diag_lo"] == -NO_DIAG or abs(run["diag_lo"]) < num_rows + num_cols
             assert run["diag_hi"] == NO_DIAG or abs(run["diag_hi"]) < num_rows + num_cols
-            cost += run["num_blocks"] + 0.15 * (run["num_lead"] + run["num_trail"])
+            cost += 100 * run["num_blocks"] + 15 * (run["num_lead"] + run["num_trail"])
             rows = torch.arange(row_begin, row_end)[:, None]
             in_run = (rows >= run["row_begin"]) & (rows < run["row_end"])
             lo = torch.clamp(rows + run["diag_lo"], min=run["col_begin"])
@@ -83,10 +100,13 @@ def walk(tiles, runs, num_rows, num_cols, tile_rows, block_cols):
                 assert is_masked == (not sees.all()), "a block in the wrong class"
                 at_row, at_col = sees.nonzero(as_tuple=True)
                 counts[row_begin + at_row, cols[0, at_col]] += 1
-        cost -= row_begin == row_end  # padding comes after tiles that see nothing
-        assert cost <= last_cost + 1e-9, "not longest-first"
-        last_cost = cost
+        costs.append(cost - (row_begin == row_end))  # padding comes after tiles that see nothing
+        has_runs = run_begin < run_end
+        last_cols.append(int(runs[run_end - 1, RUN_FIELDS.index("col_end")]) if has_runs else -1)
     assert (owners == 1).all(), "a row with no tile or with several"
+    has_rows = tiles[:, 0] < tiles[:, 1]
+    assert has_rows[: has_rows.sum()].all(), "padding before a tile"
+    assert_order(tiles[:, 0].tolist(), costs, last_cols if is_by_document else range(len(costs)))
     return counts
 
 
@@ -97,10 +117,22 @@ def check(rows, seqlen_q, seqlen_k, sizes=None, **kwargs):
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in plan)
     expected = dense(rows, seqlen_q, seqlen_k)
     by_q = walk(
-        plan.q_tiles, plan.q_runs, seqlen_q, seqlen_k, sizes["q_tile_rows"], sizes["q_block_cols"]
+        plan.q_tiles,
+        plan.q_runs,
+        seqlen_q,
+        seqlen_k,
+        sizes["q_tile_rows"],
+        sizes["q_block_cols"],
+        is_by_document=False,
     )
     by_k = walk(
-        plan.k_tiles, plan.k_runs, seqlen_k, seqlen_q, sizes["k_tile_rows"], sizes["k_block_cols"]
+        plan.k_tiles,
+        plan.k_runs,
+        seqlen_k,
+        seqlen_q,
+        sizes["k_tile_rows"],
+        sizes["k_block_cols"],
+        is_by_document=True,
     )
     torch.testing.assert_close(by_q, expected, rtol=0, atol=0)
     torch.testing.assert_close(by_k.T, expected, rtol=0, atol=0)
@@ -131,6 +163,7 @@ NAMED = {
     "one_key": ([(7, 40, 3, 4, FULL)], 40, 20),
     "tiny_documents": (documents([1, 3, 2, 5, 1, 1, 4, 7, 2], CAUSAL), 26, 26),
     "long_documents": (documents([40, 17, 33, 16, 50], CAUSAL), 156, 156),
+    "equal_documents": (documents([32] * 5, CAUSAL), 160, 160),
     "mixed_documents": (documents([3, 40, 2, 1, 70, 9, 16, 15, 1], FULL), 157, 157),
     "unseen_rows_between": ([(5, 20, 0, 9, FULL), (41, 60, 9, 30, CAUSAL)], 70, 50),
     "two_runs_a_row": ([(0, 40, 0, 5, FULL), (0, 40, 20, 60, CAUSAL)], 40, 60),
@@ -235,6 +268,27 @@ def test_long_documents_start_their_own_tiles():
     plan = check(rows, seqlen_q, seqlen_k)
     tile_starts = set(plan.q_tiles[:, 0].tolist())
     assert tile_starts >= {q_begin for q_begin, *_ in rows}
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
+@pytest.mark.parametrize(
+    ("lengths", "by_q", "by_k"),
+    [
+        # The last tile of queries and the first one of keys are a document's longest.
+        (
+            [32] * 3,
+            [16, 48, 80, 0, 32, 64],
+            [*range(0, 32, 8), *range(32, 64, 8), *range(64, 96, 8)],
+        ),
+        ([16, 32, 16], [32, 0, 16, 48], [*range(16, 48, 8), *range(0, 16, 8), *range(48, 64, 8)]),
+    ],
+    ids=["equal", "different"],
+)
+def test_tiles_of_keys_come_document_by_document(lengths, by_q, by_k, exact):
+    """The one with the longest tile first; tiles of queries by their own length alone."""
+    plan = check(documents(lengths, CAUSAL), sum(lengths), sum(lengths), exact=exact)
+    for tiles, expected in ((plan.q_tiles, by_q), (plan.k_tiles, by_k)):
+        assert tiles[: len(expected), 0].tolist() == expected
 
 
 def test_short_documents_share_tiles():
