@@ -1,12 +1,12 @@
 // The backward pass: dk and dv of one tile of keys at a time, and its share of dq.
 //
-// A persistent thread block works on one (k tile, kv head) after another, or on a part of the query heads of the group
-// where few tiles hold much of the work. For all these heads and all runs of the tile, one producer thread streams blocks
-// of Q and dO into shared memory; two consumer warpgroups own 64 keys each. Scores are transposed, keys by queries, so
-// that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never leave the registers until the
-// tile is done. dS also goes through shared memory for dQ = dS K, which the warpgroups compute in turn, one block of
-// queries each, and add to a sum in global memory: 128 columns of dQ in one matmul read dS once, where half of them in
-// each warpgroup would read it twice.
+// A persistent thread block works on one (k tile, kv head) of the agenda after another, or on a part of the query heads of
+// the group, where the whole of a tile would end after everything else. For all these heads and all runs of the tile, one
+// producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64 keys each. Scores are
+// transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
+// leave the registers until the tile is done. dS also goes through shared memory for dQ = dS K, which the warpgroups
+// compute in turn, one block of queries each, and add to a sum in global memory: 128 columns of dQ in one matmul read dS
+// once, where half of them in each warpgroup would read it twice.
 #pragma once
 
 #include "bwd_consumer.cuh"

@@ -75,16 +75,17 @@ private:
             dq_.publish();
         }
         const TileOfHead& work = smem_.work;
+        int store_end = work.tile.row_end;
         if (__any_sync(0xffffffff, work.num_parts > 1)) {
-            gradients_.join_parts(dk, dv, work);
+            store_end = gradients_.join_parts(dk, dv, work);
         }
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.softmax_scale;
         }
         barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);   // nobody reads K and V any more
-        gradients_.store(dv, smem_.v[0], params_.dv, params_.dv_rows, work);
-        gradients_.store(dk, smem_.k[0], params_.dk, params_.dk_rows, work);
+        gradients_.store(dv, smem_.v[0], params_.dv, params_.dv_rows, work, store_end);
+        gradients_.store(dk, smem_.k[0], params_.dk, params_.dk_rows, work, store_end);
         if (lane_ == 0) {
             cp_async_bulk_wait_group_read<0>();
         }

@@ -1,5 +1,5 @@
-// How a warp of the backward kernel gets rid of dk or dv of its 16 keys: to the next part of the tile, if it is divided, or to
-// the output.
+// How a warp of the backward kernel gets rid of dk or dv of its 16 keys: to the output, by way of what the other parts
+// have where the tile is in parts.
 #pragma once
 
 #include "bwd_shared.cuh"
@@ -21,28 +21,37 @@ public:
         return warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
     }
 
-    // Adds what the parts in front of this one have, each warp for itself, and hands the sums over to the next one.
-    __device__ __forceinline__ void join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
-        const int tile = work.tile_index * params_.schedule.num_heads + work.kv_head;
-        const int index = tile * kSplitArrivals + warpgroup_ * 4 + warp_;
-        int* const arrivals = params_.split.arrivals + index;
-        while (!__all_sync(0xffffffff, load_acquire(arrivals) >= work.part)) {
-        }
-        float4* const partials = reinterpret_cast<float4*>(params_.split.partials) + index * kPartialsOfWarp + lane_;
-        const bool has_partials = work.part > 0;
-        join(dv, partials, has_partials);
-        join(dk, partials + kPartialsOfWarp / 2, has_partials);
+    // Leaves what this part of a tile has, each warp for itself. The last one to arrive then has the sums of all, in fp32
+    // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
+    // there is something to store: those others have nothing.
+    __device__ __forceinline__ int join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
+        const int heads = params_.agenda.heads_per_section;
+        const int warp = warpgroup_ * 4 + warp_;
+        float4* const partials = reinterpret_cast<float4*>(params_.agenda.partials) +
+                                 static_cast<long long>(work.slot * kAgendaArrivals + warp) * kPartialsOfWarp + lane_;
+        const int part_stride = heads * kAgendaArrivals * kPartialsOfWarp;
+        leave(dv, partials + work.part * part_stride);
+        leave(dk, partials + work.part * part_stride + kPartialsOfWarp / 2);
         __threadfence();
         __syncwarp();
+        int num_arrived = 0;
         if (lane_ == 0) {
-            add_release(arrivals, 1);
+            num_arrived = atomicAdd(params_.agenda.arrivals + work.slot * kAgendaArrivals + warp, 1);
         }
+        const bool is_last = __shfl_sync(0xffffffff, num_arrived, 0) + 1 == work.num_parts;
+        __threadfence();
+#pragma unroll 1
+        for (int part = 0; part < (is_last ? work.num_parts : 0); ++part) {
+            add(dv, partials + part * part_stride);
+            add(dk, partials + part * part_stride + kPartialsOfWarp / 2);
+        }
+        return is_last ? work.tile.row_end : work.tile.row_begin;
     }
 
     // Registers to shared memory in the 128-byte swizzle of the tensor map, where 16-byte chunk c of row r lies at
     // c ^ (r % 8), and from there to `rows`.
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
-                                          const TileOfHead& work) const {
+                                          const TileOfHead& work, int store_end) const {
         Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
         const int row = lane_ % 16;
         const uint32_t address = shared_address(staging) + row * 128;
@@ -56,7 +65,7 @@ public:
                         pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
         }
         const int warp_row = work.tile.row_begin + row_in_tile();
-        if (warp_row + Config::kWarpRows <= work.store_end) {
+        if (warp_row + Config::kWarpRows <= store_end) {
             fence_proxy_async_shared();
             __syncwarp();
             if (lane_ == 0) {
@@ -69,33 +78,40 @@ public:
             }
         } else {
             __syncwarp();
-            store_rows(staging, warp_row, rows, work);
+            store_rows(staging, warp_row, rows, work.kv_head, store_end);
         }
     }
 
 private:
-    __device__ __forceinline__ static void join(Grad& grad, float4* partials, bool has_partials) {
+    __device__ __forceinline__ static void leave(Grad& grad, float4* partials) {
 #pragma unroll
         for (int i = 0; i < kGrad / 4; ++i) {
-            const float4 partial = load_if(has_partials, partials + 32 * i);
+            partials[32 * i] = {grad[4 * i], grad[4 * i + 1], grad[4 * i + 2], grad[4 * i + 3]};
+            grad[4 * i] = grad[4 * i + 1] = grad[4 * i + 2] = grad[4 * i + 3] = 0.f;
+        }
+    }
+
+    __device__ __forceinline__ static void add(Grad& grad, const float4* partials) {
+#pragma unroll
+        for (int i = 0; i < kGrad / 4; ++i) {
+            const float4 partial = partials[32 * i];
             grad[4 * i] += partial.x;
             grad[4 * i + 1] += partial.y;
             grad[4 * i + 2] += partial.z;
             grad[4 * i + 3] += partial.w;
-            partials[32 * i] = {grad[4 * i], grad[4 * i + 1], grad[4 * i + 2], grad[4 * i + 3]};
         }
     }
 
-    __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, void* rows,
-                                               const TileOfHead& work) const {
+    __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, void* rows, int kv_head,
+                                               int store_end) const {
         constexpr int kChunks = Config::kHeadDim / 8;
         const int4* const chunks = reinterpret_cast<const int4*>(staging);
         for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
             const int chunk = i % kChunks;
-            if (warp_row + row < work.store_end) {
+            if (warp_row + row < store_end) {
                 const long long index =
-                    static_cast<long long>(warp_row + row) * params_.schedule.num_heads + work.kv_head;
+                    static_cast<long long>(warp_row + row) * params_.agenda.num_heads + kv_head;
                 static_cast<int4*>(rows)[index * kChunks + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }

@@ -1,14 +1,14 @@
 // What the backward pass needs of each query row before it starts: lse in base 2, +inf where the row sees nothing so
 // that its probabilities are 0, and delta = rowsum(dout * out) - dlse. Clears on the way what the main kernel counts with
-// and adds to, and divides its longest tiles.
-#include "bwd_split.cuh"
+// and adds to, and writes its agenda.
+#include "bwd_agenda_writer.cuh"
 #include "dq_accumulator.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
 
 constexpr int kThreads = 256;
-using Dealer = SplitDealer<kThreads, FFA_BLOCK_COLS>;
+using Writer = AgendaWriter<FFA_BLOCK_COLS>;
 
 struct PreprocessParams {
     const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim], rows of 16-byte multiples
@@ -18,15 +18,14 @@ struct PreprocessParams {
     float* stats;              // [nheads_q, 2, stats_stride]: lse in base 2, delta
     DqSum dq;
     int* visits;   // [nheads_q, 2, dq.row_groups] of DqOrder, or null
-    int* ticket;   // of the schedule
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
     int stats_stride;
-    Dealer::Params work;
+    Writer::Params agenda;
 };
 
-static_assert(sizeof(PreprocessParams) == 168, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 200, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -47,7 +46,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
     griddepcontrol_launch_dependents();
     if (blockIdx.x + blockIdx.y == 0) {
-        Dealer::deal(params.work);
+        Writer(params.agenda).write();
     }
     const int lane = threadIdx.x % kLanesPerRow;
     const FFA_ELEMENT* out = params.out + head * params.out_head_stride + lane * kElementsPerLane;
@@ -73,9 +72,6 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             stats[0] = sees_nothing ? kInfinity : lse * kLog2E;
             stats[params.stats_stride] = sees_nothing ? 0.f : sum - (params.dlse ? params.dlse[index] : 0.f);
         }
-    }
-    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) {
-        *params.ticket = 0;
     }
     const int num_rows = min(kRows, params.dq.row_groups * kDqGroupRows - first_row);
     if (params.visits && threadIdx.x < num_rows / kDqGroupRows) {

@@ -1,6 +1,7 @@
 // The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
 #pragma once
 
+#include "bwd_agenda.cuh"
 #include "bwd_shared.cuh"
 #include "bwd_walk.cuh"
 #include "ring.cuh"
@@ -15,15 +16,8 @@ public:
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        Scheduler<SplitExtra> scheduler(params_.schedule, {params_.split});
-        for (; scheduler.has_work(); scheduler.advance()) {
-            const WorkItem item = scheduler.item();
-            const Tile& tile = params_.schedule.tiles[split_entry(params_.split, item.tile).tile];
-            if (tile.row_begin < tile.row_end) {
-                load_tile(item);
-            } else {
-                scheduler.leave_section();
-            }
+        for (AgendaReader agenda(params_.agenda); agenda.has_work(); agenda.advance()) {
+            load_tile(agenda.entry(), agenda.head_in_section());
         }
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work.num_visits = TileOfHead::kNoMoreWork;
@@ -31,27 +25,18 @@ public:
     }
 
 private:
-    // Every other wave of tiles.
-    __device__ __forceinline__ bool is_ascending(const WorkItem& item) const {
-        const Schedule& schedule = params_.schedule;
-        const uint32_t in_section =
-            item.tile * schedule.heads_per_section + item.head % uint32_t(schedule.heads_per_section);
-        return !Config::kIsDeterministic && (in_section / gridDim.x & 1);
-    }
-
     // What describes the tile and the run is read again for each block, because this thread has few registers.
-    __device__ __forceinline__ void load_tile(const WorkItem& item) {
+    __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section) {
         TileOfHead& work = smem_.work;
-        const int num_blocks = count_blocks(item);
+        const int num_blocks = blocks_of_tile<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        const SplitEntry entry = split_entry(params_.split, item.tile);
-        work.tile = params_.schedule.tiles[entry.tile];
+        work.tile = params_.tiles[entry.tile];
         work.tile_index = entry.tile;
         work.part = entry.part;
         work.num_parts = entry.num_parts;
-        work.store_end = entry.part + 1 == entry.num_parts ? work.tile.row_end : work.tile.row_begin;
-        work.is_ascending = is_ascending(item);
-        work.kv_head = item.head;
+        work.is_ascending = entry.is_ascending;
+        work.kv_head = entry.first_head + head_in_section;
+        work.slot = entry.slot * params_.agenda.heads_per_section + head_in_section;
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;
@@ -67,11 +52,6 @@ private:
             const Run& run = params_.runs[work.is_ascending ? work.tile.run_end - 1 - i : work.tile.run_begin + i];
             load_run(run);
         }
-    }
-
-    __device__ __forceinline__ int count_blocks(const WorkItem& item) const {
-        const Tile& tile = params_.schedule.tiles[split_entry(params_.split, item.tile).tile];
-        return blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
     }
 
     __device__ __forceinline__ void load_run(const Run& run) {

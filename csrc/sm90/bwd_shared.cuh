@@ -1,11 +1,11 @@
 // What the threads of a block of the backward kernel share: its parameters, its shape, and what lies in shared memory.
 #pragma once
 
-#include "bwd_split.cuh"
+#include "bwd_agenda.cuh"
+#include "bwd_walk.cuh"
 #include "dq_accumulator.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
-#include "scheduler.cuh"
 
 namespace ffa {
 
@@ -20,14 +20,14 @@ struct BackwardParams {
     void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
     void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
     DqSum dq;
+    const Tile* tiles;
     const Run* runs;   // [num_runs], rows are keys
     DqOrder order;     // where additions to dq have one
-    Schedule schedule;
+    Agenda agenda;
     int qhead_per_kvhead;
     float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;       // softmax_scale / softcap where scores are capped
     float softmax_scale;
-    Split split;
 };
 
 static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
@@ -83,7 +83,7 @@ struct TileOfHead {
     int qhead;
     int part;            // of so many as the tile is divided into
     int num_parts;
-    int store_end;       // keys from here on are not stored: all of them, but by the last part
+    int slot;            // of its first part, of all heads' slots
 
     __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
 

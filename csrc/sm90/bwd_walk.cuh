@@ -1,9 +1,5 @@
 // In which order the backward pass goes through the queries of a tile of keys: over its runs, and in each over blocks of
 // queries and the query heads of the group.
-//
-// Thread blocks that start together walk from the last queries to the first; those that follow them when they end, the
-// other way. Under a causal mask the first to end are those with the fewest queries: either way all are at the same
-// queries at a time, which then come from the L2 cache.
 #pragma once
 
 #include "plan.cuh"

@@ -171,16 +171,6 @@ __device__ __forceinline__ void griddepcontrol_wait() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Zeros where not.
-__device__ __forceinline__ float4 load_if(bool condition, const float4* pointer) {
-    float4 value = {0.f, 0.f, 0.f, 0.f};
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %4, 0;\n@p ld.global.v4.f32 {%0, %1, %2, %3}, [%5];\n}"
-                 : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
-                 : "r"(uint32_t(condition)), "l"(pointer)
-                 : "memory");
-    return value;
-}
-
 __device__ __forceinline__ int load_acquire(const int* pointer) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");

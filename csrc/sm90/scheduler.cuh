@@ -1,6 +1,6 @@
-// Which (entry, head) a thread block works on next: the plan's tiles, longest first, for one L2 section of heads after
-// another. The first item of a block is its index; the others are drawn from a counter, so that no block waits while
-// another has work left. An entry is a tile, or a part of one where `Extra` says how many more there are.
+// Which (tile, head) a thread block of the forward pass works on next: the plan's tiles, longest first, for one L2
+// section of heads after another. The first item of a block is its index; the others are drawn from a counter, so that no
+// block waits while another has work left.
 #pragma once
 
 #include "plan.cuh"
@@ -21,20 +21,14 @@ struct WorkItem {
     int head;
 };
 
-struct NoExtra {
-    __device__ __forceinline__ int operator()() const { return 0; }
-};
-
-template <class Extra = NoExtra>
 class Scheduler {
 public:
-    __device__ __forceinline__ explicit Scheduler(const Schedule& schedule, Extra extra = {})
-        : schedule_(schedule), extra_(extra), item_(blockIdx.x) {}
+    __device__ __forceinline__ explicit Scheduler(const Schedule& schedule) : schedule_(schedule), item_(blockIdx.x) {}
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
     __device__ __forceinline__ WorkItem item() const {
-        const int items_per_section = num_entries() * schedule_.heads_per_section;
+        const int items_per_section = num_tiles() * schedule_.heads_per_section;
         const int section = item_ / items_per_section;
         const int within = item_ - section * items_per_section;
         const int tile = within / schedule_.heads_per_section;
@@ -43,7 +37,7 @@ public:
 
     // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
     __device__ __forceinline__ void leave_section() {
-        const int items_per_section = num_entries() * schedule_.heads_per_section;
+        const int items_per_section = num_tiles() * schedule_.heads_per_section;
         const int next_section = (item_ / items_per_section + 1) * items_per_section;
         if (num_items() > gridDim.x) {
             atomicMax(schedule_.ticket, next_section - static_cast<int>(gridDim.x));
@@ -56,12 +50,11 @@ public:
 
 private:
     // Computed anew each time: the one thread that schedules has few registers.
-    __device__ __forceinline__ int num_items() const { return num_entries() * schedule_.num_heads; }
+    __device__ __forceinline__ int num_items() const { return num_tiles() * schedule_.num_heads; }
 
-    __device__ __forceinline__ int num_entries() const { return opaque(schedule_.num_tiles) + extra_(); }
+    __device__ __forceinline__ int num_tiles() const { return opaque(schedule_.num_tiles); }
 
     const Schedule& schedule_;
-    const Extra extra_;
     int item_;
 };
 

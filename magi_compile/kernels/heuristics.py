@@ -95,8 +95,12 @@ BACKWARD_ROWS = (
 )
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
-# cache, more heads balance the last tiles better. A section is to keep every SM busy this many times over.
-_BACKWARD_SECTION_WAVES = 3.5
+# cache. A section is to keep the SMs busy about once or twice (at least 0.85 times, and 0.13 off at most), not one and a half
+# times: then thread blocks that start together also end with it. From three times on it does not matter. Where all heads
+# together keep them busy less than that, one section balances better than several; tiles of a single query head can not
+# be in parts, and balance better where they are many.
+_BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE = 0.85, 0.13
+_BACKWARD_MANY_WAVES = 3
 
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
@@ -105,21 +109,22 @@ def backward_config(problem: AttnProblem) -> BackwardConfig:
 
 
 def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
-    """How many key-value heads the backward works on at a time, `num_tiles` of each."""
-    enough = _BACKWARD_SECTION_WAVES * num_sms / max(num_tiles, 1)
-    divisors = [n for n in range(1, problem.nheads_kv + 1) if problem.nheads_kv % n == 0]
-    return next((n for n in divisors if n >= enough), problem.nheads_kv)
+    """How many key-value heads the backward works on at a time, `num_tiles` of each.
 
-
-def backward_shares(problem: AttnProblem, num_tiles: int, num_sms: int) -> float:
-    """SMs for each key-value head of a section: a tile with more than one of so many shares of it is divided.
-
-    Where one section is all there is, tiles are few, and what is only a little longer than its share is better left whole:
-    parts of two thirds of a wave leave more SMs idle than they feed.
+    The fewest that keep the SMs busy a whole number of times or three times; all, where they do so less than three times.
     """
-    heads = backward_heads_per_section(problem, num_tiles, num_sms)
-    shares = num_sms / heads
-    return shares if heads < problem.nheads_kv else shares * 2 / 3
+    waves = {
+        heads: num_tiles * heads / num_sms
+        for heads in range(1, problem.nheads_kv + 1)
+        if problem.nheads_kv % heads == 0 and num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
+    }
+    if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
+        return problem.nheads_kv
+    many = min(heads for heads, n in waves.items() if n >= _BACKWARD_MANY_WAVES)
+    if problem.qhead_per_kvhead == 1:
+        return many
+    even = (heads for heads, n in waves.items() if abs(n - round(n)) <= _BACKWARD_RAGGED_WAVE)
+    return min((many, *even))
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:

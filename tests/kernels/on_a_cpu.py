@@ -31,8 +31,6 @@ extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads,
 _OPTIONS = (
     "-std=c++17 -O2 -fno-unroll-loops -fno-tree-vectorize -shared -fPIC -w -fno-strict-aliasing"
 )
-# Where no shared memory comes with the launch: what the one thread block that uses it declares.
-_STATIC = {"bwd_preprocess.cu": ["-D__shared__=static"]}
 
 
 class CompiledKernel:
@@ -49,7 +47,6 @@ class CompiledKernel:
         shutil.copy(Path(__file__).parent / "ptx_on_a_cpu.cuh", path / "ptx.cuh")
         (path / "main.cpp").write_text(_MAIN.format(source=variant.source, entry=variant.entry))
         options = [*_OPTIONS.split(), *(f"-D{name}={value}" for name, value in variant.defines)]
-        options += _STATIC.get(variant.source, [])
         command = ["g++", *options, "main.cpp", "-o", "kernel.so"]
         self._compiler = subprocess.Popen(command, cwd=path)
         self._library = path / "kernel.so"

@@ -50,7 +50,7 @@ struct Index {
     unsigned x, y;
 };
 
-static Index threadIdx, blockIdx, gridDim;
+static Index threadIdx, blockIdx, blockDim, gridDim;
 
 // ---- threads in turns
 
@@ -224,6 +224,7 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
     is_late = seed == 0;
     state = seed;
     gridDim = grid;
+    blockDim = {static_cast<unsigned>(num_threads), 1};
     void (*const body)() = [] {
         (*running)();
         thread->reads.wait(0);
@@ -262,7 +263,10 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
 
 }  // namespace turns
 
-inline void __syncthreads() { turns::block->named[0].meet(threadIdx.x, turns::block->threads.size(), 0); }
+inline void __syncthreads() {
+    turns::block->named[0].meet(threadIdx.x, turns::block->threads.size(), 0);
+    ++turns::progress;   // nobody polls with it
+}
 
 inline void __syncwarp() { turns::meet_warp(0); }
 
@@ -273,7 +277,21 @@ inline bool __any_sync(unsigned, bool flag) {
 
 inline bool __all_sync(unsigned, bool flag) { return !__any_sync(0xffffffff, !flag); }
 
+inline unsigned __ballot_sync(unsigned, bool flag) {
+    const uint64_t* const flags = turns::meet_warp(flag);
+    unsigned bits = 0;
+    for (int lane = 0; lane < 32; ++lane) {
+        bits |= static_cast<unsigned>(flags[lane]) << lane;
+    }
+    return bits;
+}
+
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(turns::meet_warp(value)[lane]); }
+
+inline int __shfl_up_sync(unsigned, int value, int distance) {
+    const int lane = threadIdx.x % 32;
+    return static_cast<int>(turns::meet_warp(value)[lane >= distance ? lane - distance : lane]);
+}
 
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
@@ -314,6 +332,7 @@ struct alignas(64) TensorMap {
 };
 
 alignas(1024) unsigned char memory[turns::kMemoryBytes];   // shared memory; it begins at 1024
+int warp_sums[32];   // that of block.cuh, which one thread block uses
 
 inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - memory) + 1024;
@@ -481,8 +500,6 @@ inline void fence_proxy_async() {}
 
 inline void griddepcontrol_launch_dependents() {}
 inline void griddepcontrol_wait() {}
-
-inline float4 load_if(bool condition, const float4* pointer) { return condition ? *pointer : float4{}; }
 
 inline int load_acquire(const int* pointer) {
     turns::yield();

@@ -45,6 +45,15 @@ QUESTION = Case(
     [(0, 2048, 0, 130, MaskType.FULL)]
     + [(at, at + 137, at, at + 137, MaskType.CAUSAL) for at in range(130, 2048, 137)],
 )
+# Four sections of six key-value heads on 132 SMs; those of one document walk in turns. The last tiles are in parts.
+SECTIONS = [
+    replace(case, heads=Heads(96, 24, 64, 64))
+    for case in (
+        one(MaskType.FULL, 2300),
+        one(MaskType.CAUSAL, 2300),
+        varlen("sections", [1500, 800], MaskType.FULL),
+    )
+]
 TINY = varlen("tiny", [1, 2, 3] * 700, MaskType.CAUSAL)
 GROUPS = [
     Heads(4, 4, 128, 128),
@@ -61,6 +70,7 @@ CASES = [
     replace(TINY, heads=Heads(8, 2, 128, 128)),
     *(replace(QUESTION, heads=Heads(group, 1, 128, 128)) for group in (5, 6, 8, 24)),
     replace(QUESTION, heads=Heads(16, 2, 64, 64), softcap=5.0),
+    *SECTIONS,
 ]
 
 
@@ -118,6 +128,13 @@ def test_dk_and_dv_are_bitwise_equal(kernel, case, head_dim):
     backward = Backward(kernel, replace(case, heads=Heads(16, 2, head_dim, head_dim)))
     first = backward()
     for _ in range(100):
+        assert_same(first, backward())
+
+
+def test_dk_and_dv_of_several_sections_are_bitwise_equal(kernel):
+    backward = Backward(kernel, SECTIONS[0])
+    first = backward()
+    for _ in range(20):
         assert_same(first, backward())
 
 

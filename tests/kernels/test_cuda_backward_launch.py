@@ -1,6 +1,7 @@
 """What the host hands to the backward kernels, with a driver that does nothing: no GPU needed."""
 
 import struct
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,10 +19,10 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4x2Q4q2i5Q3if")
-MAIN = struct.Struct("<3Qi4x5Q3i4xi3f3Q")
+PREPROCESS = struct.Struct("<6Qi4xQ4q2i7Q2iQ5i4x")
+MAIN = struct.Struct("<3Qi4x9Q3i3f")
 POSTPROCESS = struct.Struct("<Qi4xQif")
-SIZES = (168, 1024, 32)
+SIZES = (200, 1024, 32)
 
 
 class Call(NamedTuple):
@@ -70,47 +71,62 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         wanted = [at[n] for n in ("q", "dout", "k", "v")] + [stats, dk.data_ptr(), dv.data_ptr()]
         assert found.maps == wanted
         assert found.main[:3] == (dk.data_ptr(), dv.data_ptr(), dq_sum)
-        assert found.main[4] == RUNS.data_ptr()
-        assert found.main[7] == TILES.data_ptr()
+        assert found.main[4:6] == found.before[14:16] == (TILES.data_ptr(), RUNS.data_ptr())
         assert found.after[0] == dq_sum
         assert found.after[2] == dq.data_ptr()
         strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
-        assert found.before[9:13] == strides
-        assert found.before[13:15] == (ROWS, PADDED)
+        assert found.before[8:12] == strides
+        assert found.before[12:14] == (ROWS, PADDED)
     assert module._route.cache_info().misses == 1
 
 
+@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("num_tiles", [1, 64, 70])
-def test_what_lies_in_scratch_does_not_overlap(num_tiles, heads_kv, launches):
-    problem = AttnProblem(
-        "cuda", (9, 0), torch.bfloat16, HEADS_Q, heads_kv, HEAD_DIM, HEAD_DIM, 0.125
-    )
+def test_what_lies_in_scratch_does_not_overlap(
+    num_tiles, heads_kv, heads_per_section, launches, monkeypatch
+):
+    heads = min(heads_per_section, heads_kv)
+    monkeypatch.setattr(module, "backward_heads_per_section", lambda *_: heads)
+    problem = replace(PROBLEM, nheads_kv=heads_kv)
     tensors = inputs()
     for name in "kv":
         tensors[name] = torch.randn(ROWS, heads_kv, HEAD_DIM).to(torch.bfloat16)
     _, found = call(launches, tensors, problem, TILES[:num_tiles])
-    stats, dq_sum, _, _, ticket = found.before[4:9]
-    table, arrivals, partials = found.before[17:20]
-    assert found.main[8] == ticket
-    assert found.main[-3:] == (table, arrivals, partials)
-    group, divisible = HEADS_Q // heads_kv, min(num_tiles, 64)
-    slots = divisible * heads_kv
+    stats, dq_sum = found.before[4:6]
+    entries, num_entries, ticket, arrivals, partials = found.before[16:21]
+    workspace, agenda_tiles, num_slots, group, grid, is_one_way = found.before[23:]
+    assert found.main[8:16] == (*found.before[16:23], group)
+    assert found.before[21:23] == (heads_kv, heads)
+    assert (agenda_tiles, group) == (num_tiles, HEADS_Q // heads_kv)
+    assert (grid, is_one_way) == (min(num_tiles * HEADS_Q, 132), 0)
+    num_items = num_tiles * heads_kv // heads
+    assert num_slots * heads <= 768
+    assert num_slots == 0 or group > 1
+    assert num_slots == num_items * group or group == 1 or (num_slots + 1) * heads > 768
     sizes = [
         HEADS_Q * PADDED * HEAD_DIM,
         HEADS_Q * PADDED * 2,
-        slots * 2 * 128 * HEAD_DIM if group > 1 else 0,
+        num_slots * heads * 2 * 128 * HEAD_DIM,
+        (num_items + num_slots) * 4,
         1,
-        2 + divisible * group,
-        slots * 8,
+        1,
+        num_slots * heads * 8,
+        3 * num_tiles + 1 + (num_items if group > 1 else 0),
     ]
-    starts = [dq_sum, stats, partials, ticket, table, arrivals]
+    starts = [dq_sum, stats, partials, entries, ticket, num_entries, arrivals, workspace]
     ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
-    assert partials % 16 == stats % 16 == dq_sum % 16 == 0
-    scratch = module._Scratch.of(problem, PADDED, num_tiles)
+    assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
+    scratch = module._Scratch.of(problem, PADDED, num_tiles, heads)
     assert scratch.size == ends[-1] - dq_sum
+
+
+def test_more_heads_than_there_is_room_for_parts():
+    """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
+    problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
+    assert module._Scratch.of(problem, PADDED, 5, 1024).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])

@@ -8,7 +8,6 @@ from magi_compile.kernels.heuristics import (
     BACKWARD_HEAD_DIMS,
     backward_config,
     backward_heads_per_section,
-    backward_shares,
     plan_tiles,
 )
 
@@ -17,25 +16,39 @@ def problem(nheads_q=8, nheads_kv=8, head_dim=128):
     return AttnProblem("cuda", (9, 0), torch.bfloat16, nheads_q, nheads_kv, head_dim, head_dim, 1.0)
 
 
-@pytest.mark.parametrize("num_tiles", [0, 1, 32, 64, 1000])
+@pytest.mark.parametrize("num_tiles", [0, 1, 32, 64, 96, 100, 128, 1000])
+@pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("nheads_kv", [1, 2, 3, 5, 6, 8, 64])
-def test_sections_of_the_backward_divide_the_heads_and_fill_the_gpu(nheads_kv, num_tiles):
-    heads = backward_heads_per_section(problem(nheads_kv, nheads_kv), num_tiles, num_sms=132)
+def test_sections_of_the_backward(nheads_kv, group, num_tiles):
+    """They divide the heads, and where those are not few, fill the SMs: evenly, or three times."""
+    of_group = problem(group * nheads_kv, nheads_kv)
+    heads = backward_heads_per_section(of_group, num_tiles, num_sms=132)
     assert nheads_kv % heads == 0
-    assert heads == nheads_kv or num_tiles * heads >= 132
-
-
-@pytest.mark.parametrize(("num_tiles", "heads"), [(32, 8), (64, 8), (128, 4), (256, 2), (512, 1)])
-def test_sections_are_small_on_long_sequences(num_tiles, heads):
-    assert backward_heads_per_section(problem(64, 8), num_tiles, num_sms=132) == heads
+    waves = num_tiles * heads / 132
+    if num_tiles * nheads_kv < 3 * 132:
+        assert heads == nheads_kv
+    elif waves < 3:
+        assert group > 1
+        assert any(abs(waves - whole) <= 0.13 for whole in (1, 2, 3))
+    # Fewer heads would do neither.
+    for fewer in (n for n in range(1, heads) if nheads_kv % n == 0 and heads < nheads_kv):
+        waves = num_tiles * fewer / 132
+        assert waves < 3
+        assert group == 1 or waves < 0.85 or abs(waves - round(waves)) > 0.13
 
 
 @pytest.mark.parametrize(
-    ("num_tiles", "shares"), [(512, 132), (256, 66), (128, 33), (64, 11), (16, 11)]
+    ("num_tiles", "grouped", "single"),
+    [
+        *[(32, 8, 8), (49, 8, 8)],  # less than three waves in all
+        *[(64, 2, 8), (128, 1, 4), (256, 1, 2), (512, 1, 1)],  # 8K, 16K, 32K and 64K keys
+        *[(60, 2, 8), (55, 8, 8)],  # 0.91 waves will do, not 0.83 nor 1.67
+        *[(96, 4, 8), (100, 4, 4), (200, 2, 2)],  # 2.9 are three, 1.5 neither one nor two
+    ],
 )
-def test_shares_of_a_section(num_tiles, shares):
-    # 8 heads at a time are all: then only tiles of more than 1.5 shares are divided.
-    assert backward_shares(problem(64, 8), num_tiles, num_sms=132) == shares
+def test_sections_are_of_whole_waves(num_tiles, grouped, single):
+    assert backward_heads_per_section(problem(64, 8), num_tiles, num_sms=132) == grouped
+    assert backward_heads_per_section(problem(8, 8), num_tiles, num_sms=132) == single
 
 
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)

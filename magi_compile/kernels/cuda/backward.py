@@ -32,20 +32,19 @@ from magi_compile.kernels.heuristics import (
     BackwardConfig,
     backward_config,
     backward_heads_per_section,
-    backward_shares,
 )
 from magi_compile.plan.tiles import RUN_FIELDS
 
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
 _STREAM_THREADS = 256  # of a thread block before and after
-_SPLIT_TILES, _SPLIT_HEADER, _SPLIT_ARRIVALS = 64, 2, 8  # of csrc/sm90/bwd_split.cuh
+_ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
+_MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<3Qi4x5Q"), struct.Struct("<3i4xi3f")
-_SPLIT = struct.Struct("<3Q")
+_ADDRESSES, _SCALARS = struct.Struct("<3Qi4x9Q"), struct.Struct("<3i3f")
 _MAX_KNOWN_MAPS = 256
-_PREPROCESS = struct.Struct("<6Qi4x2Q4q2i5Q3if")
+_PREPROCESS = struct.Struct("<6Qi4xQ4q2i7Q2iQ5i4x")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
 
@@ -82,7 +81,7 @@ class _Route(NamedTuple):
     postprocess: driver.CUfunction
     config: BackwardConfig
     grid: int
-    shares: float  # SMs for each key-value head of a section
+    heads_per_section: int
     scalars: bytes
     scratch: _Scratch
     maps: dict[tuple[int, ...], bytes]  # the seven tensor maps, by the addresses of their tensors
@@ -92,30 +91,38 @@ class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
     First the sum of dq `[nheads_q, padded_q, head_dim]`, in fp32 like the statistics `[nheads_q, 2, padded_q]` and dk and
-    dv of the parts of tiles, if there may be some; then integers: the ticket, the parts, how many of them have arrived.
+    dv of the parts of tiles, if there may be some; then the agenda, and integers: its ticket and its length, how many
+    parts have arrived, and what its writer needs.
     """
 
+    num_slots: int  # how many parts of tiles there is room for; all others are places
     stats: int
     partials: int
+    entries: int
     ticket: int
-    table: int
+    num_entries: int
     arrivals: int
+    workspace: int
     size: int
 
     @staticmethod
-    def of(problem: AttnProblem, padded_q: int, num_tiles: int) -> _Scratch:
+    def of(problem: AttnProblem, padded_q: int, num_tiles: int, heads_per_section: int) -> _Scratch:
         group = problem.qhead_per_kvhead
-        num_divisible = min(num_tiles, _SPLIT_TILES)
-        num_slots = num_divisible * problem.nheads_kv
+        num_items = num_tiles * problem.nheads_kv // heads_per_section
+        most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
+        num_slots = min(num_items * group, most_slots) if group > 1 else 0
+        num_partials = num_slots * heads_per_section
         words = (
             problem.nheads_q * padded_q * problem.head_dim,
             problem.nheads_q * padded_q * 2,
-            num_slots * 2 * BackwardConfig.tile_rows * problem.head_dim if group > 1 else 0,
+            num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim,
+            (num_items + num_slots) * _ENTRY_BYTES // 4,
             1,
-            _SPLIT_HEADER + num_divisible * group,
-            num_slots * _SPLIT_ARRIVALS,
+            1,
+            num_partials * _ARRIVALS,
+            3 * num_tiles + 1 + (num_items if group > 1 else 0),
         )
-        return _Scratch(*(4 * n for n in accumulate(words)))
+        return _Scratch(num_slots, *(4 * n for n in accumulate(words)))
 
 
 @lru_cache(maxsize=1024)
@@ -134,19 +141,19 @@ def _route(
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
     sms = num_sms(device_index)
+    heads_per_section = backward_heads_per_section(problem, num_tiles, sms)
     scalars = _SCALARS.pack(
-        num_tiles,
         problem.nheads_kv,
-        backward_heads_per_section(problem, num_tiles, sms),
+        heads_per_section,
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
         problem.softmax_scale,
     )
     grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
-    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles)
-    shares = backward_shares(problem, num_tiles, sms)
-    return _Route(preprocess, main, postprocess, config, grid, shares, scalars, scratch, {})
+    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, heads_per_section)
+    kernels = (preprocess, main, postprocess)
+    return _Route(*kernels, config, grid, heads_per_section, scalars, scratch, {})
 
 
 def _padded(rows: int) -> int:
@@ -197,8 +204,9 @@ def backward(
     row_groups = padded_q // _DQ_GROUP_ROWS
     scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
     dq_sum = scratch.data_ptr()
-    stats, partials, ticket, table, arrivals = (dq_sum + at for at in route.scratch[:-1])
-    split = (table, arrivals, partials)
+    places = (dq_sum + at for at in route.scratch[1:-1])
+    stats, partials, entries, ticket, num_entries, arrivals, workspace = places
+    agenda = (entries, num_entries, ticket, arrivals, partials)
     turns = visits = None
     if deterministic:
         turns = turns_of_tiles(k_tiles, k_runs, row_groups)
@@ -218,20 +226,26 @@ def backward(
         dq_sum,
         row_groups,
         _address(visits),
-        ticket,
         *out.stride()[:2],
         *dout.stride()[:2],
         total_q,
         padded_q,
         at_tiles,
         at_runs,
-        *split,
-        num_tiles,
+        *agenda,
         problem.nheads_kv,
+        route.heads_per_section,
+        workspace,
+        num_tiles,
+        route.scratch.num_slots,
         problem.qhead_per_kvhead,
-        route.shares,
+        route.grid,
+        deterministic,
     )
-    launch(route.preprocess, row_blocks, _STREAM_THREADS, before, stream, shared_bytes=0)
+    launch(
+        *(route.preprocess, row_blocks, _STREAM_THREADS, before, stream),
+        shared_bytes=_STREAM_THREADS // 32 * 4,
+    )
 
     at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
     addresses = (at_q, at_dout, at_k, at_v, at_dk, at_dv, stats)
@@ -247,13 +261,13 @@ def backward(
         at_dv,
         dq_sum,
         row_groups,
+        at_tiles,
         at_runs,
         _address(turns),
         _address(visits),
-        at_tiles,
-        ticket,
+        *agenda,
     )
-    params = maps + pointers + route.scalars + _SPLIT.pack(*split)
+    params = maps + pointers + route.scalars
     launch(route.main, route.grid, route.config.num_threads, params, stream, may_start_early=True)
 
     after = _POSTPROCESS.pack(dq_sum, row_groups, at_dq, total_q, problem.softmax_scale)

@@ -1,0 +1,152 @@
+// How the agenda of the backward pass comes about: directions and parts of tiles.
+//
+//   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
+//   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
+//   another, and end together.
+//
+//   Parts. A tile that would take longer than all thread blocks need for what is left, is divided among several by query
+//   heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of work at
+//   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32.
+#pragma once
+
+#include "block.cuh"
+#include "bwd_agenda.cuh"
+#include "bwd_walk.cuh"
+#include "plan.cuh"
+
+namespace ffa {
+
+constexpr int kFewWaves = 3;
+constexpr float kFewTilesShare = 1.5f;
+constexpr int kLeastVisits = 24;   // of a part: less does not pay for what it leaves behind
+
+// Writes the agenda, by one thread block.
+template <int kBlockCols>
+class AgendaWriter {
+public:
+    struct Params {
+        const Tile* tiles;   // [num_tiles], document by document
+        const Run* runs;
+        Agenda agenda;
+        int* scratch;   // [3 * num_tiles + 1], and an int for each tile of each section where groups have several heads
+        int num_tiles;
+        int num_slots;   // a part each
+        int qhead_per_kvhead;
+        int num_blocks;   // of threads, that will draw from the agenda
+        int is_one_way;   // all walks are from the last queries to the first
+    };
+
+    static_assert(sizeof(Params) == 96, "packed by magi_compile/kernels/cuda/backward.py");
+
+    __device__ __forceinline__ explicit AgendaWriter(const Params& params)
+        : params_(params),
+          agenda_(params.agenda),
+          num_sections_(agenda_.num_heads / agenda_.heads_per_section),
+          blocks_before_(params.scratch),
+          document_of_(blocks_before_ + params.num_tiles + 1),
+          document_begin_(document_of_ + params.num_tiles),
+          slot_of_(document_begin_ + params.num_tiles) {}
+
+    __device__ void write() {
+        measure();
+        const int num_entries = params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
+        const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kAgendaArrivals;
+        for_each(num_arrivals, [&](int i) { agenda_.arrivals[i] = 0; });
+        for_each(1, [&](int) {
+            *agenda_.ticket = 0;
+            *agenda_.num_entries = num_entries;
+        });
+    }
+
+private:
+    __device__ void measure() {
+        num_tiles_ = prefix_sum(
+            params_.num_tiles, [&](int i) { return int(params_.tiles[i].row_begin < params_.tiles[i].row_end); },
+            [](int, int) {});
+        num_blocks_ = prefix_sum(
+            num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
+            [&](int i, int before) { blocks_before_[i] = before; });
+        const int num_documents = prefix_sum(
+            num_tiles_, [&](int i) { return int(starts_document(i)); },
+            [&](int i, int before) {
+                const int document = before + starts_document(i) - 1;
+                document_of_[i] = document;
+                if (starts_document(i)) {
+                    document_begin_[document] = i;
+                }
+            });
+        for_each(1, [&](int) { blocks_before_[num_tiles_] = num_blocks_; });
+        waves_of_section_ = num_documents == 1
+                                ? (num_tiles_ * agenda_.heads_per_section + params_.num_blocks / 2) / params_.num_blocks
+                                : 0;
+    }
+
+    // Tiles that end with the same query are taken for one document.
+    __device__ __forceinline__ bool starts_document(int i) const { return i == 0 || last_query(i) != last_query(i - 1); }
+
+    __device__ __forceinline__ int last_query(int i) const {
+        const Tile& tile = params_.tiles[i];
+        return tile.run_begin < tile.run_end ? params_.runs[tile.run_end - 1].col_end : -1;
+    }
+
+    __device__ int list_tiles() {
+        for_each(num_sections_ * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 0, 1, 0); });
+        return num_sections_ * num_tiles_;
+    }
+
+    __device__ int list_parts() {
+        const auto slots = [&](int i) { return wanted_parts(i) > 1 ? wanted_parts(i) : 0; };
+        prefix_sum(num_sections_ * num_tiles_, slots, [&](int i, int slot) { slot_of_[i] = slot; });
+        const auto parts = [&](int i) { return slot_of_[i] + slots(i) <= params_.num_slots ? wanted_parts(i) : 1; };
+        return prefix_sum(num_sections_ * num_tiles_, parts, [&](int i, int first) {
+            const int num_parts = parts(i);
+            for (int part = 0; part < num_parts; ++part) {
+                agenda_.entries[first + part] = entry(i, part, num_parts, slot_of_[i]);
+            }
+        });
+    }
+
+    __device__ __forceinline__ AgendaEntry entry(int i, int part, int num_parts, int slot) const {
+        const int section = i / num_tiles_, tile = i % num_tiles_;
+        const int in_document = tile - document_begin_[document_of_[tile]];
+        const int wave = section * waves_of_section_ + in_document * agenda_.heads_per_section / params_.num_blocks;
+        const bool is_ascending = !params_.is_one_way && wave % 2 != 0;
+        return {tile,
+                section * agenda_.heads_per_section,
+                static_cast<short>(part),
+                static_cast<short>(num_parts),
+                static_cast<short>(num_parts > 1 ? slot : 0),
+                static_cast<short>(is_ascending)};
+    }
+
+    // The least divisor of the group by which no part is longer than a thread block's share of the work that is left;
+    // where tiles are few, than one and a half shares of all work, since more parts would cost more than idle blocks do.
+    __device__ __forceinline__ int wanted_parts(int i) const {
+        const int section = i / num_tiles_, tile = i % num_tiles_;
+        const int group = params_.qhead_per_kvhead;
+        const float blocks = blocks_before_[tile + 1] - blocks_before_[tile];
+        const float all = num_blocks_;
+        const bool is_few = num_tiles_ * agenda_.num_heads < kFewWaves * params_.num_blocks;
+        const float left = is_few ? kFewTilesShare * num_sections_ * all
+                                  : all - blocks_before_[tile] + (num_sections_ - 1 - section) * all;
+        const float shares = blocks * params_.num_blocks;   // of left * heads_per_section
+        int parts = 1;
+        while (parts < group && (parts * left * agenda_.heads_per_section < shares || group % parts != 0)) {
+            ++parts;
+        }
+        while (parts > 1 && (blocks * group < parts * kLeastVisits || group % parts != 0)) {
+            --parts;
+        }
+        return parts;
+    }
+
+    const Params& params_;
+    const Agenda& agenda_;
+    const int num_sections_;
+    int *const blocks_before_, *const document_of_, *const document_begin_, *const slot_of_;
+    int num_tiles_ = 0;    // that have rows
+    int num_blocks_ = 0;   // of queries, in all of them, for one head
+    int waves_of_section_ = 0;   // where one document is all there is
+};
+
+}  // namespace ffa

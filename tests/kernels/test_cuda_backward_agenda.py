@@ -1,0 +1,286 @@
+"""The agenda of the backward kernel, written and read: the source, compiled for the threads of a CPU."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
+
+from magi_compile.kernels.cuda.nvrtc import source_dir
+from magi_compile.masks.slices import MaskType
+from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.testing.cases import MASKS, Case, one, varlen
+
+BLOCK_COLS, ALIGNMENT, ARRIVALS, LEAST_VISITS = 64, 16, 8, 24
+COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
+ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ5i4x")
+SOURCE = """
+#include <algorithm>
+#include "many_threads.cuh"
+using std::max;
+using std::min;
+inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
+#include "bwd_agenda_writer.cuh"
+
+using Writer = ffa::AgendaWriter<64>;
+
+extern "C" void write_agenda(const Writer::Params* params) {
+    launch(1, 64, [=] { Writer(*params).write(); });
+}
+
+// For each item: which thread block has drawn it, its entry, its head.
+extern "C" int read_agenda(const Writer::Params* params, int (*items)[3]) {
+    int count = 0;
+    launch(params->num_blocks, 1, [=, &count] {
+        for (ffa::AgendaReader reader(params->agenda); reader.has_work(); reader.advance()) {
+            int* const item = items[count++];
+            item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
+        }
+    });
+    return count;
+}
+"""
+
+
+class Entry(NamedTuple):
+    tile: int
+    first_head: int
+    part: int
+    num_parts: int
+    slot: int
+    is_ascending: int
+
+
+class Sizes(NamedTuple):
+    """What the agenda is for; there are two sections of heads where nothing else is said."""
+
+    group: int
+    num_blocks: int
+    nheads_kv: int = 4
+    heads_per_section: int = 2
+    num_slots: int = 300
+    is_one_way: bool = False
+
+    @property
+    def sections(self) -> range:
+        return range(self.nheads_kv // self.heads_per_section)
+
+
+class Agenda(NamedTuple):
+    entries: list[Entry]
+    items: list[list[int]]  # the thread block, the entry, the head in its section
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    path = tmp_path_factory.mktemp("agenda")
+    shutil.copy(Path(__file__).parent / "many_threads.cuh", path)
+    (path / "main.cpp").write_text(SOURCE)
+    options = f"-std=c++17 -O1 -shared -fPIC -w -pthread -I{source_dir()}"
+    subprocess.run(["g++", *options.split(), "main.cpp", "-o", "agenda.so"], cwd=path, check=True)
+    return ctypes.CDLL(str(path / "agenda.so"))
+
+
+def unwritten(num_words: int) -> torch.Tensor:
+    """So many integers, and one that nobody may write."""
+    return torch.full((num_words + 1,), -7, dtype=torch.int32)
+
+
+def write(library, plan, sizes: Sizes) -> Agenda:
+    """Written by the source, and read by all thread blocks, one after the other."""
+    num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
+    num_items = num_tiles * len(sizes.sections)
+    entries = unwritten((num_items + num_slots) * ENTRY.size // 4)
+    counts = unwritten(2)  # the number of entries, the ticket
+    arrivals = unwritten(num_slots * sizes.heads_per_section * ARRIVALS)
+    workspace = unwritten(3 * num_tiles + 1 + (num_items if sizes.group > 1 else 0))
+    at = [x.data_ptr() for x in (plan.k_tiles, plan.k_runs, entries, counts, arrivals, workspace)]
+    params = PARAMS.pack(
+        *(at[0], at[1], at[2], at[3], at[3] + 4, at[4], 0),
+        *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
+        *(num_tiles, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+    )
+    library.write_agenda(params)
+    assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
+    assert not arrivals[:-1].any()
+    num_entries, ticket = counts[:2].tolist()
+    assert ticket == 0
+    assert (entries[num_entries * ENTRY.size // 4 :] == -7).all()
+    items = torch.empty(num_entries * sizes.heads_per_section + 1, 3, dtype=torch.int32)
+    count = library.read_agenda(params, ctypes.c_void_p(items.data_ptr()))
+    packed = ctypes.string_at(at[2], num_entries * ENTRY.size)
+    return Agenda([Entry(*x) for x in ENTRY.iter_unpack(packed)], items[:count].tolist())
+
+
+def plan_of(case: Case, exact: bool = False):
+    return build_tile_plan(
+        case.slices(),
+        q_tile_rows=128,
+        q_block_cols=128,
+        k_tile_rows=128,
+        k_block_cols=BLOCK_COLS,
+        exact=exact,
+    )
+
+
+def tiles_with_rows(plan) -> list[list[list[int]]]:
+    """The runs of each."""
+    runs = plan.k_runs.tolist()
+    return [runs[begin:end] for *rows, begin, end in plan.k_tiles.tolist() if rows[0] < rows[1]]
+
+
+def blocks_of_tiles(plan) -> list[int]:
+    return [
+        sum(-(-(run[COL_END] - run[FIRST] // ALIGNMENT * ALIGNMENT) // BLOCK_COLS) for run in runs)
+        for runs in tiles_with_rows(plan)
+    ]
+
+
+def lengths_of_documents(plan) -> list[int]:
+    """How many tiles in a row end with the same query."""
+    last_queries = (runs[-1][COL_END] if runs else -1 for runs in tiles_with_rows(plan))
+    return [len(list(tiles)) for _, tiles in groupby(last_queries)]
+
+
+def is_few(num_tiles: int, sizes: Sizes) -> bool:
+    return num_tiles * sizes.nheads_kv < 3 * sizes.num_blocks
+
+
+def expected_parts(plan, sizes: Sizes) -> list[list[int]]:
+    """For each section, for each tile: a part takes a thread block no longer than its share of what is left."""
+    blocks = blocks_of_tiles(plan)
+    left, free, found = len(sizes.sections) * sum(blocks), sizes.num_slots, []
+    share = 1.5 * left if is_few(len(blocks), sizes) else None
+    for _ in sizes.sections:
+        found.append([])
+        for own in blocks:
+            most = (share or left) * sizes.heads_per_section
+            divisors = [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
+            enough = [n for n in divisors if n * most >= own * sizes.num_blocks]
+            worth = [n for n in divisors if n == 1 or own * sizes.group // n >= LEAST_VISITS]
+            parts = max(n for n in worth if n <= min(enough, default=sizes.group))
+            if parts > free and parts > 1:
+                parts, free = 1, 0  # nor is there room for anybody behind
+            elif parts > 1:
+                free -= parts
+            found[-1].append(parts)
+            left -= own
+    return found
+
+
+def expected_directions(plan, sizes: Sizes) -> list[list[bool]]:
+    """For each section, for each tile: every other wave of its document is ascending, where one document is all there
+    is those of all sections in a row."""
+    documents, heads = lengths_of_documents(plan), sizes.heads_per_section
+    waves_before = [0] * len(sizes.sections)
+    if len(documents) == 1:
+        of_section = int(documents[0] * heads / sizes.num_blocks + 0.5)
+        waves_before = [section * of_section for section in sizes.sections]
+    return [
+        [
+            not sizes.is_one_way and (before + place * heads // sizes.num_blocks) % 2 == 1
+            for length in documents
+            for place in range(length)
+        ]
+        for before in waves_before
+    ]
+
+
+def check(library, case: Case, sizes: Sizes) -> list[Entry]:
+    plan = plan_of(case)
+    agenda = write(library, plan, sizes)
+    entries = agenda.entries
+    parts, directions = expected_parts(plan, sizes), expected_directions(plan, sizes)
+    expected = [
+        (tile, section * sizes.heads_per_section, part, parts[section][tile])
+        for section in sizes.sections
+        for tile in range(len(tiles_with_rows(plan)))
+        for part in range(parts[section][tile])
+    ]
+    assert [entry[:4] for entry in entries] == expected
+    assert [bool(entry.is_ascending) for entry in entries] == [
+        directions[first_head // sizes.heads_per_section][tile]
+        for tile, first_head, _, _ in expected
+    ]
+    # All parts of a tile know where its slots begin, and nobody else has those.
+    slots = [(x.slot, x.num_parts) for x in entries if x.num_parts > 1 and x.part == 0]
+    assert all(begin + n <= end for (begin, n), (end, _) in pairwise(slots))
+    assert all(begin >= 0 and begin + n <= sizes.num_slots for begin, n in slots)
+    assert [x.slot for x in entries if x.num_parts > 1] == [x for x, n in slots for _ in range(n)]
+    # Every head of a section has every entry once; the first thread block to draw, here, draws all but the first items.
+    drawn = [(entry, head) for _, entry, head in sorted(agenda.items, key=lambda x: x[1:])]
+    heads = range(sizes.heads_per_section)
+    assert drawn == [(entry, head) for entry in range(len(entries)) for head in heads]
+    first_of_others = [item[1:] for item in agenda.items if item[0] > 0]
+    assert first_of_others == [list(x) for x in drawn[1 : sizes.num_blocks]]
+    return entries
+
+
+CASES = [
+    *MASKS,
+    one(MaskType.CAUSAL, 4000, name="causal_4000"),
+    varlen("one_long", [3000, *[130] * 10], MaskType.FULL),
+]
+
+
+@pytest.mark.parametrize("group", [1, 5, 6, 8, 64])
+@pytest.mark.parametrize("num_blocks", [4, 132], ids=["many_tiles", "few_tiles"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_every_tile_for_every_head(case, num_blocks, group, library):
+    check(library, case, Sizes(group, num_blocks))
+
+
+@pytest.mark.parametrize("num_slots", [0, 1, 7, 20])
+@pytest.mark.parametrize("num_blocks", [16, 132])
+def test_parts_as_long_as_there_are_slots(num_blocks, num_slots, library):
+    entries = check(library, CASES[-2], Sizes(8, num_blocks, num_slots=num_slots))
+    has_parts = any(entry.num_parts > 1 for entry in entries)
+    assert has_parts == (num_slots > 1)
+
+
+def test_the_last_tiles_are_in_parts(library):
+    """Of many: those for whose number of blocks too few others are left."""
+    entries = check(library, CASES[-2], Sizes(8, 16))
+    assert not is_few(32, Sizes(8, 16))
+    assert [x.num_parts for x in entries if x.first_head == 0] == [1] * 32
+    in_parts = [x.tile for x in entries if x.num_parts > 1 and x.part == 0]
+    assert in_parts == list(range(in_parts[0], in_parts[0] + len(in_parts)))
+    assert in_parts[0] > 16
+
+
+def test_a_tile_that_everything_sees(library):
+    documents = [(at, at + 128, at, at + 128, MaskType.FULL) for at in range(128, 4096, 128)]
+    case = Case("shared", 4096, 4096, [(0, 4096, 0, 128, MaskType.FULL), *documents])
+    entries = check(library, case, Sizes(8, 132))
+    assert [x[2:4] for x in entries[:9]] == [*((part, 8) for part in range(8)), (0, 1)]
+
+
+@pytest.mark.parametrize("num_blocks", [5, 8, 12, 16, 31])
+@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
+@pytest.mark.parametrize(
+    "lengths", [[4000], [1280] * 3, [2100, 300, 900, 700]], ids=["one", "equal", "different"]
+)
+def test_directions(lengths, heads_per_section, num_blocks, library):
+    case = varlen("documents", lengths, MaskType.CAUSAL)
+    sizes = Sizes(8, num_blocks, heads_per_section=heads_per_section)
+    assert len(lengths_of_documents(plan_of(case))) == len(lengths)
+    entries = check(library, case, sizes)
+    most_waves = -(-max(lengths) // 128) * heads_per_section / num_blocks
+    assert any(x.is_ascending for x in entries) >= (most_waves > 1)
+    one_way = check(library, case, sizes._replace(is_one_way=True))
+    assert not any(x.is_ascending for x in one_way)
+
+
+def test_sections_of_one_wave_alternate(library):
+    """16 tiles of one document for 16 thread blocks: each section walks back the way of the one before it."""
+    entries = check(library, one(MaskType.FULL, 2048), Sizes(1, 16, 4, 1))
+    assert [x.is_ascending for x in entries] == [0] * 16 + [1] * 16 + [0] * 16 + [1] * 16
