@@ -95,11 +95,11 @@ BACKWARD_ROWS = (
 )
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
-# cache. A section is to keep the SMs busy about once or twice (at least 0.85 times, and 0.13 off at most), not one and a half
-# times: then thread blocks that start together also end with it. From three times on it does not matter. Where all heads
-# together keep them busy less than that, one section balances better than several; tiles of a single query head can not
-# be in parts, and balance better where they are many.
-_BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE = 0.85, 0.13
+# cache. A section is to keep the SMs busy about once (0.85 to 1.13 times), or from about twice on, not one and a half
+# times: then thread blocks that start together also end with it. Where all heads together keep them busy less than three
+# times, one section balances better than several; tiles of a single query head can not be in parts, and balance better
+# where they are many.
+_BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE, _BACKWARD_ENOUGH_WAVES = 0.85, 0.13, 2
 _BACKWARD_MANY_WAVES = 3
 
 
@@ -111,7 +111,7 @@ def backward_config(problem: AttnProblem) -> BackwardConfig:
 def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
     """How many key-value heads the backward works on at a time, `num_tiles` of each.
 
-    The fewest that keep the SMs busy a whole number of times or three times; all, where they do so less than three times.
+    The fewest that keep the SMs busy once, or twice and more; all, where they do so less than three times.
     """
     waves = {
         heads: num_tiles * heads / num_sms
@@ -120,11 +120,13 @@ def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: in
     }
     if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
         return problem.nheads_kv
-    many = min(heads for heads, n in waves.items() if n >= _BACKWARD_MANY_WAVES)
     if problem.qhead_per_kvhead == 1:
-        return many
-    even = (heads for heads, n in waves.items() if abs(n - round(n)) <= _BACKWARD_RAGGED_WAVE)
-    return min((many, *even))
+        return min(heads for heads, n in waves.items() if n >= _BACKWARD_MANY_WAVES)
+    return min(
+        heads
+        for heads, n in waves.items()
+        if n >= _BACKWARD_ENOUGH_WAVES or abs(n - round(n)) <= _BACKWARD_RAGGED_WAVE
+    )
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:
