@@ -1,29 +1,63 @@
-"""What the host packs for the forward kernel lies where the kernel reads it: the compiler says where that is."""
+"""What the host packs for a kernel lies where the kernel reads it: the compiler says where that is."""
 
 import re
 import struct
+from typing import NamedTuple
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from cuda.bindings import nvrtc as compiler
 
-from magi_compile.kernels.cuda import forward as module
-from magi_compile.kernels.cuda import nvrtc
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda import backward, forward, nvrtc
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 
-# In the order in which they are packed: tensor maps, `_ADDRESSES`, `_SCALARS`.
-MAPS = ("q", "k[0]", "k[1]", "v[0]", "v[1]", "out")
-ADDRESSES = (
-    *("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse"),
-    *("runs", "part_shifts", "schedule.tiles", "schedule.ticket"),
-)
-SCALARS = (
-    *("schedule.num_tiles", "schedule.num_heads", "schedule.heads_per_section"),
-    *("total_q", "qhead_per_kvhead", "far_begin", "scale_log2", "cap_scale"),
-)
+PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
+
+
+class Layout(NamedTuple):
+    """The fields of a struct of `csrc/sm90`, in the order in which they are packed: tensor maps, then values."""
+
+    name: str
+    variant: nvrtc.Variant  # in whose source it is
+    maps: tuple[str, ...]
+    values: tuple[str, ...]
+    packers: tuple[struct.Struct, ...]  # of the values
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
+
+    def expected(self) -> dict[str, tuple[int, int]]:
+        places = [(i * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES) for i in range(len(self.maps))]
+        begin = len(self.maps) * TENSOR_MAP_BYTES
+        for packer in self.packers:
+            places += packed(packer, begin)
+            begin += packer.size
+        return dict(zip((*self.maps, *self.values), places, strict=True))
+
+    def log_of(self, places: dict[str, tuple[int, int]]) -> str:
+        """What the compiler says with the fields at `places`."""
+        struct_name = f"ffa::{self.name}"
+        lines = [f'#include "{self.variant.source}"']
+        lines.append(f"static_assert(sizeof({struct_name}) == {self.num_bytes});")
+        for name, (offset, size) in places.items():
+            field = f"static_cast<{struct_name}*>(nullptr)->{name}"
+            # `__INTADDR__` is what NVRTC's front end makes of offsetof, which it does not offer itself.
+            lines.append(f'static_assert(__INTADDR__(&{field}) == {offset}, "{name}");')
+            lines.append(f'static_assert(sizeof({field}) == {size}, "{name}");')
+        source = "\n".join(lines).encode()
+        options = [x.encode() for x in nvrtc._options(self.variant)]
+        program = nvrtc._check(compiler.nvrtcCreateProgram(source, b"places.cu", 0, [], []))
+        compiler.nvrtcCompileProgram(program, len(options), options)
+        log = nvrtc._buffer(nvrtc._check(compiler.nvrtcGetProgramLogSize(program)))
+        nvrtc._check(compiler.nvrtcGetProgramLog(program, log))
+        nvrtc._check(compiler.nvrtcDestroyProgram(program))
+        return log.decode()
 
 
 def packed(layout: struct.Struct, begin: int) -> list[tuple[int, int]]:
@@ -43,52 +77,86 @@ def packed(layout: struct.Struct, begin: int) -> list[tuple[int, int]]:
     return places
 
 
-def expected() -> dict[str, tuple[int, int]]:
-    maps = len(MAPS) * TENSOR_MAP_BYTES
-    places = [(i * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES) for i in range(len(MAPS))]
-    places += packed(module._ADDRESSES, maps)
-    places += packed(module._SCALARS, maps + module._ADDRESSES.size)
-    return dict(zip((*MAPS, *ADDRESSES, *SCALARS), places, strict=True))
+FORWARD_ADDRESSES = (
+    *("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse"),
+    *("runs", "part_shifts", "schedule.tiles", "schedule.ticket"),
+)
+FORWARD = Layout(
+    "ForwardParams",
+    nvrtc.Variant("fwd.cuh", ""),
+    ("q", "k[0]", "k[1]", "v[0]", "v[1]", "out"),
+    (
+        *FORWARD_ADDRESSES,
+        *("schedule.num_tiles", "schedule.num_heads", "schedule.heads_per_section"),
+        *("total_q", "qhead_per_kvhead", "far_begin", "scale_log2", "cap_scale"),
+    ),
+    (forward._ADDRESSES, forward._SCALARS),
+)
+AGENDA = ("entries", "num_entries", "ticket", "arrivals", "partials")
+HEADS = ("num_heads", "heads_per_section")
+BACKWARD = Layout(
+    "BackwardParams",
+    nvrtc.Variant("bwd_shared.cuh", ""),
+    ("q", "dout", "k", "v", "stats", "dk", "dv"),
+    (
+        *("dk_rows", "dv_rows", "dq.data", "dq.row_groups"),
+        *("tiles", "runs", "order.turns", "order.visits"),
+        *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
+        *("qhead_per_kvhead", "scale_log2", "cap_scale", "softmax_scale"),
+    ),
+    (backward._ADDRESSES, backward._SCALARS),
+)
+PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM)
+BEFORE = Layout(
+    "PreprocessParams",
+    PREPROCESS,
+    (),
+    (
+        *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups", "visits"),
+        *("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"),
+        *("total_q", "stats_stride", "agenda.tiles", "agenda.runs"),
+        *(f"agenda.agenda.{name}" for name in (*AGENDA, *HEADS)),
+        *("agenda.scratch", "agenda.num_tiles", "agenda.num_slots", "agenda.qhead_per_kvhead"),
+        *("agenda.num_blocks", "agenda.is_one_way"),
+    ),
+    (backward._PREPROCESS,),
+)
+AFTER = Layout(
+    "PostprocessParams",
+    POSTPROCESS,
+    (),
+    ("sum.data", "sum.row_groups", "dq", "total_q", "scale"),
+    (backward._POSTPROCESS,),
+)
+LAYOUTS = (FORWARD, BACKWARD, BEFORE, AFTER)
 
 
-def log_of(places: dict[str, tuple[int, int]], num_bytes: int) -> str:
-    """What the compiler says about ForwardParams with its fields at `places`, `num_bytes` large."""
-    lines = ['#include "fwd.cuh"', f"static_assert(sizeof(ffa::ForwardParams) == {num_bytes});"]
-    for name, (offset, size) in places.items():
-        field = f"static_cast<ffa::ForwardParams*>(nullptr)->{name}"
-        # `__INTADDR__` is what NVRTC's front end makes of offsetof, which it does not offer itself.
-        lines.append(f'static_assert(__INTADDR__(&{field}) == {offset}, "{name}");')
-        lines.append(f'static_assert(sizeof({field}) == {size}, "{name}");')
-    source = "\n".join(lines).encode()
-    options = [x.encode() for x in nvrtc._options(nvrtc.Variant("", ""))]
-    program = nvrtc._check(compiler.nvrtcCreateProgram(source, b"places.cu", 0, [], []))
-    compiler.nvrtcCompileProgram(program, len(options), options)
-    log = nvrtc._buffer(nvrtc._check(compiler.nvrtcGetProgramLogSize(program)))
-    nvrtc._check(compiler.nvrtcGetProgramLog(program, log))
-    nvrtc._check(compiler.nvrtcDestroyProgram(program))
-    return log.decode()
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_field_is_where_the_kernel_reads_it(layout):
+    assert "error" not in layout.log_of(layout.expected())
 
 
-def size() -> int:
-    return len(MAPS) * TENSOR_MAP_BYTES + module._ADDRESSES.size + module._SCALARS.size
-
-
-def test_every_field_is_where_the_kernel_reads_it():
-    assert "error" not in log_of(expected(), size())
-
-
-def test_a_field_elsewhere_would_be_found():
-    places = expected()
-    places["far_begin"], places["total_q"] = places["total_q"], places["far_begin"]
-    log = log_of(places, size())
-    failed = re.findall(r'assertion failed with "(.*)"', log)
-    assert sorted(failed) == ["far_begin", "total_q"]
+@pytest.mark.parametrize(
+    ("layout", "names"),
+    [
+        (FORWARD, ("far_begin", "total_q")),
+        (BACKWARD, ("agenda.arrivals", "agenda.ticket")),
+        (BEFORE, ("agenda.num_slots", "agenda.num_tiles")),
+    ],
+    ids=lambda x: x.name if isinstance(x, Layout) else "",
+)
+def test_a_field_elsewhere_would_be_found(layout, names):
+    places = layout.expected()
+    first, second = names
+    places[first], places[second] = places[second], places[first]
+    failed = re.findall(r'assertion failed with "(.*)"', layout.log_of(places))
+    assert sorted(failed) == sorted(names)
 
 
 def test_tensors_are_packed_in_that_order(monkeypatch):
-    """The maps in the order of MAPS, the addresses in that of ADDRESSES."""
-    monkeypatch.setattr(module, "tensor_map", lambda x, rows: bytes([int(x)]) * TENSOR_MAP_BYTES)
-    far = module.FarKeys(3, 5, 0)
-    maps = module._tensor_maps(1, 2, 4, far, 6, module.ForwardConfig(3, 80, 3, 3, 2, 32, 160))
+    """Of the forward: the maps in the order of its layout, the addresses too."""
+    monkeypatch.setattr(forward, "tensor_map", lambda x, rows: bytes([int(x)]) * TENSOR_MAP_BYTES)
+    far = forward.FarKeys(3, 5, 0)
+    maps = forward._tensor_maps(1, 2, 4, far, 6, forward.ForwardConfig(3, 80, 3, 3, 2, 32, 160))
     assert list(maps[::TENSOR_MAP_BYTES]) == [1, 2, 3, 4, 5, 6]
-    assert module.Results._fields == ("out", *ADDRESSES[1:6])
+    assert forward.Results._fields == ("out", *FORWARD_ADDRESSES[1:6])
