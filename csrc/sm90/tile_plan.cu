@@ -119,8 +119,7 @@ public:
         run_begin_ = take(walk_.num_tiles);
         cost_ = take(walk_.num_tiles);
         document_of_ = take(walk_.num_tiles);
-        first_place_ = take(walk_.num_tiles);
-        tile_by_cost_ = take(walk_.num_tiles);
+        document_cost_ = reinterpret_cast<unsigned*>(take(walk_.num_tiles));
         pair_slice_ = take(walk_.max_runs);
         pair_tile_ = take(walk_.max_runs);
         slice_at_ = take(walk_.max_runs);
@@ -365,50 +364,41 @@ private:
         });
     }
 
-    // The most expensive tile first, equal ones by row; where rows are keys, document by document.
+    // The most expensive tile first, equal ones by row. Where rows are keys, a document's tiles stay together, by row: each
+    // counts as much as the most expensive one.
     __device__ void hand_out() {
-        sort_tiles([&](int tile) { return ~static_cast<unsigned>(cost_[tile]); });
         if (is_transposed_) {
-            keep_documents_together();
+            level_documents();
         }
+        for_each(walk_.num_sorted, [&](int tile) {
+            const unsigned cost = tile < walk_.num_tiles ? cost_[tile] : 0;
+            order_[tile] = static_cast<unsigned long long>(~cost) << 32 | static_cast<unsigned>(tile);
+        });
+        sort(order_, walk_.num_sorted, [](unsigned long long a, unsigned long long b) { return a < b; });
         for_each(walk_.num_tiles, [&](int i) {
-            const int tile = tile_at(i);
+            const int tile = static_cast<int>(order_[i] & ~0u);
             walk_.tiles[i] = {tile_begin_[tile], tile_end_[tile], run_begin_[tile], run_begin_[tile] + run_count_[tile]};
         });
     }
 
-    // A document is neighbouring tiles whose last columns are the same; its first tile in the order draws the others.
-    __device__ void keep_documents_together() {
+    // A document is neighbouring tiles that end with the same column.
+    __device__ void level_documents() {
         const auto starts_document = [&](int tile) { return tile == 0 || last_col(tile) != last_col(tile - 1); };
         prefix_sum(
             walk_.num_tiles, [&](int tile) { return int(starts_document(tile)); },
             [&](int tile, int before) {
                 document_of_[tile] = before + starts_document(tile) - 1;
-                first_place_[tile] = walk_.num_tiles;
-                tile_by_cost_[tile] = tile_at(tile);
+                document_cost_[tile] = 0;
             });
-        for_each(walk_.num_tiles, [&](int place) {
-            atomicMin(&first_place_[document_of_[tile_by_cost_[place]]], place);
+        for_each(walk_.num_tiles, [&](int tile) {
+            atomicMax(&document_cost_[document_of_[tile]], static_cast<unsigned>(cost_[tile]));
         });
-        sort_tiles([&](int place) { return first_place_[document_of_[tile_by_cost_[place]]]; });
-        for_each(walk_.num_tiles, [&](int i) { order_[i] = tile_by_cost_[tile_at(i)]; });
+        for_each(walk_.num_tiles, [&](int tile) { cost_[tile] = document_cost_[document_of_[tile]]; });
     }
 
     __device__ __forceinline__ int last_col(int tile) const {
         return run_count_[tile] > 0 ? walk_.runs[run_begin_[tile] + run_count_[tile] - 1].col_end : -1;
     }
-
-    // The numbers of tiles in the order of their keys, in the low words of `order_`.
-    template <class Key>
-    __device__ __forceinline__ void sort_tiles(Key key) {
-        for_each(walk_.num_sorted, [&](int i) {
-            const unsigned high = i < walk_.num_tiles ? key(i) : ~0u;
-            order_[i] = static_cast<unsigned long long>(high) << 32 | static_cast<unsigned>(i);
-        });
-        sort(order_, walk_.num_sorted, [](unsigned long long a, unsigned long long b) { return a < b; });
-    }
-
-    __device__ __forceinline__ int tile_at(int i) const { return static_cast<int>(order_[i] & ~0u); }
 
     const TilePlanParams& params_;
     const Walk& walk_;
@@ -420,7 +410,8 @@ private:
     unsigned *borders_, *starts_;   // a bit for each row
     int *region_begin_, *region_tile_;
     int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *cost_;
-    int *document_of_, *first_place_, *tile_by_cost_;
+    int* document_of_;
+    unsigned* document_cost_;   // of its most expensive tile
     int *pair_slice_, *pair_tile_, *slice_at_;
     int* slice_pairs_;   // how many pairs the slices before this one have
     unsigned* most_pairs_;   // of one tile

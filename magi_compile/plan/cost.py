@@ -31,16 +31,13 @@ def longest_first(cost: Tensor) -> Tensor:
     return torch.argsort(cost, descending=True, stable=True)
 
 
-def by_document(order: Tensor, last_col: Tensor) -> Tensor:
-    """`order`, but a document's tiles directly behind its first one.
+def document_costs(cost: Tensor, last_col: Tensor) -> Tensor:
+    """For each tile, by row, the cost of the most expensive one of its document.
 
-    Documents are neighbouring tiles with the same last column, or without any. Tiles of keys that are worked on at a time
-    then read the same queries.
+    Documents are neighbouring tiles with the same last column, or without any. Longest first by these costs, the tiles of
+    a document stay together: tiles of keys that are worked on at a time then read the same queries.
     """
-    starts = torch.ones_like(last_col, dtype=torch.bool)
+    starts = torch.ones_like(last_col)
     starts[1:] = last_col[1:] != last_col[:-1]
-    document = (starts.cumsum(0) - 1)[order]
-    place = torch.arange(order.numel(), device=order.device)
-    first_place = place.new_full((order.numel(),), order.numel())
-    first_place = first_place.scatter_reduce(0, document, place, "amin")
-    return order[torch.argsort(first_place[document], stable=True)]
+    document = starts.cumsum(0) - 1
+    return torch.zeros_like(cost).scatter_reduce(0, document, cost, "amax")[document]

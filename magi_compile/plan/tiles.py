@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.cost import by_document, longest_first, run_costs, tile_costs
+from magi_compile.plan.cost import document_costs, longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import NO_DIAG, Rects
 
 MAX_OVERLAP = 64
@@ -34,7 +34,7 @@ class TilePlan(NamedTuple):
     In the q walk a "row" is a query and a "column" a key; in the k walk it is the other way round.
 
     `*_tiles [num_tiles, 4]` hold `TILE_FIELDS`. The tiles cover every row once, the most expensive
-    first, in the k walk each with the others of its document; a tile without runs sees nothing.
+    first, in the k walk together with the others of its document; a tile without runs sees nothing.
     Tiles without rows are padding and come last.
 
     `*_runs [num_runs, 12]` hold `RUN_FIELDS`. Row r in `[row_begin, row_end)` sees the columns
@@ -190,13 +190,11 @@ def _walk(
     cost = tile_costs(
         run_costs(num_blocks, num_lead + num_trail), run_begin, run_end, tile_begin == tile_end
     )
-    order = longest_first(cost)
     if is_by_document:
         col_ends = torch.cat([runs.col_end, run_end.new_full((1,), -1)])
-        order = by_document(
-            order, col_ends[torch.where(run_begin < run_end, run_end - 1, run_tile.numel())]
-        )
-    tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[order]
+        has_runs = run_begin < run_end
+        cost = document_costs(cost, col_ends[torch.where(has_runs, run_end - 1, run_tile.numel())])
+    tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[longest_first(cost)]
     unused = torch.zeros_like(num_blocks)
     walked = torch.stack(
         [*runs, runs.col_begin, num_blocks, num_lead, num_trail, unused, unused], dim=-1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,20 +58,13 @@ def without_overlap(rows, seqlen_q, seqlen_k):
 
 
 def assert_order(rows, costs, documents):
-    """Of the tiles at `rows`: the most expensive first, each with the others of its document."""
-    expected, left = [], sorted(range(len(costs)), key=lambda i: (-costs[i], rows[i]))
+    """Of the tiles at `rows`: the most expensive first, each with its neighbours of the same document."""
     by_row = sorted(range(len(rows)), key=lambda i: (rows[i], i))
-    while left:
-        at = by_row.index(left[0])
-        begin, end = at, at + 1
-        while begin > 0 and documents[by_row[begin - 1]] == documents[left[0]]:
-            begin -= 1
-        while end < len(by_row) and documents[by_row[end]] == documents[left[0]]:
-            end += 1
-        document = [i for i in left if i in by_row[begin:end]]
-        expected += document
-        left = [i for i in left if i not in document]
-    assert expected == list(range(len(costs)))
+    order = []
+    for _, group in itertools.groupby(by_row, key=lambda i: documents[i]):
+        tiles = list(group)
+        order += [(-max(costs[i] for i in tiles), rows[i], i) for i in tiles]
+    assert [i for _, _, i in sorted(order)] == list(range(len(costs)))
 
 
 def walk(tiles, runs, num_rows, num_cols, tile_rows, block_cols, is_by_document):

@@ -105,7 +105,7 @@ def _route(
             + 2 * (total_rows // 32 + 1)
             + 2 * room.num_regions
             + 1
-            + 10 * room.num_tiles
+            + 9 * room.num_tiles
             + num_slices
             + 1
         )
