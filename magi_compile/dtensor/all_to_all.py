@@ -18,7 +18,7 @@ from torch import Tensor
 from magi_compile.dtensor import rows
 from magi_compile.dtensor.collectives import Route
 
-SMS = 32  # thread blocks of an exchange: NCCL has as many channels between two GPUs
+SMS = 32  # of 0, 16, 32 and 48, these and 16 are fastest for the 25 thread blocks between four H200s
 
 
 class AllToAll:

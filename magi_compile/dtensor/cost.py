@@ -53,7 +53,8 @@ class CostModel:
         """The model of given heads at given rates; the defaults are round figures for H200s on NVLink.
 
         Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask; and causal masks
-        take 9 to 13 % longer backward in one call than in two, full ones and packed documents do not.
+        took 5 to 15 % longer backward in one call than in two, full ones and packed documents did not, before the
+        kernel took tiles of keys document by document; since then two were not measured.
         """
         stage = 1e-9 * nheads_q * head_dim / (64 * 128)
         return CostModel(
