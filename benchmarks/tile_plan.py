@@ -1,18 +1,17 @@
 """Time and size of tile plans: packed causal documents, 64K to 1M tokens.
 
-python benchmarks/tile_plan.py [--device cuda] [--json FILE]
+python benchmarks/tile_plan.py [--device cuda] [--output benchmarks/results/tile_plan_NAME]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import record
 import torch
 
 from magi_compile.kernels.heuristics import PlanTiles
@@ -89,22 +88,16 @@ def measure(seqlen: int, num_documents: int, device: str) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--output", type=Path, help="results go to this path plus .json and .md")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    context = record.context(tiles=TILES, threads=1)
     rows = [row for workload in WORKLOADS for row in measure(*workload, args.device)]
-    print("| tokens | documents | plan | ms | bytes |\n|---|---|---|---|---|")
-    for row in rows:
-        print("| {seqlen} | {num_documents} | {how} | {ms} | {bytes} |".format(**row))
-    if args.json:
-        is_cuda = args.device == "cuda"
-        context = {
-            "device": torch.cuda.get_device_name() if is_cuda else platform.processor(),
-            "threads": 1,
-            "torch": torch.__version__,
-            "tiles": TILES,
-        }
-        args.json.write_text(json.dumps({"context": context, "rows": rows}, indent=1) + "\n")
+    lines = ["| tokens | documents | plan | ms | bytes |", "|---|---|---|---|---|"]
+    lines += ["| {seqlen} | {num_documents} | {how} | {ms} | {bytes} |".format(**r) for r in rows]
+    markdown = "\n".join(lines) + "\n"
+    print(markdown, end="")
+    record.write(args.output, context, rows, markdown)
 
 
 if __name__ == "__main__":
