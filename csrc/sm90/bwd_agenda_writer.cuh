@@ -18,7 +18,7 @@ namespace ffa {
 
 constexpr int kFewWaves = 3;
 constexpr float kFewTilesShare = 1.5f;
-constexpr int kLeastVisits = 24;   // of a part: less does not pay for what it leaves behind
+constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
 
 // Writes the agenda, by one thread block.
 template <int kBlockCols>
@@ -134,7 +134,7 @@ private:
         while (parts < group && (parts * left * agenda_.heads_per_section < shares || group % parts != 0)) {
             ++parts;
         }
-        while (parts > 1 && (blocks * group < parts * kLeastVisits || group % parts != 0)) {
+        while (!is_few && parts > 1 && (blocks * group < parts * kLeastVisits || group % parts != 0)) {
             --parts;
         }
         return parts;

@@ -166,7 +166,8 @@ def expected_parts(plan, sizes: Sizes) -> list[list[int]]:
             most = (share or left) * sizes.heads_per_section
             divisors = [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
             enough = [n for n in divisors if n * most >= own * sizes.num_blocks]
-            worth = [n for n in divisors if n == 1 or own * sizes.group // n >= LEAST_VISITS]
+            least = 0 if share else LEAST_VISITS
+            worth = [n for n in divisors if n == 1 or own * sizes.group // n >= least]
             parts = max(n for n in worth if n <= min(enough, default=sizes.group))
             if parts > free and parts > 1:
                 parts, free = 1, 0  # nor is there room for anybody behind

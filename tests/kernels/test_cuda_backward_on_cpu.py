@@ -128,7 +128,7 @@ def test_documents(heads_q, head_dim, launches):
 
 def test_parts_of_a_tile(launches):
     parts = check(launches, replace(SINK, heads=Heads(8, 1, 128, 128)))
-    assert [x for x in parts if x[2] > 1] == [(0, i, 2) for i in range(2)]
+    assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
 
 
 def test_a_window_where_dq_has_an_order(launches):
