@@ -18,9 +18,14 @@ def run_costs(num_blocks: Tensor, num_masked: Tensor) -> Tensor:
 
 def tile_costs(run_cost: Tensor, run_begin: Tensor, run_end: Tensor, is_padding: Tensor) -> Tensor:
     """What each tile costs: its runs `[run_begin, run_end)` and a constant; nothing for padding."""
-    total = torch.cat([run_cost.new_zeros(1), run_cost.cumsum(0)])
-    cost = total[run_end] - total[run_begin] + TILE_COST
+    cost = sums(run_cost, run_begin, run_end) + TILE_COST
     return torch.where(is_padding, 0, cost)
+
+
+def sums(values: Tensor, begin: Tensor, end: Tensor) -> Tensor:
+    """The sum of `values[begin[i] : end[i]]` for each i, int64."""
+    total = torch.cat([values.new_zeros(1, dtype=torch.int64), values.cumsum(0)])
+    return total[end] - total[begin]
 
 
 def longest_first(cost: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
-from magi_compile.plan.cost import TILE_COST, longest_first, run_costs
+from magi_compile.plan.cost import TILE_COST, longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
 
 NOT_A_PART = -(2**31)  # in `part_shifts`, as in csrc/sm90/fwd.cuh
@@ -67,11 +67,11 @@ def split_plan(
     key = 2 * is_first.cumsum(0)[:num_runs] + is_far
     order = torch.where(index < run_end.amax(), key, 2 * num_runs + 2).argsort(stable=True)
     runs = q_runs[order]
-    run_mid = run_begin + _sums(~is_far[order], run_begin, run_end)
+    run_mid = run_begin + sums(~is_far[order], run_begin, run_end)
     cost = run_costs(
         runs[:, _NUM_BLOCKS].long(), runs[:, _NUM_LEAD].long() + runs[:, _NUM_TRAIL].long()
     )
-    near, far = _sums(cost, run_begin, run_mid), _sums(cost, run_mid, run_end)
+    near, far = sums(cost, run_begin, run_mid), sums(cost, run_mid, run_end)
 
     # Whole tiles first, because parts cost more; then the largest parts, because there are fewest of them.
     is_whole = (far == 0) & (near > 0)
@@ -99,12 +99,6 @@ def split_plan(
         far_begin,
         max_parts * tile_rows,
     )
-
-
-def _sums(values: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-    """The sum of `values[begin[i] : end[i]]` for each i, int64."""
-    total = torch.cat([values.new_zeros(1, dtype=torch.int64), values.cumsum(0)])
-    return total[end] - total[begin]
 
 
 def forward_early(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 
 import torch
 from torch import Tensor
@@ -99,18 +99,7 @@ class CudaKernel:
         q_tiles, q_runs, *_ = self.plan(slices, problem)
         return split_plan(q_tiles, q_runs, plan_tiles(problem).q_tile_rows, far_begin, share)
 
-    def forward_early(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        arrive: Callable[[], Sequence[Tensor]],
-        plan: SplitPlan,
-        problem: AttnProblem,
-        *,
-        free_sms: int = 0,
-    ) -> ForwardOutput:
-        return forward_early(q, k, v, arrive, plan, problem, free_sms=free_sms)
+    forward_early = staticmethod(forward_early)
 
     def backward(
         self,
