@@ -6,11 +6,14 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 from torch import Tensor
 
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
@@ -73,6 +76,39 @@ class CompiledKernel:
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         ended = self._run(ctypes.c_void_p(at), x, y, num_threads, num_at_once, timing)
         assert ended, "some threads wait for what never comes"
+
+
+def compile_once(
+    directories: pytest.TempPathFactory, name: str
+) -> Callable[[Variant], CompiledKernel]:
+    """`compiled(variant)`, the same kernel for the same variant."""
+    return cache(lambda variant: CompiledKernel(variant, directories.mktemp(name)))
+
+
+@contextmanager
+def launching(
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    compiled: Callable[[Variant], CompiledKernel],
+    num_sms: int,
+    **fakes: Callable[..., object],
+) -> Iterator[None]:
+    """The host's code in `module` finds a GPU of `num_sms` SMs, which is this CPU; `fakes` stand for what else it calls."""
+    fakes |= {
+        "load_function": lambda variant, device: compiled(variant),
+        "num_sms": lambda device: num_sms,
+        "current_stream": lambda device: 0,
+        "tensor_map": tensor_map,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+    module._route.cache_clear()
+    # What is not written is NaN.
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    module._route.cache_clear()
 
 
 def tensor_map(x: Tensor, box_rows: int) -> bytes:

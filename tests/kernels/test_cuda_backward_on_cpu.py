@@ -17,7 +17,7 @@ from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import Case, Heads, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
-from tests.kernels.on_a_cpu import CompiledKernel, stats_map, tensor_map
+from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
@@ -63,35 +63,15 @@ def entries(params: bytes) -> list[tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    made = {}
-
-    def compile_once(variant):
-        if variant not in made:
-            made[variant] = CompiledKernel(variant, tmp_path_factory.mktemp("backward"))
-        return made[variant]
-
-    return compile_once
+    return compile_once(tmp_path_factory, "backward")
 
 
 @pytest.fixture
 def launches(compiled, monkeypatch):
     found = Launches()
-    for name, fake in {
-        "launch": found.launch,
-        "load_function": lambda variant, device: compiled(variant),
-        "num_sms": lambda device: NUM_SMS,
-        "current_stream": lambda device: 0,
-        "tensor_map": tensor_map,
-        "_stats_map": stats_map,
-    }.items():
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-    module._route.cache_clear()
-    # What is not written is NaN.
-    torch.use_deterministic_algorithms(True)
-    yield found
-    torch.use_deterministic_algorithms(False)
-    module._route.cache_clear()
+    fakes = {"launch": found.launch, "_stats_map": stats_map}
+    with launching(monkeypatch, module, compiled, NUM_SMS, **fakes):
+        yield found
 
 
 def check(launches, case, with_dlse=False, deterministic=False):

@@ -15,7 +15,7 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import Heads, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
-from tests.kernels.on_a_cpu import CompiledKernel, tensor_map
+from tests.kernels.on_a_cpu import compile_once, launching
 from tests.kernels.test_cuda_early import near_and_far
 
 NUM_SMS = 3
@@ -34,14 +34,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    made = {}
-
-    def compile_once(variant):
-        if variant not in made:
-            made[variant] = CompiledKernel(variant, tmp_path_factory.mktemp("forward"))
-        return made[variant]
-
-    return compile_once
+    return compile_once(tmp_path_factory, "forward")
 
 
 @pytest.fixture
@@ -53,22 +46,12 @@ def launches(compiled, monkeypatch):
         function(grid, block, params)
         found.append(grid)
 
-    for name, fake in {
+    fakes = {
         "launch": launch,
-        "load_function": lambda variant, device: compiled(variant),
-        "num_sms": lambda device: NUM_SMS,
-        "current_stream": lambda device: 0,
         "zero_word": lambda stream, device: torch.zeros(1, dtype=torch.int32),
-        "tensor_map": tensor_map,
-    }.items():
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-    module._route.cache_clear()
-    # What is not written is NaN.
-    torch.use_deterministic_algorithms(True)
-    yield found
-    torch.use_deterministic_algorithms(False)
-    module._route.cache_clear()
+    }
+    with launching(monkeypatch, module, compiled, NUM_SMS, **fakes):
+        yield found
 
 
 def prepared(case, shape):
