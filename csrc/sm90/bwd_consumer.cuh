@@ -59,6 +59,13 @@ private:
         bool is_masked;   // the block
     };
 
+    // Where there are registers for them, K and V of the warpgroup's keys stay there for all blocks of a tile: products of
+    // 64 x 64 with both operands in shared memory would need all of its bandwidth.
+    static constexpr bool kHoldsKeys = Config::kHeadDim <= 64 && !Config::kHasSoftcap && !Config::kIsDeterministic;
+    struct Keys {
+        uint32_t fragments[kHoldsKeys ? Config::kHeadDim / 16 : 1][4];
+    };
+
     // Otherwise there are no registers to hold it.
     static constexpr bool kReadsLseEarly = !Config::kHasSoftcap && !Config::kIsDeterministic;
 
@@ -94,6 +101,10 @@ private:
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
         Operand probs, rounded_dscores;
+        if constexpr (kHoldsKeys) {
+            load_keys(k_, smem_.k[0]);
+            load_keys(v_, smem_.v[0]);
+        }
         start(probs, rounded_dscores);
 
         // No matmul is in flight where the loop or a branch closes: the compiler moves registers there.
@@ -217,15 +228,27 @@ private:
 
     // S^T = K Q^T
     __device__ __forceinline__ void issue_scores(Scores& scores, int slot) {
-        multiply_rows(scores, smem_.k[0], smem_.q[slot][0]);
+        multiply_rows(scores, smem_.k[0], k_, smem_.q[slot][0]);
     }
 
     // dP^T = V dO^T
     __device__ __forceinline__ void issue_dprobs(Scores& dprobs) {
-        multiply_rows(dprobs, smem_.v[0], smem_.dout[block_.slot][0]);
+        multiply_rows(dprobs, smem_.v[0], v_, smem_.dout[block_.slot][0]);
     }
 
-    __device__ __forceinline__ void multiply_rows(Scores& product, const Element* keys, const Element* queries) {
+    // The fragments of an A operand, from 16 rows of the swizzle.
+    __device__ __forceinline__ void load_keys(Keys& keys, const Element* tile) const {
+        const int row = lane_ % 16;
+        const uint32_t address = shared_address(tile) + (gradients_.row_in_tile() + row) * 128;
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int chunk = 2 * step + lane_ / 16;
+            ldmatrix_x4(address + ((chunk ^ (row % 8)) << 4), keys.fragments[step]);
+        }
+    }
+
+    __device__ __forceinline__ void multiply_rows(Scores& product, const Element* keys, const Keys& held,
+                                                  const Element* queries) {
         const uint32_t a = operand(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
         const uint32_t b = operand(queries, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
@@ -236,8 +259,13 @@ private:
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
-            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                product, a + ((slab * kKSlabBytes + within) >> 4), b + ((slab * kQSlabBytes + within) >> 4), step != 0);
+            const uint32_t b_step = b + ((slab * kQSlabBytes + within) >> 4);
+            if constexpr (kHoldsKeys) {
+                Wgmma<Element, Config::kBlockCols>::template rs<Major::K>(product, held.fragments[step], b_step, step != 0);
+            } else {
+                Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
+                    product, a + ((slab * kKSlabBytes + within) >> 4), b_step, step != 0);
+            }
         }
         wgmma_commit_group();
     }
@@ -398,6 +426,7 @@ private:
     const int lane_;
     DqAdder<Config> dq_;
     const KeyGradients<Config> gradients_;
+    Keys k_, v_;
     Position<1> kv_;
     Position<Config::kStages> block_;
     int left_ = 0;   // blocks of the tile
