@@ -4,12 +4,12 @@
 // the group, where the whole of a tile would end after everything else. For all these heads and all runs of the tile, one
 // producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64 keys each. Scores are
 // transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
-// leave the registers until the tile is done. dS also goes through shared memory for dQ = dS K, which the warpgroups
-// compute in turn, one block of queries each, and add to a sum in global memory: 128 columns of dQ in one matmul read dS
-// once, where half of them in each warpgroup would read it twice.
+// leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup, which computes dQ =
+// dS K and adds it to a sum in global memory: so the consumers wait for nobody.
 #pragma once
 
 #include "bwd_consumer.cuh"
+#include "bwd_dq.cuh"
 #include "bwd_producer.cuh"
 
 namespace ffa {
@@ -26,14 +26,17 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     __syncthreads();
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
-    if (warpgroup == Config::kConsumers) {
-        setmaxnreg_dec<Config::kProducerRegisters>();
-        if (threadIdx.x == Config::kConsumers * Config::kWarpgroup) {
-            Producer<Config>(params, smem).run();
-        }
-    } else {
+    if (warpgroup < Config::kConsumers) {
         setmaxnreg_inc<Config::kConsumerRegisters>();
         Consumer<Config>(params, smem, warpgroup).run();
+    } else if (warpgroup == Config::kConsumers) {
+        setmaxnreg_dec<Config::kDqRegisters>();
+        DqWarpgroup<Config>(params, smem).run();
+    } else {
+        setmaxnreg_dec<Config::kProducerRegisters>();
+        if (threadIdx.x == (Config::kConsumers + 1) * Config::kWarpgroup) {
+            Producer<Config>(params, smem).run();
+        }
     }
 }
 

@@ -1,15 +1,15 @@
-// A warpgroup of the backward kernel: the matmuls of a tile's keys with block after block of queries.
+// A warpgroup of the backward kernel that owns 64 keys of each tile, and sums up their gradients over block after block of
+// queries. A turn of its loop, " is the next block:
 //
-// A block of a warpgroup, what is in flight above what is done meanwhile (" is the next block); with dQ, and without:
+//     dS is stored and announced, dV and dK are issued
+//     dV is done: S" is issued; dK is done; S" is done: P" = exp2(scale S"), dP" is issued
+//     dP" is done: dS" = P" dP"
 //
-//     dV      | dQ, dK  | dK, S" | dP"                 dV         | S", dK | dK, dP"
-//     wait    |         | add dQ | exponentials"       announce   |        | exponentials"
-//
-// then dS" = P" (dP" - delta), which is stored. The other warpgroup's matmuls fill the gaps. A warp's memory operations
-// queue up behind the matmuls that it has issued: what can be read or stored is, in front of them.
+// The compiler wants 32 registers beyond the accumulators and operands in flight, so S" waits for dV, and dP" for S". The
+// matmuls of the other warpgroups fill the gaps. S and dP start from what would have to be subtracted from them later. A
+// warp's memory operations queue up behind the matmuls that it has issued: what can be read or stored is, in front of them.
 #pragma once
 
-#include "bwd_dq.cuh"
 #include "bwd_gradients.cuh"
 #include "bwd_shared.cuh"
 #include "mask.cuh"
@@ -17,9 +17,8 @@
 
 namespace ffa {
 
-// A warpgroup that owns 64 keys of each tile. Its control flow is uniform, and told so that the compiler sees it (all
-// lanes vote, single lanes do by predicates what others would branch around): only then do loop counts, barriers and
-// operands' descriptors live in uniform registers. Where additions to dq have an order, the wait for a turn diverges.
+// Its control flow is uniform, and told so that the compiler sees it (all lanes vote, single lanes do by predicates what
+// others would branch around): only then do loop counts, barriers and operands' descriptors live in uniform registers.
 template <class Config>
 class Consumer {
 public:
@@ -29,7 +28,6 @@ public:
           warpgroup_(warpgroup),
           warp_(threadIdx.x / 32 % 4),
           lane_(threadIdx.x % 32),
-          dq_(params, smem, warp_, lane_),
           gradients_(params, warpgroup, warp_, lane_) {}
 
     __device__ __forceinline__ void run() {
@@ -51,23 +49,16 @@ private:
     using Scores = float[kScores];
     using Operand = uint32_t[kScores / 2];
     using Grad = float[kGrad];
-    using Dq = typename DqAdder<Config>::Dq;
 
-    // lse, in base 2, of the queries of this thread.
-    struct Lse {
+    // What the sums of a thread start from, by column: those of both its rows alike.
+    struct Bias {
         float2 of_cols[kScores / 4];
-        bool is_masked;   // the block
     };
 
-    // Where there are registers for them, K and V of the warpgroup's keys stay there for all blocks of a tile: products of
-    // 64 x 64 with both operands in shared memory would need all of its bandwidth.
-    static constexpr bool kHoldsKeys = Config::kHeadDim <= 64 && !Config::kHasSoftcap && !Config::kIsDeterministic;
-    struct Keys {
-        uint32_t fragments[kHoldsKeys ? Config::kHeadDim / 16 : 1][4];
-    };
-
-    // Otherwise there are no registers to hold it.
-    static constexpr bool kReadsLseEarly = !Config::kHasSoftcap && !Config::kIsDeterministic;
+    // Measured: it pays where products are short beside the exponentials.
+    static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
+    // dS of a block then has the slot of its queries, which saves registers.
+    static constexpr bool kScoresGoWithBlocks = Config::kScoreStages == Config::kStages;
 
     __device__ __forceinline__ void differentiate() {
         Grad dk, dv;
@@ -78,9 +69,6 @@ private:
         if (left_ > 0) {
             walk(dk, dv);
         }
-        if constexpr (Config::kIsDeterministic) {
-            dq_.publish();
-        }
         const TileOfHead& work = smem_.work;
         int store_end = work.tile.row_end;
         if (__any_sync(0xffffffff, work.num_parts > 1)) {
@@ -90,7 +78,7 @@ private:
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.softmax_scale;
         }
-        barrier_sync(kConsumersMeet, Config::kConsumers * Config::kWarpgroup);   // nobody reads K and V any more
+        barrier_sync(kKeysAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
         gradients_.store(dv, smem_.v[0], params_.dv, params_.dv_rows, work, store_end);
         gradients_.store(dk, smem_.k[0], params_.dk, params_.dk_rows, work, store_end);
         if (lane_ == 0) {
@@ -100,172 +88,112 @@ private:
     }
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
-        Operand probs, rounded_dscores;
-        if constexpr (kHoldsKeys) {
-            load_keys(k_, smem_.k[0]);
-            load_keys(v_, smem_.v[0]);
-        }
-        start(probs, rounded_dscores);
+        Operand probs, dscores;
+        differentiate_scores(probs, dscores, [] {});
 
-        // No matmul is in flight where the loop or a branch closes: the compiler moves registers there.
+        // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (true) {
-            const int slot = block_.slot;
-            const DqRows rows = dq_.rows_of_warp(smem_.blocks[slot]);
-            store_dscores(rounded_dscores);
-            issue_dv(dv, probs);
-            fence_proxy_async_shared();
-            const bool is_last = --left_ == 0;
-            Position<Config::kStages> next = block_;
-            next.advance();
-            Scores scores, dscores;
-            Lse lse;
-            if (dscores_slot_ == warpgroup_) {   // our turn at dQ
-                Dq dq;
-                barrier_sync(kScoresReady + dscores_slot_, Config::kConsumers * Config::kWarpgroup);
+            const Position<Config::kStages> done = block_;
+            announce(dscores, [&] { issue_dv(dv, probs); });
+            issue_dk(dk, dscores);
+            block_.advance();
+            if (--left_ == 0) {
                 wgmma_wait_group<0>();
                 pin(dv);
-                release(smem_.dout_empty[slot]);
-                issue_dq(dq);
-                issue_dk(dk, rounded_dscores);
-                wgmma_wait_group<1>();
-                pin(dq);
-                dq_.add(dq, rows);
-                block_ = next;
-                dscores_slot_ ^= 1;
-                if (is_last) {
-                    wgmma_wait_group<0>();
-                    pin(dk);
-                    release(smem_.q_empty[slot]);
-                    break;
-                }
-                wait_for_q(next);
-                if constexpr (kReadsLseEarly) {
-                    load_lse(lse, next.slot);
-                }
-                issue_scores(scores, next.slot);
+                pin(dk);
+                release(smem_.dout_empty[done.slot]);
+                release(smem_.q_empty[done.slot]);
+                break;
+            }
+            wgmma_wait_group<1>();
+            pin(dv);
+            release(smem_.dout_empty[done.slot]);
+            differentiate_scores(probs, dscores, [&] {
                 wgmma_wait_group<1>();
                 pin(dk);
-                release(smem_.q_empty[slot]);
-                wait_for_dout();
-                issue_dprobs(dscores);
-                wgmma_wait_group<1>();
-                pin(scores);
-                if constexpr (!kReadsLseEarly) {
-                    load_lse(lse, next.slot);
-                }
-                if constexpr (!Config::kHasSoftcap) {
-                    to_probs(scores, probs, lse);
-                    stay_in_front_of_wait(scores);
-                }
-                wgmma_wait_group<0>();
-                pin(dscores);
-            } else {
-                dq_.leave_buffer();
-                barrier_arrive(kScoresReady + dscores_slot_, Config::kConsumers * Config::kWarpgroup);
-                dscores_slot_ ^= 1;
-                if (is_last) {
-                    issue_dk(dk, rounded_dscores);
-                    block_ = next;
-                    wgmma_wait_group<0>();
-                    pin(dv);
-                    pin(dk);
-                    release(smem_.dout_empty[slot]);
-                    release(smem_.q_empty[slot]);
-                    break;
-                }
-                wait_for_q(next);
-                if constexpr (kReadsLseEarly) {
-                    load_lse(lse, next.slot);
-                }
-                issue_scores(scores, next.slot);
-                issue_dk(dk, rounded_dscores);
-                block_ = next;
-                wgmma_wait_group<1>();
-                pin(dv);
-                pin(scores);
-                release(smem_.dout_empty[slot]);
-                wait_for_dout();
-                issue_dprobs(dscores);
-                if constexpr (!kReadsLseEarly) {
-                    load_lse(lse, next.slot);
-                }
-                if constexpr (!Config::kHasSoftcap) {
-                    to_probs(scores, probs, lse);
-                    stay_in_front_of_wait(scores);
-                }
-                wgmma_wait_group<0>();
-                pin(dk);
-                pin(dscores);
-                release(smem_.q_empty[slot]);
-            }
-            if constexpr (Config::kHasSoftcap) {
-                to_probs(scores, probs, lse);   // the slope of the cap needs the registers of dK's operand
-            }
-            to_dscores(dscores, scores, probs);
-            round(dscores, rounded_dscores);
+                release(smem_.q_empty[done.slot]);
+            });
         }
     }
 
-    // P and dS of the first block of a tile.
-    __device__ __forceinline__ void start(Operand& probs, Operand& rounded_dscores) {
-        Scores scores, dscores;
-        Lse lse;
-        wait_for_q(block_);
-        load_lse(lse, block_.slot);
-        issue_scores(scores, block_.slot);
-        wait_for_dout();
-        issue_dprobs(dscores);
-        wgmma_wait_group<1>();
-        pin(scores);
-        to_probs(scores, probs, lse);
+    // Leaves dS of the present block to the warpgroup of dQ. `between` comes behind the stores and in front of the fence.
+    template <class Between>
+    __device__ __forceinline__ void announce(const Operand& dscores, Between between) {
+        const auto at = scores_position();
+        mbarrier_wait_together(smem_.dscores_empty[at.slot], at.phase ^ 1);
+        store_dscores(dscores, smem_.dscores[at.slot][0]);
+        between();
+        fence_proxy_async_shared();
+        release(smem_.dscores_full[at.slot]);
+        dscores_.advance();
+    }
+
+    __device__ __forceinline__ auto scores_position() const {
+        if constexpr (kScoresGoWithBlocks) {
+            return block_;
+        } else {
+            return dscores_;
+        }
+    }
+
+    // P and dS of the present block. `meanwhile` is done while the scores are computed.
+    template <class Meanwhile>
+    __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, Meanwhile meanwhile) {
+        const Stats<Config>& stats = smem_.stats[block_.slot];
+        Scores scores, dprobs;
+        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
+        issue_rows(scores, Config::kHasSoftcap ? Bias{} : load_bias(stats.of_scores), smem_.k[0],
+                   smem_.q[block_.slot][0]);   // S^T = K Q^T
+        meanwhile();
+        const bool is_masked = smem_.blocks[block_.slot].is_masked;
         wgmma_wait_group<0>();
-        pin(dscores);
-        to_dscores(dscores, scores, probs);
-        round(dscores, rounded_dscores);
+        pin(scores);
+        if constexpr (Config::kHasSoftcap) {
+            cap(scores);
+            mask(scores, is_masked);
+        } else {
+            mask(scores, is_masked);
+            scale(scores);
+        }
+        if constexpr (!Config::kHasSoftcap && !kExponentialsBesideDprobs) {
+            exponentiate(scores);
+        }
+        mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
+        issue_rows(dprobs, load_bias(stats.of_dprobs), smem_.v[0], smem_.dout[block_.slot][0]);   // dP^T = V dO^T
+        if constexpr (kExponentialsBesideDprobs) {
+            exponentiate(scores);
+            stay_in_front_of_wait(scores);
+        }
+        wgmma_wait_group<0>();
+        pin(dprobs);
+        if constexpr (Config::kHasSoftcap) {
+            capped_to_operands(dprobs, scores, stats.of_scores, probs, dscores);
+        } else {
+            to_operands(dprobs, scores, probs, dscores);
+        }
     }
 
     // ---- the matmuls
 
-    // S^T = K Q^T
-    __device__ __forceinline__ void issue_scores(Scores& scores, int slot) {
-        multiply_rows(scores, smem_.k[0], k_, smem_.q[slot][0]);
-    }
-
-    // dP^T = V dO^T
-    __device__ __forceinline__ void issue_dprobs(Scores& dprobs) {
-        multiply_rows(dprobs, smem_.v[0], v_, smem_.dout[block_.slot][0]);
-    }
-
-    // The fragments of an A operand, from 16 rows of the swizzle.
-    __device__ __forceinline__ void load_keys(Keys& keys, const Element* tile) const {
-        const int row = lane_ % 16;
-        const uint32_t address = shared_address(tile) + (gradients_.row_in_tile() + row) * 128;
-#pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            const int chunk = 2 * step + lane_ / 16;
-            ldmatrix_x4(address + ((chunk ^ (row % 8)) << 4), keys.fragments[step]);
-        }
-    }
-
-    __device__ __forceinline__ void multiply_rows(Scores& product, const Element* keys, const Keys& held,
-                                                  const Element* queries) {
-        const uint32_t a = operand(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-        const uint32_t b = operand(queries, 0);
+    __device__ __forceinline__ void issue_rows(Scores& product, const Bias& bias, const Element* keys,
+                                               const Element* queries) {
+        const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+        const uint32_t b = wgmma_descriptor(queries, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            product[4 * i] = product[4 * i + 2] = bias.of_cols[i].x;
+            product[4 * i + 1] = product[4 * i + 3] = bias.of_cols[i].y;
+        }
         pin(product);
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
-            const uint32_t b_step = b + ((slab * kQSlabBytes + within) >> 4);
-            if constexpr (kHoldsKeys) {
-                Wgmma<Element, Config::kBlockCols>::template rs<Major::K>(product, held.fragments[step], b_step, step != 0);
-            } else {
-                Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                    product, a + ((slab * kKSlabBytes + within) >> 4), b_step, step != 0);
-            }
+            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
+                product, a + ((slab * kKSlabBytes + within) >> 4), b + ((slab * kQSlabBytes + within) >> 4), 1);
         }
         wgmma_commit_group();
     }
@@ -281,7 +209,7 @@ private:
     }
 
     __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, const Element* queries) {
-        const uint32_t b = operand(queries, kQSlabBytes);
+        const uint32_t b = wgmma_descriptor(queries, kQSlabBytes);
         pin(sum);
         wgmma_fence();
 #pragma unroll
@@ -292,112 +220,48 @@ private:
         wgmma_commit_group();
     }
 
-    // dQ = dS K
-    __device__ __forceinline__ void issue_dq(Dq& dq) {
-        const uint32_t a = operand(smem_.dscores[dscores_slot_], 0);
-        const uint32_t b = operand(smem_.k[0], kKSlabBytes);
-        pin(dq);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Config::kTileRows / 16; ++step) {
-            const int within = (step * kSixteenRowsBytes) >> 4;
-            Wgmma<Element, Config::kHeadDim>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
-        }
-        wgmma_commit_group();
-    }
-
-    __device__ __forceinline__ static uint32_t operand(const Element* tile, uint32_t leading_bytes) {
-        const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
-        return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
-    }
-
     // ---- scores to probabilities and to their gradients
 
-    __device__ __forceinline__ void load_lse(Lse& lse, int slot) const {
-        const float2* const of_cols = reinterpret_cast<const float2*>(smem_.stats[slot].lse_log2) + lane_ % 4;
-        lse.is_masked = smem_.blocks[slot].is_masked;
+    __device__ __forceinline__ Bias load_bias(const float (&stats)[Config::kBlockCols]) const {
+        const float2* const of_cols = reinterpret_cast<const float2*>(stats) + lane_ % 4;
+        Bias bias;
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
-            lse.of_cols[i] = of_cols[4 * i];
+            bias.of_cols[i] = of_cols[4 * i];
         }
+        return bias;
     }
 
-    // P = exp2(S - lse). Where scores are capped, P is rounded at once, and P times the slope of the cap stays.
-    __device__ __forceinline__ void to_probs(Scores& scores, Operand& probs, const Lse& lse) const {
-        if constexpr (Config::kHasSoftcap) {
-#pragma unroll
-            for (int i = 0; i < kScores; ++i) {
-                scores[i] = tanh_approx(scores[i] * params_.cap_scale);
-            }
-        }
-        if (__any_sync(0xffffffff, lse.is_masked)) {
+    __device__ __forceinline__ void mask(Scores& scores, bool is_masked) const {
+        if (__any_sync(0xffffffff, is_masked)) {
             const Block& block = smem_.blocks[block_.slot];
             apply_mask(scores, block.run, smem_.work.tile.row_begin + gradients_.row_in_tile() + lane_ / 4,
                        block.first + 2 * (lane_ % 4));
         }
+    }
+
+    // The exponents of P to base 2.
+    __device__ __forceinline__ void scale(Scores& scores) const {
 #pragma unroll
-        for (int i = 0; i < kScores / 4; ++i) {
-            const float2 of_cols = lse.of_cols[i];
+        for (int i = 0; i < kScores; ++i) {
+            scores[i] *= params_.scale_log2;
+        }
+        pin(scores);
+    }
+
+    __device__ __forceinline__ void exponentiate(Scores& exponents) const {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float* const pair = scores + 4 * i + 2 * half;
-                const float first = ex2(pair[0] * params_.scale_log2 - of_cols.x);
-                const float second = ex2(pair[1] * params_.scale_log2 - of_cols.y);
-                if constexpr (Config::kHasSoftcap) {
-                    probs[2 * i + half] = pack<Element>(first, second);
-                    // Hidden scores are -inf, and their slope must not be.
-                    pair[0] = first * fmaxf(1.f - pair[0] * pair[0], 0.f);
-                    pair[1] = second * fmaxf(1.f - pair[1] * pair[1], 0.f);
-                } else {
-                    pair[0] = first;
-                    pair[1] = second;
-                }
-            }
+        for (int i = 0; i < kScores; ++i) {
+            exponents[i] = ex2(exponents[i]);
         }
     }
 
-    // dS = P (dP - delta), in place of dP, and P rounded.
-    __device__ __forceinline__ void to_dscores(Scores& dprobs, const Scores& scores, Operand& probs) const {
-        const float2* const delta = reinterpret_cast<const float2*>(smem_.stats[block_.slot].delta) + lane_ % 4;
+    __device__ __forceinline__ void cap(Scores& scores) const {
 #pragma unroll
-        for (int i = 0; i < kScores / 4; ++i) {
-            const float2 of_cols = delta[4 * i];
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int at = 4 * i + 2 * half;
-                dprobs[at] = scores[at] * (dprobs[at] - of_cols.x);
-                dprobs[at + 1] = scores[at + 1] * (dprobs[at + 1] - of_cols.y);
-            }
-        }
-        if constexpr (!Config::kHasSoftcap) {
-            round(scores, probs);
+        for (int i = 0; i < kScores; ++i) {
+            scores[i] = tanh_approx(scores[i] * params_.cap_scale);
         }
     }
-
-    // An accumulator of 16 columns is, packed, the A operand of the next matmul.
-    __device__ __forceinline__ static void round(const Scores& scores, Operand& operand) {
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-            operand[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
-        }
-    }
-
-    __device__ __forceinline__ void store_dscores(const Operand& dscores) {
-        const int row = lane_ % 16;
-        const uint32_t address = shared_address(smem_.dscores[dscores_slot_]) + (gradients_.row_in_tile() + row) * 128;
-#pragma unroll
-        for (int i = 0; i < kScores / 8; ++i) {
-            const int chunk = 2 * i + lane_ / 16;
-            stmatrix_x4(address + ((chunk ^ (row % 8)) << 4), dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
-                        dscores[4 * i + 3]);
-        }
-    }
-
-    __device__ __forceinline__ void wait_for_q(const Position<Config::kStages>& block) {
-        mbarrier_wait_together(smem_.q_full[block.slot], block.phase);
-    }
-
-    __device__ __forceinline__ void wait_for_dout() { mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase); }
 
     // The assembler moves a wait for wgmma up to the last memory operation in front of it, over arithmetic that should
     // run meanwhile. This is one, and depends on every other score; the others follow.
@@ -408,6 +272,53 @@ private:
             bits |= __float_as_uint(scores[i]);
         }
         st_shared_if(zero_after(__uint_as_float(bits)), smem_.never_written, bits);
+    }
+
+    // dS = P (dP - delta), and P, rounded: packed, an accumulator of 16 columns is the A operand of the next matmul.
+    __device__ __forceinline__ void to_operands(const Scores& dprobs, const Scores& p, Operand& probs,
+                                                Operand& dscores) const {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+            dscores[i] = pack<Element>(p[2 * i] * dprobs[2 * i], p[2 * i + 1] * dprobs[2 * i + 1]);
+            probs[i] = pack<Element>(p[2 * i], p[2 * i + 1]);
+        }
+    }
+
+    // The same from capped scores, for whose probabilities there are no registers until now, nor for all of `minus_lse`:
+    // a load waits for what an earlier one was for.
+    __device__ __forceinline__ void capped_to_operands(const Scores& dprobs, const Scores& capped,
+                                                       const float (&minus_lse)[Config::kBlockCols], Operand& probs,
+                                                       Operand& dscores) const {
+        constexpr int kLoadsAhead = 2;
+        const float2* const of_cols = reinterpret_cast<const float2*>(minus_lse) + lane_ % 4;
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            const uint32_t zero = i < kLoadsAhead ? 0 : zero_after(__uint_as_float(probs[2 * (i - kLoadsAhead)]));
+            const float2 bias = of_cols[4 * i + zero];
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float* const pair = capped + 4 * i + 2 * half;
+                const float* const dp = dprobs + 4 * i + 2 * half;
+                const float first = ex2(pair[0] * params_.scale_log2 + bias.x);
+                const float second = ex2(pair[1] * params_.scale_log2 + bias.y);
+                probs[2 * i + half] = pack<Element>(first, second);
+                dscores[2 * i + half] = pack<Element>(first * slope(pair[0]) * dp[0], second * slope(pair[1]) * dp[1]);
+            }
+        }
+    }
+
+    // Of the cap. Hidden scores are -inf, and their slope must not be.
+    __device__ __forceinline__ static float slope(float capped) { return fmaxf(1.f - capped * capped, 0.f); }
+
+    __device__ __forceinline__ void store_dscores(const Operand& dscores, const Element* slabs) const {
+        const int row = lane_ % 16;
+        const uint32_t address = shared_address(slabs) + (gradients_.row_in_tile() + row) * 128;
+#pragma unroll
+        for (int i = 0; i < kScores / 8; ++i) {
+            const int chunk = 2 * (i % 4) + lane_ / 16;
+            stmatrix_x4(address + i / 4 * kKSlabBytes + ((chunk ^ (row % 8)) << 4), dscores[4 * i], dscores[4 * i + 1],
+                        dscores[4 * i + 2], dscores[4 * i + 3]);
+        }
     }
 
     __device__ __forceinline__ void release(uint64_t& empty) const {
@@ -424,13 +335,11 @@ private:
     const int warpgroup_;
     const int warp_;
     const int lane_;
-    DqAdder<Config> dq_;
     const KeyGradients<Config> gradients_;
-    Keys k_, v_;
     Position<1> kv_;
     Position<Config::kStages> block_;
+    Position<Config::kScoreStages> dscores_;   // unless it is that of the block
     int left_ = 0;   // blocks of the tile
-    int dscores_slot_ = 0;
 };
 
 }  // namespace ffa

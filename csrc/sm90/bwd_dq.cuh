@@ -1,78 +1,131 @@
-// How a warp of the backward kernel adds its rows of dQ to the sum in global memory: by bulk reductions, in any order or, for
-// sums that repeat bit for bit, in that of the plan's tiles.
+// The warpgroup of the backward kernel that computes dQ = dS K of each block, from the gradients of scores that the others
+// leave in shared memory, and adds it to the sum in global memory: by bulk reductions, in any order or, for sums that repeat
+// bit for bit, in that of the plan's tiles.
 #pragma once
 
 #include "bwd_shared.cuh"
+#include "ring.cuh"
 
 namespace ffa {
 
-// Where the 16 rows of this warp go.
-struct DqRows {
-    float* sum;
-    int head;
-    int first;
-    bool are_in_run;
-};
-
 template <class Config>
-class DqAdder {
+class DqWarpgroup {
 public:
-    static constexpr int kValues = Config::kHeadDim / 2;   // registers of a thread
-    using Dq = float[kValues];
+    __device__ __forceinline__ DqWarpgroup(const BackwardParams& params, SharedStorage<Config>& smem)
+        : params_(params), smem_(smem), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
-    __device__ __forceinline__ DqAdder(const BackwardParams& params, SharedStorage<Config>& smem, int warp, int lane)
-        : params_(params), smem_(smem), warp_(warp), lane_(lane) {}
-
-    __device__ __forceinline__ DqRows rows_of_warp(const Block& block) const {
-        const int first = block.first + warp_ * Config::kWarpRows;
-        return {dq_rows<Config::kHeadDim>(params_.dq, block.head, first), block.head, first, first < block.end};
+    __device__ __forceinline__ void run() {
+        while (true) {
+            mbarrier_wait_together(smem_.kv_full, kv_.phase);
+            int left = uniform(smem_.work.num_visits);
+            if (left == TileOfHead::kNoMoreWork) {
+                break;
+            }
+            for (; left > 0; --left) {
+                differentiate();
+            }
+            barrier_arrive(kKeysAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
+            release(smem_.kv_empty);
+            kv_.advance();
+        }
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();
+        }
     }
 
-    // Through a buffer that each warp shares with one of the other warpgroup, in turn.
-    __device__ __forceinline__ void add(const Dq& dq, const DqRows& rows) {
-        float* const staging = smem_.dq[warp_];
+private:
+    using Element = typename Config::Element;
+    static constexpr int kValues = Config::kDqCols / 2;   // registers of a thread
+    using Dq = float[kValues];
+
+    // Where 16 rows of this warp go.
+    struct Rows {
+        float* sum;
+        int head;
+        int first;
+        bool are_in_run;
+    };
+
+    // dQ of a block.
+    __device__ __forceinline__ void differentiate() {
+        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
+        const int first = smem_.blocks[block_.slot].first + warp_ * Config::kWarpRows;
+        const int end = smem_.blocks[block_.slot].end;
+        const int head = smem_.blocks[block_.slot].head;
+        release(smem_.q_empty[block_.slot]);
+        block_.advance();
+        mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
+#pragma unroll
+        for (int part = 0; part < Config::kDqParts; ++part) {
+            const int row = first + part / Config::kDqColParts * Config::kDqRows;
+            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq, head, row), head, row, row < end};
+            Dq dq;
+            multiply(dq, part);
+            if (part == Config::kDqParts - 1) {
+                release(smem_.dscores_empty[dscores_.slot]);
+            }
+            store(dq, part);
+            if (Config::kIsDeterministic && part % Config::kDqColParts == 0) {
+                await_turn(rows);
+            }
+            add(rows, part);
+            if (Config::kIsDeterministic && (part + 1) % Config::kDqColParts == 0) {
+                publish();
+            }
+        }
+        dscores_.advance();
+    }
+
+    __device__ __forceinline__ void multiply(Dq& dq, int part) {
+        const uint32_t a = operand(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
+        const uint32_t b = operand(smem_.k[part % Config::kDqColParts], kKSlabBytes);
+        pin(dq);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kTileRows / 16; ++step) {
+            const int within = (step * kSixteenRowsBytes) >> 4;
+            Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
+        }
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        pin(dq);
+    }
+
+    // The wait for a turn diverges, and the compiler no longer knows that the descriptor is that of all lanes.
+    __device__ __forceinline__ static uint32_t operand(const Element* tile, uint32_t leading_bytes) {
+        const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
+        return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
+    }
+
+    // To this warp's buffer, once what was there before has left.
+    __device__ __forceinline__ void store(const Dq& dq, int part) {
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<Config::kDqParts - 1>();
+        }
+        __syncwarp();
+        float* const staging = smem_.dq[part][warp_];
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
                                                                          dq[4 * i + 3]};
         }
         fence_proxy_async_shared();
-        if constexpr (Config::kIsDeterministic) {
-            await_turn(rows);
-        }
         __syncwarp();
-        if (lane_ == 0 && rows.are_in_run) {
-            cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0]));
+    }
+
+    __device__ __forceinline__ void add(const Rows& rows, int part) {
+        if (lane_ == 0) {
+            if (rows.are_in_run) {
+                cp_reduce_async_bulk_add(
+                    rows.sum + part % Config::kDqColParts * Config::kWarpRows * Config::kDqCols,
+                    smem_.dq[part][warp_], sizeof(smem_.dq[0][0]));
+            }
             cp_async_bulk_commit_group();
         }
     }
 
-    // The other warpgroup writes there next.
-    __device__ __forceinline__ void leave_buffer() {
-        if constexpr (Config::kIsDeterministic) {
-            publish();
-        } else if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();
-        }
-        __syncwarp();
-    }
-
-    // Tells the tiles behind this one that the last addition has arrived.
-    __device__ __forceinline__ void publish() {
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group<0>();
-        }
-        fence_proxy_async();
-        __syncwarp();
-        if (visits_ != nullptr) {
-            add_release(visits_, 1);
-            visits_ = nullptr;
-        }
-    }
-
-private:
     // Until all tiles in front of this one have added what they have for these rows. One lane waits.
-    __device__ __forceinline__ void await_turn(const DqRows& rows) {
+    __device__ __forceinline__ void await_turn(const Rows& rows) {
         const DqOrder& order = params_.order;
         const long long num_groups = params_.dq.row_groups;
         const int group = rows.first / kDqGroupRows;
@@ -84,12 +137,36 @@ private:
             }
         }
         fence_proxy_async();
+        __syncwarp();
     }
+
+    // Tells the tiles behind this one that the addition has arrived.
+    __device__ __forceinline__ void publish() {
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group<0>();
+        }
+        fence_proxy_async();
+        __syncwarp();
+        if (visits_ != nullptr) {
+            add_release(visits_, 1);
+        }
+    }
+
+    __device__ __forceinline__ void release(uint64_t& empty) const {
+        __syncwarp();
+        mbarrier_arrive_if(lane_ == 0, empty);
+    }
+
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+    static constexpr int kSixteenRowsBytes = 16 * 128;
 
     const BackwardParams& params_;
     SharedStorage<Config>& smem_;
     const int warp_;
     const int lane_;
+    Position<1> kv_;
+    Position<Config::kStages> block_;
+    Position<Config::kScoreStages> dscores_;
     int* visits_ = nullptr;   // of the rows that this lane has waited for, where additions have an order
 };
 

@@ -1,6 +1,6 @@
-// What the backward pass needs of each query row before it starts: lse in base 2, +inf where the row sees nothing so
-// that its probabilities are 0, and delta = rowsum(dout * out) - dlse. Clears on the way what the main kernel counts with
-// and adds to, and writes its agenda.
+// What the backward pass needs of each query row before it starts: what scores start from, a multiple of -lse and -inf where
+// the row sees nothing so that its probabilities are 0, and what gradients of probabilities start from, -delta = dlse -
+// rowsum(dout * out). Clears on the way what the main kernel counts with and adds to, and writes its agenda.
 #include "bwd_agenda_writer.cuh"
 #include "dq_accumulator.cuh"
 #include "ptx.cuh"
@@ -15,17 +15,18 @@ struct PreprocessParams {
     const FFA_ELEMENT* dout;   // likewise
     const float* lse;          // [nheads_q, total_q], natural log
     const float* dlse;         // [nheads_q, total_q], or null
-    float* stats;              // [nheads_q, 2, stats_stride]: lse in base 2, delta
+    float* stats;              // [nheads_q, 2, stats_stride]: lse times lse_factor, -delta
     DqSum dq;
     int* visits;   // [nheads_q, 2, dq.row_groups] of DqOrder, or null
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
     int stats_stride;
+    float lse_factor;
     Writer::Params agenda;
 };
 
-static_assert(sizeof(PreprocessParams) == 200, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 208, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -41,7 +42,6 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 }
 
 __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
-    constexpr float kLog2E = 1.44269504088896341f;
     const int first_row = blockIdx.x * kRows;
     const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
     griddepcontrol_launch_dependents();
@@ -69,8 +69,8 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             const float lse = params.lse[index];
             const bool sees_nothing = lse == -kInfinity;
             float* const stats = params.stats + 2ll * head * params.stats_stride + row;
-            stats[0] = sees_nothing ? kInfinity : lse * kLog2E;
-            stats[params.stats_stride] = sees_nothing ? 0.f : sum - (params.dlse ? params.dlse[index] : 0.f);
+            stats[0] = sees_nothing ? -kInfinity : lse * params.lse_factor;
+            stats[params.stats_stride] = sees_nothing ? 0.f : (params.dlse ? params.dlse[index] : 0.f) - sum;
         }
     }
     const int num_rows = min(kRows, params.dq.row_groups * kDqGroupRows - first_row);

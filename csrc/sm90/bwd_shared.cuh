@@ -14,7 +14,7 @@ struct BackwardParams {
     TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
     TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
     TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
-    TensorMap stats;   // [nheads_q, 2, total_q], fp32: lse in base 2, delta; boxes of 2 x block_cols
+    TensorMap stats;   // [nheads_q, 2, total_q], fp32: where sums start; boxes of 2 x block_cols
     TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
     TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
     void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
@@ -33,20 +33,22 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
-          int kConsumerRegisters_, bool kHasSoftcap_, bool kIsDeterministic_>
+          int kDqRegisters_, int kConsumerRegisters_,
+          bool kHasSoftcap_, bool kIsDeterministic_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kStages = kStages_;
     static constexpr int kProducerRegisters = kProducerRegisters_;
+    static constexpr int kDqRegisters = kDqRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
-    static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+    static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
     static constexpr int kTileRows = kConsumers * kRows;
     static constexpr int kWarpRows = 16;
@@ -54,12 +56,19 @@ struct BackwardConfig {
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kKSlab = kTileRows * kSlabCols;    // elements
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
-    // dS of block j is written while the other warpgroup may still multiply that of block j - 1.
+    static constexpr int kScoreSlabs = kBlockCols / kSlabCols;
     static constexpr int kScoreStages = 2;
+    // dQ of a block is computed in parts: a wgmma high, and as wide as there are registers.
+    static constexpr int kDqRows = 64;
+    static constexpr int kDqCols = kHeadDim == 128 ? 64 : kHeadDim;
+    static constexpr int kDqRowParts = kBlockCols / kDqRows;
+    static constexpr int kDqColParts = kHeadDim / kDqCols;
+    static constexpr int kDqParts = kDqRowParts * kDqColParts;
 
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
-    static_assert(kBlockCols == kSlabCols, "a block of dS is one slab wide, and one wgmma of dQ high");
+    static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
+    static_assert(kSlabCols == kDqRows, "a slab of dS is one part of dQ");
     static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
 };
@@ -90,10 +99,11 @@ struct TileOfHead {
     static constexpr int kNoMoreWork = -1;   // as num_visits
 };
 
+// Of each query, what the sums of a score and of a probability's gradient start from.
 template <class Config>
 struct Stats {
-    float lse_log2[Config::kBlockCols];
-    float delta[Config::kBlockCols];
+    float of_scores[Config::kBlockCols];
+    float of_dprobs[Config::kBlockCols];
 };
 
 template <class Config>
@@ -104,8 +114,8 @@ struct alignas(1024) SharedStorage {
     Element v[Config::kSlabs][Config::kKSlab];   // dV leaves from here
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
-    Element dscores[Config::kScoreStages][Config::kKSlab];   // dS^T, keys x queries
-    float dq[4][Config::kWarpRows * Config::kHeadDim];   // on the way out, a part for each warp of the two in turn
+    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries
+    float dq[Config::kDqParts][4][Config::kWarpRows * Config::kDqCols];   // on the way out, of each warp
     Stats<Config> stats[Config::kStages];   // travel with q
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work;                         // travels with k and v
@@ -114,21 +124,27 @@ struct alignas(1024) SharedStorage {
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
+    uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
 };
 
-// 0 is __syncthreads; scores are ready in one of two stages.
-enum NamedBarrier : uint32_t { kConsumersMeet = 1, kScoresReady = 2 };
+// 0 is __syncthreads. Nobody reads K and V of a tile any more.
+enum NamedBarrier : uint32_t { kKeysAreRead = 1 };
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
+    constexpr int kDqWarps = 4;
     mbarrier_init(smem.kv_full, 1);
-    mbarrier_init(smem.kv_empty, kConsumerWarps);
+    mbarrier_init(smem.kv_empty, kConsumerWarps + kDqWarps);
     for (int i = 0; i < Config::kStages; ++i) {
         mbarrier_init(smem.q_full[i], 1);
-        mbarrier_init(smem.q_empty[i], kConsumerWarps);
+        mbarrier_init(smem.q_empty[i], kConsumerWarps + kDqWarps);
         mbarrier_init(smem.dout_full[i], 1);
         mbarrier_init(smem.dout_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < Config::kScoreStages; ++i) {
+        mbarrier_init(smem.dscores_full[i], kConsumerWarps);
+        mbarrier_init(smem.dscores_empty[i], kDqWarps);
     }
     smem.kv_phase = 0;
     fence_mbarrier_init();

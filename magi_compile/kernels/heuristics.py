@@ -69,25 +69,27 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
 class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd_shared.cuh`.
 
-    A thread block is one producer warpgroup and two consumer warpgroups of 64 keys each. `block_cols` are the
-    queries of a block, `stages` the buffers of Q and of dO.
+    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups of 64 keys each.
+    `block_cols` are the queries of a block, `stages` the buffers of Q and of dO.
     """
 
     block_cols: int
     stages: int
     producer_registers: int
+    dq_registers: int
     consumer_registers: int
 
     tile_rows = 128
-    num_threads = 128 * 3
+    num_threads = 128 * 4
 
 
 # By head_dim: dk and dv are sums in registers, which is what limits the blocks.
 _BACKWARD = {
-    64: BackwardConfig(64, 3, 40, 232),
-    96: BackwardConfig(64, 3, 40, 232),
-    128: BackwardConfig(64, 3, 24, 240),
+    64: BackwardConfig(128, 2, 24, 72, 208),
+    96: BackwardConfig(64, 3, 24, 80, 200),
+    128: BackwardConfig(64, 3, 24, 72, 208),
 }
+_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 24, 72, 208)}  # with soft-cap
 
 BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
 BACKWARD_ROWS = (
@@ -105,7 +107,7 @@ _BACKWARD_MANY_WAVES = 3
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
     """The Hopper backward kernel for `problem`, whose `head_dim` is one of `BACKWARD_HEAD_DIMS`."""
-    return _BACKWARD[problem.head_dim]
+    return (_BACKWARD_CAPPED if problem.softcap else _BACKWARD)[problem.head_dim]
 
 
 def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
@@ -142,7 +144,8 @@ def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
     """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda" or "triton")."""
     if kernel == "cuda":
         forward = forward_config(problem)
-        backward = _BACKWARD.get(problem.head_dim, _BACKWARD[128])  # beyond 128 nobody walks by k
+        has_backward = problem.head_dim in BACKWARD_HEAD_DIMS  # beyond them nobody walks by k
+        backward = backward_config(problem) if has_backward else _BACKWARD[128]
         return PlanTiles(
             forward.tile_rows, forward.block_cols, backward.tile_rows, backward.block_cols
         )

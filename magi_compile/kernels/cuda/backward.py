@@ -44,7 +44,7 @@ _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "firs
 # What follows the seven tensor maps in BackwardParams: addresses, then what a route knows, to the end of the struct.
 _ADDRESSES, _SCALARS = struct.Struct("<3Qi4x9Q"), struct.Struct("<3i3f")
 _MAX_KNOWN_MAPS = 256
-_PREPROCESS = struct.Struct("<6Qi4xQ4q2i7Q2iQ5i4x")
+_PREPROCESS = struct.Struct("<6Qi4xQ4q2if4x7Q2iQ5i4x")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
 
@@ -62,6 +62,7 @@ def backward_variants(
         **cols,
         "FFA_STAGES": config.stages,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
+        "FFA_DQ_REGISTERS": config.dq_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
@@ -230,6 +231,7 @@ def backward(
         *dout.stride()[:2],
         total_q,
         padded_q,
+        -math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
         at_tiles,
         at_runs,
         *agenda,
