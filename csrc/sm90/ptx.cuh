@@ -249,13 +249,6 @@ __device__ __forceinline__ float dot_pair<float16>(uint32_t x, uint32_t y) {
     return sum;
 }
 
-__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&values)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)

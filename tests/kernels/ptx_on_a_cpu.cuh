@@ -540,14 +540,6 @@ float dot_pair(uint32_t x, uint32_t y) {
     return widened(x) * widened(y) + widened(x >> 16) * widened(y >> 16);
 }
 
-inline void ldmatrix_x4(uint32_t address, uint32_t (&values)[4]) {
-    const int lane = threadIdx.x % 32;
-    const auto* const rows = turns::meet_warp(address);
-    for (int i = 0; i < 4; ++i) {
-        std::memcpy(&values[i], shared(static_cast<uint32_t>(rows[8 * i + lane / 4]) + lane % 4 * 4), 4);
-    }
-}
-
 inline void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const int lane = threadIdx.x % 32;
     const auto* const rows = turns::meet_warp(address);
