@@ -68,7 +68,7 @@ class Stopped(NamedTuple):
     def wait(self) -> list[Tensor]:
         return self.buffers
 
-    def add_to(self, totals: Sequence[Tensor]) -> None:
+    def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
         pass
 
 
@@ -88,6 +88,11 @@ class NoCommunication:
                 shapes = [(route.num_received, *x.shape[1:]) for x in tensors]
                 self._buffers[route] = [tensors[0].new_empty(shape).normal_() for shape in shapes]
             yield Stopped(self._buffers[route])
+
+    def outbox(
+        self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> list[Tensor]:
+        return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
 
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup

@@ -125,7 +125,7 @@ class Rank:
                 for buffer, right in zip(cast.wait(), expected, strict=True):
                     assert torch.equal(buffer, right), f"{name}: a cast is wrong"
             totals[name] = [torch.zeros(x.shape, device=self.device) for x in tensors]
-            collective.start_reduce(shares, route, self.group).add_to(totals[name])
+            collective.start_reduce(shares, route, self.group).write_sums(totals[name])
         reference = totals["all_to_all"]
         for name, total in totals.items():
             for x, right in zip(total, reference, strict=True):
@@ -257,7 +257,7 @@ class Rank:
         for sms in (4, 8, 16, 32, 64):
 
             def by_sms(sms: int = sms) -> None:
-                pull_triton.pull(target, places, slot.device_addresses, sms)
+                pull_triton.pull(target, places, slot.device_addresses, num_programs=sms)
 
             yield self.engine_row(SMS, f"{sms} SMs, all peers in turn", num_bytes, by_sms)
 
@@ -276,7 +276,7 @@ class Rank:
                 pending.wait()
 
         def reduce() -> None:
-            collective.start_reduce(shares, route, self.group).add_to(totals)
+            collective.start_reduce(shares, route, self.group).write_sums(totals)
 
         def cast_beside(product: Callable[[], object]) -> None:
             for pending in collective.casts(tensors, [route], self.group):

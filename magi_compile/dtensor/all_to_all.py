@@ -34,6 +34,11 @@ class AllToAll:
     ) -> Iterator[_Cast]:
         return (_Cast(tensors, route.derive(_Order, group.rank()), group) for route in routes)
 
+    def outbox(
+        self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> list[Tensor]:
+        return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
+
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
@@ -58,7 +63,8 @@ class _Order:
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:
-            self._sums[num_rows] = rows.Sums(self.send_rows, num_rows, self.send_counts)
+            own = (self.own_home_rows, self.own_buffer_rows)
+            self._sums[num_rows] = rows.Sums(self.send_rows, num_rows, self.send_counts, *own)
         return self._sums[num_rows]
 
 
@@ -98,11 +104,9 @@ class _Reduce:
         packed = rows.gather(tensors, order.recv_rows)
         self._exchange = Exchange(packed, order.recv_counts, order.send_counts, group)
 
-    def add_to(self, totals: Sequence[Tensor]) -> None:
-        order = self._order
-        for x, total in zip(self._tensors, totals, strict=True):
-            rows.move(x, order.own_buffer_rows, total, order.own_home_rows, add=True)
-        order.sums(totals[0].shape[0]).add_to(totals, self._exchange.wait())
+    def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        arrived = rows.split(self._exchange.wait(), self._tensors)
+        self._order.sums(len(outs[0])).write(outs, prior, self._tensors, arrived)
 
 
 class _Lane:

@@ -2,7 +2,8 @@
 
     forward     for each stage: start the next cast; attend, merged with the stages before
                 or one call, which begins with local keys while the others travel
-    backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs
+    backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs;
+                what a kernel does before it needs keys and after it has dk and dv runs beside both
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
 it, because a graph compiler does not reorder communication it does not know. Partial results merge and add up in fp32.
@@ -10,8 +11,8 @@ it, because a graph compiler does not reorder communication it does not know. Pa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.collectives import Collective, PendingCast, PendingReduce
+from magi_compile.dtensor.collectives import Collective, PendingCast, PendingReduce, Route
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.rank_plan import (
     DevicePlan,
@@ -34,6 +35,7 @@ from magi_compile.kernels.base import (
     EarlyKernel,
     ForwardOutput,
     Kernel,
+    PhasedKernel,
 )
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
@@ -58,7 +60,8 @@ def forward(
     last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
     result: ForwardOutput | None = None
     stages = _with_keys(plan.forward, k, v, collective, group)
-    for i, (stage, k_stage, v_stage) in enumerate(stages):
+    for i, (stage, arrive) in enumerate(stages):
+        k_stage, v_stage = arrive()
         if not stage.is_empty:
             kernel_plan = stage.kernel_plan(kernel, problem)
             result = kernel.forward(
@@ -119,35 +122,70 @@ def backward(
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    phased = kernel if isinstance(kernel, PhasedKernel) else None
     dq_parts: list[Tensor] = []
-    totals: list[Tensor] | None = None  # of dk and dv
-    reducing: PendingReduce | None = None
-    for stage, k_stage, v_stage in _with_keys(plan.backward, k, v, collective, group):
+    home = _WayHome(k, v, collective, reduce_group)
+    for stage, arrive in _with_keys(plan.backward, k, v, collective, group):
+        route = stage.route
         if stage.is_empty:
-            shares = [torch.zeros_like(k_stage), torch.zeros_like(v_stage)]
+            dk, dv = (torch.zeros_like(x) for x in arrive())
+            home.send(route, dk, dv)
+            continue
+        kernel_plan = stage.kernel_plan(kernel, problem)
+        if phased is not None and route is not None:
+            receive, send = partial(home.receive, route, arrive), partial(home.send, route)
+            dq_stage = phased.backward_in_phases(
+                *(dout, dlse, q, receive, send, out, lse, stage.slices, kernel_plan, problem)
+            )
         else:
-            kernel_plan = stage.kernel_plan(kernel, problem)
-            dq_stage, *shares = kernel.backward(
+            k_stage, v_stage = arrive()
+            dq_stage, dk, dv = kernel.backward(
                 dout, dlse, q, k_stage, v_stage, out, lse, stage.slices, kernel_plan, problem
             )
-            dq_parts.append(dq_stage)
-        if stage.route is None:
-            totals = [share.to(wide) for share in shares]
-            continue
-        if reducing is not None:
-            assert totals is not None
-            reducing.add_to(totals)
-        reducing = collective.start_reduce(shares, stage.route, reduce_group)
-        if totals is None:  # written while rows travel
-            totals = [x.new_zeros(x.shape, dtype=wide) for x in (k, v)]
-    assert totals is not None
+            home.send(route, dk, dv)
+        dq_parts.append(dq_stage)
     # Before the wait for the last reduce, because it hides a little of it.
     dq = sum_partials(dq_parts) if dq_parts else torch.zeros_like(q)
-    if reducing is not None:
-        reducing.add_to(totals)
-    dk, dv = totals
-    return BackwardOutput(dq, dk.to(k.dtype), dv.to(v.dtype))
+    dk, dv = home.sums()
+    return BackwardOutput(dq, dk, dv)
+
+
+class _WayHome:
+    """dk and dv of a rank's rows `k` and `v`: what other ranks have of them arrives while the next stage is computed."""
+
+    def __init__(self, k: Tensor, v: Tensor, collective: Collective, group: dist.ProcessGroup):
+        self._like, self._collective, self._group = (k, v), collective, group
+        self._sum: Sequence[Tensor] | None = None
+        self._reducing: PendingReduce | None = None
+
+    def receive(self, route: Route, arrive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+        """What arrives for a stage, and where to write dk and dv of it."""
+        keys = arrive()
+        if self._reducing is None:
+            return [*keys, *self._collective.outbox(self._like, route, self._group)]
+        return [*keys, *(x.new_empty(x.shape) for x in keys)]
+
+    def send(self, route: Route | None, dk: Tensor, dv: Tensor) -> None:
+        """dk and dv of a stage, on their way to the ranks whose rows they are; without a route those are this rank's."""
+        if route is None:
+            self._sum = (dk.contiguous(), dv.contiguous())
+            return
+        if self._reducing is not None:
+            self._sum = self._add(torch.promote_types(dk.dtype, torch.float32))
+        self._reducing = self._collective.start_reduce((dk, dv), route, self._group)
+
+    def sums(self) -> Sequence[Tensor]:
+        """dk and dv of all stages."""
+        if self._reducing is None:
+            assert self._sum is not None
+            return self._sum
+        return self._add(self._like[0].dtype)
+
+    def _add(self, dtype: torch.dtype) -> list[Tensor]:
+        assert self._reducing is not None
+        outs = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
+        self._reducing.write_sums(outs, self._sum)
+        return outs
 
 
 def _with_keys(
@@ -156,20 +194,22 @@ def _with_keys(
     v: Tensor,
     collective: Collective,
     group: dist.ProcessGroup,
-) -> Iterator[tuple[DeviceStage, Tensor, Tensor]]:
-    """Each stage with its keys and values; the cast of the next one is under way while a stage is computed."""
+) -> Iterator[tuple[DeviceStage, Callable[[], Sequence[Tensor]]]]:
+    """Each stage with what waits for its keys and values, to be called once; the next cast then begins."""
     routes = [stage.route for stage in stages if stage.route is not None]
     casts = collective.casts((k, v), routes, group)
     ahead: PendingCast | None = next(casts, None)
-    for stage in stages:
-        if stage.route is None:
-            yield stage, k, v
-            continue
+
+    def arrive() -> Sequence[Tensor]:
+        nonlocal ahead
         assert ahead is not None
         arriving, ahead = ahead, None
-        k_stage, v_stage = arriving.wait()
+        keys = arriving.wait()
         ahead = next(casts, None)
-        yield stage, k_stage, v_stage
+        return keys
+
+    for stage in stages:
+        yield stage, (lambda: (k, v)) if stage.route is None else arrive
 
 
 # The custom ops

@@ -113,7 +113,7 @@ def calibrate(
     moving = select_collective(collective, group, device)
     route = _everything_to_everyone(group, seqlen, device)
     one_row = _everything_to_everyone(group, 1, device)
-    totals = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+    sums = [torch.empty_like(x) for x in (k, v)]
 
     def cast(route: Route) -> Sequence[Tensor]:
         casts = moving.casts((k, v), [route], group)
@@ -124,7 +124,7 @@ def calibrate(
     latency = clock.seconds(lambda: cast(one_row))
     casting = max(clock.seconds(lambda: cast(route)) - latency, 1e-9)
     buffers = cast(route)
-    reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).add_to(totals))
+    reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).write_sums(sums))
     num_sms, cached = 0, 0.0
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)

@@ -7,13 +7,14 @@ Implementations are listed in `COLLECTIVES` and found by `select`. One is an obj
 
     refusals(group, device)              why it can not serve; equal on every rank, so that all choose alike
     casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
+    outbox(like, route, group)           buffers for the next reduce, best written in place
     start_reduce(tensors, route, group)  starts a reduce
 
 Ranks call in the same order with the same number of routes, also those that neither send nor receive. Nothing makes
 the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and
-`PendingReduce.add_to` make the current stream wait for it. Meanwhile the caller computes on the current stream, and
+`PendingReduce.write_sums` make the current stream wait for it. Meanwhile the caller computes on the current stream, and
 may start a reduce while a cast is under way. The tensors of a cast are neither written nor freed before the iterator
-is exhausted, which happens right after the last `wait`; those of a reduce not before its `add_to`. Buffers belong to
+is exhausted, which happens right after the last `wait`; those of a reduce not before its `write_sums`. Buffers belong to
 the caller. Sums add up in a fixed order: equal inputs give equal bits.
 """
 
@@ -128,8 +129,9 @@ class PendingCast(Protocol):
 class PendingReduce(Protocol):
     """A reduce under way."""
 
-    def add_to(self, totals: Sequence[Tensor]) -> None:
-        """Adds what arrives to the contiguous fp32 `totals [rows, ...]`, in the order of the reduced tensors."""
+    def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        """Writes the contiguous `outs [rows, ...]`, of one dtype, in the order of the reduced tensors: what arrives, on top
+        of the contiguous `prior` of the same shapes if there is one. Added up in fp32 or wider, rounded once."""
         ...
 
 
@@ -146,6 +148,16 @@ class Collective(Protocol):
         self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[PendingCast]:
         """Casts of `tensors [rows, ...]`, of one dtype, one for each route; the next starts at each `next`."""
+        ...
+
+    def outbox(
+        self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> Sequence[Tensor]:
+        """Contiguous buffers `[num_received, ...]` with rows like those of the tensors `like`, which the next `start_reduce`
+        on `route` sends from where they are, without another copy.
+
+        Not while a reduce is under way: the current stream may wait for its end before it may write to them.
+        """
         ...
 
     def start_reduce(

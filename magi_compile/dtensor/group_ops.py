@@ -75,10 +75,9 @@ def _group_reduce(
 ) -> Tensor:
     group = _compat.resolve_process_group(group_name)
     route = _unpack(host, runs, group)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    total = x.new_zeros(num_rows, *x.shape[1:], dtype=dtype)
-    select(collective, group, x.device).start_reduce([x], route, group).add_to([total])
-    return total.to(x.dtype)
+    total = x.new_empty(num_rows, *x.shape[1:])
+    select(collective, group, x.device).start_reduce([x], route, group).write_sums([total])
+    return total
 
 
 def _group_reduce_fake(

@@ -26,26 +26,21 @@ def move(
     source_rows: Tensor | None,
     target: Tensor,
     target_rows: Tensor | None,
-    *,
-    add: bool = False,
 ) -> None:
-    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`, or on top of it; None is i itself.
+    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`; None is i itself.
 
     Args:
         source: `[rows, ...]`; the values of a row lie side by side, or are copied to do so.
         source_rows: int32 `[num]`.
         target: `[rows, ...]`, likewise, with equally many values in a row; never copied.
         target_rows: int32 `[num]`, no row twice.
-        add: whether to add, in the dtype of `target`.
     """
     if target.is_cuda:
-        _kernels().move(source, source_rows, target, target_rows, add)
+        _kernels().move(source, source_rows, target, target_rows)
         return
     values = source.flatten(1) if source_rows is None else source.flatten(1)[source_rows.long()]
-    values = values.to(target.dtype)
     flat = target.view(len(target), values.shape[1])
-    rows = slice(None) if target_rows is None else target_rows.long()
-    flat[rows] = flat[rows] + values if add else values
+    flat[slice(None) if target_rows is None else target_rows.long()] = values.to(target.dtype)
 
 
 def gather(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
@@ -69,30 +64,64 @@ def widths(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Sums:
-    """Which rows of `packed` add up to which home row, in which order.
+    """Which rows add up to which home row, in which order: one of the rank itself, then those of others by rank.
 
     Args:
-        rows: int32 `[num]`, the home row of each packed row, where packed rows come in the order of ranks.
+        rows: int32 `[num]`, the home row of each row that arrives, where these come in the order of ranks.
         num_rows: of the result.
-        counts: packed rows from each rank. A rank never sends two for one home row.
+        counts: rows that arrive from each rank. A rank never sends two for one home row.
+        own_home_rows: int32 `[num_own]`, home rows to which the rank itself has something to add, no row twice.
+        own_buffer_rows: int32 `[num_own]`, where that lies.
     """
 
-    def __init__(self, rows: Tensor, num_rows: int, counts: list[int]):
+    def __init__(
+        self,
+        rows: Tensor,
+        num_rows: int,
+        counts: list[int],
+        own_home_rows: Tensor,
+        own_buffer_rows: Tensor,
+    ):
         self._rows, self._counts = rows, counts
         # By home row, and by rank within it.
         self._order = torch.argsort(rows, stable=True).to(torch.int32)
         edges = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
         self._begin = torch.searchsorted(rows[self._order], edges, out_int32=True)
+        self._own_home_rows, self._own_buffer_rows = own_home_rows.long(), own_buffer_rows.long()
+        self._own: Tensor | None = None  # the buffer row of each home row, -1 for none
+        if len(own_home_rows):
+            self._own = torch.full_like(edges[1:], -1)
+            self._own[self._own_home_rows] = own_buffer_rows
 
-    def add_to(self, totals: Sequence[Tensor], packed: Tensor) -> None:
-        """`totals [num_rows, ...]`, contiguous, += their sums, in their dtype."""
-        if packed.is_cuda:
-            _kernels().add(totals, packed, self._begin, self._order)
+    def write(
+        self,
+        outs: Sequence[Tensor],
+        prior: Sequence[Tensor] | None,
+        buffers: Sequence[Tensor],
+        arrived: Sequence[Tensor],
+    ) -> None:
+        """The sums of several tensors at once, added up in fp32 or wider and rounded once.
+
+        Args:
+            outs: `[num_rows, ...]`, contiguous, of one dtype.
+            prior: contiguous tensors of the same shapes, to which all else is added; None for zeros. May be `outs`.
+            buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side.
+            arrived: `[num, ...]`, likewise.
+        """
+        if outs[0].is_cuda:
+            order = (self._begin, self._order, self._own)
+            _kernels().write_sums(outs, prior, buffers, arrived, *order)
             return
-        blocks = (self._rows.split(self._counts), packed.split(self._counts))
-        for rows, block in zip(*blocks, strict=True):
-            for total, values in zip(totals, split(block, totals), strict=True):
-                move(values, None, total, rows, add=True)
+        for i, out in enumerate(outs):
+            total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
+            if prior is not None:
+                total += prior[i]
+            flat = total.flatten(1)
+            flat[self._own_home_rows] += buffers[i].flatten(1)[self._own_buffer_rows]
+            blocks = (self._rows.split(self._counts), arrived[i].split(self._counts))
+            for rows, block in zip(*blocks, strict=True):
+                flat[rows.long()] += block.flatten(1)
+            out.copy_(total)
 
 
 def _kernels() -> ModuleType:

@@ -23,11 +23,10 @@ def move_kernel(
     width,
     source_stride,
     target_stride,
-    ADD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`, or on top of it; None is i itself."""
+    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`; None is i itself."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = (i < num)[:, None] & (col < width)[None, :]
@@ -38,28 +37,46 @@ def move_kernel(
         write = tl.load(target_rows + i, mask=i < num, other=0).to(tl.int64)
     values = tl.load(source + read[:, None] * source_stride + col[None, :], mask=live)
     to = target + write[:, None] * target_stride + col[None, :]
-    values = values.to(target.dtype.element_ty)
-    if ADD:
-        values += tl.load(to, mask=live)
-    tl.store(to, values, mask=live)
+    tl.store(to, values.to(target.dtype.element_ty), mask=live)
 
 
 @triton.jit
-def add_kernel(total, packed, begin, order, width, packed_stride, BLOCK: tl.constexpr):
-    """Row r of `total` += rows `order[begin[r]]`, `order[begin[r] + 1]`, ... of `packed`, one after another."""
+def sum_kernel(
+    outs,
+    prior,
+    buffers,
+    arrived,
+    begin,
+    order,
+    own,
+    widths,
+    buffer_strides,
+    arrived_strides,
+    NUM_TENSORS: tl.constexpr,
+    SUM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Row r of each of `outs` = row r of `prior`, if there is one, + row `own[r]` of `buffers`, if there is one, + rows
+    `order[begin[r]]`, `order[begin[r] + 1]`, ... of `arrived`, one after another."""
     row = tl.program_id(0)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(begin + row)
     last = tl.load(begin + row + 1)
-    if first < last:
-        home = total + row.to(tl.int64) * width + col
-        live = col < width
-        value = tl.load(home, mask=live, other=0.0)
+    for t in tl.static_range(NUM_TENSORS):
+        live = col < widths[t]
+        home = row.to(tl.int64) * widths[t] + col
+        value = tl.zeros([BLOCK], SUM)
+        if prior is not None:
+            value += tl.load(prior[t] + home, mask=live, other=0.0).to(SUM)
+        if own is not None:
+            source = tl.load(own + row).to(tl.int64)
+            at = buffers[t] + source * buffer_strides[t] + col
+            value += tl.load(at, mask=live & (source >= 0), other=0.0).to(SUM)
         for i in range(first, last):
             source = tl.load(order + i).to(tl.int64)
-            part = tl.load(packed + source * packed_stride + col, mask=live, other=0.0)
-            value += part.to(value.dtype)
-        tl.store(home, value, mask=live)
+            at = arrived[t] + source * arrived_strides[t] + col
+            value += tl.load(at, mask=live, other=0.0).to(SUM)
+        tl.store(outs[t] + home, value.to(outs[t].dtype.element_ty), mask=live)
 
 
 def move(
@@ -67,7 +84,6 @@ def move(
     source_rows: Tensor | None,
     target: Tensor,
     target_rows: Tensor | None,
-    add: bool,
 ) -> None:
     """See `rows.move`."""
     index = source_rows if source_rows is not None else target_rows
@@ -87,20 +103,40 @@ def move(
             width,
             flat.stride(0),
             target.stride(0),
-            ADD=add,
             ROWS=ROWS,
             BLOCK=block,
         )
 
 
-def add(totals: Sequence[Tensor], packed: Tensor, begin: Tensor, order: Tensor) -> None:
+def write_sums(
+    outs: Sequence[Tensor],
+    prior: Sequence[Tensor] | None,
+    buffers: Sequence[Tensor],
+    arrived: Sequence[Tensor],
+    begin: Tensor,
+    order: Tensor,
+    own: Tensor | None,
+) -> None:
     """See `rows.Sums`."""
-    parts = packed.split([x.shape[1:].numel() for x in totals], 1)
-    for total, part in zip(totals, parts, strict=True):
-        num, width = len(total), part.shape[1]
-        if num and width and len(order):
-            block = min(triton.next_power_of_2(width), MAX_BLOCK)
-            with torch.cuda.device_of(total):
-                add_kernel[(num, triton.cdiv(width, block))](
-                    total, part, begin, order, width, part.stride(0), BLOCK=block
-                )
+    num, widths = len(outs[0]), tuple(x.shape[1:].numel() for x in outs)
+    if not (num and max(widths)):
+        return
+    buffers, arrived = (tuple(x.flatten(1) for x in xs) for xs in (buffers, arrived))
+    is_double = outs[0].dtype == torch.float64
+    block = min(triton.next_power_of_2(max(widths)), MAX_BLOCK)
+    with torch.cuda.device_of(outs[0]):
+        sum_kernel[(num, triton.cdiv(max(widths), block))](
+            tuple(outs),
+            None if prior is None else tuple(prior),
+            buffers,
+            arrived,
+            begin,
+            order,
+            own,
+            widths,
+            tuple(x.stride(0) for x in buffers),
+            tuple(x.stride(0) for x in arrived),
+            NUM_TENSORS=len(outs),
+            SUM=tl.float64 if is_double else tl.float32,
+            BLOCK=block,
+        )

@@ -139,3 +139,30 @@ class EarlyKernel(Kernel, Protocol):
         ends in any case: nothing in it waits for them. It leaves `free_sms` SMs to what brings them, if there are more.
         """
         ...
+
+
+@runtime_checkable
+class PhasedKernel(Kernel, Protocol):
+    """A kernel whose backward has work in front of what needs keys, and behind what gives their gradients. An optional
+    capability."""
+
+    def backward_in_phases(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        arrive: Callable[[], Sequence[Tensor]],
+        depart: Callable[[Tensor, Tensor], None],
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> Tensor:
+        """`backward` of keys that are still under way, whose gradients leave as soon as they are there; returns dq.
+
+        `arrive`, called once, makes the current stream wait for keys and values and returns them, none of them empty, and
+        contiguous dk and dv to write to. `depart` is called once with those, or with others in their place, when work that
+        is enqueued on the current stream from then on finds them complete; they are not touched again.
+        """
+        ...

@@ -10,7 +10,7 @@ import torch
 from magi_compile.dtensor import rows_triton
 from magi_compile.kernels import merge_triton
 from magi_compile.kernels.base import ForwardOutput
-from tests.dtensor.moves import check_moves, sums_and_inputs
+from tests.dtensor.moves import check_moves, check_sums
 from tests.kernels.interpreted_triton import _scalars_are_indices  # noqa: F401
 from tests.kernels.partials import SHAPES, check_merge, check_sum
 
@@ -21,16 +21,15 @@ DTYPES = [torch.float16, torch.float32]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_move(dtype):
-    check_moves(lambda *args, add=False: rows_triton.move(*args, add), dtype)
+    check_moves(rows_triton.move, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums(dtype):
-    sums, totals, packed = sums_and_inputs(dtype)
-    expected = [x.clone() for x in totals]
-    sums.add_to(expected, packed)
-    rows_triton.add(totals, packed, sums._begin, sums._order)
-    assert all(torch.equal(a, b) for a, b in zip(totals, expected, strict=True))
+    def write(sums, *tensors):
+        rows_triton.write_sums(*tensors, sums._begin, sums._order, sums._own)
+
+    check_sums(write, dtype, out_dtypes=DTYPES)
 
 
 def merge_prior(output, prior, out_dtype):

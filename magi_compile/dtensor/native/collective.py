@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
@@ -12,8 +13,10 @@ from torch import Tensor
 from magi_compile.dtensor import rows
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.native.peers import refusals
-from magi_compile.dtensor.native.pulls import SMS, Pulls
-from magi_compile.dtensor.native.window import Slot, Window
+from magi_compile.dtensor.native.pulls import SMS, Pulls, Targets
+from magi_compile.dtensor.native.window import Slot, Window, round_up
+
+PART_ALIGNMENT = 256  # of what lies in a slot, in bytes
 
 
 class NativeCollective:
@@ -43,12 +46,12 @@ class NativeCollective:
         received = [route.num_received for route in routes]
         window = self._window("casts", group, tensors[0].device)
         current = torch.cuda.current_stream(tensors[0].device)
-        slot = _fill(window, tensors, tensors[0].shape[0], current)
+        slot = _publish(window, tensors, current)
         packed = tensors[0].new_empty(sum(received), sum(rows.widths(tensors)))
         met = window.meet(slot, current)
         like = [x[:0] for x in tensors]
         for order, part in zip(orders, packed.split(received), strict=True):
-            self._pull(order.pulls, slot, part, window.stream, met)
+            self._pull(order.pulls, slot, [(0, part)], window.stream, met)
             done = window.end()
             buffers = rows.split(part, like)
             if order.num_own:
@@ -56,16 +59,30 @@ class NativeCollective:
                     rows.move(x, order.own_home_rows, buffer, order.own_buffer_rows)
             yield _Cast(buffers, window, done)
 
+    def outbox(
+        self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> list[Tensor]:
+        window = self._window("reduces", group, like[0].device)
+        current = torch.cuda.current_stream(like[0].device)
+        offsets, num_bytes = _places(like, route)
+        return _parts(window.next_slot(num_bytes, current), offsets, like, route)
+
     def start_reduce(
         self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
         order = route.derive(_ReduceOrder, group.rank(), group.size())
         window = self._window("reduces", group, tensors[0].device)
         current = torch.cuda.current_stream(tensors[0].device)
-        slot = _fill(window, tensors, route.peak_received, current)
-        arrived = tensors[0].new_empty(order.pulls.num_rows, sum(rows.widths(tensors)))
+        offsets, num_bytes = _places(tensors, route)
+        slot = window.next_slot(num_bytes, current)
+        for x, part in zip(tensors, _parts(slot, offsets, tensors, route), strict=True):
+            if x.data_ptr() != part.data_ptr():
+                part.copy_(x)
+        shapes = [(order.pulls.num_rows, width) for width in rows.widths(tensors)]
+        arrived = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
         met = window.meet(slot, current)
-        self._pull(order.pulls, slot, arrived, window.stream, met)
+        targets = list(zip(offsets, arrived, strict=True))
+        self._pull(order.pulls, slot, targets, window.stream, met)
         return _Reduce(tensors, arrived, order, window, window.end())
 
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
@@ -78,16 +95,17 @@ class NativeCollective:
         self,
         pulls: Pulls,
         slot: Slot,
-        target: Tensor,
+        targets: Targets,
         stream: torch.cuda.Stream,
         met: torch.cuda.Event,
     ) -> None:
-        engine = self._engine or pulls.engine(target.shape[1] * target.element_size())
-        pulls.enqueue(slot, target, engine, stream)
+        row_bytes = sum(x.shape[1] * x.element_size() for _, x in targets)
+        engine = self._engine or pulls.engine(row_bytes // len(targets))
+        pulls.enqueue(slot, targets, engine, stream)
         if engine == SMS:
             # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and
             # keep these few out until it ends.
-            torch.cuda.current_stream(target.device).wait_event(met)
+            torch.cuda.current_stream(slot.memory.device).wait_event(met)
 
 
 class _Cast:
@@ -105,7 +123,7 @@ class _Reduce:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        arrived: Tensor,
+        arrived: Sequence[Tensor],
         order: _ReduceOrder,
         window: Window,
         done: torch.cuda.Event,
@@ -113,25 +131,39 @@ class _Reduce:
         self._tensors, self._arrived, self._order = tensors, arrived, order
         self._window, self._done = window, done
 
-    def add_to(self, totals: Sequence[Tensor]) -> None:
-        order = self._order
-        if order.num_own:
-            for x, total in zip(self._tensors, totals, strict=True):
-                rows.move(x, order.own_buffer_rows, total, order.own_home_rows, add=True)
-        self._window.wait(self._done, torch.cuda.current_stream(self._arrived.device))
-        order.sums(totals[0].shape[0]).add_to(totals, self._arrived)
+    def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        self._window.wait(self._done, torch.cuda.current_stream(outs[0].device))
+        self._order.sums(len(outs[0])).write(outs, prior, self._tensors, self._arrived)
 
 
-def _fill(
-    window: Window, tensors: Sequence[Tensor], num_rows: int, current: torch.cuda.Stream
-) -> Slot:
-    """The next slot, of `num_rows` rows, with the rows of all tensors side by side."""
+def _publish(window: Window, tensors: Sequence[Tensor], current: torch.cuda.Stream) -> Slot:
+    """The next slot, with the rows of all tensors side by side."""
     first, width = tensors[0], sum(rows.widths(tensors))
-    slot = window.next_slot(num_rows * width * first.element_size(), current)
     num_bytes = first.shape[0] * width * first.element_size()
+    slot = window.next_slot(num_bytes, current)
     packed = slot.memory[:num_bytes].view(first.dtype).view(first.shape[0], width)
     torch.cat([x.flatten(1) for x in tensors], 1, out=packed)
     return slot
+
+
+def _places(tensors: Sequence[Tensor], route: Route) -> tuple[list[int], int]:
+    """Where in a slot the tensors of a reduce begin, the same on all ranks, and how many bytes they take."""
+    ends = [0]
+    for x, width in zip(tensors, rows.widths(tensors), strict=True):
+        num_bytes = route.peak_received * width * x.element_size()
+        ends.append(round_up(ends[-1] + num_bytes, PART_ALIGNMENT))
+    return ends[:-1], ends[-1]
+
+
+def _parts(
+    slot: Slot, offsets: Sequence[int], like: Sequence[Tensor], route: Route
+) -> list[Tensor]:
+    """The tensors `[num_received, ...]` of a reduce in a slot."""
+    shapes = [(route.num_received, *x.shape[1:]) for x in like]
+    return [
+        slot.memory[begin : begin + math.prod(shape) * x.element_size()].view(x.dtype).view(shape)
+        for begin, shape, x in zip(offsets, shapes, like, strict=True)
+    ]
 
 
 class _CastOrder:
@@ -162,7 +194,8 @@ class _ReduceOrder:
 
     def sums(self, num_rows: int) -> rows.Sums:
         if num_rows not in self._sums:
-            self._sums[num_rows] = rows.Sums(self._home_rows, num_rows, self._counts)
+            own = (self.own_home_rows, self.own_buffer_rows)
+            self._sums[num_rows] = rows.Sums(self._home_rows, num_rows, self._counts, *own)
         return self._sums[num_rows]
 
 

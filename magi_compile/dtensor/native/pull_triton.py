@@ -15,9 +15,9 @@ NUM_WARPS = 16
 
 @triton.jit
 def pull_kernel(
-    target, places, num_rows, addresses, width, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    target, places, num_rows, addresses, offset, width, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Row `places[1, i]` of the rows at `addresses[places[0, i]]` to row `places[2, i]` of `target`."""
+    """Row `places[1, i]` of those at `addresses[places[0, i]]` + `offset` to row `places[2, i]` of `target`."""
     for begin in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         i = begin + tl.arange(0, ROWS)
         is_row = i < num_rows
@@ -25,7 +25,7 @@ def pull_kernel(
         source_row = tl.load(places + num_rows + i, mask=is_row, other=0).to(tl.int64)
         target_row = tl.load(places + 2 * num_rows + i, mask=is_row, other=0).to(tl.int64)
         # Slots are aligned, which the compiler can not see in an address that was loaded.
-        slot = tl.multiple_of(tl.load(addresses + peer).to(target.dtype), 16)
+        slot = tl.multiple_of((tl.load(addresses + peer) + offset).to(target.dtype), 16)
         source = slot + source_row * width
         home = target + target_row * width
         for first in range(0, width, BLOCK):
@@ -36,14 +36,19 @@ def pull_kernel(
 
 
 def pull(
-    target: Tensor, places: Tensor, addresses: Tensor, num_programs: int = NUM_PROGRAMS
+    target: Tensor,
+    places: Tensor,
+    addresses: Tensor,
+    offset: int = 0,
+    num_programs: int = NUM_PROGRAMS,
 ) -> None:
     """Rows of peers to rows of `target`, on the current stream.
 
     Args:
         target: `[rows, width]`, contiguous.
         places: int32 `[3, num_rows]`, contiguous: `peer, source_row, target_row` of every row.
-        addresses: int64 `[num_peers]`, of contiguous rows of the width and dtype of `target`; multiples of 16.
+        addresses: int64 `[num_peers]`, multiples of 16.
+        offset: from there to contiguous rows of the width and dtype of `target`, in bytes; likewise.
         num_programs: thread blocks; each takes an SM.
     """
     width, num_rows = target.shape[1], places.shape[1]
@@ -51,5 +56,8 @@ def pull(
     rows = min(TILE_VALUES // block, 32 * NUM_WARPS)
     with torch.cuda.device_of(target):
         pull_kernel[(min(num_programs, triton.cdiv(num_rows, rows)),)](
-            target, places, num_rows, addresses, width, BLOCK=block, ROWS=rows, num_warps=NUM_WARPS
+            *(target, places, num_rows, addresses, offset, width),
+            BLOCK=block,
+            ROWS=rows,
+            num_warps=NUM_WARPS,
         )

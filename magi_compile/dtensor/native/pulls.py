@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from types import ModuleType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,6 +19,9 @@ COPY_ENGINE, SMS = "copy_engine", "sms"
 # On average. Of copies of 64 KB an H200's engine makes 222 GB/s, from 256 KB on 356; each takes the host most of a
 # microsecond. A few SMs make 300.
 MIN_BYTES_OF_A_COPY = 1 << 18
+
+#: Where in a slot rows begin, a multiple of 16 bytes, and the contiguous tensor `[rows, width]` to read them into.
+Targets: TypeAlias = Sequence[tuple[int, Tensor]]
 
 
 class Pulls:
@@ -40,29 +45,31 @@ class Pulls:
         self._copies = host_runs[torch.argsort(turn, stable=True)].tolist()
 
     def engine(self, row_bytes: int) -> str:
-        """The faster one for rows of this size."""
+        """The faster one for rows of this size, on average."""
         is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._copies)
         return COPY_ENGINE if is_long else SMS
 
-    def enqueue(self, slot: Slot, target: Tensor, engine: str, stream: torch.cuda.Stream) -> None:
-        """Reads into `target [rows, width]`, which is contiguous, from slots whose rows are as wide."""
-        if not self.num_rows or not target.shape[1]:
+    def enqueue(self, slot: Slot, targets: Targets, engine: str, stream: torch.cuda.Stream) -> None:
+        """Reads into `targets`."""
+        targets = [part for part in targets if part[1].shape[1]]
+        if not self.num_rows or not targets:
             return
         if engine == COPY_ENGINE:
-            self._copy(slot, target, stream)
+            copies = [copy for part in targets for copy in self._copies_to(slot, *part)]
+            where, sources, sizes = zip(*copies, strict=True)
+            stream_ops.copy(where, sources, sizes, stream)
             return
         with torch.cuda.stream(stream):
-            _kernel().pull(target, self.places, slot.device_addresses)
+            for offset, target in targets:
+                _kernel().pull(target, self.places, slot.device_addresses, offset)
 
-    def _copy(self, slot: Slot, target: Tensor, stream: torch.cuda.Stream) -> None:
+    def _copies_to(self, slot: Slot, offset: int, target: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Target, source and number of bytes of each copy."""
         row_bytes = target.shape[1] * target.element_size()
-        base, addresses = target.data_ptr(), slot.addresses
-        stream_ops.copy(
-            [base + row * row_bytes for _, row, _, _ in self._copies],
-            [addresses[peer] + row * row_bytes for peer, _, row, _ in self._copies],
-            [count * row_bytes for *_, count in self._copies],
-            stream,
-        )
+        base = target.data_ptr()
+        for peer, target_row, source_row, count in self._copies:
+            source = slot.addresses[peer] + offset + source_row * row_bytes
+            yield base + target_row * row_bytes, source, count * row_bytes
 
     @cached_property
     def places(self) -> Tensor:

@@ -44,7 +44,8 @@ class Window:
     """The slots of one group for one purpose, and the stream that reads from them.
 
     A use is `next_slot`, `meet`, reads on `stream`, `end`; the next begins after that. Ranks go through the same uses
-    in the same order, with equal sizes. Memory grows to the largest that was asked for.
+    in the same order, with equal sizes. Memory grows to the largest that was asked for. Until ranks meet, the slot whose turn
+    it is stays the same, whoever asks again.
 
     Attributes:
         stream: reads from slots.
@@ -58,6 +59,7 @@ class Window:
         self._slots: list[Slot] = []
         self._capacity = 0  # bytes of a slot
         self._turn = 0
+        self._is_being_filled = False
         # The end of the last use, unless it was waited for.
         self._last: torch.cuda.Event | None = None
         self._is_recorded = False
@@ -76,16 +78,19 @@ class Window:
                     "run the step once before it is captured in a graph"
                 )
             self._grow(num_bytes)
-        if self._last is not None:
-            self.wait(self._last, current)
-        self._is_recorded |= is_capturing
-        if self._is_recorded:
-            current.wait_event(self._meet(self._meeting_before, current))
-        self._turn = (self._turn + 1) % NUM_SLOTS
+        if not self._is_being_filled:
+            if self._last is not None:
+                self.wait(self._last, current)
+            self._is_recorded |= is_capturing
+            if self._is_recorded:
+                current.wait_event(self._meet(self._meeting_before, current))
+            self._turn = (self._turn + 1) % NUM_SLOTS
+            self._is_being_filled = True
         return self._slots[self._turn]
 
     def meet(self, slot: Slot, current: torch.cuda.Stream) -> torch.cuda.Event:
         """Lets `stream` read the slots of all ranks, once what `current` holds is done everywhere: at the event."""
+        self._is_being_filled = False
         return self._meet(slot.meeting, current)
 
     def _meet(self, meeting: list[Op], current: torch.cuda.Stream) -> torch.cuda.Event:
@@ -109,8 +114,8 @@ class Window:
         torch.cuda.synchronize(self._device)
         self._slots.clear()
         num_flags = (NUM_SLOTS + 1) * self._size
-        begin = _round_up(num_flags * FLAG_BYTES, ALIGNMENT)
-        total = _round_up(begin + NUM_SLOTS * _round_up(num_bytes, ALIGNMENT), GRANULARITY)
+        begin = round_up(num_flags * FLAG_BYTES, ALIGNMENT)
+        total = round_up(begin + NUM_SLOTS * round_up(num_bytes, ALIGNMENT), GRANULARITY)
         self._capacity = (total - begin) // NUM_SLOTS // ALIGNMENT * ALIGNMENT
         memory = _compat.symmetric_empty(total, self._device)
         memory[:begin] = 0
@@ -144,5 +149,5 @@ def _meeting(addresses: list[int], rank: int, index: int) -> list[Op]:
     ]
 
 
-def _round_up(number: int, multiple: int) -> int:
+def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

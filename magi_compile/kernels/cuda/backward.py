@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -85,7 +86,7 @@ class _Route(NamedTuple):
     heads_per_section: int
     scalars: bytes
     scratch: _Scratch
-    maps: dict[tuple[int, ...], bytes]  # the seven tensor maps, by the addresses of their tensors
+    maps: dict[tuple[object, ...], bytes]  # the seven tensor maps, by where their tensors lie
 
 
 class _Scratch(NamedTuple):
@@ -134,8 +135,8 @@ def _route(
     num_tiles: int,
     device_index: int,
 ) -> _Route | None:
-    """How tensors of such layouts (the shape and the strides of q, dout, out, k and v) are launched; None where TMA can
-    not read them."""
+    """How tensors of such layouts (the shape and the strides of q, dout and out) are launched; None where TMA can not
+    read them."""
     if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts):
         return None
     preprocess, main, postprocess = (load_function(variant, device_index) for variant in variants)
@@ -180,27 +181,56 @@ def backward(
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
     `deterministic` is set.
     """
+    dk, dv = (x.new_empty(x.shape) for x in (k, v))
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
+    keys = (k, v, dk, dv)
+    dq = backward_in_phases(
+        *(dout, dlse, q, lambda: keys, None, out, lse, k_tiles, k_runs, problem),
+        deterministic=deterministic,
+    )
+    return BackwardOutput(dq, dk, dv)
+
+
+def backward_in_phases(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    arrive: Callable[[], Sequence[Tensor]],
+    depart: Callable[[Tensor, Tensor], None] | None,
+    out: Tensor,
+    lse: Tensor,
+    k_tiles: Tensor,
+    k_runs: Tensor,
+    problem: AttnProblem,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq.
+
+    Without `depart` there is none, so that each launch begins while the one in front of it ends.
+    """
     total_q, nheads_q, _ = q.shape
     device = q.device
-    if total_q == 0 or k.shape[0] == 0:
-        return BackwardOutput(torch.zeros_like(q), *(x.new_zeros(x.shape) for x in (k, v)))
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return backward(
-                dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+            return backward_in_phases(
+                *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
+                deterministic=deterministic,
             )
 
-    at_q, at_dout, at_out, at_k, at_v = (x.data_ptr() for x in (q, dout, out, k, v))
-    layouts = tuple((x.shape, x.stride()) for x in (q, dout, out, k, v))
+    at_q, at_dout, at_out = (x.data_ptr() for x in (q, dout, out))
+    layouts = tuple((x.shape, x.stride()) for x in (q, dout, out))
     variants = backward_variants(problem, deterministic)
     num_tiles = k_tiles.shape[0]
     route = _route(problem, variants, layouts, num_tiles, device.index)
-    if route is None or (at_q | at_dout | at_out | at_k | at_v) % 16:
-        dout, q, k, v, out = (tma_compatible(x) for x in (dout, q, k, v, out))
-        return backward(
-            dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+    if route is None or (at_q | at_dout | at_out) % 16:
+        dout, q, out = (tma_compatible(x) for x in (dout, q, out))
+        return backward_in_phases(
+            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
+            deterministic=deterministic,
         )
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    dq = q.new_empty(q.shape)
     padded_q = _padded(total_q)
     row_groups = padded_q // _DQ_GROUP_ROWS
     scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
@@ -249,15 +279,18 @@ def backward(
         shared_bytes=_STREAM_THREADS // 32 * 4,
     )
 
-    at_dq, at_dk, at_dv = dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
-    addresses = (at_q, at_dout, at_k, at_v, at_dk, at_dv, stats)
-    maps = route.maps.get(addresses)
+    k, v, dk, dv = arrive()
+    k, v = (tma_compatible(x) for x in (k, v))
+    at_dk, at_dv = dk.data_ptr(), dv.data_ptr()
+    addresses = (at_q, at_dout, k.data_ptr(), v.data_ptr(), at_dk, at_dv, stats)
+    place = (*addresses, k.shape, k.stride(), v.stride())
+    maps = route.maps.get(place)
     if maps is None:
         if len(route.maps) >= _MAX_KNOWN_MAPS:
             route.maps.clear()
         stats_map = _stats_map(stats, nheads_q, total_q, padded_q, route.config.block_cols)
         maps = _tensor_maps(q, dout, k, v, dk, dv, stats_map, route.config)
-        route.maps[addresses] = maps
+        route.maps[place] = maps
     pointers = _ADDRESSES.pack(
         at_dk,
         at_dv,
@@ -270,15 +303,21 @@ def backward(
         *agenda,
     )
     params = maps + pointers + route.scalars
-    launch(route.main, route.grid, route.config.num_threads, params, stream, may_start_early=True)
+    is_one_call = depart is None
+    launch(
+        *(route.main, route.grid, route.config.num_threads, params, stream),
+        may_start_early=is_one_call,
+    )
+    if depart is not None:
+        depart(dk, dv)
 
-    after = _POSTPROCESS.pack(dq_sum, row_groups, at_dq, total_q, problem.softmax_scale)
+    after = _POSTPROCESS.pack(dq_sum, row_groups, dq.data_ptr(), total_q, problem.softmax_scale)
     launch(
         *(route.postprocess, row_blocks, _STREAM_THREADS, after, stream),
         shared_bytes=0,
-        may_start_early=True,
+        may_start_early=is_one_call,
     )
-    return BackwardOutput(dq, dk, dv)
+    return dq
 
 
 def _tensor_maps(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
-from magi_compile.kernels.cuda.backward import backward
+from magi_compile.kernels.cuda.backward import backward, backward_in_phases
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.planner import plan_on_device
@@ -20,7 +20,7 @@ from magi_compile.plan.tiles import build_tile_plan
 
 
 class CudaKernel:
-    """Warp-specialised attention for sm_90a; see `Kernel` and `EarlyKernel` for the interface.
+    """Warp-specialised attention for sm_90a; see `Kernel`, `EarlyKernel` and `PhasedKernel` for the interface.
 
     For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
     tile sizes beside our own.
@@ -121,3 +121,27 @@ class CudaKernel:
                 dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
             )
         return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[2:], problem)
+
+    def backward_in_phases(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        arrive: Callable[[], Sequence[Tensor]],
+        depart: Callable[[Tensor, Tensor], None],
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> Tensor:
+        if problem.head_dim in BACKWARD_HEAD_DIMS:
+            _, _, k_tiles, k_runs = plan
+            return backward_in_phases(
+                *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+            )
+        k, v, *_ = arrive()
+        dq, dk, dv = self.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
+        depart(dk, dv)
+        return dq

@@ -22,9 +22,10 @@ def test_pull(dtype, width, num_programs):
     size = 3
     routes = routes_of(random_runs(size, ROWS, 20, seed=width), seed=width)
     homes = [10 * home_rows(rank, ROWS, (width,), torch.float32).to(dtype) for rank in range(size)]
-    addresses = torch.tensor([home.data_ptr() for home in homes])
+    offset = 48
+    addresses = torch.tensor([home.data_ptr() - offset for home in homes])
     for rank, route in enumerate(routes):
         places = Pulls(route.recvs, route.host_recvs, rank, size).places
         target = torch.full((route.num_received, width), 99).to(dtype)
-        pull_triton.pull(target, places, addresses, num_programs)
+        pull_triton.pull(target, places, addresses, offset, num_programs)
         assert torch.equal(target, expected_buffer(route, homes))

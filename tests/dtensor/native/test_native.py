@@ -87,13 +87,13 @@ def run_reduces(group, engine, dtype, steps):
         mine = [x[rank].to(device) for x in buffers]
         started = collective.start_reduce(mine, routes[rank], group)
         if pending is not None:  # one is under way while the next starts
-            pending[0].add_to(pending[1])
+            pending[0].write_sums(pending[1], pending[1])
         pending = started, on_device
         expected = [
             expected_total(routes[rank], rank, *both) for both in zip(buffers, totals, strict=True)
         ]
         found += zip(on_device, expected, strict=True)
-    pending[0].add_to(pending[1])
+    pending[0].write_sums(pending[1], pending[1])
     for total, expected in found:
         assert torch.equal(total.cpu(), expected)
 
@@ -164,7 +164,7 @@ def run_in_a_graph(group, engine):
     def step():
         (cast,) = collective.casts([x], [route], group)
         (buffer,) = cast.wait()
-        collective.start_reduce([buffer], route, group).add_to([total])
+        collective.start_reduce([buffer], route, group).write_sums([total], [total])
         return buffer
 
     too_early = pytest.raises(RuntimeError, match="run the step once before it is captured")

@@ -43,8 +43,14 @@ def run_casts_and_reduces(group, dtype):
                 for buffer, right in zip(buffers, expected, strict=True):
                     assert torch.equal(buffer, right[rank])
                 totals = [home_rows(rank, num_rows, x, torch.float32, 99) for x in SHAPES]
-                summed = [x.clone() for x in totals]
-                collective.start_reduce(buffers, everybodys[rank], group).add_to(summed)
+                shares = buffers
+                if step % 2:  # where peers read it
+                    shares = collective.outbox(mine, everybodys[rank], group)
+                    for share, buffer in zip(shares, buffers, strict=True):
+                        share.copy_(buffer)
+                summed = [torch.full_like(x, torch.nan) for x in totals]
+                reducing = collective.start_reduce(shares, everybodys[rank], group)
+                reducing.write_sums(summed, totals)
                 for x, total, right in zip(summed, totals, expected, strict=True):
                     assert torch.equal(x, expected_total(everybodys[rank], rank, right, total))
 
