@@ -5,11 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_compile.dtensor import attention
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.collectives import COLLECTIVES, select
 from magi_compile.dtensor.dispatch import STRATEGIES
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.kernels import select as kernels
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.library import problem_of
 from magi_compile.testing.cases import Heads
 from tests.dtensor.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.masks import SQUARE, documents
@@ -147,6 +150,87 @@ def run_in_a_graph(group, collective):
 
 def test_graph(run):
     run(run_in_a_graph)
+
+
+def backward_of(group, collective, options, slices):
+    """`run(inputs, kernel)`, the gradients of this rank's rows, and how to make inputs."""
+    device, rank = torch.device("cuda", group.rank()), group.rank()
+    plan = plan_rank(slices, group.size(), rank, options)
+    ready = unpack(*plan.tensors(device))
+    q, k, v = inputs_of(ready.rows, device, rank)
+    problem = problem_of(q, k, v, 128**-0.5, 0.0)
+    moving = select(collective, group, device)
+    rest = (ready, kernels.select(problem), problem, moving, group)
+
+    def inputs(seed):
+        q, k, v = inputs_of(ready.rows, device, 100 * rank + seed)
+        dout, _, _ = inputs_of(ready.rows, device, 100 * rank + seed + 50)
+        return (dout, None, q, k, v, *attention.forward(q, k, v, *rest))
+
+    def run(tensors, kernel=rest[1]):
+        return attention.backward(*tensors, ready, kernel, *rest[2:], group)
+
+    return run, inputs, rest[1]
+
+
+class InOneCall:
+    """A kernel without phases."""
+
+    def __init__(self, kernel):
+        for name in ("name", "plans_in_graph", "plan", "plan_key", "forward", "backward"):
+            setattr(self, name, getattr(kernel, name))
+
+
+def run_phases(group, options, collective):
+    """Late ranks, whose gradients are to be those of a kernel that waits for keys before it begins."""
+    slices, rank, size = documents([700, 1, 90, 1257, 2048], True), group.rank(), group.size()
+    run, inputs, kernel = backward_of(group, collective, options, slices)
+    given = [inputs(step) for step in range(12)]
+    found = []
+    for step, tensors in enumerate(given):
+        if step % size == rank:
+            torch.cuda._sleep(3_000_000)
+        found.append(run(tensors))
+    for tensors, (dq, dk, dv) in zip(given, found, strict=True):
+        expected = run(tensors, InOneCall(kernel))
+        assert torch.equal(dk, expected.dk)
+        assert torch.equal(dv, expected.dv)
+        torch.testing.assert_close(dq, expected.dq)
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_phases(run, degree):
+    run(run_phases, replace(OPTIONS, backward_degree=degree))
+
+
+def run_backward_in_a_graph(group, collective):
+    rank, size = group.rank(), group.size()
+    run, inputs, _ = backward_of(group, collective, MERGED, documents([700, 1, 90, 1257], True))
+    tensors = inputs(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run(tensors)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = run(tensors)
+    for seed in range(6):
+        for x, new in zip(tensors, inputs(seed), strict=True):
+            if x is not None:
+                x.copy_(new)
+        if seed % size == rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        found = [x.clone() for x in recorded]
+        dq, *expected = run(tensors)
+        torch.testing.assert_close(found[0], dq)
+        for x, right in zip(found[1:], expected, strict=True):
+            assert torch.equal(x, right)
+
+
+def test_backward_graph(run):
+    run(run_backward_in_a_graph)
 
 
 def run_again_and_again(group, steps, collective, options=OPTIONS):

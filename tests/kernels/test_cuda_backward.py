@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_compile.kernels.base import BackwardOutput
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import (
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not IS_HOPPER, reason="needs a GPU of compute capability 9.0"),
 ]
+SPIN_CYCLES = 2_000_000
 
 HEADS = [
     Heads(4, 2, 64, 64),
@@ -216,6 +218,76 @@ def test_in_a_cuda_graph(kernel):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = backward()
+    for _ in range(3):
+        for grad in captured:
+            grad.fill_(torch.nan)
+        graph.replay()
+        assert_same(expected, captured)
+
+
+class InPhases:
+    """`Backward` of keys that come late on another stream, where their gradients leave too."""
+
+    def __init__(self, backward):
+        self.backward = backward
+        self.stream = torch.cuda.Stream()
+
+    def __call__(self):
+        backward, stream, left = self.backward, self.stream, []
+        q, k, v, dout, dlse = backward.inputs
+        keys, grads = ([torch.full_like(x, torch.nan) for x in (k, v)] for _ in range(2))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SPIN_CYCLES)
+            for there, x in zip(keys, (k, v), strict=True):
+                there.copy_(x)
+
+        def arrive():
+            torch.cuda.current_stream().wait_stream(stream)
+            return *keys, *grads
+
+        def depart(*grads):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                left.extend(x.clone() for x in grads)
+
+        rest = (backward.out, backward.lse, backward.slices, backward.plan, backward.problem)
+        dq = backward.kernel.backward_in_phases(dout, dlse, q, arrive, depart, *rest)
+        torch.cuda.current_stream().wait_stream(stream)
+        return BackwardOutput(dq, *left)
+
+
+@pytest.mark.parametrize(
+    ("case", "heads"),
+    [
+        (MANY, Heads(16, 2, 128, 128)),
+        (MANY, Heads(4, 4, 64, 64)),
+        (QUESTION, Heads(16, 2, 128, 128)),
+        (SHORT[0], Heads(4, 2, 192, 192)),
+        (SECTIONS[0], SECTIONS[0].heads),
+    ],
+    ids=lambda x: x.id,
+)
+def test_phases_give_what_one_call_gives(kernel, case, heads):
+    backward = Backward(kernel, replace(case, heads=heads))
+    expected, in_phases = backward(), InPhases(backward)
+    for _ in range(5):
+        assert_same(expected, in_phases())
+
+
+def test_deterministic_phases_are_bitwise_equal(kernel):
+    with deterministic_algorithms():
+        backward = Backward(kernel, replace(MANY, heads=Heads(16, 2, 128, 128)))
+        for expected, actual in zip(backward(), InPhases(backward)(), strict=True):
+            assert torch.equal(expected, actual)
+
+
+def test_phases_in_a_cuda_graph(kernel):
+    backward = Backward(kernel, replace(SHORT[0], heads=Heads(64, 8, 128, 128)))
+    expected, in_phases = backward(), InPhases(backward)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = in_phases()
     for _ in range(3):
         for grad in captured:
             grad.fill_(torch.nan)

@@ -161,6 +161,88 @@ def test_strided_inputs_are_read_where_they_are(launches):
     assert found.maps[0] == qkv.data_ptr()
 
 
+class Steps:
+    """A backward in phases: what happens in which order, and whether a launch may start before the one in front ends."""
+
+    def __init__(self, monkeypatch, tensors):
+        self.tensors, self.done, self.params = tensors, [], []
+        self.keys = [tensors[n] for n in "kv"]
+        self.grads = [torch.empty_like(x) for x in self.keys]
+        monkeypatch.setattr(module, "launch", self.launch)
+
+    def launch(self, function, *rest, may_start_early=False, **_):
+        *_, params, _ = rest
+        name = {200: "before", 1024: "main", 32: "after"}[len(params)]
+        self.done.append((name, may_start_early))
+        self.params.append(params)
+
+    def arrive(self):
+        self.done.append("arrive")
+        return *self.keys, *self.grads
+
+    def depart(self, dk, dv):
+        assert (dk, dv) == tuple(self.grads)
+        self.done.append("depart")
+
+    def run(self):
+        dout, dlse, q, out, lse = (self.tensors[n] for n in ("dout", "dlse", "q", "out", "lse"))
+        ends = (self.arrive, self.depart)
+        return module.backward_in_phases(dout, dlse, q, *ends, out, lse, TILES, RUNS, PROBLEM)
+
+    @property
+    def mapped(self):
+        """The addresses of k, v, dk and dv in the main kernel's tensor maps."""
+        maps = [
+            struct.unpack_from("<Q", self.params[-2], i * TENSOR_MAP_BYTES)[0] for i in range(7)
+        ]
+        return [maps[i] for i in (2, 3, 5, 6)]
+
+
+def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
+    launches, monkeypatch
+):
+    steps = Steps(monkeypatch, inputs())
+    dq = steps.run()
+    # With the work of other streams between them, each launch waits for all that is in front of it.
+    launched = [(name, False) for name in ("before", "main", "after")]
+    assert steps.done == [launched[0], "arrive", launched[1], "depart", launched[2]]
+    assert steps.mapped == [x.data_ptr() for x in (*steps.keys, *steps.grads)]
+    assert (
+        POSTPROCESS.unpack_from(steps.params[2].ljust(POSTPROCESS.size, b"\0"))[2] == dq.data_ptr()
+    )
+
+
+def test_in_one_call_a_launch_begins_while_the_one_in_front_of_it_ends(launches, monkeypatch):
+    steps = Steps(monkeypatch, inputs())
+    names = ("dout", "dlse", "q", "k", "v", "out", "lse")
+    module.backward(*(steps.tensors[n] for n in names), TILES, RUNS, PROBLEM)
+    assert steps.done == [("before", False), ("main", True), ("after", True)]
+
+
+def test_keys_that_tma_can_not_read_are_copied_when_they_are_there(launches, monkeypatch):
+    steps = Steps(monkeypatch, inputs())
+    steps.keys[0] = steps.keys[0].transpose(1, 2).contiguous().transpose(1, 2)
+    steps.run()
+    expected = [x.data_ptr() for x in (*steps.keys, *steps.grads)]
+    assert steps.mapped[0] != expected[0]
+    assert steps.mapped[1:] == expected[1:]
+
+
+def test_fewer_keys_at_the_same_addresses(launches, monkeypatch):
+    def tensor_map(x, box_rows):
+        return struct.pack("<2Q", x.data_ptr(), len(x)).ljust(TENSOR_MAP_BYTES, b"\0")
+
+    monkeypatch.setattr(module, "tensor_map", tensor_map)
+    steps = Steps(monkeypatch, inputs())
+    whole = (steps.keys, steps.grads)
+    for num_keys in (ROWS, ROWS - 7, ROWS):
+        steps.keys, steps.grads = ([x[:num_keys] for x in xs] for xs in whole)
+        steps.run()
+        main = steps.params[-2]
+        rows = [struct.unpack_from("<2Q", main, i * TENSOR_MAP_BYTES)[1] for i in (2, 3, 5, 6)]
+        assert rows == [num_keys] * 4
+
+
 def test_no_rows_and_no_keys_launch_nothing(launches):
     tensors = inputs()
     for name in "kv":

@@ -121,3 +121,31 @@ def test_rows_that_see_nothing_and_dlse(launches):
 
 def test_softcap(launches):
     check(launches, replace(DOCUMENTS, heads=Heads(1, 1, 64, 64), softcap=5.0))
+
+
+def test_keys_arrive_and_gradients_leave_between_launches(launches):
+    case = replace(DOCUMENTS, heads=Heads(4, 1, 64, 64))
+    slices, inputs = case.slices(), case.inputs(torch.bfloat16)
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    q, k, v, dout, _ = inputs
+    forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
+    results = forward.out.bfloat16(), forward.lse.float()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    walk = (plan.k_tiles, plan.k_runs, problem)
+    expected = module.backward(dout, None, q, k, v, *results, *walk)
+    keys = [torch.full_like(x, torch.nan) for x in (k, v)]
+    grads, left = [torch.full_like(x, torch.nan) for x in (k, v)], []
+
+    def arrive():
+        for there, x in zip(keys, (k, v), strict=True):
+            there.copy_(x)
+        return *keys, *grads
+
+    def depart(*grads):
+        left.extend(x.clone() for x in grads)
+        for x in (*keys, *grads):
+            x.fill_(torch.nan)
+
+    dq = module.backward_in_phases(dout, None, q, arrive, depart, *results, *walk)
+    for found, right in zip((dq, *left), expected, strict=True):
+        assert torch.equal(found, right)

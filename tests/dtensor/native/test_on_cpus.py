@@ -7,7 +7,9 @@ import torch
 
 from magi_compile.dtensor.collectives import COLLECTIVES
 from magi_compile.dtensor.rank_plan import ContextParallelOptions
+from magi_compile.kernels.select import KERNELS
 from magi_compile.testing.cases import Heads
+from tests.dtensor import phases_on_cpus
 from tests.dtensor.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.masks import SQUARE
 from tests.dtensor.native.wanted import (
@@ -64,7 +66,9 @@ def test_casts_and_reduces(ranks_of, size, dtype):
 def run_attention(group, case, options):
     with on_cpus.emulation(), pytest.MonkeyPatch.context() as patch:
         patch.setitem(COLLECTIVES, "emulated", f"{on_cpus.__name__}:Emulated")
-        run_on_ranks(group, case, options, torch.float32, collective="emulated")
+        patch.setitem(KERNELS, "phased_cpu", f"{phases_on_cpus.__name__}:PhasedCpuKernel")
+        for kernel in ("cpu", "phased_cpu"):
+            run_on_ranks(group, case, options, torch.float32, collective="emulated", kernel=kernel)
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2])

@@ -1,0 +1,154 @@
+"""A backward whose keys arrive and whose gradients leave between its launches: in which order, and that it is right."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from magi_compile.dtensor.all_to_all import AllToAll
+from magi_compile.dtensor.attention import backward, forward
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.kernels.cpu import CpuKernel
+from magi_compile.kernels.select import KERNELS
+from magi_compile.ops.library import problem_of
+from magi_compile.testing.cases import Heads
+from tests.dtensor import phases_on_cpus
+from tests.dtensor.across_ranks import run_on_ranks
+from tests.dtensor.masks import SQUARE, documents
+
+HEADS = Heads(4, 2, 16, 16)
+PHASES = ["before", "arrived", "departed"]
+
+
+def options_of(backward_degree):
+    return ContextParallelOptions(chunk_size=16, backward_degree=backward_degree)
+
+
+def run_in_phases(group, case, options, dtype):
+    phases_on_cpus.steps.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(KERNELS, "phased_cpu", f"{phases_on_cpus.__name__}:PhasedCpuKernel")
+        run_on_ranks(group, case, options, dtype, kernel="phased_cpu")
+    return phases_on_cpus.steps[:]
+
+
+@pytest.mark.parametrize("degree", [0, 1, 3])
+@pytest.mark.parametrize(
+    "name", ["varlen_causal", "holes", "causal_129x129", "nobody_sees_anything"]
+)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_kernel_with_phases(ranks_of, size, name, degree):
+    case = replace(SQUARE[name], heads=HEADS)
+    for steps in ranks_of(size).run(run_in_phases, case, options_of(degree), torch.float32):
+        # Keys in place are there anyway, and their gradients stay.
+        local = ["one call"] if steps[:1] == ["one call"] else []
+        assert not local or degree
+        remote = steps[len(local) :]
+        assert remote == PHASES * (len(remote) // 3)
+        assert len(remote) // 3 <= max(degree, 1)
+
+
+def test_bf16(ranks_of):
+    case = replace(SQUARE["shared_prefix"], heads=HEADS)
+    assert PHASES in ranks_of(2).run(run_in_phases, case, options_of(0), torch.bfloat16)
+
+
+class Ticket:
+    """A cast or a reduce of `AllToAll` that says when it is waited for."""
+
+    sms = 0
+
+    def __init__(self, pending, say):
+        self.pending, self.say = pending, say
+
+    def wait(self):
+        self.say("wait for the cast")
+        return self.pending.wait()
+
+    def write_sums(self, outs, prior=None):
+        self.say("wait for the reduce")
+        self.pending.write_sums(outs, prior)
+
+
+class Telling(AllToAll):
+    """Says what it is asked for, and where gradients were to be written."""
+
+    def __init__(self, say):
+        self.say, self.boxes = say, []
+
+    def casts(self, tensors, routes, group):
+        for pending in super().casts(tensors, routes, group):
+            self.say("cast")
+            yield Ticket(pending, self.say)
+
+    def outbox(self, like, route, group):
+        self.boxes.append(super().outbox(like, route, group))
+        return self.boxes[-1]
+
+    def start_reduce(self, tensors, route, group):
+        self.say("reduce")
+        in_place = all(x is y for x, y in zip(tensors, self.boxes[-1], strict=True))
+        self.say("in place" if in_place else "elsewhere")
+        return Ticket(super().start_reduce(tensors, route, group), self.say)
+
+
+def run_and_tell(group, degree):
+    """What a rank does with one kernel and with the other, and the gradients of both."""
+    plan = plan_rank(documents([1500, 1, 547], causal=True), 2, group.rank(), options_of(degree))
+    plan = unpack(*plan.tensors("cpu"))
+    generator = torch.Generator().manual_seed(group.rank())
+    q, k, v, dout = (
+        torch.randn(plan.rows, heads, 16, generator=generator) for heads in (4, 2, 2, 4)
+    )
+    problem = problem_of(q, k, v, 0.25, 0.0)
+    moving = AllToAll()
+    out, lse = forward(q, k, v, plan, CpuKernel(), problem, moving, group)
+    found = []
+    for kernel in (phases_on_cpus.PhasedCpuKernel(), CpuKernel()):
+        steps = phases_on_cpus.steps
+        steps.clear()
+        telling = Telling(steps.append)
+        telling.boxes.append([None, None])
+        rest = (plan, kernel, problem, telling, group, group)
+        grads = backward(dout, None, q, k, v, out, lse, *rest)
+        found.append((steps[:], grads))
+    (steps, grads), (in_one_call, expected) = found
+    for grad, right in zip(grads, expected, strict=True):
+        assert torch.equal(grad, right)
+    return steps, in_one_call
+
+
+def test_what_is_hidden(ranks_of):
+    for steps, in_one_call in ranks_of(2).run(run_and_tell, 0):
+        assert steps == [
+            "cast",
+            "before",
+            "wait for the cast",
+            "arrived",
+            "reduce",
+            "in place",
+            "departed",
+            "wait for the reduce",
+        ]
+        others = ["cast", "wait for the cast", "reduce", "elsewhere", "wait for the reduce"]
+        assert in_one_call == others
+
+
+def test_what_stages_hide(ranks_of):
+    remote = ["before", "wait for the cast", "cast", "arrived"]
+    for steps, _ in ranks_of(2).run(run_and_tell, 2):
+        assert steps == [
+            "cast",
+            "one call",
+            *remote,
+            "reduce",
+            "in place",
+            "departed",
+            *(x for x in remote if x != "cast"),
+            # While one is under way, no slot is asked for: that could wait for its end.
+            "wait for the reduce",
+            "reduce",
+            "elsewhere",
+            "departed",
+            "wait for the reduce",
+        ]
