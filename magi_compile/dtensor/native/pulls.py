@@ -56,7 +56,7 @@ class Pulls:
             return
         if engine == COPY_ENGINE:
             copies = [copy for part in targets for copy in self._copies_to(slot, *part)]
-            where, sources, sizes = zip(*copies, strict=True)
+            where, sources, sizes = (list(column) for column in zip(*copies, strict=True))
             stream_ops.copy(where, sources, sizes, stream)
             return
         with torch.cuda.stream(stream):
