@@ -87,11 +87,11 @@ class Sums:
         self._order = torch.argsort(rows, stable=True).to(torch.int32)
         edges = torch.arange(num_rows + 1, dtype=torch.int32, device=rows.device)
         self._begin = torch.searchsorted(rows[self._order], edges, out_int32=True)
-        self._own_home_rows, self._own_buffer_rows = own_home_rows.long(), own_buffer_rows.long()
+        self._own_home_rows, self._own_buffer_rows = own_home_rows, own_buffer_rows
         self._own: Tensor | None = None  # the buffer row of each home row, -1 for none
         if len(own_home_rows):
             self._own = torch.full_like(edges[1:], -1)
-            self._own[self._own_home_rows] = own_buffer_rows
+            self._own[own_home_rows.long()] = own_buffer_rows
 
     def write(
         self,
@@ -105,7 +105,8 @@ class Sums:
         Args:
             outs: `[num_rows, ...]`, contiguous, of one dtype.
             prior: contiguous tensors of the same shapes, to which all else is added; None for zeros. May be `outs`.
-            buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side.
+            buffers: `[num_received, ...]`, what the rank itself has; the values of a row lie side by side, or are copied to
+                do so.
             arrived: `[num, ...]`, likewise.
         """
         if outs[0].is_cuda:
@@ -117,7 +118,8 @@ class Sums:
             if prior is not None:
                 total += prior[i]
             flat = total.flatten(1)
-            flat[self._own_home_rows] += buffers[i].flatten(1)[self._own_buffer_rows]
+            own = buffers[i].flatten(1)[self._own_buffer_rows.long()]
+            flat[self._own_home_rows.long()] += own
             blocks = (self._rows.split(self._counts), arrived[i].split(self._counts))
             for rows, block in zip(*blocks, strict=True):
                 flat[rows.long()] += block.flatten(1)

@@ -79,6 +79,12 @@ def sum_kernel(
         tl.store(outs[t] + home, value.to(outs[t].dtype.element_ty), mask=live)
 
 
+def _flat(x: Tensor) -> Tensor:
+    """`[rows, width]` whose rows lie anywhere, the values of each side by side."""
+    flat = x.flatten(1)
+    return flat if flat.stride(1) == 1 else flat.contiguous()
+
+
 def move(
     source: Tensor,
     source_rows: Tensor | None,
@@ -90,8 +96,7 @@ def move(
     num, width = len(target if index is None else index), target.shape[1:].numel()
     if not (num and width):
         return
-    flat = source.flatten(1)
-    flat = flat if flat.stride(1) == 1 else flat.contiguous()
+    flat = _flat(source)
     block = min(triton.next_power_of_2(width), MAX_BLOCK)
     with torch.cuda.device_of(target):
         move_kernel[(triton.cdiv(num, ROWS), triton.cdiv(width, block))](
@@ -121,7 +126,7 @@ def write_sums(
     num, widths = len(outs[0]), tuple(x.shape[1:].numel() for x in outs)
     if not (num and max(widths)):
         return
-    buffers, arrived = (tuple(x.flatten(1) for x in xs) for xs in (buffers, arrived))
+    buffers, arrived = (tuple(map(_flat, xs)) for xs in (buffers, arrived))
     is_double = outs[0].dtype == torch.float64
     block = min(triton.next_power_of_2(max(widths)), MAX_BLOCK)
     with torch.cuda.device_of(outs[0]):

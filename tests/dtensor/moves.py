@@ -98,3 +98,7 @@ def check_sums(write, dtype, device="cpu", out_dtypes=(torch.bfloat16, torch.flo
     write(given.sums, given.prior, given.prior, given.buffers, given.arrived)
     expected = expected_sums(True, dtype, torch.float32, True)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(given.prior, expected, strict=True))
+    apart = summands(dtype, device)
+    buffers = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in apart.buffers]
+    write(apart.sums, apart.prior, apart.prior, buffers, apart.arrived)
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(apart.prior, expected, strict=True))
