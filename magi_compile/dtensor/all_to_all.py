@@ -86,15 +86,13 @@ class _Cast:
         self._buffers: list[Tensor] = []
         if not order.arrives_in_place:
             self._buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
-            for x, buffer in zip(tensors, self._buffers, strict=True):
-                rows.move(x, order.own_home_rows, buffer, order.own_buffer_rows)
+            rows.move(tensors, order.own_home_rows, self._buffers, order.own_buffer_rows)
 
     def wait(self) -> list[Tensor]:
         parts = rows.split(self._exchange.wait(), self._like)
         if self._order.arrives_in_place:
             return parts
-        for part, buffer in zip(parts, self._buffers, strict=True):
-            rows.move(part, None, buffer, self._order.recv_rows)
+        rows.move(parts, None, self._buffers, self._order.recv_rows)
         return self._buffers
 
 

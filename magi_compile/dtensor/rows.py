@@ -1,4 +1,4 @@
-"""Moving rows between tensors `[rows, ...]`: one kernel for each tensor on a GPU, indexed copies elsewhere.
+"""Moving rows between tensors `[rows, ...]`: one kernel for all of them on a GPU, indexed copies elsewhere.
 
 `packed [num, width]` holds rows of several tensors side by side, as they travel. Indices are int32.
 """
@@ -22,33 +22,33 @@ def rows_of(first: Tensor, count: Tensor, total: int) -> Tensor:
 
 
 def move(
-    source: Tensor,
+    sources: Sequence[Tensor],
     source_rows: Tensor | None,
-    target: Tensor,
+    targets: Sequence[Tensor],
     target_rows: Tensor | None,
 ) -> None:
-    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`; None is i itself.
+    """Row `source_rows[i]` of each of `sources` to row `target_rows[i]` of `targets`; None is i itself.
 
     Args:
-        source: `[rows, ...]`; the values of a row lie side by side, or are copied to do so.
+        sources: `[rows, ...]`; the values of a row lie side by side, or are copied to do so.
         source_rows: int32 `[num]`.
-        target: `[rows, ...]`, likewise, with equally many values in a row; never copied.
+        targets: `[rows, ...]`, likewise, with equally many values in a row; never copied.
         target_rows: int32 `[num]`, no row twice.
     """
-    if target.is_cuda:
-        _kernels().move(source, source_rows, target, target_rows)
+    if targets[0].is_cuda:
+        _kernels().move(sources, source_rows, targets, target_rows)
         return
-    values = source.flatten(1) if source_rows is None else source.flatten(1)[source_rows.long()]
-    flat = target.view(len(target), values.shape[1])
-    flat[slice(None) if target_rows is None else target_rows.long()] = values.to(target.dtype)
+    read, write = (slice(None) if x is None else x.long() for x in (source_rows, target_rows))
+    for source, target in zip(sources, targets, strict=True):
+        values = source.flatten(1)[read]
+        target.view(len(target), values.shape[1])[write] = values.to(target.dtype)
 
 
 def gather(tensors: Sequence[Tensor], rows: Tensor) -> Tensor:
     """`packed`, the rows `rows` of all tensors."""
     sizes = widths(tensors)
     packed = tensors[0].new_empty(len(rows), sum(sizes))
-    for x, part in zip(tensors, packed.split(sizes, 1), strict=True):
-        move(x, rows, part, None)
+    move(tensors, rows, packed.split(sizes, 1), None)
     return packed
 
 

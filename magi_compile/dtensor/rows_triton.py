@@ -1,4 +1,4 @@
-"""Moving rows on a GPU, in Triton: one launch for each tensor, in blocks of rows and of a row's values."""
+"""Moving rows on a GPU, in Triton: one launch for several tensors, in blocks of rows and of a row's values."""
 
 from __future__ import annotations
 
@@ -15,29 +15,32 @@ MAX_BLOCK = 1024  # values of a row in one program
 
 @triton.jit
 def move_kernel(
-    source,
+    sources,
     source_rows,
-    target,
+    targets,
     target_rows,
     num,
-    width,
-    source_stride,
-    target_stride,
+    widths,
+    source_strides,
+    target_strides,
+    NUM_TENSORS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Row `source_rows[i]` of `source` to row `target_rows[i]` of `target`; None is i itself."""
+    """Row `source_rows[i]` of each of `sources` to row `target_rows[i]` of `targets`; None is i itself."""
     i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = (i < num)[:, None] & (col < width)[None, :]
     read, write = i.to(tl.int64), i.to(tl.int64)
     if source_rows is not None:
         read = tl.load(source_rows + i, mask=i < num, other=0).to(tl.int64)
     if target_rows is not None:
         write = tl.load(target_rows + i, mask=i < num, other=0).to(tl.int64)
-    values = tl.load(source + read[:, None] * source_stride + col[None, :], mask=live)
-    to = target + write[:, None] * target_stride + col[None, :]
-    tl.store(to, values.to(target.dtype.element_ty), mask=live)
+    for t in tl.static_range(NUM_TENSORS):
+        live = (i < num)[:, None] & (col < widths[t])[None, :]
+        at = sources[t] + read[:, None] * source_strides[t] + col[None, :]
+        values = tl.load(at, mask=live)
+        to = targets[t] + write[:, None] * target_strides[t] + col[None, :]
+        tl.store(to, values.to(targets[t].dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -86,28 +89,30 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def move(
-    source: Tensor,
+    sources: Sequence[Tensor],
     source_rows: Tensor | None,
-    target: Tensor,
+    targets: Sequence[Tensor],
     target_rows: Tensor | None,
 ) -> None:
     """See `rows.move`."""
     index = source_rows if source_rows is not None else target_rows
-    num, width = len(target if index is None else index), target.shape[1:].numel()
-    if not (num and width):
+    num = len(targets[0] if index is None else index)
+    widths = tuple(x.shape[1:].numel() for x in targets)
+    if not (num and max(widths)):
         return
-    flat = _flat(source)
-    block = min(triton.next_power_of_2(width), MAX_BLOCK)
-    with torch.cuda.device_of(target):
-        move_kernel[(triton.cdiv(num, ROWS), triton.cdiv(width, block))](
+    flat = tuple(map(_flat, sources))
+    block = min(triton.next_power_of_2(max(widths)), MAX_BLOCK)
+    with torch.cuda.device_of(targets[0]):
+        move_kernel[(triton.cdiv(num, ROWS), triton.cdiv(max(widths), block))](
             flat,
             source_rows,
-            target,
+            tuple(targets),
             target_rows,
             num,
-            width,
-            flat.stride(0),
-            target.stride(0),
+            widths,
+            tuple(x.stride(0) for x in flat),
+            tuple(x.stride(0) for x in targets),
+            NUM_TENSORS=len(targets),
             ROWS=ROWS,
             BLOCK=block,
         )

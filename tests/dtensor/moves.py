@@ -16,27 +16,25 @@ def check_moves(move, dtype, device="cpu"):
     some, order = (
         torch.randperm(n, generator=generator)[:20].to(device, torch.int32) for n in (30, 25)
     )
+    narrow = wide[:, 0, 1]
     for source in (wide[:, :, 0], wide[:, :2, 1], wide.transpose(1, 2)):
-        flat = source.flatten(1)
-        for source_rows in (None, some):
-            for target_rows in (None, order):
-                num = 30 if source_rows is None and target_rows is None else 20
-                packed = torch.randn(30, 300, generator=generator).to(device)
-                expected = packed.clone()
+        for source_rows, target_rows in itertools.product((None, some), (None, order)):
+            num = 30 if source_rows is None and target_rows is None else 20
+            packed = torch.randn(30, 350, generator=generator).to(device)
+            expected = packed.clone()
+            sources, targets = [source, narrow], []
+            for x, first in zip(sources, (7, 303), strict=True):
+                flat = x.flatten(1)
                 values = flat[:num] if source_rows is None else flat[some.long()]
                 to = slice(num) if target_rows is None else order.long()
-                expected[:, 7 : 7 + flat.shape[1]][to] = values.float()
-                target = packed[:, 7 : 7 + flat.shape[1]]
-                target = target[:num] if target_rows is None else target
-                move(
-                    source[:num] if source_rows is None else source,
-                    source_rows,
-                    target,
-                    target_rows,
-                )
-                assert torch.equal(packed, expected)
+                columns = slice(first, first + flat.shape[1])
+                expected[to, columns] = values.float()
+                targets.append(packed[:num, columns] if target_rows is None else packed[:, columns])
+            sources = [x[:num] for x in sources] if source_rows is None else sources
+            move(sources, source_rows, targets, target_rows)
+            assert torch.equal(packed, expected)
     before = wide.clone()
-    move(wide, some[:0], wide, order[:0])
+    move([wide], some[:0], [wide], order[:0])
     assert torch.equal(wide, before)
 
 

@@ -54,9 +54,7 @@ class NativeCollective:
             self._pull(order.pulls, slot, [(0, part)], window.stream, met)
             done = window.end()
             buffers = rows.split(part, like)
-            if order.num_own:
-                for x, buffer in zip(tensors, buffers, strict=True):
-                    rows.move(x, order.own_home_rows, buffer, order.own_buffer_rows)
+            rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
             yield _Cast(buffers, window, done)
 
     def outbox(
@@ -173,9 +171,9 @@ class _CastOrder:
         runs, own = _apart(route.recvs, route.host_recvs, rank)
         host_runs, _ = _apart(route.host_recvs, route.host_recvs, rank)
         self.pulls = Pulls(runs, host_runs, rank, size)
-        self.num_own = route.recv_counts[rank]
-        self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], self.num_own)
-        self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], self.num_own)
+        num_own = route.recv_counts[rank]
+        self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
+        self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
 
 
 class _ReduceOrder:
@@ -185,9 +183,9 @@ class _ReduceOrder:
         runs, own = _apart(route.sends, route.host_sends, rank)
         host_runs, _ = _apart(route.host_sends, route.host_sends, rank)
         self.pulls = Pulls(_one_after_another(runs), _one_after_another(host_runs), rank, size)
-        self.num_own = route.send_counts[rank]
-        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], self.num_own)
-        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], self.num_own)
+        num_own = route.send_counts[rank]
+        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
+        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
         self._home_rows = rows.rows_of(runs[:, 1], runs[:, 3], self.pulls.num_rows)
         self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
         self._sums: dict[int, rows.Sums] = {}
