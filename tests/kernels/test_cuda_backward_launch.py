@@ -172,7 +172,7 @@ class Steps:
 
     def launch(self, function, *rest, may_start_early=False, **_):
         *_, params, _ = rest
-        name = {200: "before", 1024: "main", 32: "after"}[len(params)]
+        name = dict(zip(SIZES, ("before", "main", "after"), strict=True))[len(params)]
         self.done.append((name, may_start_early))
         self.params.append(params)
 
