@@ -7,6 +7,7 @@
 
 namespace ffa {
 
+constexpr int kNoWave = -1;
 constexpr int kAgendaArrivals = 8;   // of a tile in parts: one for each warp
 
 // An item for each head of its section.
@@ -21,10 +22,19 @@ struct alignas(16) AgendaEntry {
 
 static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward.py makes room for it");
 
+// Waves: items that thread blocks draw at about the same time, as many as there are blocks.
+struct AgendaCounters {
+    int ticket;        // zero at launch
+    int num_in_step;   // items in front, whole waves of them, whose thread blocks stay together
+
+    // What the thread blocks of a wave have walked, all together; zero at launch. They lie behind.
+    __device__ __forceinline__ int* steps(int wave) { return &num_in_step + 1 + wave; }
+};
+
 struct Agenda {
     AgendaEntry* entries;
     int* num_entries;   // [1]
-    int* ticket;        // [1], zero at launch
+    AgendaCounters* counters;
     int* arrivals;      // [num_slots][heads_per_section][kAgendaArrivals]: parts of a tile that have come to their end
     float* partials;    // [num_slots][heads_per_section][warp][dv, dk]: 16 rows, as the warp's lanes hold them
     int num_heads;      // of keys
@@ -48,7 +58,12 @@ public:
     __device__ __forceinline__ int head_in_section() const { return item_ % agenda_.heads_per_section; }
 
     __device__ __forceinline__ void advance() {
-        item_ = gridDim.x < num_items() ? gridDim.x + atomicAdd(agenda_.ticket, 1) : num_items();
+        item_ = gridDim.x < num_items() ? gridDim.x + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
+    }
+
+    // The item's, or kNoWave where nobody waits for others.
+    __device__ __forceinline__ int wave_in_step() const {
+        return item_ < agenda_.counters->num_in_step ? item_ / int(gridDim.x) : kNoWave;
     }
 
 private:

@@ -7,6 +7,9 @@
 //   Parts. A tile that would take longer than all thread blocks need for what is left, is divided among several by query
 //   heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of work at
 //   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32.
+//
+//   Steps. Under a full mask thread blocks that start together read the same queries for long, and share them in the L2 cache
+//   if they stay together.
 #pragma once
 
 #include "block.cuh"
@@ -19,6 +22,7 @@ namespace ffa {
 constexpr int kFewWaves = 3;
 constexpr float kFewTilesShare = 1.5f;
 constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
+constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
 
 // Writes the agenda, by one thread block.
 template <int kBlockCols>
@@ -52,8 +56,11 @@ public:
         const int num_entries = params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kAgendaArrivals;
         for_each(num_arrivals, [&](int i) { agenda_.arrivals[i] = 0; });
+        const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
+        for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
         for_each(1, [&](int) {
-            *agenda_.ticket = 0;
+            agenda_.counters->ticket = 0;
+            agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
             *agenda_.num_entries = num_entries;
         });
     }
@@ -87,6 +94,24 @@ private:
     __device__ __forceinline__ int last_query(int i) const {
         const Tile& tile = params_.tiles[i];
         return tile.run_begin < tile.run_end ? params_.runs[tile.run_end - 1].col_end : -1;
+    }
+
+    // Those in front of the first tile in parts, if all tiles see as many queries: thread blocks that start together on these
+    // also end together.
+    __device__ int items_in_step(int num_entries) const {
+        const int blocks = num_tiles_ > 0 ? blocks_before_[1] : 0;
+        const int num_equal = prefix_sum(
+            num_tiles_, [&](int i) { return int(blocks_before_[i + 1] - blocks_before_[i] == blocks); }, [](int, int) {});
+        int& num_whole = agenda_.counters->num_in_step;
+        const auto has_parts = [&](int i) { return int(agenda_.entries[i].num_parts > 1); };
+        for_each(1, [&](int) { num_whole = num_entries; });
+        prefix_sum(num_entries, has_parts, [&](int i, int before) {
+            if (before == 0 && has_parts(i)) {
+                num_whole = i;
+            }
+        });
+        const bool pays = num_equal == num_tiles_ && blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
+        return pays ? num_whole * agenda_.heads_per_section : 0;
     }
 
     __device__ int list_tiles() {

@@ -21,7 +21,12 @@ public:
             if (left == TileOfHead::kNoMoreWork) {
                 break;
             }
+            const int num_visits = left;
             for (; left > 0; --left) {
+                // Asked by all warps: a branch of one of them alone would cost the kernel its uniform registers.
+                if (left % kVisitsOfStep == 0) {
+                    keep_step((num_visits - left) / kVisitsOfStep);
+                }
                 differentiate();
             }
             barrier_arrive(kKeysAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
@@ -38,6 +43,10 @@ private:
     static constexpr int kValues = Config::kDqCols / 2;   // registers of a thread
     using Dq = float[kValues];
 
+    // A thread block may be so many steps ahead of the mean of its wave, then it waits a few us at most.
+    static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
+    static constexpr int kMostWaits = 16, kNsOfWait = 250;
+
     // Where 16 rows of this warp go.
     struct Rows {
         float* sum;
@@ -45,6 +54,21 @@ private:
         int first;
         bool are_in_run;
     };
+
+    // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
+    __device__ __forceinline__ void keep_step(int step) {
+        const int wave = smem_.work.wave_in_step;
+        if (lane_ == 0 && warp_ == 0 && wave != kNoWave) {
+            int* const steps = params_.agenda.counters->steps(wave);
+            atomicAdd(steps, 1);
+            const int least = (step - kStepsAhead) * int(gridDim.x);
+#pragma unroll 1
+            for (int i = 0; i < kMostWaits && load_acquire(steps) < least; ++i) {
+                nanosleep(kNsOfWait);
+            }
+        }
+        __syncwarp();
+    }
 
     // dQ of a block.
     __device__ __forceinline__ void differentiate() {

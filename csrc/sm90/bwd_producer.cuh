@@ -17,7 +17,7 @@ public:
 
     __device__ __forceinline__ void run() {
         for (AgendaReader agenda(params_.agenda); agenda.has_work(); agenda.advance()) {
-            load_tile(agenda.entry(), agenda.head_in_section());
+            load_tile(agenda.entry(), agenda.head_in_section(), agenda.wave_in_step());
         }
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work.num_visits = TileOfHead::kNoMoreWork;
@@ -26,12 +26,13 @@ public:
 
 private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
-    __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section) {
+    __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section, int wave_in_step) {
         TileOfHead& work = smem_.work;
         const int num_blocks = blocks_of_tile<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         work.tile = params_.tiles[entry.tile];
         work.tile_index = entry.tile;
+        work.wave_in_step = wave_in_step;
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.is_ascending = entry.is_ascending;

@@ -88,6 +88,7 @@ struct TileOfHead {
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
     int num_visits;      // blocks of queries, over all query heads
+    int wave_in_step;    // whose thread blocks stay together, or kNoWave
     int num_qheads;      // of the group, from `qhead` on
     int qhead;
     int part;            // of so many as the tile is divided into

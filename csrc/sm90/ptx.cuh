@@ -177,6 +177,10 @@ __device__ __forceinline__ int load_acquire(const int* pointer) {
     return value;
 }
 
+__device__ __forceinline__ void nanosleep(uint32_t ns) {
+    asm volatile("nanosleep.u32 %0;" ::"r"(ns));
+}
+
 __device__ __forceinline__ void add_release(int* pointer, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }

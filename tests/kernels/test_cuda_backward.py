@@ -56,6 +56,8 @@ SECTIONS = [
         varlen("sections", [1500, 800], MaskType.FULL),
     )
 ]
+# 136 long walks, of which thread blocks that start together stay together.
+IN_STEP = Case("in_step", 4096, 17408, [(0, 4096, 0, 17408, MaskType.FULL)])
 TINY = varlen("tiny", [1, 2, 3] * 700, MaskType.CAUSAL)
 GROUPS = [
     Heads(4, 4, 128, 128),
@@ -73,6 +75,7 @@ CASES = [
     *(replace(QUESTION, heads=Heads(group, 1, 128, 128)) for group in (5, 6, 8, 24)),
     replace(QUESTION, heads=Heads(16, 2, 64, 64), softcap=5.0),
     *SECTIONS,
+    replace(IN_STEP, heads=Heads(8, 1, 128, 128)),
 ]
 
 

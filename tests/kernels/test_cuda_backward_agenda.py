@@ -4,7 +4,7 @@ import ctypes
 import shutil
 import struct
 import subprocess
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +18,8 @@ from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS, Case, one, varlen
 
-BLOCK_COLS, ALIGNMENT, ARRIVALS, LEAST_VISITS = 64, 16, 8, 24
+BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
+LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ5i4x")
 SOURCE = """
@@ -35,13 +36,14 @@ extern "C" void write_agenda(const Writer::Params* params) {
     launch(1, 64, [=] { Writer(*params).write(); });
 }
 
-// For each item: which thread block has drawn it, its entry, its head.
-extern "C" int read_agenda(const Writer::Params* params, int (*items)[3]) {
+// For each item: which thread block has drawn it, its entry, its head, and the wave in which it keeps step.
+extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
         for (ffa::AgendaReader reader(params->agenda); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
+            item[3] = reader.wave_in_step();
         }
     });
     return count;
@@ -75,7 +77,10 @@ class Sizes(NamedTuple):
 
 class Agenda(NamedTuple):
     entries: list[Entry]
-    items: list[list[int]]  # the thread block, the entry, the head in its section
+    items: list[
+        list[int]
+    ]  # the thread block, the entry, the head in its section, the wave in step or -1
+    num_in_step: int
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +105,8 @@ def write(library, plan, sizes: Sizes) -> Agenda:
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
     entries = unwritten((num_items + num_slots) * ENTRY.size // 4)
-    counts = unwritten(2)  # the number of entries, the ticket
+    num_waves = num_tiles * sizes.nheads_kv // sizes.num_blocks
+    counts = unwritten(3 + num_waves)  # entries; the ticket, items in step, steps of each wave
     arrivals = unwritten(num_slots * sizes.heads_per_section * ARRIVALS)
     workspace = unwritten(3 * num_tiles + 1 + (num_items if sizes.group > 1 else 0))
     at = [x.data_ptr() for x in (plan.k_tiles, plan.k_runs, entries, counts, arrivals, workspace)]
@@ -112,13 +118,18 @@ def write(library, plan, sizes: Sizes) -> Agenda:
     library.write_agenda(params)
     assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
     assert not arrivals[:-1].any()
-    num_entries, ticket = counts[:2].tolist()
+    num_entries, ticket, num_in_step = counts[:3].tolist()
     assert ticket == 0
+    assert num_in_step % sizes.num_blocks == 0
+    waves_in_step = num_in_step // sizes.num_blocks
+    assert (counts[3 : 3 + waves_in_step] == 0).all()
+    assert (counts[3 + waves_in_step :] == -7).all()
     assert (entries[num_entries * ENTRY.size // 4 :] == -7).all()
-    items = torch.empty(num_entries * sizes.heads_per_section + 1, 3, dtype=torch.int32)
+    items = torch.empty(num_entries * sizes.heads_per_section + 1, 4, dtype=torch.int32)
     count = library.read_agenda(params, ctypes.c_void_p(items.data_ptr()))
     packed = ctypes.string_at(at[2], num_entries * ENTRY.size)
-    return Agenda([Entry(*x) for x in ENTRY.iter_unpack(packed)], items[:count].tolist())
+    found = [Entry(*x) for x in ENTRY.iter_unpack(packed)]
+    return Agenda(found, items[:count].tolist(), num_in_step)
 
 
 def plan_of(case: Case, exact: bool = False):
@@ -196,6 +207,15 @@ def expected_directions(plan, sizes: Sizes) -> list[list[bool]]:
     ]
 
 
+def expected_in_step(plan, sizes: Sizes, entries: list[Entry]) -> int:
+    """Whole waves of items in front of the first tile in parts, where long walks are equally long."""
+    blocks = set(blocks_of_tiles(plan))
+    if len(blocks) != 1 or max(blocks) * sizes.group < LEAST_VISITS_IN_STEP:
+        return 0
+    whole = len(list(takewhile(lambda entry: entry.num_parts == 1, entries)))
+    return whole * sizes.heads_per_section // sizes.num_blocks * sizes.num_blocks
+
+
 def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     plan = plan_of(case)
     agenda = write(library, plan, sizes)
@@ -218,11 +238,15 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     assert all(begin >= 0 and begin + n <= sizes.num_slots for begin, n in slots)
     assert [x.slot for x in entries if x.num_parts > 1] == [x for x, n in slots for _ in range(n)]
     # Every head of a section has every entry once; the first thread block to draw, here, draws all but the first items.
-    drawn = [(entry, head) for _, entry, head in sorted(agenda.items, key=lambda x: x[1:])]
+    drawn = [(entry, head) for _, entry, head, _ in sorted(agenda.items, key=lambda x: x[1:])]
     heads = range(sizes.heads_per_section)
     assert drawn == [(entry, head) for entry in range(len(entries)) for head in heads]
-    first_of_others = [item[1:] for item in agenda.items if item[0] > 0]
+    first_of_others = [item[1:3] for item in agenda.items if item[0] > 0]
     assert first_of_others == [list(x) for x in drawn[1 : sizes.num_blocks]]
+    assert agenda.num_in_step == expected_in_step(plan, sizes, entries)
+    for _, entry, head, wave in agenda.items:
+        item = entry * sizes.heads_per_section + head
+        assert wave == (item // sizes.num_blocks if item < agenda.num_in_step else -1)
     return entries
 
 
@@ -285,3 +309,19 @@ def test_sections_of_one_wave_alternate(library):
     """16 tiles of one document for 16 thread blocks: each section walks back the way of the one before it."""
     entries = check(library, one(MaskType.FULL, 2048), Sizes(1, 16, 4, 1))
     assert [x.is_ascending for x in entries] == [0] * 16 + [1] * 16 + [0] * 16 + [1] * 16
+
+
+@pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])
+def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
+    """64 tiles of 64 blocks for 8 thread blocks. With one head a group walks are short; with 8, the last tiles are in parts."""
+    sizes = Sizes(group, 8, nheads_kv=1, heads_per_section=1)
+    agenda = write(
+        library, plan_of(Case("full", 4096, 8192, [(0, 4096, 0, 8192, MaskType.FULL)])), sizes
+    )
+    assert agenda.num_in_step == 8 * waves
+
+
+def test_walks_of_different_lengths_do_not(library):
+    sizes = Sizes(64, 8, nheads_kv=1, heads_per_section=1)
+    agenda = write(library, plan_of(one(MaskType.CAUSAL, 4096)), sizes)
+    assert agenda.num_in_step == 0

@@ -95,7 +95,7 @@ def test_what_lies_in_scratch_does_not_overlap(
         tensors[name] = torch.randn(ROWS, heads_kv, HEAD_DIM).to(torch.bfloat16)
     _, found = call(launches, tensors, problem, TILES[:num_tiles])
     stats, dq_sum = found.before[4:6]
-    entries, num_entries, ticket, arrivals, partials = found.before[17:22]
+    entries, num_entries, counters, arrivals, partials = found.before[17:22]
     workspace, agenda_tiles, num_slots, group, grid, is_one_way = found.before[24:]
     assert found.main[8:16] == (*found.before[17:24], group)
     assert found.before[22:24] == (heads_kv, heads)
@@ -110,24 +110,24 @@ def test_what_lies_in_scratch_does_not_overlap(
         HEADS_Q * PADDED * 2,
         num_slots * heads * 2 * 128 * HEAD_DIM,
         (num_items + num_slots) * 4,
-        1,
+        2 + num_tiles * heads_kv // grid,
         1,
         num_slots * heads * 8,
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
     ]
-    starts = [dq_sum, stats, partials, entries, ticket, num_entries, arrivals, workspace]
+    starts = [dq_sum, stats, partials, entries, counters, num_entries, arrivals, workspace]
     ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
-    scratch = module._Scratch.of(problem, PADDED, num_tiles, heads)
+    scratch = module._Scratch.of(problem, PADDED, num_tiles, heads, grid)
     assert scratch.size == ends[-1] - dq_sum
 
 
 def test_more_heads_than_there_is_room_for_parts():
     """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
     problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
-    assert module._Scratch.of(problem, PADDED, 5, 1024).num_slots == 1
+    assert module._Scratch.of(problem, PADDED, 5, 1024, 132).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])

@@ -92,7 +92,7 @@ FORWARD = Layout(
     ),
     (forward._ADDRESSES, forward._SCALARS),
 )
-AGENDA = ("entries", "num_entries", "ticket", "arrivals", "partials")
+AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
 BACKWARD = Layout(
     "BackwardParams",
@@ -140,7 +140,7 @@ def test_every_field_is_where_the_kernel_reads_it(layout):
     ("layout", "names"),
     [
         (FORWARD, ("far_begin", "total_q")),
-        (BACKWARD, ("agenda.arrivals", "agenda.ticket")),
+        (BACKWARD, ("agenda.arrivals", "agenda.counters")),
         (BEFORE, ("agenda.num_slots", "agenda.num_tiles")),
     ],
     ids=lambda x: x.name if isinstance(x, Layout) else "",

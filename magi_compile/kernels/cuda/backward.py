@@ -93,7 +93,7 @@ class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
     First the sum of dq `[nheads_q, padded_q, head_dim]`, in fp32 like the statistics `[nheads_q, 2, padded_q]` and dk and
-    dv of the parts of tiles, if there may be some; then the agenda, and integers: its ticket and its length, how many
+    dv of the parts of tiles, if there may be some; then the agenda, and integers: its counters and its length, how many
     parts have arrived, and what its writer needs.
     """
 
@@ -101,25 +101,28 @@ class _Scratch(NamedTuple):
     stats: int
     partials: int
     entries: int
-    ticket: int
+    counters: int
     num_entries: int
     arrivals: int
     workspace: int
     size: int
 
     @staticmethod
-    def of(problem: AttnProblem, padded_q: int, num_tiles: int, heads_per_section: int) -> _Scratch:
+    def of(
+        problem: AttnProblem, padded_q: int, num_tiles: int, heads_per_section: int, grid: int
+    ) -> _Scratch:
         group = problem.qhead_per_kvhead
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
         num_slots = min(num_items * group, most_slots) if group > 1 else 0
         num_partials = num_slots * heads_per_section
+        num_waves = num_tiles * problem.nheads_kv // grid
         words = (
             problem.nheads_q * padded_q * problem.head_dim,
             problem.nheads_q * padded_q * 2,
             num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim,
             (num_items + num_slots) * _ENTRY_BYTES // 4,
-            1,
+            2 + num_waves,
             1,
             num_partials * _ARRIVALS,
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
@@ -153,7 +156,7 @@ def _route(
         problem.softmax_scale,
     )
     grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
-    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, heads_per_section)
+    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, heads_per_section, grid)
     kernels = (preprocess, main, postprocess)
     return _Route(*kernels, config, grid, heads_per_section, scalars, scratch, {})
 
@@ -236,8 +239,8 @@ def backward_in_phases(
     scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
     dq_sum = scratch.data_ptr()
     places = (dq_sum + at for at in route.scratch[1:-1])
-    stats, partials, entries, ticket, num_entries, arrivals, workspace = places
-    agenda = (entries, num_entries, ticket, arrivals, partials)
+    stats, partials, entries, counters, num_entries, arrivals, workspace = places
+    agenda = (entries, num_entries, counters, arrivals, partials)
     turns = visits = None
     if deterministic:
         turns = turns_of_tiles(k_tiles, k_runs, row_groups)
