@@ -13,6 +13,64 @@ __device__ __forceinline__ void for_each(int count, Body body) {
     __syncthreads();
 }
 
+// body(0), ..., body(count - 1), in no order, each by all threads of a warp.
+template <class Body>
+__device__ __forceinline__ void for_each_warp(int count, Body body) {
+    for (int i = threadIdx.x / 32; i < count; i += blockDim.x / 32) {
+        body(i);
+    }
+    __syncthreads();
+}
+
+// A warp's record of when each of `count` workers is free, 32 * kPerLane at most; at first all are at 0.
+template <int kPerLane>
+class Workers {
+public:
+    __device__ __forceinline__ explicit Workers(int count) {
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            free_[i] = 32 * i + threadIdx.x % 32 < count ? 0 : kNobody;
+        }
+    }
+
+    __device__ __forceinline__ int first_free() const {
+        int first = free_[0];
+#pragma unroll
+        for (int i = 1; i < kPerLane; ++i) {
+            first = min(first, free_[i]);
+        }
+        return __reduce_min_sync(~0u, first);
+    }
+
+    // Each of those who are free at `begin`, which is when the first one is, takes one of so many jobs, as long as there are
+    // any. Returns how many are left.
+    __device__ __forceinline__ int work(int begin, int duration, int jobs) {
+        const unsigned lanes_before = (1u << threadIdx.x % 32) - 1;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            const bool is_free = free_[i] == begin;
+            const unsigned all = __ballot_sync(~0u, is_free);
+            free_[i] += is_free && __popc(all & lanes_before) < jobs ? duration : 0;
+            jobs -= min(jobs, __popc(all));
+        }
+        return jobs;
+    }
+
+    __device__ __forceinline__ int last_free() const {
+        int last = 0;
+#pragma unroll
+        for (int i = 0; i < kPerLane; ++i) {
+            last = max(last, free_[i] == kNobody ? 0 : free_[i]);
+        }
+        return __reduce_max_sync(~0u, last);
+    }
+
+private:
+    static constexpr int kNobody = 2147483647;
+
+    int free_[kPerLane];
+};
+
 // store(i, value(0) + ... + value(i - 1)) for every i < count; returns the sum of all. Uses the block's dynamic shared
 // memory, an int for each warp.
 template <class Value, class Store>

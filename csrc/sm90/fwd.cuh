@@ -6,8 +6,9 @@
 // overlaps with P V of block j - 1 in the same warpgroup, and with the matmuls of the other warpgroups. The stream of
 // blocks does not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
 //
-// Two launches may share the tiles of a plan, and the keys of a tile: what the first one has seen of a tile's keys leaves
-// as a part, in fp32, and the second one merges it with the rest.
+// What a tile sees of only some of its keys is a part, and leaves in fp32. Two launches may share the keys of a tile: the
+// second one merges the part of the first with the rest. Or a launch walks all parts of a tile, and the kernel behind it
+// (fwd_merge.cu) merges them.
 #pragma once
 
 #include "mask.cuh"
@@ -26,9 +27,10 @@ struct ForwardParams {
     void* out_rows;    // [total_q, nheads_q, head_dim], contiguous
     float* lse;        // [nheads_q, total_q]
     float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for parts; or null
-    float* wide_lse;   // [nheads_q, total_q]
+    float* wide_lse;   // [nheads_q, wide_rows]
     const float* prior_out;   // attention over other keys, to be merged with parts: as `wide_out`; or null
     const float* prior_lse;   // as `wide_lse`
+    long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
     const Run* runs;   // [num_runs]
     const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`, kNotAPart
                               // for the other tiles; null where all are parts that lie at their own rows
@@ -39,8 +41,6 @@ struct ForwardParams {
     float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;    // softmax_scale / softcap where scores are capped
 };
-
-constexpr int kNotAPart = -2147483647 - 1;
 
 static_assert(sizeof(ForwardParams) == 896, "packed by magi_compile/kernels/cuda/forward.py");
 
@@ -399,7 +399,7 @@ private:
         } else {
             store(out, tile);
         }
-        store_lse(lse, is_wide ? params_.wide_lse : params_.lse, tile);
+        store_lse(lse, is_wide, tile);
         if constexpr (Config::kQBuffers == 1) {
             release_q();
         }
@@ -486,7 +486,7 @@ private:
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int row = first_row(tile) + 8 * half;
-            const float prior = row < tile.row_end ? params_.prior_lse[lse_offset(tile, row)] : -kInfinity;
+            const float prior = row < tile.row_end ? params_.prior_lse[wide_lse_offset(tile) + row] : -kInfinity;
             const float peak = fmaxf(prior, lse[half]);
             const float reference = peak == -kInfinity ? 0.f : peak;
             const float own = __expf(lse[half] - reference);
@@ -530,23 +530,26 @@ private:
         }
     }
 
-    __device__ __forceinline__ void store_lse(const float (&lse)[2], float* all, const TileOfHead& tile) const {
+    __device__ __forceinline__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const {
+        float* const all = is_wide ? params_.wide_lse : params_.lse;
+        const long long at = is_wide ? wide_lse_offset(tile) : tile.head * static_cast<long long>(params_.total_q);
         if (lane_ % 4 == 0) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = first_row(tile) + 8 * half;
                 if (row < tile.row_end) {
-                    all[lse_offset(tile, row)] = lse[half];
+                    all[at + row] = lse[half];
                 }
             }
         }
     }
 
-    __device__ __forceinline__ long long lse_offset(const TileOfHead& tile, int row) const {
-        return static_cast<long long>(tile.head) * params_.total_q + row;
-    }
-
     __device__ __forceinline__ int part_shift() const { return smem_.part_shifts[q_phase_ % Config::kQBuffers]; }
+
+    // From where a row is counted in `wide_lse` or `prior_lse`.
+    __device__ __forceinline__ long long wide_lse_offset(const TileOfHead& tile) const {
+        return tile.head * params_.wide_rows + part_shift();
+    }
 
     // Of this thread's first two columns in a row of `wide_out`.
     __device__ __forceinline__ long long wide_offset(const TileOfHead& tile, int row) const {
@@ -718,6 +721,7 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     const int warpgroup = threadIdx.x / Config::kWarpgroup;
     if (threadIdx.x == 0) {
         init_barriers(smem);
+        griddepcontrol_launch_dependents();   // what merges parts waits for them itself
     }
     __syncthreads();
     if (warpgroup == 0) {

@@ -7,6 +7,15 @@ struct Tile {
     int row_begin, row_end, run_begin, run_end;
 };
 
+// Tiles may be cut into parts, each with some of the tile's blocks, whose results lie in rows of their own until they are
+// merged. A shift leads from a part's row to there; this one says that a tile is whole.
+constexpr int kNotAPart = -2147483647 - 1;
+
+// A tile in parts: those of part i begin at `part_row` + i * rows of a tile.
+struct alignas(16) Cut {
+    int row_begin, row_end, part_row, num_parts;
+};
+
 // A diag_hi that cuts nothing, and the negative of such a diag_lo.
 constexpr int kNoDiagonal = 1 << 30;
 

@@ -14,6 +14,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda.backward import backward_variants
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
 from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
+from magi_compile.kernels.cuda.parts import merge_variant, parts_variant
 from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import (
     BACKWARD_HEAD_DIMS,
@@ -27,12 +28,15 @@ def variants() -> Iterator[Variant]:
     for head_dim, dtype, softcap in itertools.product(FORWARD_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
         yield forward_variant(problem, forward_config(problem))
+        if not softcap:
+            yield merge_variant(head_dim, dtype)
         if head_dim in BACKWARD_HEAD_DIMS:
             preprocess, main, postprocess = backward_variants(problem)
             yield from (main, backward_variants(problem, deterministic=True)[1])
             if not softcap:  # the other two do not depend on it
                 yield from (preprocess, postprocess)
     yield planner_variant()
+    yield parts_variant()
 
 
 def main() -> int:

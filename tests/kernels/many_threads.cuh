@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <thread>
 #include <vector>
 
@@ -49,6 +50,18 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
         return bits;
     });
 }
+
+inline int __reduce_min_sync(unsigned, int value) {
+    return in_warp(value, [](const int* lanes) { return *std::min_element(lanes, lanes + 32); });
+}
+
+inline int __reduce_max_sync(unsigned, int value) {
+    return in_warp(value, [](const int* lanes) { return *std::max_element(lanes, lanes + 32); });
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+using std::max;
+using std::min;
 
 // Runs kernel() in every thread of a grid, one block after the other.
 template <class Kernel>

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #define __device__
+#define __shared__
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(threads)
@@ -32,6 +33,33 @@ void for_each(int count, Body body) {
         body(i);
     }
 }
+
+template <class Body>
+void for_each_warp(int count, Body body) {
+    for_each(count, body);
+}
+
+template <int kPerLane>
+class Workers {
+public:
+    explicit Workers(int count) : count_(count) {}
+
+    int first_free() const { return *std::min_element(free_, free_ + count_); }
+    int work(int begin, int duration, int jobs) {
+        for (int i = 0; i < count_ && jobs > 0; ++i) {
+            if (free_[i] == begin) {
+                free_[i] += duration;
+                --jobs;
+            }
+        }
+        return jobs;
+    }
+    int last_free() const { return *std::max_element(free_, free_ + count_); }
+
+private:
+    const int count_;
+    int free_[32 * kPerLane] = {};
+};
 
 template <class Value, class Store>
 int prefix_sum(int count, Value value, Store store) {

@@ -40,6 +40,10 @@ struct alignas(16) int4 {
     int x, y, z, w;
 };
 
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
@@ -284,6 +288,18 @@ inline unsigned __ballot_sync(unsigned, bool flag) {
         bits |= static_cast<unsigned>(flags[lane]) << lane;
     }
     return bits;
+}
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+
+inline int __reduce_min_sync(unsigned, int value) {
+    const uint64_t* const values = turns::meet_warp(static_cast<unsigned>(value));
+    return *std::min_element(values, values + 32);   // none is negative
+}
+
+inline int __reduce_max_sync(unsigned, int value) {
+    const uint64_t* const values = turns::meet_warp(static_cast<unsigned>(value));
+    return *std::max_element(values, values + 32);
 }
 
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(turns::meet_warp(value)[lane]); }

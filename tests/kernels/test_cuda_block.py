@@ -1,6 +1,7 @@
 """What the threads of a block do together (`csrc/sm90/block.cuh`), by threads of a CPU."""
 
 import ctypes
+import heapq
 import shutil
 import subprocess
 from pathlib import Path
@@ -33,6 +34,21 @@ extern "C" void sort(int* keys, int count, int threads) {
 extern "C" void bits(const bool* flags, int count, unsigned* words, int blocks, int threads) {
     launch(blocks, threads, [&] {
         ffa::bits_of_grid(count, words, [&](long long i) { return flags[i]; });
+    });
+}
+
+// The workers do the jobs in their order, in `threads` / 32 warps side by side; when the last one is free, by each warp.
+extern "C" void do_jobs(const int* durations, const int* jobs, int count, int workers, int* last, int threads) {
+    launch(1, threads, [&] {
+        ffa::for_each_warp(threads / 32, [&](int warp) {
+            ffa::Workers<2> record(workers);
+            for (int i = 0; i < count; ++i) {
+                for (int left = jobs[i]; left > 0;) {
+                    left = record.work(record.first_free(), durations[i], left);
+                }
+            }
+            last[warp] = record.last_free();
+        });
     });
 }
 
@@ -79,6 +95,18 @@ def test_sort(count, threads, block):
     expected = keys.sort().values
     block.sort(address(keys), count, threads)
     assert torch.equal(keys, expected)
+
+
+@pytest.mark.parametrize("workers", [1, 7, 32, 33, 64])
+def test_workers(workers, block):
+    durations = torch.tensor([9, 9, 40, 3, 5], dtype=torch.int32)
+    jobs = torch.tensor([1, 20, 3, 40, 1], dtype=torch.int32)
+    free = [0] * workers
+    for duration in durations.repeat_interleave(jobs).tolist():
+        heapq.heapreplace(free, free[0] + duration)
+    last = torch.zeros(3, dtype=torch.int32)
+    block.do_jobs(address(durations), address(jobs), len(jobs), workers, address(last), 96)
+    assert last.tolist() == [max(free)] * 3
 
 
 @pytest.mark.parametrize(("blocks", "threads"), [(1, 32), (3, 64)])

@@ -9,16 +9,19 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.cuda import forward as module
+from magi_compile.kernels.cuda import parts
 from magi_compile.kernels.cuda.early import forward_early, split_plan
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import Heads, one, random_disjoint, varlen
+from magi_compile.testing.cases import Case, Heads, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.on_a_cpu import compile_once, launching
+from tests.kernels.part_plan import PartPlan
 from tests.kernels.test_cuda_early import near_and_far
 
 NUM_SMS = 3
+MOST_THREADS = 512  # of a block on this CPU; what launches more does with fewer
 SHAPES = {
     "64": (Heads(2, 1, 64, 64), 0.0),
     "128": (Heads(2, 1, 128, 128), 0.0),
@@ -42,9 +45,10 @@ def launches(compiled, monkeypatch):
     """Launches happen on this CPU; their numbers of thread blocks."""
     found = []
 
-    def launch(function, grid, block, params, stream):
-        function(grid, block, params)
-        found.append(grid)
+    def launch(function, grid, block, params, stream, shared_bytes=None, may_start_early=False):
+        function(grid, min(block, MOST_THREADS), params)
+        if shared_bytes is None:
+            found.append(grid)
 
     fakes = {
         "launch": launch,
@@ -102,6 +106,56 @@ def test_two_launches(case, shape, share, launches):
     assert_attention_close(result, inputs, case.slices(), problem)
     assert launches == [max(1, NUM_SMS - free_sms), NUM_SMS]
     assert share == 0 or (plan.early.tiles[:, 0] < plan.early.tiles[:, 1]).any()
+
+
+@pytest.fixture
+def in_parts(launches, monkeypatch):
+    """Attention with tiles in parts, and how many parts each cut tile has."""
+    for name in ("launch", "load_function", "current_stream"):
+        monkeypatch.setattr(parts, name, getattr(module, name))
+    monkeypatch.setattr(parts, "num_sms", lambda device: 8)
+    monkeypatch.setattr(
+        *(parts, "_known_size"),
+        lambda problem, seqlen_k, tiles, runs, device: parts.PartLayout.of(tiles, runs, 8).size,
+    )
+    monkeypatch.setattr(parts, "PART_LEAST_BLOCKS", 2)
+    variant = parts.parts_variant()
+    free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
+    monkeypatch.setattr(parts, "parts_variant", lambda: replace(variant, defines=free_merge))
+    parts._route.cache_clear()
+
+    def run(inputs, slices, problem):
+        sizes = plan_tiles(problem)
+        plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
+        walk = (plan.q_tiles, plan.q_runs)
+        words = parts.cut_tiles(*walk, slices.seqlen_k, sizes, problem)
+        result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, *walk, words, problem)
+        return result, PartPlan.of(*walk, words).parts_of_cuts
+
+    return run
+
+
+PARTS = [
+    (one(MaskType.FULL, 50, 700), "64", [3]),
+    (one(MaskType.FULL, 50, 900), "128", [4]),
+    (one(MaskType.CAUSAL, 250, 900), "128-softcap", [2, 2]),
+    (one(MaskType.FULL, 30, 900), "192", [6]),
+    (random_disjoint(230, 900, 0, num_cuts=4), "128", [3]),
+    (Case("global", 400, 900, [(0, 20, 0, 900, 0), (30, 390, 30, 90, 1)]), "64", [3]),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "expected"), PARTS, ids=lambda x: getattr(x, "name", None)
+)
+def test_in_parts(case, shape, expected, in_parts):
+    problem, inputs = prepared(case, shape)
+    result, num_parts = in_parts(inputs, case.slices(), problem)
+    assert num_parts == expected
+    assert_attention_close(result, inputs, case.slices(), problem)
+    again, _ = in_parts(inputs, case.slices(), problem)
+    assert torch.equal(result.out, again.out)
+    assert torch.equal(result.lse, again.lse)
 
 
 def test_a_wide_output_and_a_prior(launches):

@@ -14,6 +14,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda import forward as module
+from magi_compile.kernels.cuda import parts
 from magi_compile.kernels.cuda.early import forward_early, split_plan
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout, load_function
 from magi_compile.kernels.cuda.planner import planner_variant
@@ -21,10 +22,11 @@ from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 from tests.kernels import idle_driver
+from tests.kernels.part_plan import PartPlan
 
 
 class Pointers(NamedTuple):
-    """The addresses in ForwardParams."""
+    """The addresses in ForwardParams, and what is among them."""
 
     out: int
     lse: int
@@ -32,13 +34,14 @@ class Pointers(NamedTuple):
     wide_lse: int
     prior_out: int
     prior_lse: int
+    wide_rows: int
     runs: int
     part_shifts: int
     tiles: int
     ticket: int
 
 
-NOTHING = Pointers(*[0] * 10)
+NOTHING = Pointers(*[0] * 11)
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
 PARAMS_BYTES = 896  # as csrc/sm90/fwd.cuh asserts
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
@@ -64,7 +67,7 @@ def inputs():
 def pointers(params):
     """The addresses in the tensor maps, and those behind them."""
     maps = [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(6)]
-    return maps, Pointers(*struct.unpack_from("<10Q", params, 6 * TENSOR_MAP_BYTES))
+    return maps, Pointers(*struct.unpack_from("<11Q", params, 6 * TENSOR_MAP_BYTES))
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -96,6 +99,7 @@ def test_a_prior_and_a_wide_output(launches):
     assert (found.out, found.lse, found.ticket) == (0, 0, 0)
     assert (found.wide_out, out.dtype) == (out.data_ptr(), torch.float32)
     assert (found.prior_out, found.prior_lse) == tuple(x.data_ptr() for x in prior)
+    assert found.wide_rows == 256
     assert len(params) == PARAMS_BYTES
 
 
@@ -116,6 +120,36 @@ def test_two_launches_of_one_output(launches):
     assert (early.prior_out, early.prior_lse, late.wide_out, late.wide_lse) == (0, 0, 0, 0)
     assert 0 not in (early.wide_out, early.wide_lse)
     assert (early.wide_out, early.wide_lse) == (late.prior_out, late.prior_lse)
+    assert early.wide_rows == late.wide_rows == plan.num_part_rows
+    assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
+
+
+def test_a_walk_in_parts_and_what_merges_them(launches, monkeypatch):
+    for name in ("launch", "load_function", "num_sms", "current_stream"):
+        monkeypatch.setattr(parts, name, getattr(module, name))
+    parts._route.cache_clear()
+    q, k, v = inputs()
+    size = parts.PartLayout.of(num_tiles=3, num_runs=5, num_parts=6).size
+    words = torch.zeros(size, dtype=torch.int32)
+    plan = PartPlan.of(TILES[:3], RUNS[:5], words)
+    assert plan.num_parts == 6
+    out, lse = parts.forward_in_parts(q, k, v, TILES[:3], RUNS[:5], words, PROBLEM)
+    walked, merged = launches
+    maps, found = pointers(walked)
+    assert maps[5] == found.out == out.data_ptr()
+    assert (found.tiles, found.runs) == (plan.tiles.data_ptr(), plan.runs.data_ptr())
+    assert (found.lse, found.part_shifts) == (lse.data_ptr(), plan.shifts.data_ptr())
+    addresses = parts._MERGE_ADDRESSES.unpack_from(merged)
+    scalars = parts._MERGE_SCALARS.unpack_from(merged, parts._MERGE_ADDRESSES.size)
+    assert addresses == (
+        *(found.wide_out, found.wide_lse, found.out, found.lse),
+        plan.cuts.data_ptr(),
+    )
+    num_cuts, tile_rows, nheads, total_q, part_rows = scalars
+    assert (num_cuts, tile_rows, nheads, total_q) == (3, 192, 4, 256)
+    assert part_rows == found.wide_rows == 6 * 192
+    assert found.wide_lse - found.wide_out == 4 * part_rows * 4 * 64
+    assert (found.prior_out, found.prior_lse) == (0, 0)
     assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from cuda.bindings import nvrtc as compiler
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda import backward, forward, nvrtc
+from magi_compile.kernels.cuda import backward, forward, nvrtc, parts
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
@@ -78,7 +78,7 @@ def packed(layout: struct.Struct, begin: int) -> list[tuple[int, int]]:
 
 
 FORWARD_ADDRESSES = (
-    *("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse"),
+    *("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse", "wide_rows"),
     *("runs", "part_shifts", "schedule.tiles", "schedule.ticket"),
 )
 FORWARD = Layout(
@@ -128,7 +128,28 @@ AFTER = Layout(
     ("sum.data", "sum.row_groups", "dq", "total_q", "scale"),
     (backward._POSTPROCESS,),
 )
-LAYOUTS = (FORWARD, BACKWARD, BEFORE, AFTER)
+CUT = Layout(
+    "TilePartsParams",
+    parts.parts_variant(),
+    (),
+    (
+        *("tiles", "runs", "part_runs", "part_tiles", "cuts", "part_shifts"),
+        *("num_tiles", "num_runs", "max_parts", "num_sms"),
+        *("least_blocks", "tile_rows", "block_cols"),
+    ),
+    (parts._CUT_PARAMS,),
+)
+MERGE = Layout(
+    "MergeParams",
+    parts.merge_variant(128, torch.bfloat16),
+    (),
+    (
+        *("part_out", "part_lse", "out", "lse", "cuts"),
+        *("num_cuts", "tile_rows", "num_heads", "total_q", "part_rows"),
+    ),
+    (parts._MERGE_ADDRESSES, parts._MERGE_SCALARS),
+)
+LAYOUTS = (FORWARD, CUT, MERGE, BACKWARD, BEFORE, AFTER)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)

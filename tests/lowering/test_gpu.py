@@ -12,9 +12,9 @@ pytestmark = pytest.mark.gpu
 SEQLEN, HEADS_Q, HEADS_KV, HEAD_DIM = 1521, 8, 2, 64
 
 
-def inputs(seed=0):
+def inputs(seed=0, seqlen=SEQLEN, batch=2, heads_q=HEADS_Q):
     torch.manual_seed(seed)
-    shapes = [(2, SEQLEN, heads, HEAD_DIM) for heads in (HEADS_Q, HEADS_KV, HEADS_KV)]
+    shapes = [(batch, seqlen, heads, HEAD_DIM) for heads in (heads_q, HEADS_KV, HEADS_KV)]
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     return [tensor.transpose(1, 2).requires_grad_() for tensor in tensors]
 
@@ -25,7 +25,7 @@ def document_mask(lengths):
     def mask_mod(b, h, q, kv):
         return (document[q] == document[kv]) & (q >= kv)
 
-    return create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
+    return create_block_mask(mask_mod, None, None, len(document), len(document), device="cuda")
 
 
 def attend(q, k, v, mask):
@@ -40,12 +40,12 @@ def results(function, q, k, v, mask):
 LAYOUTS = [(1521,), (100, 1400, 21), (500, 500, 521), (1, 2, 1518)]
 
 
-def test_training_matches_flex_attention():
+def check_training(layouts, batch=2, heads_q=HEADS_Q):
     """As close to fp32 as FlexAttention's own kernels are, and one graph for all documents."""
     ours = torch.compile(attend, backend="magi", fullgraph=True)
     stock = torch.compile(attend, fullgraph=True)
-    for seed, lengths in enumerate(LAYOUTS):
-        tensors, mask = inputs(seed), document_mask(lengths)
+    for seed, lengths in enumerate(layouts):
+        tensors, mask = inputs(seed, sum(lengths), batch, heads_q), document_mask(lengths)
         exact = [t.detach().float().requires_grad_() for t in tensors]
         expected = results(torch.compile(attend, fullgraph=True), *exact, mask)
         for name, our, their, true in zip(
@@ -58,6 +58,15 @@ def test_training_matches_flex_attention():
             error, allowed = (our - true).abs().max(), 2 * (their - true).abs().max() + 1e-3
             assert error <= allowed, f"{name} for {lengths}: {error} > {allowed}"
     assert [decision.kernel for decision in REPORT.decisions] == ["cuda"]
+
+
+def test_training_matches_flex_attention():
+    check_training(LAYOUTS)
+
+
+def test_training_with_tiles_in_parts():
+    """The long document's tiles are too few for the SMs, those of the short ones are not cut."""
+    check_training([(4000,), (400,) * 10], batch=1, heads_q=4)
 
 
 def test_inference_in_a_cuda_graph():

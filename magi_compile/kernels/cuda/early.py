@@ -128,7 +128,9 @@ def forward_early(
     (total_q, nheads_q, head_dim) = q.shape
     out = q.new_empty((total_q, nheads_q, head_dim))
     part_out = q.new_empty((plan.num_part_rows, nheads_q, head_dim), dtype=torch.float32)
-    lse, part_lse = (q.new_empty((nheads_q, total_q), dtype=torch.float32) for _ in range(2))
+    lse, part_lse = (
+        q.new_empty((nheads_q, rows), dtype=torch.float32) for rows in (total_q, plan.num_part_rows)
+    )
     enqueue(
         *(q, k, v, None, plan.early, Results(out, lse, part_out, part_lse), problem),
         free_sms=free_sms,

@@ -31,7 +31,7 @@ ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _STORE_ROWS = 16  # each warp stores its own rows
 # What follows the tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<10Q"), struct.Struct("<3i4x3i2f12x")
+_ADDRESSES, _SCALARS = struct.Struct("<6Qq4Q"), struct.Struct("<3i4x3i2f4x")
 _MAX_KNOWN_MAPS = 256
 _NO_FAR_KEYS = 2**31 - 1
 
@@ -57,6 +57,27 @@ class Results(NamedTuple):
     wide_lse: Tensor | None = None
     prior_out: Tensor | None = None  # of parts
     prior_lse: Tensor | None = None
+
+    @property
+    def wide_rows(self) -> int:
+        """How many rows of parts a head has."""
+        lse = self.prior_lse if self.wide_lse is None else self.wide_lse
+        return 0 if lse is None else lse.shape[1]
+
+
+class Places(NamedTuple):
+    """The addresses of a walk and of its results, as in ForwardParams; 0 for what is not there."""
+
+    out: int
+    lse: int
+    wide_out: int
+    wide_lse: int
+    prior_out: int
+    prior_lse: int
+    wide_rows: int  # no address: that a head has
+    runs: int
+    part_shifts: int
+    tiles: int
 
 
 class FarKeys(NamedTuple):
@@ -166,6 +187,25 @@ def enqueue(
     free_sms: int = 0,
 ) -> None:
     """One launch on torch's current stream and device; `results` are contiguous. All SMs but `free_sms` take part."""
+    walked = walk.runs.data_ptr(), _address(walk.part_shifts), walk.tiles.data_ptr()
+    places = Places._make((*map(_address, results), results.wide_rows, *walked))
+    num_tiles = walk.tiles.shape[0]
+    enqueue_at(q, k, v, far, results.out, num_tiles, places, problem, config, free_sms)
+
+
+def enqueue_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: FarKeys | None,
+    out: Tensor | None,
+    num_tiles: int,
+    places: Places,
+    problem: AttnProblem,
+    config: ForwardConfig | None = None,
+    free_sms: int = 0,
+) -> None:
+    """`enqueue` for a walk of `num_tiles` and results that lie anywhere."""
     tensors = (q, k, v) if far is None else (q, k, v, far.k, far.v)
     at = [x.data_ptr() for x in tensors]
     begin = _NO_FAR_KEYS
@@ -173,31 +213,24 @@ def enqueue(
     if far is not None:
         begin = far.begin
         layouts = (*layouts, far.k.shape, far.k.stride(), far.v.stride())
-    num_tiles = walk.tiles.shape[0]
     route = _route(problem, config, layouts, begin, num_tiles, q.device.index, free_sms)
     if route is None or any(address % 16 for address in at):
         q, k, v = (tma_compatible(x) for x in (q, k, v))
         if far is not None:
             far = FarKeys(tma_compatible(far.k), tma_compatible(far.v), begin)
-        enqueue(q, k, v, far, walk, results, problem, config, free_sms)
+        enqueue_at(q, k, v, far, out, num_tiles, places, problem, config, free_sms)
         return
     stream = current_stream(q.device)
     ticket = zero_word(stream, q.device) if route.has_ticket else None
 
-    known = (*at, _address(results.out))
+    known = (*at, places.out)
     maps = route.maps.get(known)
     if maps is None:
-        maps = _tensor_maps(q, k, v, far, results.out, config or forward_config(problem))
+        maps = _tensor_maps(q, k, v, far, out, config or forward_config(problem))
         if len(route.maps) >= _MAX_KNOWN_MAPS:
             route.maps.clear()
         route.maps[known] = maps
-    pointers = _ADDRESSES.pack(
-        *map(_address, results),
-        walk.runs.data_ptr(),
-        _address(walk.part_shifts),
-        walk.tiles.data_ptr(),
-        _address(ticket),
-    )
+    pointers = _ADDRESSES.pack(*places, _address(ticket))
     launch(route.function, route.grid, route.num_threads, maps + pointers + route.scalars, stream)
 
 

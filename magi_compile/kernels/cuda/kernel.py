@@ -12,6 +12,7 @@ from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.cuda.backward import backward, backward_in_phases
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
+from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
 from magi_compile.kernels.cuda.planner import plan_on_device
 from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.triton import TritonKernel
@@ -69,14 +70,17 @@ class CudaKernel:
             plan = plan_on_device(slices, sizes)
         else:
             plan = build_tile_plan(slices, **sizes._asdict())
+        q_walk = (plan.q_tiles, plan.q_runs)
+        parts = cut_tiles(*q_walk, slices.seqlen_k, sizes, problem)
         if problem.head_dim in BACKWARD_HEAD_DIMS:
-            return plan.to_list()
-        return [plan.q_tiles, plan.q_runs, *self._triton.plan(slices, problem)]
+            return [*q_walk, parts, plan.k_tiles, plan.k_runs]
+        return [*q_walk, parts, *self._triton.plan(slices, problem)]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
+        key = plan_tiles(problem), problem.nheads_q
         if problem.head_dim in BACKWARD_HEAD_DIMS:
-            return plan_tiles(problem)
-        return plan_tiles(problem), self._triton.plan_key(problem)
+            return key
+        return *key, self._triton.plan_key(problem)
 
     def forward(
         self,
@@ -90,7 +94,10 @@ class CudaKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, *_ = plan
+        q_tiles, q_runs, parts, *_ = plan
+        # What is a prior, or has one, stays whole: its own merge is in registers.
+        if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
+            return forward_in_parts(q, k, v, q_tiles, q_runs, parts, problem)
         return forward(q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype)
 
     def early_plan(
@@ -115,12 +122,12 @@ class CudaKernel:
         problem: AttnProblem,
     ) -> BackwardOutput:
         if problem.head_dim in BACKWARD_HEAD_DIMS:
-            _, _, k_tiles, k_runs = plan
+            *_, k_tiles, k_runs = plan
             deterministic = torch.are_deterministic_algorithms_enabled()
             return backward(
                 dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
             )
-        return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[2:], problem)
+        return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[3:], problem)
 
     def backward_in_phases(
         self,
@@ -136,7 +143,7 @@ class CudaKernel:
         problem: AttnProblem,
     ) -> Tensor:
         if problem.head_dim in BACKWARD_HEAD_DIMS:
-            _, _, k_tiles, k_runs = plan
+            *_, k_tiles, k_runs = plan
             return backward_in_phases(
                 *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
