@@ -73,8 +73,9 @@ def sum_kernel(
             value += tl.load(prior[t] + home, mask=live, other=0.0).to(SUM)
         if own is not None:
             source = tl.load(own + row).to(tl.int64)
-            at = buffers[t] + source * buffer_strides[t] + col
-            value += tl.load(at, mask=live & (source >= 0), other=0.0).to(SUM)
+            if source >= 0:
+                at = buffers[t] + source * buffer_strides[t] + col
+                value += tl.load(at, mask=live, other=0.0).to(SUM)
         for i in range(first, last):
             source = tl.load(order + i).to(tl.int64)
             at = arrived[t] + source * arrived_strides[t] + col
