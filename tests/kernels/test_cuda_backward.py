@@ -217,10 +217,13 @@ def test_plans_from_the_host_and_from_the_device_agree(kernel):
 
 def test_in_a_cuda_graph(kernel):
     backward = Backward(kernel, replace(SHORT[0], heads=Heads(64, 8, 128, 128)))
-    expected = backward()
+    check_in_a_cuda_graph(backward(), backward)
+
+
+def check_in_a_cuda_graph(expected, call):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = backward()
+        captured = call()
     for _ in range(3):
         for grad in captured:
             grad.fill_(torch.nan)
@@ -287,15 +290,7 @@ def test_deterministic_phases_are_bitwise_equal(kernel):
 
 def test_phases_in_a_cuda_graph(kernel):
     backward = Backward(kernel, replace(SHORT[0], heads=Heads(64, 8, 128, 128)))
-    expected, in_phases = backward(), InPhases(backward)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = in_phases()
-    for _ in range(3):
-        for grad in captured:
-            grad.fill_(torch.nan)
-        graph.replay()
-        assert_same(expected, captured)
+    check_in_a_cuda_graph(backward(), InPhases(backward))
 
 
 def test_no_rows_and_no_keys(kernel):

@@ -3,8 +3,6 @@
 import ctypes
 import heapq
 import math
-import shutil
-import subprocess
 
 import pytest
 import torch
@@ -20,7 +18,6 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import parts as module
 from magi_compile.kernels.cuda.early import NOT_A_PART
-from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.kernels.cuda.parts import PartLayout, cut_tiles, pack_cut, parts_variant
 from magi_compile.kernels.heuristics import PlanTiles, forward_parts
 from magi_compile.masks import library
@@ -35,6 +32,7 @@ from magi_compile.plan.cost import (
 )
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import random_disjoint
+from tests.kernels.one_thread import compile_for_one_thread
 from tests.kernels.part_plan import PartPlan
 
 SIZES = PlanTiles(64, 16, 64, 32)
@@ -43,22 +41,8 @@ NUM_SMS, LEAST_BLOCKS = 16, 4
 
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
-    """The kernel's source behind a header that knows one thread."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("parts")
-    for name in ("tile_parts.cu", "plan.cuh"):
-        shutil.copy(source_dir() / name, path)
-    shutil.copy(__file__.replace("test_cuda_parts.py", "one_thread.cuh"), path / "block.cuh")
-    (path / "main.cpp").write_text(
-        '#include "tile_parts.cu"\n'
-        'extern "C" void cut(const ffa::TilePartsParams* params) { ffa::Cutter(*params).run(); }\n'
-    )
-    defines = [f"-D{name}={value}" for name, value in parts_variant().defines]
-    options = "-std=c++17 -O1 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover"
-    command = ["g++", *options.split(), *defines, "main.cpp", "-o", "parts.so"]
-    subprocess.run(command, cwd=path, check=True)
-    return ctypes.CDLL(str(path / "parts.so")).cut
+    body = "ffa::Cutter(*params).run();"
+    return compile_for_one_thread(tmp_path_factory, parts_variant(), "TilePartsParams", body)
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """The planner of the GPU gives what `build_tile_plan` gives: compiled for the CPU here, as it is on a GPU."""
 
 import ctypes
-import shutil
-import subprocess
 from functools import partial
 
 import pytest
@@ -15,13 +13,13 @@ from magi_compile._checks import raise_pending, synchronize_checks
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.workload import SPARSE_MASKS, build
 from magi_compile.kernels.cuda import planner
-from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant, prepare
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import library
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
 from magi_compile.testing.cases import random_disjoint
+from tests.kernels.one_thread import compile_for_one_thread
 
 SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
 LENGTHS = {
@@ -61,23 +59,8 @@ def assert_same_plan(actual, expected):
 
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
-    """The kernel's source behind a header that knows one thread."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("planner")
-    for name in ("tile_plan.cu", "plan.cuh"):
-        shutil.copy(source_dir() / name, path)
-    shutil.copy(__file__.replace("test_cuda_planner.py", "one_thread.cuh"), path / "block.cuh")
-    (path / "main.cpp").write_text(
-        '#include "tile_plan.cu"\n'
-        'extern "C" void plan(const ffa::TilePlanParams* params) {\n'
-        "    ffa::Planner(*params, 0).run();\n    ffa::Planner(*params, 1).run();\n}\n"
-    )
-    defines = [f"-D{name}={value}" for name, value in planner_variant().defines]
-    options = "-std=c++17 -O1 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover"
-    command = ["g++", *options.split(), *defines, "main.cpp", "-o", "plan.so"]
-    subprocess.run(command, cwd=path, check=True)
-    return ctypes.CDLL(str(path / "plan.so")).plan
+    body = "ffa::Planner(*params, 0).run(); ffa::Planner(*params, 1).run();"
+    return compile_for_one_thread(tmp_path_factory, planner_variant(), "TilePlanParams", body)
 
 
 @pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
