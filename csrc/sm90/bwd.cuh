@@ -23,6 +23,7 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
     if (threadIdx.x == 0) {
         init_barriers(smem);
     }
+    init_stats(smem);
     __syncthreads();
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();

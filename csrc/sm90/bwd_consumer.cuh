@@ -50,11 +50,6 @@ private:
     using Operand = uint32_t[kScores / 2];
     using Grad = float[kGrad];
 
-    // What the sums of a thread start from, by column: those of both its rows alike.
-    struct Bias {
-        float2 of_cols[kScores / 4];
-    };
-
     // Measured: it pays where products are short beside the exponentials.
     static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
     // dS of a block then has the slot of its queries, which saves registers.
@@ -139,11 +134,10 @@ private:
     // P and dS of the present block. `meanwhile` is done while the scores are computed.
     template <class Meanwhile>
     __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, Meanwhile meanwhile) {
-        const Stats<Config>& stats = smem_.stats[block_.slot];
         Scores scores, dprobs;
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        issue_rows(scores, Config::kHasSoftcap ? Bias{} : load_bias(stats.of_scores), smem_.k[0],
-                   smem_.q[block_.slot][0]);   // S^T = K Q^T
+        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, smem_.k[0],
+                                         smem_.q[block_.slot][0]);   // S^T = K Q^T
         meanwhile();
         const bool is_masked = smem_.blocks[block_.slot].is_masked;
         wgmma_wait_group<0>();
@@ -159,7 +153,7 @@ private:
             exponentiate(scores);
         }
         mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-        issue_rows(dprobs, load_bias(stats.of_dprobs), smem_.v[0], smem_.dout[block_.slot][0]);   // dP^T = V dO^T
+        issue_rows<true>(dprobs, Statistic::kOfDprobs, smem_.v[0], smem_.dout[block_.slot][0]);   // dP^T = V dO^T
         if constexpr (kExponentialsBesideDprobs) {
             exponentiate(scores);
             stay_in_front_of_wait(scores);
@@ -167,7 +161,7 @@ private:
         wgmma_wait_group<0>();
         pin(dprobs);
         if constexpr (Config::kHasSoftcap) {
-            capped_to_operands(dprobs, scores, stats.of_scores, probs, dscores);
+            capped_to_operands(dprobs, scores, probs, dscores);
         } else {
             to_operands(dprobs, scores, probs, dscores);
         }
@@ -175,25 +169,32 @@ private:
 
     // ---- the matmuls
 
-    __device__ __forceinline__ void issue_rows(Scores& product, const Bias& bias, const Element* keys,
+    template <bool kHasStart>
+    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys,
                                                const Element* queries) {
         const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
         const uint32_t b = wgmma_descriptor(queries, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
 #pragma unroll
-        for (int i = 0; i < kScores / 4; ++i) {
-            product[4 * i] = product[4 * i + 2] = bias.of_cols[i].x;
-            product[4 * i + 1] = product[4 * i + 3] = bias.of_cols[i].y;
+        for (int i = 0; i < kScores; ++i) {
+            product[i] = 0.f;
         }
         pin(product);
         wgmma_fence();
+        if constexpr (kHasStart) {
+            Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
+                                                             kStatsDescriptorHigh>(
+                product, wgmma_descriptor(&smem_.selectors[static_cast<int>(start)], 0),
+                wgmma_descriptor(smem_.stats[block_.slot], 0), 0);
+        }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                product, a + ((slab * kKSlabBytes + within) >> 4), b + ((slab * kQSlabBytes + within) >> 4), 1);
+                product, a + ((slab * kKSlabBytes + within) >> 4), b + ((slab * kQSlabBytes + within) >> 4),
+                kHasStart || step != 0);
         }
         wgmma_commit_group();
     }
@@ -221,16 +222,6 @@ private:
     }
 
     // ---- scores to probabilities and to their gradients
-
-    __device__ __forceinline__ Bias load_bias(const float (&stats)[Config::kBlockCols]) const {
-        const float2* const of_cols = reinterpret_cast<const float2*>(stats) + lane_ % 4;
-        Bias bias;
-#pragma unroll
-        for (int i = 0; i < kScores / 4; ++i) {
-            bias.of_cols[i] = of_cols[4 * i];
-        }
-        return bias;
-    }
 
     __device__ __forceinline__ void mask(Scores& scores, bool is_masked) const {
         if (__any_sync(0xffffffff, is_masked)) {
@@ -284,23 +275,22 @@ private:
         }
     }
 
-    // The same from capped scores, for whose probabilities there are no registers until now, nor for all of `minus_lse`:
-    // a load waits for what an earlier one was for.
-    __device__ __forceinline__ void capped_to_operands(const Scores& dprobs, const Scores& capped,
-                                                       const float (&minus_lse)[Config::kBlockCols], Operand& probs,
+    // The same from capped scores, for whose probabilities there are no registers until now, nor for what is subtracted from
+    // them: a load waits for what an earlier one was for.
+    __device__ __forceinline__ void capped_to_operands(const Scores& dprobs, const Scores& capped, Operand& probs,
                                                        Operand& dscores) const {
         constexpr int kLoadsAhead = 2;
-        const float2* const of_cols = reinterpret_cast<const float2*>(minus_lse) + lane_ % 4;
+        const Stats* const stats = smem_.stats[block_.slot];
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
             const uint32_t zero = i < kLoadsAhead ? 0 : zero_after(__uint_as_float(probs[2 * (i - kLoadsAhead)]));
-            const float2 bias = of_cols[4 * i + zero];
+            const float2 minus_lse = statistic_of_pair(stats[i + zero], Statistic::kOfScores, lane_ % 4);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float* const pair = capped + 4 * i + 2 * half;
                 const float* const dp = dprobs + 4 * i + 2 * half;
-                const float first = ex2(pair[0] * params_.scale_log2 + bias.x);
-                const float second = ex2(pair[1] * params_.scale_log2 + bias.y);
+                const float first = ex2(pair[0] * params_.scale_log2 + minus_lse.x);
+                const float second = ex2(pair[1] * params_.scale_log2 + minus_lse.y);
                 probs[2 * i + half] = pack<Element>(first, second);
                 dscores[2 * i + half] = pack<Element>(first * slope(pair[0]) * dp[0], second * slope(pair[1]) * dp[1]);
             }

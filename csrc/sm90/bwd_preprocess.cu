@@ -1,7 +1,8 @@
-// What the backward pass needs of each query row before it starts: what scores start from, a multiple of -lse and -inf where
-// the row sees nothing so that its probabilities are 0, and what gradients of probabilities start from, -delta = dlse -
-// rowsum(dout * out). Clears on the way what the main kernel counts with and adds to, and writes its agenda.
+// What the backward pass needs of each query row before it starts: what scores start from, a multiple of -lse, and what gradients
+// of probabilities start from, -delta = dlse - rowsum(dout * out). Clears on the way what the main kernel counts with and adds to,
+// and writes its agenda.
 #include "bwd_agenda_writer.cuh"
+#include "bwd_stats.cuh"
 #include "dq_accumulator.cuh"
 #include "ptx.cuh"
 
@@ -15,18 +16,17 @@ struct PreprocessParams {
     const FFA_ELEMENT* dout;   // likewise
     const float* lse;          // [nheads_q, total_q], natural log
     const float* dlse;         // [nheads_q, total_q], or null
-    float* stats;              // [nheads_q, 2, stats_stride]: lse times lse_factor, -delta
+    Stats* stats;              // [nheads_q, rows / 8]: lse times lse_factor, -delta
     DqSum dq;
     int* visits;   // [nheads_q, 2, dq.row_groups] of DqOrder, or null
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
-    int stats_stride;
     float lse_factor;
     Writer::Params agenda;
 };
 
-static_assert(sizeof(PreprocessParams) == 208, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 200, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -48,6 +48,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     if (blockIdx.x + blockIdx.y == 0) {
         Writer(params.agenda).write();
     }
+    const int padded_q = params.dq.row_groups * kDqGroupRows;
     const int lane = threadIdx.x % kLanesPerRow;
     const FFA_ELEMENT* out = params.out + head * params.out_head_stride + lane * kElementsPerLane;
     const FFA_ELEMENT* dout = params.dout + head * params.dout_head_stride + lane * kElementsPerLane;
@@ -64,16 +65,18 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
         for (int offset = kLanesPerRow / 2; offset > 0; offset /= 2) {
             sum += __shfl_xor_sync(0xffffffff, sum, offset);
         }
-        if (is_live && lane == 0) {
+        if (row < padded_q && lane < kStatsRows) {
             const long long index = static_cast<long long>(head) * params.total_q + row;
-            const float lse = params.lse[index];
-            const bool sees_nothing = lse == -kInfinity;
-            float* const stats = params.stats + 2ll * head * params.stats_stride + row;
-            stats[0] = sees_nothing ? -kInfinity : lse * params.lse_factor;
-            stats[params.stats_stride] = sees_nothing ? 0.f : (params.dlse ? params.dlse[index] : 0.f) - sum;
+            const float lse = is_live ? params.lse[index] : -kInfinity;
+            float statistic = 0.f;   // of rows that see nothing: masks hide all of them
+            if (lse != -kInfinity) {
+                statistic = lane < kTerms ? lse * params.lse_factor : (params.dlse ? params.dlse[index] : 0.f) - sum;
+            }
+            Stats& stats = params.stats[(static_cast<long long>(head) * padded_q + row) / kStatsQueries];
+            stats.terms[lane][row % kStatsQueries] = term_of(statistic, lane % kTerms);
         }
     }
-    const int num_rows = min(kRows, params.dq.row_groups * kDqGroupRows - first_row);
+    const int num_rows = min(kRows, padded_q - first_row);
     if (params.visits && threadIdx.x < num_rows / kDqGroupRows) {
         params.visits[static_cast<long long>(head) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x] = 0;
     }

@@ -76,7 +76,8 @@ private:
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
-        tma_load_3d(&smem_.stats[block_.slot], params_.stats, q_full, visit.col, 0, block.head);
+        tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,
+                    block.head);
         if (is_masked) {
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bwd_agenda.cuh"
+#include "bwd_stats.cuh"
 #include "bwd_walk.cuh"
 #include "dq_accumulator.cuh"
 #include "plan.cuh"
@@ -14,7 +15,7 @@ struct BackwardParams {
     TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
     TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
     TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
-    TensorMap stats;   // [nheads_q, 2, total_q], fp32: where sums start; boxes of 2 x block_cols
+    TensorMap stats;   // [nheads_q, total_q / 8] of Stats in 8-byte words, boxes of block_cols queries
     TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
     TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
     void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
@@ -100,13 +101,6 @@ struct TileOfHead {
     static constexpr int kNoMoreWork = -1;   // as num_visits
 };
 
-// Of each query, what the sums of a score and of a probability's gradient start from.
-template <class Config>
-struct Stats {
-    float of_scores[Config::kBlockCols];
-    float of_dprobs[Config::kBlockCols];
-};
-
 template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
@@ -117,7 +111,9 @@ struct alignas(1024) SharedStorage {
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries
     float dq[Config::kDqParts][4][Config::kWarpRows * Config::kDqCols];   // on the way out, of each warp
-    Stats<Config> stats[Config::kStages];   // travel with q
+    Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
+    Stats behind_stats;    // rows that do not count
+    Selector selectors[kStatistics];
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work;                         // travels with k and v
     uint32_t kv_phase;   // the producer's
@@ -149,6 +145,22 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     }
     smem.kv_phase = 0;
     fence_mbarrier_init();
+}
+
+// By all threads. What a row of the statistics holds that does not count must be finite.
+template <class Config>
+__device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
+    uint16_t* const terms = smem.stats[0][0].terms[0];
+    constexpr int kCount = (sizeof(smem.stats) + sizeof(smem.behind_stats)) / sizeof(uint16_t);
+    for (int i = threadIdx.x; i < kCount; i += Config::kThreads) {
+        terms[i] = 0;
+    }
+    constexpr int kElements = sizeof(Selector) / sizeof(uint16_t);
+    if (threadIdx.x < kElements) {
+        fill(smem.selectors[0], threadIdx.x, Statistic::kOfScores);
+        fill(smem.selectors[1], threadIdx.x, Statistic::kOfDprobs);
+    }
+    fence_proxy_async_shared();
 }
 
 }  // namespace ffa

@@ -293,6 +293,10 @@ __device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile, uint32_t 
 // The high word of all of them: 128-byte swizzle, groups of 8 rows of 128 bytes.
 constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;
 
+// Of operands without a swizzle, in matrices of 8 rows of 16 bytes one behind the other: how far the next 8 rows of the operand,
+// where it is read along them (K-major), or its next 8 columns lie; the low word tells where the next 16 bytes of a row do.
+__device__ constexpr uint32_t plain_descriptor_high(uint32_t stride_bytes) { return stride_bytes >> 4; }
+
 // The same number, which is that of all lanes of the warp: the compiler may keep it in a uniform register.
 __device__ __forceinline__ int uniform(int number) { return __reduce_max_sync(0xffffffff, number); }
 
@@ -343,17 +347,17 @@ struct Wgmma;
 #define FFA_WGMMA(ELEMENT, TYPE, N, REGISTERS, OPERANDS, X0, X1, X2, X3, X4, X5, X6, X7)                             \
     template <>                                                                                                      \
     struct Wgmma<ELEMENT, N> {                                                                                       \
-        template <Major kMajorA, Major kMajorB>                                                                      \
+        template <Major kMajorA, Major kMajorB, uint32_t kHighA = kDescriptorHigh, uint32_t kHighB = kDescriptorHigh> \
         static __device__ __forceinline__ void ss(float (&d)[N / 2], uint32_t a, uint32_t b, int accumulate) {       \
             asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\n"                                                       \
                          "setp.ne.b32 p, " X2 ", 0;\n"                                                               \
                          "mov.b64 a, {" X0 ", " X5 "};\n"                                                            \
-                         "mov.b64 b, {" X1 ", " X5 "};\n"                                                            \
+                         "mov.b64 b, {" X1 ", " X6 "};\n"                                                            \
                          "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE                             \
                          " {" REGISTERS "}, a, b, p, 1, 1, " X3 ", " X4 ";\n}"                                       \
                          : OPERANDS(d)                                                                               \
                          : "r"(a), "r"(b), "r"(accumulate), "n"(int(kMajorA)), "n"(int(kMajorB)),                    \
-                           "r"(kDescriptorHigh));                                                                    \
+                           "r"(kHighA), "r"(kHighB));                                                                \
         }                                                                                                            \
         template <Major kMajorB>                                                                                     \
         static __device__ __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint32_t b,                  \

@@ -118,10 +118,10 @@ def tensor_map(x: Tensor, box_rows: int) -> bytes:
     return _packed(x.data_ptr(), (head_dim, rows, heads), strides, (64, box_rows), 2, True)
 
 
-def stats_map(address: int, nheads: int, rows: int, padded_rows: int, box_rows: int) -> bytes:
-    """A descriptor of fp32 `[nheads, 2, rows]` in memory of `padded_rows`, read in boxes of both statistics."""
-    strides = (4 * padded_rows, 8 * padded_rows)
-    return _packed(address, (rows, 2, nheads), strides, (box_rows, 2), 4, False)
+def stats_map(address: int, nheads: int, padded_rows: int, box_rows: int) -> bytes:
+    """A descriptor of `[nheads, padded_rows / 8]` times 96 bytes, read in boxes of those of `box_rows`."""
+    words = padded_rows // 8 * 12
+    return _packed(address, (words, 1, nheads), (8 * words,) * 2, (box_rows // 8 * 12, 1), 8, False)
 
 
 def _packed(

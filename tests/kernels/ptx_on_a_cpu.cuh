@@ -598,6 +598,9 @@ inline uint32_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
     return (leading_bytes >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
+constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;
+constexpr uint32_t plain_descriptor_high(uint32_t stride_bytes) { return stride_bytes >> 4; }
+
 enum class Major { K = 0, MN = 1 };
 
 // The value `along` places along a row of 128 bytes, in the row `across`; rows longer than that go on in another slab.
@@ -609,21 +612,28 @@ inline float operand(uint32_t descriptor, int across, int along) {
     return widened(bits);
 }
 
-template <Major kMajor>
+template <Major kMajor, uint32_t kHigh = kDescriptorHigh>
 float operand(uint32_t descriptor, int outer, int k) {
+    if (kHigh != kDescriptorHigh) {   // matrices of 8 x 16 bytes, with a stride along the terms and one across them
+        const uint32_t begin = (descriptor & 0x3FFF) << 4, term_bytes = descriptor >> 16 << 4;
+        const int row = (kMajor == Major::K ? outer : k) % 8, col = (kMajor == Major::K ? k : outer) % 8;
+        uint16_t bits;
+        std::memcpy(&bits, shared(begin + outer / 8 * (kHigh << 4) + k / 8 * term_bytes + row * 16 + col * 2), 2);
+        return widened(bits);
+    }
     return kMajor == Major::K ? operand(descriptor, outer, k) : operand(descriptor, k, outer);
 }
 
 template <class Element, int kN>
 struct Wgmma {
     // Of this thread: rows lane / 4 and 8 further of its warp, columns 2 * (lane % 4) and 1 further of every 8.
-    template <Major kMajorB>
+    template <Major kMajorB, uint32_t kHighB = kDescriptorHigh>
     static void multiply(float (&d)[kN / 2], const float (&a)[2][16], uint32_t b, bool accumulate) {
         for (int i = 0; i < kN / 4; ++i) {
             const int col = i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2, at = i / 2 * 4 + i % 2;
             float sums[2] = {accumulate ? d[at] : 0.f, accumulate ? d[at + 2] : 0.f};
             for (int k = 0; k < 16; ++k) {
-                const float value = operand<kMajorB>(b, col, k);
+                const float value = operand<kMajorB, kHighB>(b, col, k);
                 sums[0] += a[0][k] * value;
                 sums[1] += a[1][k] * value;
             }
@@ -632,15 +642,15 @@ struct Wgmma {
         }
     }
 
-    template <Major kMajorA, Major kMajorB>
+    template <Major kMajorA, Major kMajorB, uint32_t kHighA = kDescriptorHigh, uint32_t kHighB = kDescriptorHigh>
     static void ss(float (&d)[kN / 2], uint32_t a, uint32_t b, int accumulate) {
         turns::thread->matmuls.open.push_back([=, &d] {
             const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
             float values[2][16];
             for (int k = 0; k < 32; ++k) {
-                values[k / 16][k % 16] = operand<kMajorA>(a, row + k / 16 * 8, k % 16);
+                values[k / 16][k % 16] = operand<kMajorA, kHighA>(a, row + k / 16 * 8, k % 16);
             }
-            multiply<kMajorB>(d, values, b, accumulate);
+            multiply<kMajorB, kHighB>(d, values, b, accumulate);
         });
     }
 

@@ -114,7 +114,7 @@ BEFORE = Layout(
     (
         *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups", "visits"),
         *("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"),
-        *("total_q", "stats_stride", "lse_factor", "agenda.tiles", "agenda.runs"),
+        *("total_q", "lse_factor", "agenda.tiles", "agenda.runs"),
         *(f"agenda.agenda.{name}" for name in (*AGENDA, *HEADS)),
         *("agenda.scratch", "agenda.num_tiles", "agenda.num_slots", "agenda.qhead_per_kvhead"),
         *("agenda.num_blocks", "agenda.is_one_way"),

@@ -39,13 +39,14 @@ from magi_compile.plan.tiles import RUN_FIELDS
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
 _STREAM_THREADS = 256  # of a thread block before and after
+_STATS_QUERIES, _STATS_BYTES = 8, 96  # of csrc/sm90/bwd_stats.cuh
 _ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams: addresses, then what a route knows, to the end of the struct.
 _ADDRESSES, _SCALARS = struct.Struct("<3Qi4x9Q"), struct.Struct("<3i3f")
 _MAX_KNOWN_MAPS = 256
-_PREPROCESS = struct.Struct("<6Qi4xQ4q2if4x7Q2iQ5i4x")
+_PREPROCESS = struct.Struct("<6Qi4xQ4qif7Q2iQ5i4x")
 _POSTPROCESS = struct.Struct("<Qi4xQif")
 
 
@@ -92,8 +93,8 @@ class _Route(NamedTuple):
 class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
-    First the sum of dq `[nheads_q, padded_q, head_dim]`, in fp32 like the statistics `[nheads_q, 2, padded_q]` and dk and
-    dv of the parts of tiles, if there may be some; then the agenda, and integers: its counters and its length, how many
+    First the sum of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
+    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and integers: its counters and its length, how many
     parts have arrived, and what its writer needs.
     """
 
@@ -119,7 +120,7 @@ class _Scratch(NamedTuple):
         num_waves = num_tiles * problem.nheads_kv // grid
         words = (
             problem.nheads_q * padded_q * problem.head_dim,
-            problem.nheads_q * padded_q * 2,
+            problem.nheads_q * padded_q // _STATS_QUERIES * (_STATS_BYTES // 4),
             num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim,
             (num_items + num_slots) * _ENTRY_BYTES // 4,
             2 + num_waves,
@@ -263,7 +264,6 @@ def backward_in_phases(
         *out.stride()[:2],
         *dout.stride()[:2],
         total_q,
-        padded_q,
         -math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
         at_tiles,
         at_runs,
@@ -291,7 +291,7 @@ def backward_in_phases(
     if maps is None:
         if len(route.maps) >= _MAX_KNOWN_MAPS:
             route.maps.clear()
-        stats_map = _stats_map(stats, nheads_q, total_q, padded_q, route.config.block_cols)
+        stats_map = _stats_map(stats, nheads_q, padded_q, route.config.block_cols)
         maps = _tensor_maps(q, dout, k, v, dk, dv, stats_map, route.config)
         route.maps[place] = maps
     pointers = _ADDRESSES.pack(
@@ -383,15 +383,19 @@ def _variant(source: str, entry: str, defines: dict[str, object]) -> Variant:
 
 
 @lru_cache(maxsize=4096)
-def _stats_map(address: int, nheads: int, rows: int, padded_rows: int, box_rows: int) -> bytes:
-    """The TMA descriptor of fp32 `[nheads, 2, rows]` in memory of `padded_rows`, in boxes of both statistics."""
+def _stats_map(address: int, nheads: int, padded_rows: int, box_rows: int) -> bytes:
+    """The TMA descriptor of statistics `[nheads, padded_rows / 8]`, in boxes of those of `box_rows` queries.
+
+    A row of a box has 256 elements at most, so they are as wide as elements can be.
+    """
+    head_bytes, box_bytes = (n // _STATS_QUERIES * _STATS_BYTES for n in (padded_rows, box_rows))
     encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64,
         3,
         address,
-        [driver.cuuint64_t(n) for n in (rows, 2, nheads)],
-        [driver.cuuint64_t(4 * n) for n in (padded_rows, 2 * padded_rows)],
-        [driver.cuuint32_t(n) for n in (box_rows, 2, 1)],
+        [driver.cuuint64_t(n) for n in (head_bytes // 8, 1, nheads)],
+        [driver.cuuint64_t(head_bytes)] * 2,
+        [driver.cuuint32_t(n) for n in (box_bytes // 8, 1, 1)],
         [driver.cuuint32_t(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
