@@ -112,8 +112,7 @@ struct alignas(1024) SharedStorage {
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries
     float dq[Config::kDqParts][4][Config::kWarpRows * Config::kDqCols];   // on the way out, of each warp
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
-    Stats behind_stats;    // rows that do not count
-    Selector selectors[kStatistics];
+    Selector selectors[kStatistics];   // behind the statistics, whose last two rows that do not count are in here
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work;                         // travels with k and v
     uint32_t kv_phase;   // the producer's
@@ -151,7 +150,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
 template <class Config>
 __device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
     uint16_t* const terms = smem.stats[0][0].terms[0];
-    constexpr int kCount = (sizeof(smem.stats) + sizeof(smem.behind_stats)) / sizeof(uint16_t);
+    constexpr int kCount = sizeof(smem.stats) / sizeof(uint16_t);
     for (int i = threadIdx.x; i < kCount; i += Config::kThreads) {
         terms[i] = 0;
     }
