@@ -81,23 +81,31 @@ private:
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
 #pragma unroll
         for (int part = 0; part < Config::kDqParts; ++part) {
-            const int row = first + part / Config::kDqColParts * Config::kDqRows;
-            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq, head, row), head, row, row < end};
             Dq dq;
             multiply(dq, part);
             if (part == Config::kDqParts - 1) {
                 release(smem_.dscores_empty[dscores_.slot]);
             }
+            if (part == 0) {
+                await_staging();
+            }
             store(dq, part);
-            if (Config::kIsDeterministic && part % Config::kDqColParts == 0) {
+        }
+        dscores_.advance();
+        fence_proxy_async_shared();
+        __syncwarp();
+#pragma unroll
+        for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
+            const int row = first + row_part * Config::kDqRows;
+            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq, head, row), head, row, row < end};
+            if constexpr (Config::kIsDeterministic) {
                 await_turn(rows);
             }
-            add(rows, part);
-            if (Config::kIsDeterministic && (part + 1) % Config::kDqColParts == 0) {
+            add(rows, smem_.dq[row_part][warp_]);
+            if constexpr (Config::kIsDeterministic) {
                 publish();
             }
         }
-        dscores_.advance();
     }
 
     __device__ __forceinline__ void multiply(Dq& dq, int part) {
@@ -121,28 +129,28 @@ private:
         return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
     }
 
-    // To this warp's buffer, once what was there before has left.
-    __device__ __forceinline__ void store(const Dq& dq, int part) {
+    // Until what was in this warp's buffers has left.
+    __device__ __forceinline__ void await_staging() {
         if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<Config::kDqParts - 1>();
+            cp_async_bulk_wait_group_read<0>();
         }
         __syncwarp();
-        float* const staging = smem_.dq[part][warp_];
+    }
+
+    __device__ __forceinline__ void store(const Dq& dq, int part) {
+        float* const staging = smem_.dq[part / Config::kDqColParts][warp_] +
+                               part % Config::kDqColParts * Config::kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
                                                                          dq[4 * i + 3]};
         }
-        fence_proxy_async_shared();
-        __syncwarp();
     }
 
-    __device__ __forceinline__ void add(const Rows& rows, int part) {
+    __device__ __forceinline__ void add(const Rows& rows, const float* staging) {
         if (lane_ == 0) {
             if (rows.are_in_run) {
-                cp_reduce_async_bulk_add(
-                    rows.sum + part % Config::kDqColParts * Config::kWarpRows * Config::kDqCols,
-                    smem_.dq[part][warp_], sizeof(smem_.dq[0][0]));
+                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
             }
             cp_async_bulk_commit_group();
         }

@@ -110,7 +110,7 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries
-    float dq[Config::kDqParts][4][Config::kWarpRows * Config::kDqCols];   // on the way out, of each warp
+    float dq[Config::kDqRowParts][4][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // behind the statistics, whose last two rows that do not count are in here
     Block blocks[Config::kStages];          // travel with q
