@@ -26,9 +26,8 @@ public:
         : params_(params),
           smem_(smem),
           warpgroup_(warpgroup),
-          warp_(threadIdx.x / 32 % 4),
           lane_(threadIdx.x % 32),
-          gradients_(params, warpgroup, warp_, lane_) {}
+          gradients_(params, lane_) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -52,6 +51,9 @@ private:
 
     // Measured: it pays where products are short beside the exponentials.
     static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
+    // A wait amid the arithmetic that makes operands: the assembler orders what is in front and behind for itself, and needs
+    // fewer registers.
+    static constexpr bool kBufferIsAwaitedBefore = kExponentialsBesideDprobs;
     // dS of a block then has the slot of its queries, which saves registers.
     static constexpr bool kScoresGoWithBlocks = Config::kScoreStages == Config::kStages;
 
@@ -115,12 +117,20 @@ private:
     template <class Between>
     __device__ __forceinline__ void announce(const Operand& dscores, Between between) {
         const auto at = scores_position();
-        mbarrier_wait_together(smem_.dscores_empty[at.slot], at.phase ^ 1);
+        if constexpr (!kBufferIsAwaitedBefore) {
+            await_buffer();
+        }
         store_dscores(dscores, smem_.dscores[at.slot][0]);
         between();
         fence_proxy_async_shared();
         release(smem_.dscores_full[at.slot]);
         dscores_.advance();
+    }
+
+    // For dS of the present block.
+    __device__ __forceinline__ void await_buffer() const {
+        const auto at = scores_position();
+        mbarrier_wait_together(smem_.dscores_empty[at.slot], at.phase ^ 1);
     }
 
     __device__ __forceinline__ auto scores_position() const {
@@ -270,6 +280,9 @@ private:
                                                 Operand& dscores) const {
 #pragma unroll
         for (int i = 0; i < kScores / 2; ++i) {
+            if (kBufferIsAwaitedBefore && i == kScores / 4) {
+                await_buffer();
+            }
             dscores[i] = pack<Element>(p[2 * i] * dprobs[2 * i], p[2 * i + 1] * dprobs[2 * i + 1]);
             probs[i] = pack<Element>(p[2 * i], p[2 * i + 1]);
         }
@@ -323,7 +336,6 @@ private:
     const BackwardParams& params_;
     SharedStorage<Config>& smem_;
     const int warpgroup_;
-    const int warp_;
     const int lane_;
     const KeyGradients<Config> gradients_;
     Position<1> kv_;

@@ -13,22 +13,18 @@ public:
     static constexpr int kGrad = Config::kHeadDim / 2;   // registers of a thread
     using Grad = float[kGrad];
 
-    __device__ __forceinline__ KeyGradients(const BackwardParams& params, int warpgroup, int warp, int lane)
-        : params_(params), warpgroup_(warpgroup), warp_(warp), lane_(lane) {}
+    __device__ __forceinline__ KeyGradients(const BackwardParams& params, int lane) : params_(params), lane_(lane) {}
 
     // The first of the warp.
-    __device__ __forceinline__ int row_in_tile() const {
-        return warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
-    }
+    __device__ __forceinline__ int row_in_tile() const { return warp() * Config::kWarpRows; }
 
     // Leaves what this part of a tile has, each warp for itself. The last one to arrive then has the sums of all, in fp32
     // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
     // there is something to store: those others have nothing.
     __device__ __forceinline__ int join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
         const int heads = params_.agenda.heads_per_section;
-        const int warp = warpgroup_ * 4 + warp_;
         float4* const partials = reinterpret_cast<float4*>(params_.agenda.partials) +
-                                 static_cast<long long>(work.slot * kAgendaArrivals + warp) * kPartialsOfWarp + lane_;
+                                 static_cast<long long>(work.slot * kAgendaArrivals + warp()) * kPartialsOfWarp + lane_;
         const int part_stride = heads * kAgendaArrivals * kPartialsOfWarp;
         leave(dv, partials + work.part * part_stride);
         leave(dk, partials + work.part * part_stride + kPartialsOfWarp / 2);
@@ -36,7 +32,7 @@ public:
         __syncwarp();
         int num_arrived = 0;
         if (lane_ == 0) {
-            num_arrived = atomicAdd(params_.agenda.arrivals + work.slot * kAgendaArrivals + warp, 1);
+            num_arrived = atomicAdd(params_.agenda.arrivals + work.slot * kAgendaArrivals + warp(), 1);
         }
         const bool is_last = __shfl_sync(0xffffffff, num_arrived, 0) + 1 == work.num_parts;
         __threadfence();
@@ -83,6 +79,9 @@ public:
     }
 
 private:
+    // Of the consumers, which are the first ones. No register keeps it.
+    __device__ __forceinline__ static int warp() { return opaque(threadIdx.x) / 32; }
+
     __device__ __forceinline__ static void leave(Grad& grad, float4* partials) {
 #pragma unroll
         for (int i = 0; i < kGrad / 4; ++i) {
@@ -122,8 +121,6 @@ private:
     static constexpr int kPartialsOfWarp = 2 * kGrad / 4 * 32;   // float4
 
     const BackwardParams& params_;
-    const int warpgroup_;
-    const int warp_;
     const int lane_;
 };
 
