@@ -32,7 +32,7 @@ public:
     __device__ __forceinline__ void run() {
         while (true) {
             mbarrier_wait_together(smem_.kv_full, kv_.phase);
-            left_ = uniform(smem_.work.num_visits);
+            left_ = uniform(work().num_visits);
             if (left_ == TileOfHead::kNoMoreWork) {
                 break;
             }
@@ -65,8 +65,11 @@ private:
         }
         if (left_ > 0) {
             walk(dk, dv);
+            barrier_sync(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
+        } else {
+            release(smem_.kv_empty);
         }
-        const TileOfHead& work = smem_.work;
+        const TileOfHead& work = this->work();
         int store_end = work.tile.row_end;
         if (__any_sync(0xffffffff, work.num_parts > 1)) {
             store_end = gradients_.join_parts(dk, dv, work);
@@ -75,13 +78,8 @@ private:
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.softmax_scale;
         }
-        barrier_sync(kKeysAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
-        gradients_.store(dv, smem_.v[0], params_.dv, params_.dv_rows, work, store_end);
-        gradients_.store(dk, smem_.k[0], params_.dk, params_.dk_rows, work, store_end);
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();
-        }
-        release(smem_.kv_empty);
+        gradients_.store(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
+        gradients_.store(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
     }
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
@@ -95,6 +93,7 @@ private:
             issue_dk(dk, dscores);
             block_.advance();
             if (--left_ == 0) {
+                release(smem_.kv_empty);   // the next ones may come while these gradients leave
                 wgmma_wait_group<0>();
                 pin(dv);
                 pin(dk);
@@ -149,14 +148,14 @@ private:
         issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, smem_.k[0],
                                          smem_.q[block_.slot][0]);   // S^T = K Q^T
         meanwhile();
-        const bool is_masked = smem_.blocks[block_.slot].is_masked;
+        const int mask_row = smem_.blocks[block_.slot].mask_row;
         wgmma_wait_group<0>();
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
             cap(scores);
-            mask(scores, is_masked);
+            mask(scores, mask_row);
         } else {
-            mask(scores, is_masked);
+            mask(scores, mask_row);
             scale(scores);
         }
         if constexpr (!Config::kHasSoftcap && !kExponentialsBesideDprobs) {
@@ -176,6 +175,9 @@ private:
             to_operands(dprobs, scores, probs, dscores);
         }
     }
+
+    // No register keeps the address.
+    __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[opaque(kv_.phase)]; }
 
     // ---- the matmuls
 
@@ -233,10 +235,10 @@ private:
 
     // ---- scores to probabilities and to their gradients
 
-    __device__ __forceinline__ void mask(Scores& scores, bool is_masked) const {
-        if (__any_sync(0xffffffff, is_masked)) {
+    __device__ __forceinline__ void mask(Scores& scores, int mask_row) const {
+        if (__any_sync(0xffffffff, mask_row != kNoMask)) {
             const Block& block = smem_.blocks[block_.slot];
-            apply_mask(scores, block.run, smem_.work.tile.row_begin + gradients_.row_in_tile() + lane_ / 4,
+            apply_mask(scores, block.run, mask_row + gradients_.row_in_tile() + lane_ / 4,
                        block.first + 2 * (lane_ % 4));
         }
     }

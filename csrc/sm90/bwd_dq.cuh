@@ -17,7 +17,7 @@ public:
     __device__ __forceinline__ void run() {
         while (true) {
             mbarrier_wait_together(smem_.kv_full, kv_.phase);
-            int left = uniform(smem_.work.num_visits);
+            int left = uniform(work().num_visits);
             if (left == TileOfHead::kNoMoreWork) {
                 break;
             }
@@ -29,7 +29,9 @@ public:
                 }
                 differentiate();
             }
-            barrier_arrive(kKeysAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
+            if (num_visits > 0) {   // otherwise nobody would hold this warpgroup back from arriving twice
+                barrier_arrive(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
+            }
             release(smem_.kv_empty);
             kv_.advance();
         }
@@ -55,9 +57,11 @@ private:
         bool are_in_run;
     };
 
+    __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[kv_.phase]; }
+
     // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
     __device__ __forceinline__ void keep_step(int step) {
-        const int wave = smem_.work.wave_in_step;
+        const int wave = work().wave_in_step;
         if (lane_ == 0 && warp_ == 0 && wave != kNoWave) {
             int* const steps = params_.agenda.counters->steps(wave);
             atomicAdd(steps, 1);
@@ -164,7 +168,7 @@ private:
         visits_ = nullptr;
         if (lane_ == 0 && rows.are_in_run) {
             visits_ = order.visits + rows.head * num_groups + group;
-            const int turn = order.turns[smem_.work.tile_index * num_groups + group];
+            const int turn = order.turns[work().tile_index * num_groups + group];
             while (load_acquire(visits_) < turn) {
             }
         }

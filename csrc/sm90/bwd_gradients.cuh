@@ -71,11 +71,13 @@ public:
                                  work.kv_head);
                 }
                 cp_async_bulk_commit_group();
+                cp_async_bulk_wait_group_read<0>();
             }
         } else {
             __syncwarp();
             store_rows(staging, warp_row, rows, work.kv_head, store_end);
         }
+        __syncwarp();   // others may be written there
     }
 
 private:

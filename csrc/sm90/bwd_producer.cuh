@@ -20,14 +20,14 @@ public:
             load_tile(agenda.entry(), agenda.head_in_section(), agenda.wave_in_step());
         }
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        smem_.work.num_visits = TileOfHead::kNoMoreWork;
+        smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
     }
 
 private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section, int wave_in_step) {
-        TileOfHead& work = smem_.work;
+        TileOfHead& work = smem_.work[smem_.kv_phase];
         const int num_blocks = blocks_of_tile<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         work.tile = params_.tiles[entry.tile];
@@ -49,18 +49,19 @@ private:
             load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, work.kv_head);
         }
         smem_.kv_phase ^= 1;
-        for (int i = work.tile.run_end - work.tile.run_begin; i-- > 0;) {
-            const Run& run = params_.runs[work.is_ascending ? work.tile.run_end - 1 - i : work.tile.run_begin + i];
+        for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
+            const Tile& tile = this->work().tile;
+            const Run& run = params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i];
             load_run(run);
         }
     }
 
     __device__ __forceinline__ void load_run(const Run& run) {
-        const RunWalk<Config::kBlockCols> walk{run, smem_.work.num_qheads, smem_.work.is_ascending};
+        const RunWalk<Config::kBlockCols> walk{run, work().num_qheads, work().is_ascending};
         for (int left = walk.num_visits(); left-- > 0;) {
             const Visit visit = walk.visit(left);
             // Keys past the end of a short tile belong to others: the mask hides them.
-            const bool is_masked = smem_.work.is_short(Config::kTileRows) || walk.is_masked(visit.col);
+            const bool is_masked = work().is_short(Config::kTileRows) || walk.is_masked(visit.col);
             load_block(run, visit, is_masked);
         }
     }
@@ -71,8 +72,8 @@ private:
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = visit.col;
         block.end = run.col_end;
-        block.head = smem_.work.qhead + visit.group;
-        block.is_masked = is_masked;
+        block.head = work().qhead + visit.group;
+        block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
         load(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
@@ -96,6 +97,9 @@ private:
             tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
         }
     }
+
+    // The tile that is being loaded.
+    __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[smem_.kv_phase ^ 1]; }
 
     const BackwardParams& params_;
     SharedStorage<Config>& smem_;

@@ -71,16 +71,19 @@ struct BackwardConfig {
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
     static_assert(kSlabCols == kDqRows, "a slab of dS is one part of dQ");
     static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
+    static_assert(kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
 };
 
+constexpr int kNoMask = -1;
+
 // What the producer says about a block of queries.
 struct alignas(16) Block {
-    Run run;   // only where some key of the tile may not see every query
+    Run run;   // only where there is a mask
     int first;
     int end;   // queries from here on are no part of the run
     int head;
-    uint32_t is_masked;
+    int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
 };
 
 struct TileOfHead {
@@ -105,16 +108,16 @@ template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
 
-    Element k[Config::kSlabs][Config::kKSlab];   // dK leaves from here
-    Element v[Config::kSlabs][Config::kKSlab];   // dV leaves from here
+    Element k[Config::kSlabs][Config::kKSlab];
+    Element v[Config::kSlabs][Config::kKSlab];
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
-    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries
+    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; dV and dK leave from here
     float dq[Config::kDqRowParts][4][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // behind the statistics, whose last two rows that do not count are in here
     Block blocks[Config::kStages];          // travel with q
-    TileOfHead work;                         // travels with k and v
+    TileOfHead work[2];   // travels with k and v, in turns: it is needed until dK has left, when the next ones are under way
     uint32_t kv_phase;   // the producer's
     uint32_t never_written;
     uint64_t kv_full, kv_empty;
@@ -123,8 +126,8 @@ struct alignas(1024) SharedStorage {
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
 };
 
-// 0 is __syncthreads. Nobody reads K and V of a tile any more.
-enum NamedBarrier : uint32_t { kKeysAreRead = 1 };
+// 0 is __syncthreads. Nobody reads dS of a tile any more.
+enum NamedBarrier : uint32_t { kScoresAreRead = 1 };
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
