@@ -190,7 +190,7 @@ private:
         constexpr int kStepBytes = 32;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
-            product[i] = 0.f;
+            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
         }
         pin(product);
         wgmma_fence();

@@ -112,12 +112,12 @@ struct alignas(1024) SharedStorage {
     Element v[Config::kSlabs][Config::kKSlab];
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
-    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; dV and dK leave from here
+    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
     float dq[Config::kDqRowParts][4][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
-    Selector selectors[kStatistics];   // behind the statistics, whose last two rows that do not count are in here
+    Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
     Block blocks[Config::kStages];          // travel with q
-    TileOfHead work[2];   // travels with k and v, in turns: it is needed until dK has left, when the next ones are under way
+    TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
     uint32_t never_written;
     uint64_t kv_full, kv_empty;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     fence_mbarrier_init();
 }
 
-// By all threads. What a row of the statistics holds that does not count must be finite.
+// By all threads: terms that do not count are read as well, before they are there, and must be finite.
 template <class Config>
 __device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
     uint16_t* const terms = smem.stats[0][0].terms[0];

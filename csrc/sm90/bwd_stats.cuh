@@ -1,10 +1,9 @@
 // What the sums of the backward start from: -lse / scale of a query where a score begins, -delta where the gradient of a
-// probability does. A matmul of 16 terms adds them, so that no thread has to load what all keys have in common.
+// probability does. A matmul adds them, so that no thread has to load what all keys have in common.
 //
-// Its B operand holds queries: three terms of bf16, whose sum is a statistic, for either of them. Those of 8 queries are 6 rows
-// of 16 bytes; of the 8 rows that make up half of the terms, the last two are the first ones of the next 8 queries. The
-// A operand, which holds keys, has halves where a term counts and zeros where it does not; all its rows are alike, and so are
-// both its halves, and those of B.
+// Of its 16 terms, 3 make up one statistic and the next 3 the other. Its B operand holds queries: the terms of 8 of them are 6
+// rows of 16 bytes, and the first two rows of the next queries stand for terms 6 and 7. Its A operand holds keys, all alike:
+// halves where a term counts, zeros where it does not. Terms 8 to 15 are terms 0 to 7 once more, in both.
 #pragma once
 
 #include "ptx.cuh"
@@ -24,13 +23,13 @@ struct alignas(16) Stats {
 
 constexpr int kStatsWords = sizeof(Stats) / 8;
 
-// The A operand, of 8 keys: [0] is the row of each.
+// The A operand, of 8 keys.
 struct alignas(16) Selector {
     uint16_t rows[8][8];
 };
 
-constexpr uint32_t kStatsDescriptorHigh = plain_descriptor_high(sizeof(Stats));   // the next queries
-constexpr uint32_t kSelectorDescriptorHigh = plain_descriptor_high(0);            // the same keys once more
+constexpr uint32_t kStatsDescriptorHigh = plain_descriptor_high(sizeof(Stats));   // to the next queries
+constexpr uint32_t kSelectorDescriptorHigh = plain_descriptor_high(0);            // to the same keys
 
 __device__ __forceinline__ void fill(Selector& selector, int element, Statistic statistic) {
     constexpr uint16_t kHalf = 0x3f00;
@@ -40,8 +39,8 @@ __device__ __forceinline__ void fill(Selector& selector, int element, Statistic 
 
 __device__ __forceinline__ float widen(uint32_t bf16_bits) { return __uint_as_float(bf16_bits << 16); }
 
-// The terms of `x` are its first 8 bits, the next and the last ones. Where x is not finite all are the largest number there is:
-// their sum is not finite either, and a zero times one of them is.
+// The terms of `x` are its first 8 bits, the next and the last ones. Where x is not finite they are the largest numbers there
+// are: their sum is not finite either, but a zero times one of them is.
 __device__ __forceinline__ uint16_t term_of(float x, int term) {
     constexpr uint16_t kLargest = 0x7f7f;
     if (!(fabsf(x) <= widen(kLargest))) {
