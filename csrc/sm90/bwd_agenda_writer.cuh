@@ -1,4 +1,7 @@
-// How the agenda of the backward pass comes about: directions and parts of tiles.
+// How the agenda of the backward pass comes about: chapters, directions and parts of tiles.
+//
+//   Chapters. In front of the first document's other tiles may be many that see all its queries, as a prefix does. Such walks
+//   start together and end together. All heads have them first: between them, others would start at any time.
 //
 //   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
 //   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
@@ -20,6 +23,7 @@
 namespace ffa {
 
 constexpr int kFewWaves = 3;
+constexpr int kChapterWaves = 2;   // at least, of all heads
 constexpr float kFewTilesShare = 1.5f;
 constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
 constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
@@ -73,6 +77,8 @@ private:
         num_blocks_ = prefix_sum(
             num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
             [&](int i, int before) { blocks_before_[i] = before; });
+        for_each(1, [&](int) { blocks_before_[num_tiles_] = num_blocks_; });
+        tiles_of_chapter_ = params_.qhead_per_kvhead > 1 ? tiles_of_prefix() : 0;
         const int num_documents = prefix_sum(
             num_tiles_, [&](int i) { return int(starts_document(i)); },
             [&](int i, int before) {
@@ -82,14 +88,34 @@ private:
                     document_begin_[document] = i;
                 }
             });
-        for_each(1, [&](int) { blocks_before_[num_tiles_] = num_blocks_; });
-        waves_of_section_ = num_documents == 1
-                                ? (num_tiles_ * agenda_.heads_per_section + params_.num_blocks / 2) / params_.num_blocks
-                                : 0;
+        const bool is_one_document = num_documents == (tiles_of_chapter_ > 0 ? 2 : 1);
+        const int items_of_section = (num_tiles_ - tiles_of_chapter_) * agenda_.heads_per_section;
+        waves_of_section_ = is_one_document ? (items_of_section + params_.num_blocks / 2) / params_.num_blocks : 0;
     }
 
-    // Tiles that end with the same query are taken for one document.
-    __device__ __forceinline__ bool starts_document(int i) const { return i == 0 || last_query(i) != last_query(i - 1); }
+    // How many tiles in front are as long as the first one, if enough for a chapter and others of their document follow.
+    __device__ int tiles_of_prefix() const {
+        const auto is_like_first = [&](int i) { return blocks_of(i) == blocks_of(0) && last_query(i) == last_query(0); };
+        int& num_alike = agenda_.counters->ticket;
+        for_each(1, [&](int) { num_alike = 0; });
+        prefix_sum(
+            num_tiles_, [&](int i) { return int(is_like_first(i)); },
+            [&](int i, int before) {
+                if (before == i && !is_like_first(i) && last_query(i) == last_query(0)) {
+                    num_alike = i;
+                }
+            });
+        const int found = num_alike;
+        __syncthreads();
+        return found * agenda_.num_heads >= kChapterWaves * params_.num_blocks ? found : 0;
+    }
+
+    __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before_[tile + 1] - blocks_before_[tile]; }
+
+    // Tiles that end with the same query are taken for one document; so are those of the first chapter.
+    __device__ __forceinline__ bool starts_document(int i) const {
+        return i == 0 || i == tiles_of_chapter_ || last_query(i) != last_query(i - 1);
+    }
 
     __device__ __forceinline__ int last_query(int i) const {
         const Tile& tile = params_.tiles[i];
@@ -114,6 +140,31 @@ private:
         return pays ? num_whole * agenda_.heads_per_section : 0;
     }
 
+    // A tile for the heads of a section, and the tiles that its chapter has.
+    struct Place {
+        int section;
+        int tile;
+        int first_of_chapter;
+        int end_of_chapter;
+    };
+
+    __device__ __forceinline__ Place place(int i) const {
+        const int in_first = tiles_of_chapter_ * num_sections_;
+        const int first = i < in_first ? 0 : tiles_of_chapter_;
+        const int end = i < in_first ? tiles_of_chapter_ : num_tiles_;
+        const int in_chapter = i < in_first ? i : i - in_first;
+        return {in_chapter / (end - first), first + in_chapter % (end - first), first, end};
+    }
+
+    // For one head of each section, from this place on.
+    __device__ __forceinline__ float blocks_left(const Place& place) const {
+        const int before_chapter = blocks_before_[place.first_of_chapter];
+        const float of_chapter = blocks_before_[place.end_of_chapter] - before_chapter;
+        const float behind = num_blocks_ - blocks_before_[place.end_of_chapter];
+        return of_chapter - (blocks_before_[place.tile] - before_chapter) + (num_sections_ - 1 - place.section) * of_chapter +
+               num_sections_ * behind;
+    }
+
     __device__ int list_tiles() {
         for_each(num_sections_ * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 0, 1, 0); });
         return num_sections_ * num_tiles_;
@@ -132,12 +183,12 @@ private:
     }
 
     __device__ __forceinline__ AgendaEntry entry(int i, int part, int num_parts, int slot) const {
-        const int section = i / num_tiles_, tile = i % num_tiles_;
-        const int in_document = tile - document_begin_[document_of_[tile]];
-        const int wave = section * waves_of_section_ + in_document * agenda_.heads_per_section / params_.num_blocks;
-        const bool is_ascending = !params_.is_one_way && wave % 2 != 0;
-        return {tile,
-                section * agenda_.heads_per_section,
+        const Place at = place(i);
+        const int in_document = at.tile - document_begin_[document_of_[at.tile]];
+        const int wave = at.section * waves_of_section_ + in_document * agenda_.heads_per_section / params_.num_blocks;
+        const bool is_ascending = !params_.is_one_way && at.tile >= tiles_of_chapter_ && wave % 2 != 0;
+        return {at.tile,
+                at.section * agenda_.heads_per_section,
                 static_cast<short>(part),
                 static_cast<short>(num_parts),
                 static_cast<short>(num_parts > 1 ? slot : 0),
@@ -147,13 +198,12 @@ private:
     // The least divisor of the group by which no part is longer than a thread block's share of the work that is left;
     // where tiles are few, than one and a half shares of all work, since more parts would cost more than idle blocks do.
     __device__ __forceinline__ int wanted_parts(int i) const {
-        const int section = i / num_tiles_, tile = i % num_tiles_;
+        const Place at = place(i);
         const int group = params_.qhead_per_kvhead;
-        const float blocks = blocks_before_[tile + 1] - blocks_before_[tile];
+        const float blocks = blocks_of(at.tile);
         const float all = num_blocks_;
         const bool is_few = num_tiles_ * agenda_.num_heads < kFewWaves * params_.num_blocks;
-        const float left = is_few ? kFewTilesShare * num_sections_ * all
-                                  : all - blocks_before_[tile] + (num_sections_ - 1 - section) * all;
+        const float left = is_few ? kFewTilesShare * num_sections_ * all : blocks_left(at);
         const float shares = blocks * params_.num_blocks;   // of left * heads_per_section
         int parts = 1;
         while (parts < group && (parts * left * agenda_.heads_per_section < shares || group % parts != 0)) {
@@ -171,7 +221,8 @@ private:
     int *const blocks_before_, *const document_of_, *const document_begin_, *const slot_of_;
     int num_tiles_ = 0;    // that have rows
     int num_blocks_ = 0;   // of queries, in all of them, for one head
-    int waves_of_section_ = 0;   // where one document is all there is
+    int tiles_of_chapter_ = 0;   // of the first one, if there are two
+    int waves_of_section_ = 0;   // of the last chapter, where one document is all there is
 };
 
 }  // namespace ffa

@@ -166,44 +166,57 @@ def is_few(num_tiles: int, sizes: Sizes) -> bool:
     return num_tiles * sizes.nheads_kv < 3 * sizes.num_blocks
 
 
-def expected_parts(plan, sizes: Sizes) -> list[list[int]]:
-    """For each section, for each tile: a part takes a thread block no longer than its share of what is left."""
+def tiles_of_chapter(plan, sizes: Sizes) -> int:
+    """Those in front that are equally long, two waves of them, if there are others of their document."""
+    blocks, document = blocks_of_tiles(plan), next(iter(lengths_of_documents(plan)), 0)
+    equal = len(list(takewhile(lambda x: x == blocks[0], blocks[:document])))
+    is_chapter = equal < document and equal * sizes.nheads_kv >= 2 * sizes.num_blocks
+    return equal if is_chapter and sizes.group > 1 else 0
+
+
+def expected_places(plan, sizes: Sizes) -> list[tuple[int, int]]:
+    """The section and the tile, chapter by chapter."""
+    num_tiles, first = len(tiles_with_rows(plan)), tiles_of_chapter(plan, sizes)
+    chapters = (range(first), range(first, num_tiles))
+    return [(x, tile) for tiles in chapters for x in sizes.sections for tile in tiles]
+
+
+def expected_parts(plan, sizes: Sizes) -> list[int]:
+    """For each place: a part takes a thread block no longer than its share of what is left."""
     blocks = blocks_of_tiles(plan)
     left, free, found = len(sizes.sections) * sum(blocks), sizes.num_slots, []
     share = 1.5 * left if is_few(len(blocks), sizes) else None
-    for _ in sizes.sections:
-        found.append([])
-        for own in blocks:
-            most = (share or left) * sizes.heads_per_section
-            divisors = [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
-            enough = [n for n in divisors if n * most >= own * sizes.num_blocks]
-            least = 0 if share else LEAST_VISITS
-            worth = [n for n in divisors if n == 1 or own * sizes.group // n >= least]
-            parts = max(n for n in worth if n <= min(enough, default=sizes.group))
-            if parts > free and parts > 1:
-                parts, free = 1, 0  # nor is there room for anybody behind
-            elif parts > 1:
-                free -= parts
-            found[-1].append(parts)
-            left -= own
+    for _, tile in expected_places(plan, sizes):
+        own = blocks[tile]
+        most = (share or left) * sizes.heads_per_section
+        divisors = [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
+        enough = [n for n in divisors if n * most >= own * sizes.num_blocks]
+        least = 0 if share else LEAST_VISITS
+        worth = [n for n in divisors if n == 1 or own * sizes.group // n >= least]
+        parts = max(n for n in worth if n <= min(enough, default=sizes.group))
+        if parts > free and parts > 1:
+            parts, free = 1, 0  # nor is there room for anybody behind
+        elif parts > 1:
+            free -= parts
+        found.append(parts)
+        left -= own
     return found
 
 
-def expected_directions(plan, sizes: Sizes) -> list[list[bool]]:
-    """For each section, for each tile: every other wave of its document is ascending, where one document is all there
-    is those of all sections in a row."""
-    documents, heads = lengths_of_documents(plan), sizes.heads_per_section
-    waves_before = [0] * len(sizes.sections)
-    if len(documents) == 1:
-        of_section = int(documents[0] * heads / sizes.num_blocks + 0.5)
-        waves_before = [section * of_section for section in sizes.sections]
+def expected_directions(plan, sizes: Sizes) -> list[bool]:
+    """For each place: every other wave of its document is ascending, where one document is all there is those of all
+    sections in a row. Waves of a chapter in front are not counted, they descend."""
+    first, heads = tiles_of_chapter(plan, sizes), sizes.heads_per_section
+    documents = lengths_of_documents(plan)
+    documents[:1] = [n - first for n in documents[:1]]
+    of_section = int(documents[0] * heads / sizes.num_blocks + 0.5) if len(documents) == 1 else 0
+    place_in_document = [place for length in documents for place in range(length)]
     return [
-        [
-            not sizes.is_one_way and (before + place * heads // sizes.num_blocks) % 2 == 1
-            for length in documents
-            for place in range(length)
-        ]
-        for before in waves_before
+        not sizes.is_one_way
+        and tile >= first
+        and (section * of_section + place_in_document[tile - first] * heads // sizes.num_blocks) % 2
+        == 1
+        for section, tile in expected_places(plan, sizes)
     ]
 
 
@@ -222,16 +235,13 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     entries = agenda.entries
     parts, directions = expected_parts(plan, sizes), expected_directions(plan, sizes)
     expected = [
-        (tile, section * sizes.heads_per_section, part, parts[section][tile])
-        for section in sizes.sections
-        for tile in range(len(tiles_with_rows(plan)))
-        for part in range(parts[section][tile])
+        (tile, section * sizes.heads_per_section, part, num_parts, is_ascending)
+        for (section, tile), num_parts, is_ascending in zip(
+            expected_places(plan, sizes), parts, directions, strict=True
+        )
+        for part in range(num_parts)
     ]
-    assert [entry[:4] for entry in entries] == expected
-    assert [bool(entry.is_ascending) for entry in entries] == [
-        directions[first_head // sizes.heads_per_section][tile]
-        for tile, first_head, _, _ in expected
-    ]
+    assert [(*entry[:4], bool(entry.is_ascending)) for entry in entries] == expected
     # All parts of a tile know where its slots begin, and nobody else has those.
     slots = [(x.slot, x.num_parts) for x in entries if x.num_parts > 1 and x.part == 0]
     assert all(begin + n <= end for (begin, n), (end, _) in pairwise(slots))
@@ -309,6 +319,33 @@ def test_sections_of_one_wave_alternate(library):
     """16 tiles of one document for 16 thread blocks: each section walks back the way of the one before it."""
     entries = check(library, one(MaskType.FULL, 2048), Sizes(1, 16, 4, 1))
     assert [x.is_ascending for x in entries] == [0] * 16 + [1] * 16 + [0] * 16 + [1] * 16
+
+
+def prefix_lm() -> Case:
+    slices = [(0, 4096, 0, 1024, MaskType.FULL), (1024, 4096, 1024, 4096, MaskType.CAUSAL)]
+    return Case("prefix_lm", 4096, 4096, slices)
+
+
+@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
+def test_a_prefix_is_the_first_chapter(heads_per_section, library):
+    """Its 8 tiles for all heads, in two waves."""
+    sizes = Sizes(8, 16, heads_per_section=heads_per_section)
+    entries = check(library, prefix_lm(), sizes)
+    prefix, others = entries[: 8 * len(sizes.sections)], entries[8 * len(sizes.sections) :]
+    assert [x.tile for x in prefix] == [*range(8)] * len(sizes.sections)
+    assert not any(x.is_ascending for x in prefix)
+    assert all(x.tile >= 8 for x in others)
+
+
+def test_a_small_prefix_is_none(library):
+    entries = check(library, prefix_lm(), Sizes(8, 17, heads_per_section=1))
+    assert [x.tile for x in entries[:32]] == list(range(32))
+
+
+@pytest.mark.parametrize("mask_type", [MaskType.FULL, MaskType.CAUSAL])
+def test_documents_have_no_chapter(mask_type):
+    case = varlen("documents", [2048, 1024, 1024], mask_type)
+    assert tiles_of_chapter(plan_of(case), Sizes(8, 4)) == 0
 
 
 @pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])
