@@ -11,8 +11,8 @@
 //   heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of work at
 //   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32.
 //
-//   Steps. Under a full mask thread blocks that start together read the same queries for long, and share them in the L2 cache
-//   if they stay together.
+//   Steps. Under a full mask and in the first chapter, thread blocks that start together read the same queries for long, and
+//   share them in the L2 cache if they stay together.
 #pragma once
 
 #include "block.cuh"
@@ -122,21 +122,22 @@ private:
         return tile.run_begin < tile.run_end ? params_.runs[tile.run_end - 1].col_end : -1;
     }
 
-    // Those in front of the first tile in parts, if all tiles see as many queries: thread blocks that start together on these
-    // also end together.
+    // Those of the first chapter, or of all if they see as many queries, in front of the first tile in parts: thread blocks that
+    // start together on these also end together.
     __device__ int items_in_step(int num_entries) const {
-        const int blocks = num_tiles_ > 0 ? blocks_before_[1] : 0;
-        const int num_equal = prefix_sum(
-            num_tiles_, [&](int i) { return int(blocks_before_[i + 1] - blocks_before_[i] == blocks); }, [](int, int) {});
+        const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
+        const int num_equal =
+            prefix_sum(num_tiles_, [&](int i) { return int(blocks_of(i) == blocks); }, [](int, int) {});
+        const int num_tiles = num_equal == num_tiles_ ? num_tiles_ : tiles_of_chapter_;
         int& num_whole = agenda_.counters->num_in_step;
         const auto has_parts = [&](int i) { return int(agenda_.entries[i].num_parts > 1); };
-        for_each(1, [&](int) { num_whole = num_entries; });
+        for_each(1, [&](int) { num_whole = num_tiles * num_sections_; });
         prefix_sum(num_entries, has_parts, [&](int i, int before) {
             if (before == 0 && has_parts(i)) {
-                num_whole = i;
+                num_whole = min(num_whole, i);
             }
         });
-        const bool pays = num_equal == num_tiles_ && blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
+        const bool pays = blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
         return pays ? num_whole * agenda_.heads_per_section : 0;
     }
 

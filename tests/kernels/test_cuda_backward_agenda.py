@@ -221,11 +221,14 @@ def expected_directions(plan, sizes: Sizes) -> list[bool]:
 
 
 def expected_in_step(plan, sizes: Sizes, entries: list[Entry]) -> int:
-    """Whole waves of items in front of the first tile in parts, where long walks are equally long."""
-    blocks = set(blocks_of_tiles(plan))
-    if len(blocks) != 1 or max(blocks) * sizes.group < LEAST_VISITS_IN_STEP:
+    """Whole waves of items in front of the first tile in parts, where long walks are equally long: under a full mask
+    all, else those of a chapter."""
+    blocks = blocks_of_tiles(plan)
+    equal = len(blocks) if len(set(blocks)) == 1 else tiles_of_chapter(plan, sizes)
+    if equal == 0 or blocks[0] * sizes.group < LEAST_VISITS_IN_STEP:
         return 0
     whole = len(list(takewhile(lambda entry: entry.num_parts == 1, entries)))
+    whole = min(whole, equal * len(sizes.sections))
     return whole * sizes.heads_per_section // sizes.num_blocks * sizes.num_blocks
 
 
@@ -356,6 +359,13 @@ def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
         library, plan_of(Case("full", 4096, 8192, [(0, 4096, 0, 8192, MaskType.FULL)])), sizes
     )
     assert agenda.num_in_step == 8 * waves
+
+
+@pytest.mark.parametrize(("group", "waves"), [(4, 0), (8, 5)])
+def test_a_chapter_keeps_step(group, waves, library):
+    """8 tiles of 64 blocks for 4 heads, and 6 thread blocks."""
+    sizes = Sizes(group, 6, heads_per_section=1)
+    assert write(library, plan_of(prefix_lm()), sizes).num_in_step == 6 * waves
 
 
 def test_walks_of_different_lengths_do_not(library):
