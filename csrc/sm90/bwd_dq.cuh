@@ -29,6 +29,9 @@ public:
                 }
                 differentiate();
             }
+            if (Config::kIsDeterministic) {
+                publish();
+            }
             if (num_visits > 0) {   // otherwise nobody would hold this warpgroup back from arriving twice
                 barrier_arrive(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
             }
@@ -86,7 +89,12 @@ private:
 #pragma unroll
         for (int part = 0; part < Config::kDqParts; ++part) {
             Dq dq;
-            multiply(dq, part);
+            issue(dq, part);
+            if (Config::kIsDeterministic && part == 0) {
+                publish();   // of the last block: its additions have had the time since
+            }
+            wgmma_wait_group<0>();
+            pin(dq);
             if (part == Config::kDqParts - 1) {
                 release(smem_.dscores_empty[dscores_.slot]);
             }
@@ -103,16 +111,13 @@ private:
             const int row = first + row_part * Config::kDqRows;
             const Rows rows{dq_rows<Config::kHeadDim>(params_.dq, head, row), head, row, row < end};
             if constexpr (Config::kIsDeterministic) {
-                await_turn(rows);
+                await_turn(rows, visits_[row_part]);
             }
             add(rows, smem_.dq[row_part][warp_]);
-            if constexpr (Config::kIsDeterministic) {
-                publish();
-            }
         }
     }
 
-    __device__ __forceinline__ void multiply(Dq& dq, int part) {
+    __device__ __forceinline__ void issue(Dq& dq, int part) {
         const uint32_t a = operand(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
         const uint32_t b = operand(smem_.k[part % Config::kDqColParts], kKSlabBytes);
         pin(dq);
@@ -123,8 +128,6 @@ private:
             Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
         }
         wgmma_commit_group();
-        wgmma_wait_group<0>();
-        pin(dq);
     }
 
     // The wait for a turn diverges, and the compiler no longer knows that the descriptor is that of all lanes.
@@ -160,31 +163,34 @@ private:
         }
     }
 
-    // Until all tiles in front of this one have added what they have for these rows. One lane waits.
-    __device__ __forceinline__ void await_turn(const Rows& rows) {
+    // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
+    __device__ __forceinline__ void await_turn(const Rows& rows, int*& visits) {
         const DqOrder& order = params_.order;
         const long long num_groups = params_.dq.row_groups;
         const int group = rows.first / kDqGroupRows;
-        visits_ = nullptr;
         if (lane_ == 0 && rows.are_in_run) {
-            visits_ = order.visits + rows.head * num_groups + group;
+            visits = order.visits + rows.head * num_groups + group;
             const int turn = order.turns[work().tile_index * num_groups + group];
-            while (load_acquire(visits_) < turn) {
+            while (load_acquire(visits) < turn) {
             }
         }
         fence_proxy_async();
         __syncwarp();
     }
 
-    // Tells the tiles behind this one that the addition has arrived.
+    // Tells the tiles behind this one that the additions of a block have arrived.
     __device__ __forceinline__ void publish() {
         if (lane_ == 0) {
             cp_async_bulk_wait_group<0>();
         }
         fence_proxy_async();
         __syncwarp();
-        if (visits_ != nullptr) {
-            add_release(visits_, 1);
+#pragma unroll
+        for (int*& visits : visits_) {
+            if (visits != nullptr) {
+                add_release(visits, 1);
+            }
+            visits = nullptr;
         }
     }
 
@@ -203,7 +209,7 @@ private:
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;
-    int* visits_ = nullptr;   // of the rows that this lane has waited for, where additions have an order
+    int* visits_[Config::kDqRowParts] = {};   // of the rows that this lane has waited for, where additions have an order
 };
 
 }  // namespace ffa
