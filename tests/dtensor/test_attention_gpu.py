@@ -195,7 +195,8 @@ def run_phases(group, options, collective):
         expected = run(tensors, InOneCall(kernel))
         assert torch.equal(dk, expected.dk)
         assert torch.equal(dv, expected.dv)
-        torch.testing.assert_close(dq, expected.dq)
+        # A sum of rounded parts, each in any order, may be small beside them.
+        torch.testing.assert_close(dq, expected.dq, rtol=0.02, atol=0.01)
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2])
