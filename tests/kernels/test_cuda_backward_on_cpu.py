@@ -26,6 +26,10 @@ DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 SINK = Case(
     "sink", 400, 300, [(0, 400, 0, 20, MaskType.FULL), (130, 160, 140, 180, MaskType.CAUSAL)]
 )
+# Four tiles of keys that all queries see, and one that half of them do.
+PREFIX = Case(
+    "prefix", 256, 640, [(0, 256, 0, 512, MaskType.FULL), (128, 256, 512, 640, MaskType.FULL)]
+)
 WINDOW = sliding_window(290, 250)  # three tiles add to some rows, in an order that matters then
 # Rows in front, between and behind see nothing, and keys are seen by nobody.
 HOLES = Case(
@@ -109,6 +113,11 @@ def test_documents(heads_q, head_dim, launches):
 def test_parts_of_a_tile(launches):
     parts = check(launches, replace(SINK, heads=Heads(8, 1, 128, 128)))
     assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
+
+
+def test_a_prefix_comes_first_for_all_heads(launches):
+    entries = check(launches, replace(PREFIX, heads=Heads(4, 2, 64, 64)), deterministic=True)
+    assert [tile for tile, *_ in entries] == [0, 1, 2, 3] * 2 + [4] * 2
 
 
 def test_a_window_where_dq_has_an_order(launches):
