@@ -18,7 +18,7 @@ struct PreprocessParams {
     const float* dlse;         // [nheads_q, total_q], or null
     Stats* stats;              // [nheads_q, rows / 8]: lse times lse_factor, -delta
     DqSum dq;
-    int* visits;   // [nheads_q, 2, dq.row_groups] of DqOrder, or null
+    int* visits;   // [nheads_q, dq.row_groups] of DqOrder, or null
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
