@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 import struct
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
-from magi_compile.kernels.cuda.nvrtc import Variant, source_dir
+from magi_compile.kernels.cuda.nvrtc import Variant
+from tests.kernels.cpp import LIBRARY, compiler_command
 
 _MAIN = """
 #include "ptx.cuh"
@@ -31,9 +31,7 @@ extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads,
     return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing);
 }}
 """
-_OPTIONS = (
-    "-std=c++17 -O2 -fno-unroll-loops -fno-tree-vectorize -shared -fPIC -w -fno-strict-aliasing"
-)
+_OPTIONS = "-O2 -fno-unroll-loops -fno-tree-vectorize -fno-strict-aliasing"
 
 
 class CompiledKernel:
@@ -43,16 +41,11 @@ class CompiledKernel:
     """
 
     def __init__(self, variant: Variant, path: Path):
-        if shutil.which("g++") is None:
-            pytest.skip("needs g++")
-        for name in (variant.source, *(x.name for x in source_dir().glob("*.cuh"))):
-            shutil.copy(source_dir() / name, path)
-        shutil.copy(Path(__file__).parent / "ptx_on_a_cpu.cuh", path / "ptx.cuh")
-        (path / "main.cpp").write_text(_MAIN.format(source=variant.source, entry=variant.entry))
-        options = [*_OPTIONS.split(), *(f"-D{name}={value}" for name, value in variant.defines)]
-        command = ["g++", *options, "main.cpp", "-o", "kernel.so"]
+        main = _MAIN.format(source=variant.source, entry=variant.entry)
+        options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
+        command = compiler_command(path, main, options, {"ptx.cuh": "ptx_on_a_cpu.cuh"})
         self._compiler = subprocess.Popen(command, cwd=path)
-        self._library = path / "kernel.so"
+        self._library = path / LIBRARY
 
     @cached_property
     def _run(self) -> Callable[..., bool]:

@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from magi_compile.kernels.cuda.nvrtc import Variant, source_dir
+from magi_compile.kernels.cuda.nvrtc import Variant
+from tests.kernels.cpp import compile_library
 
-_OPTIONS = "-std=c++17 -O1 -shared -fPIC -w -fsanitize=undefined -fno-sanitize-recover"
+_OPTIONS = "-O1 -fsanitize=undefined -fno-sanitize-recover"
 
 
 def compile_for_one_thread(
     directories: pytest.TempPathFactory, variant: Variant, params: str, body: str
 ) -> Callable[[bytes], None]:
     """`body` as a function of packed `params`, a struct that it knows by a pointer of that name."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = directories.mktemp("one_thread")
-    for name in (variant.source, "plan.cuh"):
-        shutil.copy(source_dir() / name, path)
-    shutil.copy(Path(__file__).parent / "one_thread.cuh", path / "block.cuh")
-    (path / "main.cpp").write_text(
+    main = (
         f'#include "{variant.source}"\n'
         f'extern "C" void run(const ffa::{params}* params) {{ {body} }}\n'
     )
-    defines = [f"-D{name}={value}" for name, value in variant.defines]
-    command = ["g++", *_OPTIONS.split(), *defines, "main.cpp", "-o", "run.so"]
-    subprocess.run(command, cwd=path, check=True)
-    return ctypes.CDLL(str(path / "run.so")).run
+    options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
+    replaced = {"block.cuh": "one_thread.cuh"}
+    return compile_library(directories.mktemp("one_thread"), main, options, replaced).run

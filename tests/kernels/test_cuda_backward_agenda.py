@@ -1,11 +1,8 @@
 """The agenda of the backward kernel, written and read: the source, compiled for the threads of a CPU."""
 
 import ctypes
-import shutil
 import struct
-import subprocess
 from itertools import groupby, pairwise, takewhile
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -13,10 +10,10 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS, Case, one, varlen
+from tests.kernels.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
@@ -85,14 +82,7 @@ class Agenda(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("agenda")
-    shutil.copy(Path(__file__).parent / "many_threads.cuh", path)
-    (path / "main.cpp").write_text(SOURCE)
-    options = f"-std=c++17 -O1 -shared -fPIC -w -pthread -I{source_dir()}"
-    subprocess.run(["g++", *options.split(), "main.cpp", "-o", "agenda.so"], cwd=path, check=True)
-    return ctypes.CDLL(str(path / "agenda.so"))
+    return compile_library(tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread")
 
 
 def unwritten(num_words: int) -> torch.Tensor:
@@ -346,9 +336,11 @@ def test_a_small_prefix_is_none(library):
 
 
 @pytest.mark.parametrize("mask_type", [MaskType.FULL, MaskType.CAUSAL])
-def test_documents_have_no_chapter(mask_type):
-    case = varlen("documents", [2048, 1024, 1024], mask_type)
-    assert tiles_of_chapter(plan_of(case), Sizes(8, 4)) == 0
+def test_documents_have_no_chapter(mask_type, library):
+    """All 32 tiles of a section before those of the next."""
+    entries = check(library, varlen("documents", [2048, 1024, 1024], mask_type), Sizes(8, 4))
+    whole = [(x.first_head, x.tile) for x in entries if x.part == 0]
+    assert whole == [(head, tile) for head in (0, 2) for tile in range(32)]
 
 
 @pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])

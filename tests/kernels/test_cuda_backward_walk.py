@@ -2,18 +2,16 @@
 
 import ctypes
 import itertools
-import shutil
-import subprocess
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from magi_compile.kernels.cuda.nvrtc import source_dir
 from magi_compile.plan.rects import NO_DIAG
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS
+from tests.kernels.cpp import compile_library
 
 BLOCK_COLS, TILE_ROWS, ALIGNMENT, NUM_GROUPS = 64, 128, 16, 3
 SOURCE = """
@@ -38,13 +36,7 @@ extern "C" int walk(const int* run, int num_groups, bool is_ascending, int (*vis
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory):
     """`walk(run, is_ascending)` gives the visits of a run as `(col, group, is_masked)`."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("walk")
-    (path / "main.cpp").write_text(SOURCE)
-    options = f"-std=c++17 -O1 -shared -fPIC -w -fsanitize=undefined -I{source_dir()}"
-    subprocess.run(["g++", *options.split(), "main.cpp", "-o", "walk.so"], cwd=path, check=True)
-    library = ctypes.CDLL(str(path / "walk.so"))
+    library = compile_library(tmp_path_factory.mktemp("walk"), SOURCE, "-O1 -fsanitize=undefined")
 
     def visits(run: list[int], is_ascending: bool) -> list[list[int]]:
         aligned = torch.tensor(run, dtype=torch.int32)

@@ -2,16 +2,13 @@
 
 import ctypes
 import heapq
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from magi_compile.kernels.cuda.nvrtc import source_dir
+from tests.kernels.cpp import compile_library
 
 MAIN = """
 #include "many_threads.cuh"
@@ -61,15 +58,7 @@ COUNTS = [0, 1, 31, 32, 33, 500]
 
 @pytest.fixture(scope="module")
 def block(tmp_path_factory):
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("block")
-    shutil.copy(source_dir() / "block.cuh", path)
-    shutil.copy(Path(__file__).parent / "many_threads.cuh", path)
-    (path / "main.cpp").write_text(MAIN)
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", "-w"]
-    subprocess.run(["g++", *options, "main.cpp", "-o", "block.so"], cwd=path, check=True)
-    return ctypes.CDLL(str(path / "block.so"))
+    return compile_library(tmp_path_factory.mktemp("block"), MAIN, "-O1 -pthread")
 
 
 def address(tensor):

@@ -2,8 +2,6 @@
 
 import ctypes
 import random
-import shutil
-import subprocess
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +21,7 @@ from magi_compile.masks import (
     row_intervals,
     trace_mask_mod,
 )
+from tests.kernels.cpp import compile_library
 from tests.masks.mask_mods import MASK_MODS
 from tests.masks.random_masks import random_mask, tables_for
 
@@ -126,11 +125,6 @@ extern "C" void run(int mask, const char* params, int block) {{
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
     """The kernel's source behind a header that knows one thread, for all masks at once."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("mask_slices")
-    shutil.copy(nvrtc.source_dir() / "mask_slices.cuh", path)
-    shutil.copy(__file__.replace("test_cuda_mask_slices.py", "one_thread.cuh"), path / "block.cuh")
     numbers: dict[str, int] = {}
     for case in CASES.values():
         source = mask_source(case.program, tuple(table.dtype for table in case.tables))
@@ -140,12 +134,10 @@ def run_on_host(tmp_path_factory):
         f"case {i}: return ffa::MaskSlices<ffa::Mask{i}>(fixed, words).run();"
         for i in numbers.values()
     )
-    (path / "main.cpp").write_text(MAIN.format(masks="\n".join(masks), cases="\n".join(calls)))
-    options = "-std=c++17 -O0 -shared -fPIC -w -fno-sanitize-recover"
+    main = MAIN.format(masks="\n".join(masks), cases="\n".join(calls))
     traps = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
-    command = ["g++", *options.split(), traps, "main.cpp", "-o", "mask_slices.so"]
-    subprocess.run(command, cwd=path, check=True)
-    kernel = ctypes.CDLL(str(path / "mask_slices.so")).run
+    path, replaced = tmp_path_factory.mktemp("mask_slices"), {"block.cuh": "one_thread.cuh"}
+    kernel = compile_library(path, main, f"-O0 -fno-sanitize-recover {traps}", replaced).run
 
     def run(case: Case):
         prepared = mask_slices.prepare(*case, CPU)

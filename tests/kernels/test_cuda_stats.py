@@ -1,16 +1,13 @@
 """The terms in which the backward kernels add statistics of queries: their source, compiled for the CPU."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from magi_compile.kernels.cuda.nvrtc import source_dir
+from tests.kernels.cpp import compile_library
 
 SOURCE = """
 #include "ptx.cuh"
@@ -29,15 +26,8 @@ extern "C" void split(const float* values, int count, unsigned short (*terms)[3]
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
     """`split(values)`: the terms of each, bf16 `[len(values), 3]`."""
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    path = tmp_path_factory.mktemp("stats")
-    (path / "main.cpp").write_text(SOURCE)
-    shutil.copy(source_dir() / "bwd_stats.cuh", path)
-    shutil.copy(Path(__file__).parent / "ptx_on_a_cpu.cuh", path / "ptx.cuh")
-    options = "-std=c++17 -O1 -shared -fPIC -w -fno-strict-aliasing"
-    subprocess.run(["g++", *options.split(), "main.cpp", "-o", "split.so"], cwd=path, check=True)
-    library = ctypes.CDLL(str(path / "split.so"))
+    path, replaced = tmp_path_factory.mktemp("stats"), {"ptx.cuh": "ptx_on_a_cpu.cuh"}
+    library = compile_library(path, SOURCE, "-O1 -fno-strict-aliasing", replaced)
 
     def terms_of(values: torch.Tensor) -> torch.Tensor:
         terms = torch.empty(len(values), 3, dtype=torch.bfloat16)
