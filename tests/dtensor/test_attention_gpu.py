@@ -195,8 +195,9 @@ def run_phases(group, options, collective):
         expected = run(tensors, InOneCall(kernel))
         assert torch.equal(dk, expected.dk)
         assert torch.equal(dv, expected.dv)
-        # A sum of rounded parts, each in any order, may be small beside them.
-        torch.testing.assert_close(dq, expected.dq, rtol=0.02, atol=0.01)
+        # With a stage of its own for what is remote, dq is a sum of rounded parts, which may be small beside them.
+        parts = {"rtol": 2.0**-6, "atol": 2.0**-7 * float(expected.dq.abs().max())}
+        torch.testing.assert_close(dq, expected.dq, **(parts if options.backward_degree else {}))
 
 
 @pytest.mark.parametrize("degree", [0, 1, 2])
