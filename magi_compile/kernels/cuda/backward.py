@@ -39,7 +39,7 @@ from magi_compile.plan.tiles import RUN_FIELDS
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
 _STREAM_THREADS = 256  # of a thread block before and after
-_STATS_QUERIES, _STATS_BYTES = 8, 96  # of csrc/sm90/bwd_stats.cuh
+_STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
 _ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
@@ -94,8 +94,8 @@ class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
     First the sum of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and integers: its counters and its length, how many
-    parts have arrived, and what its writer needs.
+    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
+    integers: its counters and its length, how many parts have arrived, and what its writer needs.
     """
 
     num_slots: int  # how many parts of tiles there is room for; all others are places
@@ -120,7 +120,7 @@ class _Scratch(NamedTuple):
         num_waves = num_tiles * problem.nheads_kv // grid
         words = (
             problem.nheads_q * padded_q * problem.head_dim,
-            problem.nheads_q * padded_q // _STATS_QUERIES * (_STATS_BYTES // 4),
+            problem.nheads_q * padded_q * _STATS_BYTES // 4,
             num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim,
             (num_items + num_slots) * _ENTRY_BYTES // 4,
             2 + num_waves,
@@ -388,7 +388,7 @@ def _stats_map(address: int, nheads: int, padded_rows: int, box_rows: int) -> by
 
     A row of a box has 256 elements at most, so they are as wide as elements can be.
     """
-    head_bytes, box_bytes = (n // _STATS_QUERIES * _STATS_BYTES for n in (padded_rows, box_rows))
+    head_bytes, box_bytes = (n * _STATS_BYTES for n in (padded_rows, box_rows))
     encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64,
         3,
