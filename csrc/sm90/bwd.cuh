@@ -5,11 +5,13 @@
 // producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64 keys each. Scores are
 // transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
 // leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup, which computes dQ =
-// dS K and adds it to a sum in global memory: so the consumers wait for nobody.
+// dS K and adds it to a sum in global memory: so the consumers wait for nobody. Sums that are complete are rounded to dq by
+// the warps beside the producer.
 #pragma once
 
 #include "bwd_consumer.cuh"
 #include "bwd_dq.cuh"
+#include "bwd_dq_rows.cuh"
 #include "bwd_producer.cuh"
 
 namespace ffa {
@@ -38,6 +40,10 @@ __device__ __forceinline__ void backward(const BackwardParams& params) {
         if (threadIdx.x == (Config::kConsumers + 1) * Config::kWarpgroup) {
             Producer<Config>(params, smem).run();
         }
+        __syncwarp();
+    }
+    if constexpr (Config::kRoundsDq) {
+        DqRows<Config>(params, smem).run();
     }
 }
 

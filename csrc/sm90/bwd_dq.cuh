@@ -29,14 +29,19 @@ public:
                 }
                 differentiate();
             }
-            if (Config::kIsDeterministic) {
+            if constexpr (Config::kIsDeterministic) {
                 publish();
             }
             if (num_visits > 0) {   // otherwise nobody would hold this warpgroup back from arriving twice
                 barrier_arrive(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
             }
+            const TileOfHead done = work();   // what of it is needed below is read here
             release(smem_.kv_empty);
             kv_.advance();
+            if constexpr (Config::kRoundsDq) {
+                await_additions();
+                tell(done);
+            }
         }
         if (lane_ == 0) {
             cp_async_bulk_wait_group_read<0>();
@@ -48,6 +53,7 @@ private:
     static constexpr int kValues = Config::kDqCols / 2;   // registers of a thread
     using Dq = float[kValues];
 
+    static constexpr int kWarps = 4;
     // A thread block may be so many steps ahead of the mean of its wave, then it waits a few us at most.
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
@@ -109,7 +115,7 @@ private:
 #pragma unroll
         for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
             const int row = first + row_part * Config::kDqRows;
-            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq, head, row), head, row, row < end};
+            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_part]);
             }
@@ -165,12 +171,11 @@ private:
 
     // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
     __device__ __forceinline__ void await_turn(const Rows& rows, int*& visits) {
-        const DqOrder& order = params_.order;
-        const long long num_groups = params_.dq.row_groups;
+        const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
         if (lane_ == 0 && rows.are_in_run) {
-            visits = order.visits + rows.head * num_groups + group;
-            const int turn = order.turns[work().tile_index * num_groups + group];
+            visits = params_.visits.done + rows.head * num_groups + group;
+            const int turn = params_.visits.turns[work().tile_index * num_groups + group];
             while (load_acquire(visits) < turn) {
             }
         }
@@ -178,19 +183,43 @@ private:
         __syncwarp();
     }
 
-    // Tells the tiles behind this one that the additions of a block have arrived.
-    __device__ __forceinline__ void publish() {
+    // Until this warp's additions have arrived.
+    __device__ __forceinline__ void await_additions() const {
         if (lane_ == 0) {
             cp_async_bulk_wait_group<0>();
         }
         fence_proxy_async();
         __syncwarp();
+    }
+
+    // Tells the tiles behind this one that the additions of a block have arrived.
+    __device__ __forceinline__ void publish() {
+        await_additions();
 #pragma unroll
         for (int*& visits : visits_) {
             if (visits != nullptr) {
                 add_release(visits, 1);
             }
             visits = nullptr;
+        }
+    }
+
+    // Counts what this warp has added for a tile: once for each run that holds some of 16 rows, and each of the heads.
+    __device__ __forceinline__ void tell(const TileOfHead& work) const {
+        fence_acq_rel();
+#pragma unroll 1
+        for (int i = work.tile.run_begin; i < work.tile.run_end; ++i) {
+            const RunWalk<Config::kBlockCols> walk{params_.runs[i], 1, false};
+            const int first = walk.first_group() + warp_ + kWarps * lane_;
+            const int end = walk.end_group();
+#pragma unroll 1
+            for (int head = work.qhead; head < work.qhead + work.num_qheads; ++head) {
+                int* const done = params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups;
+#pragma unroll 1
+                for (int group = first; group < end; group += kWarps * 32) {
+                    add_relaxed(done + group, 1);
+                }
+            }
         }
     }
 

@@ -2,8 +2,10 @@
 // of probabilities start from, -delta = dlse - rowsum(dout * out). Clears on the way what the main kernel counts with and adds to,
 // and writes its agenda.
 #include "bwd_agenda_writer.cuh"
+#include "bwd_dq_visits.cuh"
 #include "bwd_stats.cuh"
 #include "dq_accumulator.cuh"
+#include "dq_rounding.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
@@ -17,8 +19,10 @@ struct PreprocessParams {
     const float* lse;          // [nheads_q, total_q], natural log
     const float* dlse;         // [nheads_q, total_q], or null
     Stats* stats;              // [nheads_q, rows / 8]: lse times lse_factor, -delta
-    DqSum dq;
-    int* visits;   // [nheads_q, dq.row_groups] of DqOrder, or null
+    DqSums dq;
+    int* done;     // [nheads_q, dq.row_groups] of DqVisits
+    int* wanted;   // [dq.row_groups + 1]
+    DqProgress* dq_progress;
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
@@ -26,7 +30,7 @@ struct PreprocessParams {
     Writer::Params agenda;
 };
 
-static_assert(sizeof(PreprocessParams) == 200, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 216, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -45,8 +49,15 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     const int first_row = blockIdx.x * kRows;
     const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
     griddepcontrol_launch_dependents();
-    if (blockIdx.x + blockIdx.y == 0) {
+    const int block = blockIdx.y * gridDim.x + blockIdx.x;
+    const int num_blocks = gridDim.x * gridDim.y;
+    if (block == 0) {
         Writer(params.agenda).write();
+    }
+    if (block == min(1, num_blocks - 1)) {
+        count_dq_visits<FFA_BLOCK_COLS>(params.agenda.tiles, params.agenda.runs, params.agenda.num_tiles, params.wanted,
+                                        params.dq.row_groups);
+        for_each(1, [&](int) { *params.dq_progress = {0, 0}; });
     }
     const int padded_q = params.dq.row_groups * kDqGroupRows;
     const int lane = threadIdx.x % kLanesPerRow;
@@ -77,8 +88,8 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
         }
     }
     const int num_rows = min(kRows, padded_q - first_row);
-    if (params.visits && threadIdx.x < num_rows / kDqGroupRows) {
-        params.visits[static_cast<long long>(head) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x] = 0;
+    if (threadIdx.x < num_rows / kDqGroupRows) {
+        params.done[static_cast<long long>(head) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x] = 0;
     }
     float4* const dq = reinterpret_cast<float4*>(dq_rows<kHeadDim>(params.dq, head, first_row));
     for (int i = threadIdx.x; i < num_rows * kHeadDim / 4; i += kThreads) {

@@ -19,6 +19,7 @@ public:
         for (AgendaReader agenda(params_.agenda); agenda.has_work(); agenda.advance()) {
             load_tile(agenda.entry(), agenda.head_in_section(), agenda.wave_in_step());
         }
+        store_shared(smem_.is_over, 1);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);

@@ -5,6 +5,7 @@
 #include "bwd_stats.cuh"
 #include "bwd_walk.cuh"
 #include "dq_accumulator.cuh"
+#include "dq_rounding.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
 
@@ -20,22 +21,22 @@ struct BackwardParams {
     TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
     void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
     void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
-    DqSum dq;
+    DqItems dq;
+    DqVisits visits;
+    DqProgress* dq_progress;
     const Tile* tiles;
     const Run* runs;   // [num_runs], rows are keys
-    DqOrder order;     // where additions to dq have one
     Agenda agenda;
     int qhead_per_kvhead;
     float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;       // softmax_scale / softcap where scores are capped
-    float softmax_scale;
 };
 
-static_assert(sizeof(BackwardParams) == 1024, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(BackwardParams) == 1088, "packed by magi_compile/kernels/cuda/backward.py");
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
           int kDqRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kIsDeterministic_>
+          bool kHasSoftcap_, bool kIsDeterministic_, bool kRoundsDq_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -46,6 +47,7 @@ struct BackwardConfig {
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
+    static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
@@ -119,6 +121,7 @@ struct alignas(1024) SharedStorage {
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
+    int is_over;   // 1 when there will be no more tiles
     uint32_t never_written;
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
@@ -146,6 +149,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
         mbarrier_init(smem.dscores_empty[i], kDqWarps);
     }
     smem.kv_phase = 0;
+    smem.is_over = 0;
     fence_mbarrier_init();
 }
 

@@ -23,6 +23,9 @@ struct RunWalk {
 
     __device__ __forceinline__ int first_col() const { return run.first & ~(kBlockAlignment - 1); }
     __device__ __forceinline__ int num_blocks() const { return (run.col_end - first_col() + kBlockCols - 1) / kBlockCols; }
+    // The groups of 16 queries that dQ is added to.
+    __device__ __forceinline__ int first_group() const { return first_col() / kBlockAlignment; }
+    __device__ __forceinline__ int end_group() const { return (run.col_end + kBlockAlignment - 1) / kBlockAlignment; }
     __device__ __forceinline__ int num_visits() const { return num_blocks() * num_groups; }
 
     // With `left` visits behind it. All heads of a block in turn, so that tiles whose queries begin or end together stay

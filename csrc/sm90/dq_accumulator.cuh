@@ -1,6 +1,6 @@
 // Where dq is summed up in fp32, in the order in which the warps hold it, so that 16 rows are one contiguous piece:
 // [nheads_q][row / 16][col / 8][lane][4], a lane's four as in the accumulator of a wgmma: two neighbouring columns of row
-// lane / 4, and of row lane / 4 + 8.
+// lane / 4, and of row lane / 4 + 8. When all have added to 16 rows of a head what they have, these are rounded.
 #pragma once
 
 #include "ptx.cuh"
@@ -10,23 +10,25 @@ namespace ffa {
 constexpr int kDqGroupRows = 16;
 constexpr int kDqGroupCols = 8;
 
-struct DqSum {
+struct DqSums {
     float* data;
     int row_groups;   // of a head
 };
 
-static_assert(sizeof(DqSum) == 16, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/backward.py");
 
-// The order of additions, where they have one: that of the plan's tiles.
-struct DqOrder {
-    const int* turns;   // [num_tiles][row_groups]: how many additions to 16 rows come from the tiles before
-    int* visits;        // [nheads_q][row_groups]: how many have arrived
+// Who adds to 16 rows of a head, and how many have.
+struct DqVisits {
+    int* done;           // [nheads_q][row_groups]; zero at launch
+    const int* wanted;   // [row_groups]: how many there will be, for each head
+    const int* turns;    // [num_tiles][row_groups], where additions have an order, which is that of the plan's tiles: how
+                         // many come from the tiles before
 };
 
 // The group of rows that `row` is the first of.
 template <int kHeadDim>
-__device__ __forceinline__ float* dq_rows(const DqSum& sum, int head, int row) {
-    return sum.data + (static_cast<long long>(head) * sum.row_groups * kDqGroupRows + row) * kHeadDim;
+__device__ __forceinline__ float* dq_rows(const DqSums& sums, int head, int row) {
+    return sums.data + (static_cast<long long>(head) * sums.row_groups * kDqGroupRows + row) * kHeadDim;
 }
 
 }  // namespace ffa

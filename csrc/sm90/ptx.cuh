@@ -177,12 +177,40 @@ __device__ __forceinline__ int load_acquire(const int* pointer) {
     return value;
 }
 
+// Nothing behind it waits until the value is there.
+__device__ __forceinline__ int load_relaxed(const int* pointer) {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void add_relaxed(int* pointer, int value) {
+    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+// What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one reads what a
+// relaxed write behind this one wrote.
+__device__ __forceinline__ void fence_acq_rel() {
+    asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 __device__ __forceinline__ void nanosleep(uint32_t ns) {
     asm volatile("nanosleep.u32 %0;" ::"r"(ns));
 }
 
 __device__ __forceinline__ void add_release(int* pointer, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+// Of a word that others poll.
+__device__ __forceinline__ int load_shared(const int& word) {
+    int value;
+    asm volatile("ld.volatile.shared::cta.s32 %0, [%1];" : "=r"(value) : "r"(shared_address(&word)) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_shared(int& word, int value) {
+    asm volatile("st.volatile.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(value) : "memory");
 }
 
 // Orders this thread's accesses by bulk copies before and after those by ordinary instructions.

@@ -72,7 +72,9 @@ class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd_shared.cuh`.
 
     A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups of 64 keys each.
-    `block_cols` are the queries of a block, `stages` the buffers of Q and of dO.
+    `block_cols` are the queries of a block, `stages` the buffers of Q and of dO. With `rounds_dq` it makes dq of sums that
+    are complete while it is at work on others, which pays where the loop leaves the issue slots for it, and where sums have no
+    order.
     """
 
     block_cols: int
@@ -80,6 +82,7 @@ class BackwardConfig:
     producer_registers: int
     dq_registers: int
     consumer_registers: int
+    rounds_dq: bool
 
     tile_rows = 128
     num_threads = 128 * 4
@@ -87,11 +90,11 @@ class BackwardConfig:
 
 # By head_dim: dk and dv are sums in registers, which is what limits the blocks.
 _BACKWARD = {
-    64: BackwardConfig(128, 2, 24, 72, 208),
-    96: BackwardConfig(64, 3, 24, 80, 200),
-    128: BackwardConfig(64, 3, 24, 72, 208),
+    64: BackwardConfig(128, 2, 24, 72, 208, False),
+    96: BackwardConfig(64, 3, 24, 80, 200, False),
+    128: BackwardConfig(64, 3, 32, 64, 208, True),
 }
-_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 24, 72, 208)}  # with soft-cap
+_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 24, 72, 208, False)}  # with soft-cap
 
 BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
 BACKWARD_ROWS = (

@@ -312,11 +312,20 @@ inline int __shfl_up_sync(unsigned, int value, int distance) {
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 
+inline unsigned __shfl_xor_sync(unsigned, unsigned value, int distance) {
+    ++turns::progress;   // nobody polls with it
+    return static_cast<unsigned>(turns::meet_warp(value)[threadIdx.x % 32 ^ distance]);
+}
+
 inline float __shfl_xor_sync(unsigned, float value, int distance) {
     return __uint_as_float(turns::meet_warp(__float_as_uint(value))[threadIdx.x % 32 ^ distance]);
 }
 
 inline void __threadfence() {}
+template <class Value>
+Value __ldcg(const Value* pointer) {
+    return *pointer;
+}
 template <class Integer>
 Integer atomicAdd(Integer* x, Integer y) {
     return (*x += y) - y;
@@ -522,12 +531,18 @@ inline int load_acquire(const int* pointer) {
     return *pointer;
 }
 
+inline int load_relaxed(const int* pointer) { return load_acquire(pointer); }
+inline void fence_acq_rel() {}
 inline void nanosleep(uint32_t) {}
 
 inline void add_release(int* pointer, int value) {
     *pointer += value;
     ++turns::progress;
 }
+
+inline int load_shared(const int& word) { return word; }
+inline void store_shared(int& word, int value) { word = value; }
+inline void add_relaxed(int* pointer, int value) { add_release(pointer, value); }
 
 // ---- registers and conversions
 

@@ -19,10 +19,10 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4xQ4qif7Q2iQ5i4x")
-MAIN = struct.Struct("<3Qi4x9Q3i3f")
-POSTPROCESS = struct.Struct("<Qi4xQif")
-SIZES = (200, 1024, 32)
+PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
+MAIN = struct.Struct("<3Qi4xQ3if11Q3i2f")
+POSTPROCESS = struct.Struct("<Qi4xQ3ifQ")
+SIZES = (216, 1088, 48)
 
 
 class Call(NamedTuple):
@@ -57,8 +57,7 @@ def call(launches, tensors, problem=PROBLEM, tiles=TILES):
     before, main, after = launches
     maps = [struct.unpack_from("<Q", main, i * TENSOR_MAP_BYTES)[0] for i in range(7)]
     fields = MAIN.unpack_from(main, 7 * TENSOR_MAP_BYTES)
-    padded = after.ljust(POSTPROCESS.size, b"\0")
-    return grads, Call(PREPROCESS.unpack(before), maps, fields, POSTPROCESS.unpack_from(padded))
+    return grads, Call(PREPROCESS.unpack(before), maps, fields, POSTPROCESS.unpack(after))
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -70,14 +69,18 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         stats, dq_sum = found.before[4:6]
         wanted = [at[n] for n in ("q", "dout", "k", "v")] + [stats, dk.data_ptr(), dv.data_ptr()]
         assert found.maps == wanted
-        assert found.main[:3] == (dk.data_ptr(), dv.data_ptr(), dq_sum)
-        assert found.main[4:6] == found.before[14:16] == (TILES.data_ptr(), RUNS.data_ptr())
-        assert found.after[0] == dq_sum
-        assert found.after[2] == dq.data_ptr()
+        assert found.main[:2] == (dk.data_ptr(), dv.data_ptr())
+        row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q)
+        items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
+        assert found.main[2:9] == found.after[:-1] == items
+        assert found.main[11] == 0  # additions have no order
+        assert (*found.main[9:11], found.main[12]) == found.before[7:10]
+        assert found.main[12] == found.after[-1]
+        assert found.main[13:15] == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
         strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
-        assert found.before[8:12] == strides
-        assert found.before[12] == ROWS
-        assert found.before[13] == -1 / PROBLEM.softmax_scale
+        assert found.before[10:14] == strides
+        assert found.before[14] == ROWS
+        assert found.before[15] == -1 / PROBLEM.softmax_scale
     assert module._route.cache_info().misses == 1
 
 
@@ -95,10 +98,12 @@ def test_what_lies_in_scratch_does_not_overlap(
         tensors[name] = torch.randn(ROWS, heads_kv, HEAD_DIM).to(torch.bfloat16)
     _, found = call(launches, tensors, problem, TILES[:num_tiles])
     stats, dq_sum = found.before[4:6]
-    entries, num_entries, counters, arrivals, partials = found.before[16:21]
-    workspace, agenda_tiles, num_slots, group, grid, is_one_way = found.before[23:]
-    assert found.main[8:16] == (*found.before[16:23], group)
-    assert found.before[21:23] == (heads_kv, heads)
+    entries, num_entries, counters, arrivals, partials = found.before[18:23]
+    done, wanted, progress = found.before[7:10]
+    workspace, agenda_tiles, num_slots, group, grid, is_one_way = found.before[25:]
+    assert found.main[15:23] == (*found.before[18:25], group)
+    assert found.before[23:25] == (heads_kv, heads)
+    assert found.main[7] == heads * group
     assert (agenda_tiles, group) == (num_tiles, HEADS_Q // heads_kv)
     assert (grid, is_one_way) == (min(num_tiles * HEADS_Q, 132), 0)
     num_items = num_tiles * heads_kv // heads
@@ -114,8 +119,12 @@ def test_what_lies_in_scratch_does_not_overlap(
         1,
         num_slots * heads * 8,
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
+        HEADS_Q * PADDED // 16,
+        PADDED // 16 + 1,
+        2 + 2 * 16 * grid,
     ]
     starts = [dq_sum, stats, partials, entries, counters, num_entries, arrivals, workspace]
+    starts += [done, wanted, progress]
     ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
@@ -207,9 +216,7 @@ def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
     launched = [(name, False) for name in ("before", "main", "after")]
     assert steps.done == [launched[0], "arrive", launched[1], "depart", launched[2]]
     assert steps.mapped == [x.data_ptr() for x in (*steps.keys, *steps.grads)]
-    assert (
-        POSTPROCESS.unpack_from(steps.params[2].ljust(POSTPROCESS.size, b"\0"))[2] == dq.data_ptr()
-    )
+    assert POSTPROCESS.unpack(steps.params[2])[2] == dq.data_ptr()
 
 
 def test_in_one_call_a_launch_begins_while_the_one_in_front_of_it_ends(launches, monkeypatch):

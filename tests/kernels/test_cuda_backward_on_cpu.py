@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.cuda import backward as module
+from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
@@ -20,6 +21,7 @@ from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
+SUMS, ROW_GROUPS, AGENDA = (7 * TENSOR_MAP_BYTES + at for at in (16, 24, 104))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 # The first 20 keys, and with them their tile, are seen by all; queries 100 to 129 see nothing else.
@@ -31,6 +33,8 @@ PREFIX = Case(
     "prefix", 256, 640, [(0, 256, 0, 512, MaskType.FULL), (128, 256, 512, 640, MaskType.FULL)]
 )
 WINDOW = sliding_window(290, 250)  # three tiles add to some rows, in an order that matters then
+# Six tiles of one head that all queries see: the last two, of a second wave, walk the other way.
+TWO_WAYS = Case("two_ways", 400, 768, [(0, 400, 0, 768, MaskType.FULL)])
 # Rows in front, between and behind see nothing, and keys are seen by nobody.
 HOLES = Case(
     "holes", 150, 290, [(17, 60, 5, 40, MaskType.FULL), (77, 131, 30, 84, MaskType.INV_CAUSAL)]
@@ -43,7 +47,7 @@ class Launches:
     def __init__(self):
         self.timing = LATE
         self.entries = None
-        self.dq_sum = b""  # in fp32, of head dimension 64: rounding hides the order of additions
+        self.dq_sums = b""  # rounding hides the order of additions
 
     def launch(
         self, function, grid, block, params, stream, shared_bytes=None, may_start_early=False
@@ -51,15 +55,21 @@ class Launches:
         is_main = shared_bytes is None
         if is_main:
             self.entries = entries(params)
-        elif shared_bytes == 0:
-            address, row_groups = struct.unpack_from("<Qi", params)
-            self.dq_sum = ctypes.string_at(address, 4 * 64 * 16 * row_groups * grid[1])
         function(grid, block, params, NUM_SMS if is_main else 1, self.timing)
+        if is_main:
+            self.dq_sums = dq_sums(params)
+
+
+def dq_sums(params: bytes) -> bytes:
+    """The fp32 sums of one head of head dimension 64, where the main kernel has left them."""
+    (at_sums,) = struct.unpack_from("<Q", params, SUMS)
+    (row_groups,) = struct.unpack_from("<i", params, ROW_GROUPS)
+    return ctypes.string_at(at_sums, 4 * 64 * 16 * row_groups)
 
 
 def entries(params: bytes) -> list[tuple[int, int, int]]:
     """(tile, part, number of parts) of the agenda, where the main kernel reads it."""
-    at_entries, at_count = struct.unpack_from("<2Q", params, len(params) - 64)
+    at_entries, at_count = struct.unpack_from("<2Q", params, AGENDA)
     count = ctypes.c_int.from_address(at_count).value
     read = struct.Struct("<2i4h").iter_unpack(ctypes.string_at(at_entries, 16 * count))
     return [(tile, part, num_parts) for tile, _, part, num_parts, _, _ in read]
@@ -95,12 +105,12 @@ def check(launches, case, with_dlse=False, deterministic=False):
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
-        runs.append((grads, launches.dq_sum))
-    (first, first_sum), (second, second_sum) = runs
+        runs.append((grads, launches.dq_sums))
+    (first, first_sums), (second, second_sums) = runs
     assert torch.equal(first.dk, second.dk)
     assert torch.equal(first.dv, second.dv)
     if deterministic:
-        assert first_sum == second_sum
+        assert first_sums == second_sums
     return launches.entries
 
 
@@ -118,6 +128,12 @@ def test_parts_of_a_tile(launches):
 def test_a_prefix_comes_first_for_all_heads(launches):
     entries = check(launches, replace(PREFIX, heads=Heads(4, 2, 64, 64)), deterministic=True)
     assert [tile for tile, *_ in entries] == [0, 1, 2, 3] * 2 + [4] * 2
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", [PREFIX, WINDOW, TWO_WAYS], ids=lambda case: case.id)
+def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
+    check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))
 
 
 def test_a_window_where_dq_has_an_order(launches):

@@ -92,6 +92,10 @@ FORWARD = Layout(
     ),
     (forward._ADDRESSES, forward._SCALARS),
 )
+DQ_ITEMS = (
+    *("sums.data", "sums.row_groups", "dq", "total_q"),
+    *("num_heads", "heads_of_section", "scale"),
+)
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
 BACKWARD = Layout(
@@ -99,12 +103,13 @@ BACKWARD = Layout(
     nvrtc.Variant("bwd_shared.cuh", ""),
     ("q", "dout", "k", "v", "stats", "dk", "dv"),
     (
-        *("dk_rows", "dv_rows", "dq.data", "dq.row_groups"),
-        *("tiles", "runs", "order.turns", "order.visits"),
+        *("dk_rows", "dv_rows"),
+        *(f"dq.{name}" for name in DQ_ITEMS),
+        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "tiles", "runs"),
         *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
-        *("qhead_per_kvhead", "scale_log2", "cap_scale", "softmax_scale"),
+        *("qhead_per_kvhead", "scale_log2", "cap_scale"),
     ),
-    (backward._ADDRESSES, backward._SCALARS),
+    (backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
 )
 PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM)
 BEFORE = Layout(
@@ -112,7 +117,8 @@ BEFORE = Layout(
     PREPROCESS,
     (),
     (
-        *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups", "visits"),
+        *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups"),
+        *("done", "wanted", "dq_progress"),
         *("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"),
         *("total_q", "lse_factor", "agenda.tiles", "agenda.runs"),
         *(f"agenda.agenda.{name}" for name in (*AGENDA, *HEADS)),
@@ -125,8 +131,8 @@ AFTER = Layout(
     "PostprocessParams",
     POSTPROCESS,
     (),
-    ("sum.data", "sum.row_groups", "dq", "total_q", "scale"),
-    (backward._POSTPROCESS,),
+    (*(f"items.{name}" for name in DQ_ITEMS), "progress"),
+    (backward._DQ_ITEMS, backward._PROGRESS),
 )
 CUT = Layout(
     "TilePartsParams",

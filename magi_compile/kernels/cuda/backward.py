@@ -38,16 +38,19 @@ from magi_compile.plan.tiles import RUN_FIELDS
 
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
-_STREAM_THREADS = 256  # of a thread block before and after
+_STREAM_THREADS, _BLOCKS_PER_SM = 256, 8  # before and after
 _STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
 _ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-# What follows the seven tensor maps in BackwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<3Qi4x9Q"), struct.Struct("<3i3f")
+# What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
+# and what a route knows, to the end of the struct.
+_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ3if")
+_ADDRESSES, _SCALARS = struct.Struct("<11Q"), struct.Struct("<3i2f28x")
 _MAX_KNOWN_MAPS = 256
-_PREPROCESS = struct.Struct("<6Qi4xQ4qif7Q2iQ5i4x")
-_POSTPROCESS = struct.Struct("<Qi4xQif")
+_PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
+_PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
+_WARPS = BackwardConfig.num_threads // 32
 
 
 @lru_cache(maxsize=1024)
@@ -68,11 +71,16 @@ def backward_variants(
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
+        "FFA_ROUNDS_DQ": str(config.rounds_dq and not deterministic).lower(),
     }
     return (
         _variant("bwd_preprocess.cu", "ffa_backward_preprocess", {**rows, **cols}),
         _variant("bwd.cu", "ffa_backward", main),
-        _variant("bwd_postprocess.cu", "ffa_backward_postprocess", rows),
+        _variant(
+            "bwd_postprocess.cu",
+            "ffa_backward_postprocess",
+            {**element, "FFA_THREADS": _STREAM_THREADS},
+        ),
     )
 
 
@@ -84,6 +92,7 @@ class _Route(NamedTuple):
     postprocess: driver.CUfunction
     config: BackwardConfig
     grid: int
+    num_sms: int
     heads_per_section: int
     scalars: bytes
     scratch: _Scratch
@@ -93,9 +102,10 @@ class _Route(NamedTuple):
 class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
-    First the sum of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
+    First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
     csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
-    integers: its counters and its length, how many parts have arrived, and what its writer needs.
+    integers: its counters and its length, how many parts have arrived, what its writer needs, the visits of
+    csrc/sm90/dq_accumulator.cuh that are done and those that are wanted, and the progress of csrc/sm90/dq_rounding.cuh.
     """
 
     num_slots: int  # how many parts of tiles there is room for; all others are places
@@ -106,6 +116,9 @@ class _Scratch(NamedTuple):
     num_entries: int
     arrivals: int
     workspace: int
+    done: int
+    wanted: int
+    progress: int
     size: int
 
     @staticmethod
@@ -127,6 +140,9 @@ class _Scratch(NamedTuple):
             1,
             num_partials * _ARRIVALS,
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
+            problem.nheads_q * padded_q // _DQ_GROUP_ROWS,
+            padded_q // _DQ_GROUP_ROWS + 1,
+            2 + 2 * _WARPS * grid,
         )
         return _Scratch(num_slots, *(4 * n for n in accumulate(words)))
 
@@ -154,12 +170,11 @@ def _route(
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-        problem.softmax_scale,
     )
     grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
     scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, heads_per_section, grid)
     kernels = (preprocess, main, postprocess)
-    return _Route(*kernels, config, grid, heads_per_section, scalars, scratch, {})
+    return _Route(*kernels, config, grid, sms, heads_per_section, scalars, scratch, {})
 
 
 def _padded(rows: int) -> int:
@@ -238,14 +253,12 @@ def backward_in_phases(
     padded_q = _padded(total_q)
     row_groups = padded_q // _DQ_GROUP_ROWS
     scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
-    dq_sum = scratch.data_ptr()
-    places = (dq_sum + at for at in route.scratch[1:-1])
-    stats, partials, entries, counters, num_entries, arrivals, workspace = places
+    sums = scratch.data_ptr()
+    places = (sums + at for at in route.scratch[1:-1])
+    stats, partials, entries, counters, num_entries, arrivals, workspace, *of_dq = places
+    done, wanted, progress = of_dq
     agenda = (entries, num_entries, counters, arrivals, partials)
-    turns = visits = None
-    if deterministic:
-        turns = turns_of_tiles(k_tiles, k_runs, row_groups)
-        visits = torch.empty((nheads_q, row_groups), dtype=torch.int32, device=device)
+    turns = turns_of_tiles(k_tiles, k_runs, row_groups) if deterministic else None
     stream = current_stream(device)
     row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
 
@@ -258,9 +271,9 @@ def backward_in_phases(
         lse.data_ptr(),
         _address(dlse),
         stats,
-        dq_sum,
+        sums,
         row_groups,
-        _address(visits),
+        *of_dq,
         *out.stride()[:2],
         *dout.stride()[:2],
         total_q,
@@ -294,18 +307,18 @@ def backward_in_phases(
         stats_map = _stats_map(stats, nheads_q, padded_q, route.config.block_cols)
         maps = _tensor_maps(q, dout, k, v, dk, dv, stats_map, route.config)
         route.maps[place] = maps
-    pointers = _ADDRESSES.pack(
-        at_dk,
-        at_dv,
-        dq_sum,
+    items = _DQ_ITEMS.pack(
+        sums,
         row_groups,
-        at_tiles,
-        at_runs,
-        _address(turns),
-        _address(visits),
-        *agenda,
+        dq.data_ptr(),
+        total_q,
+        nheads_q,
+        route.heads_per_section * problem.qhead_per_kvhead,
+        problem.softmax_scale,
     )
-    params = maps + pointers + route.scalars
+    visits = (done, wanted, _address(turns))
+    pointers = _ADDRESSES.pack(*visits, progress, at_tiles, at_runs, *agenda)
+    params = maps + _GRADIENTS.pack(at_dk, at_dv) + items + pointers + route.scalars
     is_one_call = depart is None
     launch(
         *(route.main, route.grid, route.config.num_threads, params, stream),
@@ -314,9 +327,9 @@ def backward_in_phases(
     if depart is not None:
         depart(dk, dv)
 
-    after = _POSTPROCESS.pack(dq_sum, row_groups, dq.data_ptr(), total_q, problem.softmax_scale)
+    after = items + _PROGRESS.pack(progress)
     launch(
-        *(route.postprocess, row_blocks, _STREAM_THREADS, after, stream),
+        *(route.postprocess, _BLOCKS_PER_SM * route.num_sms, _STREAM_THREADS, after, stream),
         shared_bytes=0,
         may_start_early=is_one_call,
     )

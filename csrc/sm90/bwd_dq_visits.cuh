@@ -1,0 +1,31 @@
+// How many times the main kernel adds to each 16 rows of dq: once for each run of a tile that holds some of them.
+#pragma once
+
+#include "block.cuh"
+#include "bwd_walk.cuh"
+#include "dq_accumulator.cuh"
+#include "plan.cuh"
+
+namespace ffa {
+
+// Writes `wanted` of DqVisits, with an int behind it for the way there; by one thread block.
+template <int kBlockCols>
+__device__ void count_dq_visits(const Tile* tiles, const Run* runs, int num_tiles, int* wanted, int row_groups) {
+    int* const changes = wanted;
+    for_each(row_groups + 1, [&](int group) { changes[group] = 0; });
+    for_each(num_tiles, [&](int i) {
+        const Tile& tile = tiles[i];
+        for (int run = tile.run_begin; run < tile.run_end && tile.row_begin < tile.row_end; ++run) {
+            const RunWalk<kBlockCols> walk{runs[run], 1, false};
+            if (walk.first_group() < walk.end_group()) {
+                atomicAdd(&changes[walk.first_group()], 1);
+                atomicAdd(&changes[walk.end_group()], -1);
+            }
+        }
+    });
+    prefix_sum(
+        row_groups, [&](int group) { return __ldcg(&changes[group]); },
+        [&](int group, int before) { wanted[group] = before + __ldcg(&changes[group]); });
+}
+
+}  // namespace ffa

@@ -1,0 +1,104 @@
+// Rows of dq from sums that are complete: scaled, rounded, in the order of their columns.
+#pragma once
+
+#include "dq_accumulator.cuh"
+#include "ptx.cuh"
+
+namespace ffa {
+
+// An item is 16 rows of a head. They are numbered in the order in which tiles are worked on: section by section of heads.
+struct DqItems {
+    DqSums sums;
+    void* dq;   // [total_q, num_heads, head_dim], contiguous
+    int total_q;
+    int num_heads;
+    int heads_of_section;   // divides num_heads
+    float scale;
+
+    __device__ __forceinline__ int count() const { return sums.row_groups * num_heads; }
+    __device__ __forceinline__ int group(int item) const { return item % items_of_section() / heads_of_section; }
+    __device__ __forceinline__ int head(int item) const {
+        return item / items_of_section() * heads_of_section + item % heads_of_section;
+    }
+
+private:
+    __device__ __forceinline__ int items_of_section() const { return sums.row_groups * heads_of_section; }
+};
+
+static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/backward.py");
+
+// What the main kernel has left to the one behind: items from `next` on, and those that some warps did not wait for.
+struct DqProgress {
+    int next;       // item that nobody has drawn; zero at launch, like the next one
+    int num_left;
+
+    // [num_left]; they lie behind.
+    __device__ __forceinline__ int* left() { return &num_left + 1; }
+};
+
+// By a warp, so many groups of columns at a time.
+template <class Element, int kHeadDim, int kColGroupsAtOnce>
+class DqRounding {
+public:
+    __device__ __forceinline__ explicit DqRounding(const DqItems& items) : items_(items) {}
+
+    // The four lanes of a quad have 8 columns of two rows together. Of two such groups of columns, each gets one row.
+    __device__ __forceinline__ void round(int head, int group) const {
+        const int first_row = group * kDqGroupRows;
+        const int row = first_row + lane() / 4 + lane() % 2 * (kDqGroupRows / 2);
+        const float4* from = reinterpret_cast<const float4*>(dq_rows<kHeadDim>(items_.sums, head, first_row)) + lane();
+        Element* to = static_cast<Element*>(items_.dq) +
+                      (static_cast<long long>(row) * items_.num_heads + head) * kHeadDim + lane() % 4 / 2 * kDqGroupCols;
+        const bool is_there = row < items_.total_q;
+#pragma unroll 1
+        for (int i = 0; i < kHeadDim / kDqGroupCols / kColGroupsAtOnce; ++i) {
+            float4 sums[kColGroupsAtOnce];
+#pragma unroll
+            for (int j = 0; j < kColGroupsAtOnce; ++j) {
+                sums[j] = __ldcg(from + 32 * j);
+            }
+#pragma unroll
+            for (int j = 0; j < kColGroupsAtOnce; j += 2) {
+                const uint4 cols = transposed({scaled(sums[j].x, sums[j].y), scaled(sums[j].z, sums[j].w),
+                                               scaled(sums[j + 1].x, sums[j + 1].y),
+                                               scaled(sums[j + 1].z, sums[j + 1].w)});
+                if (is_there) {
+                    *reinterpret_cast<uint4*>(to + j * kDqGroupCols) = cols;
+                }
+            }
+            from += 32 * kColGroupsAtOnce;
+            to += kColGroupsAtOnce * kDqGroupCols;
+        }
+    }
+
+private:
+    static_assert(kHeadDim / kDqGroupCols % kColGroupsAtOnce == 0 && kColGroupsAtOnce % 2 == 0, "whole steps, whole pairs");
+
+    // No register keeps it: in the main kernel there are few.
+    __device__ __forceinline__ static int lane() { return opaque(threadIdx.x) % 32; }
+
+    __device__ __forceinline__ uint32_t scaled(float first, float second) const {
+        return pack<Element>(first * items_.scale, second * items_.scale);
+    }
+
+    // The words of this lane's number that the lanes of the quad have.
+    __device__ __forceinline__ uint4 transposed(const uint4& words) const {
+        const bool is_upper = lane() % 4 / 2 != 0, is_odd = lane() % 2 != 0;
+        const uint2 received{shuffled(is_upper ? words.x : words.z, 2), shuffled(is_upper ? words.y : words.w, 2)};
+        // Those that this pair of lanes wants, of lanes 0 and 1, and of lanes 2 and 3.
+        const uint2 first = is_upper ? received : uint2{words.x, words.y};
+        const uint2 second = is_upper ? uint2{words.z, words.w} : received;
+        const uint32_t from_first = shuffled(is_odd ? first.x : first.y, 1);
+        const uint32_t from_second = shuffled(is_odd ? second.x : second.y, 1);
+        return is_odd ? uint4{from_first, first.y, from_second, second.y}
+                      : uint4{first.x, from_first, second.x, from_second};
+    }
+
+    __device__ __forceinline__ static uint32_t shuffled(uint32_t word, int distance) {
+        return __shfl_xor_sync(0xffffffff, word, distance);
+    }
+
+    const DqItems& items_;
+};
+
+}  // namespace ffa
