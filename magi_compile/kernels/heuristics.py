@@ -97,9 +97,7 @@ _BACKWARD = {
 _BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 24, 72, 208, False)}  # with soft-cap
 
 BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
-BACKWARD_ROWS = (
-    64  # rows of a thread block of the kernels before and after the backward, which only stream
-)
+BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache. A section is to keep the SMs busy about once (0.85 to 1.13 times), or from about twice on, not one and a half

@@ -15,13 +15,13 @@ from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
-from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import Case, Heads, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
-SUMS, ROW_GROUPS, AGENDA = (7 * TENSOR_MAP_BYTES + at for at in (16, 24, 104))  # in BackwardParams
+DQ_ITEMS, AGENDA = (7 * TENSOR_MAP_BYTES + at for at in (16, 104))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 # The first 20 keys, and with them their tile, are seen by all; queries 100 to 129 see nothing else.
@@ -42,12 +42,14 @@ HOLES = Case(
 
 
 class Launches:
-    """Launches happen on this CPU, with a timing; what the tiles were divided into."""
+    """Launches happen on this CPU, with a timing; what the tiles were divided into, and what became of dq."""
 
     def __init__(self):
         self.timing = LATE
         self.entries = None
         self.dq_sums = b""  # rounding hides the order of additions
+        self.done, self.wanted = (), ()  # additions to each 16 rows of each head, and of any
+        self.left = {}  # how many of these are for the last kernel, by timing
 
     def launch(
         self, function, grid, block, params, stream, shared_bytes=None, may_start_early=False
@@ -57,14 +59,36 @@ class Launches:
             self.entries = entries(params)
         function(grid, block, params, NUM_SMS if is_main else 1, self.timing)
         if is_main:
-            self.dq_sums = dq_sums(params)
+            self.look_at_dq(params)
+
+    def look_at_dq(self, params):
+        """What the main kernel leaves behind, as it lies in memory."""
+        at = struct.unpack_from("<Qi4xQ3if4Q", params, DQ_ITEMS)
+        at_sums, row_groups, _, _, num_heads, _, _, at_done, at_wanted, _, at_progress = at
+        count = row_groups * num_heads
+        self.dq_sums = ctypes.string_at(at_sums, 4 * 64 * 16 * count)
+        self.done = integers(at_done, count)
+        self.wanted = integers(at_wanted, row_groups)
+        drawn, left = integers(at_progress, 2)
+        self.left[self.timing] = left + count - min(drawn, count)
 
 
-def dq_sums(params: bytes) -> bytes:
-    """The fp32 sums of one head of head dimension 64, where the main kernel has left them."""
-    (at_sums,) = struct.unpack_from("<Q", params, SUMS)
-    (row_groups,) = struct.unpack_from("<i", params, ROW_GROUPS)
-    return ctypes.string_at(at_sums, 4 * 64 * 16 * row_groups)
+def integers(address: int, count: int) -> tuple[int, ...]:
+    return struct.unpack(f"<{count}i", ctypes.string_at(address, 4 * count))
+
+
+def additions(plan, row_groups: int) -> tuple[int, ...]:
+    """How often each 16 rows are added to: once for each run that holds some of them."""
+    counts = [0] * row_groups
+    for *_, run_begin, run_end in plan.k_tiles.tolist():
+        for run in plan.k_runs[run_begin:run_end].tolist():
+            first, end = (
+                run[RUN_FIELDS.index("first")] // 16,
+                -(-run[RUN_FIELDS.index("col_end")] // 16),
+            )
+            for group in range(first, end):
+                counts[group] += 1
+    return tuple(counts)
 
 
 def entries(params: bytes) -> list[tuple[int, int, int]]:
@@ -105,6 +129,9 @@ def check(launches, case, with_dlse=False, deterministic=False):
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
+        assert launches.wanted == additions(plan, len(launches.wanted))
+        if problem.head_dim == 128 or deterministic:
+            assert launches.done == launches.wanted * problem.nheads_q
         runs.append((grads, launches.dq_sums))
     (first, first_sums), (second, second_sums) = runs
     assert torch.equal(first.dk, second.dk)
@@ -118,6 +145,16 @@ def check(launches, case, with_dlse=False, deterministic=False):
 @pytest.mark.parametrize("heads_q", [1, 4])
 def test_documents(heads_q, head_dim, launches):
     check(launches, replace(DOCUMENTS, heads=Heads(heads_q, 1, head_dim, head_dim)))
+
+
+def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
+    """At head_dim 128 all of it, or what is complete before a thread block stops waiting; else nothing."""
+    check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 128, 128)))
+    count = 4 * len(launches.wanted)
+    assert launches.left[LATE] == 0
+    assert 0 < launches.left[AT_RANDOM] < count
+    check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 64, 64)))
+    assert launches.left == {LATE: count, AT_RANDOM: count}
 
 
 def test_parts_of_a_tile(launches):
