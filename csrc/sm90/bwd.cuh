@@ -5,8 +5,8 @@
 // producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64 keys each. Scores are
 // transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
 // leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup, which computes dQ =
-// dS K and adds it to a sum in global memory: so the consumers wait for nobody. Warps that are free make
-// dq of sums that are complete.
+// dS K and adds it to a sum in global memory: so the consumers wait for nobody. Warps that are free make dq of the sums that
+// are complete.
 #pragma once
 
 #include "bwd_consumer.cuh"

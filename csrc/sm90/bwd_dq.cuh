@@ -1,6 +1,6 @@
 // The warpgroup of the backward kernel that computes dQ = dS K of each block, from the gradients of scores that the others
 // leave in shared memory, and adds it to the sum in global memory: by bulk reductions, in any order or, for sums that repeat
-// bit for bit, in that of the plan's tiles.
+// bit for bit, in that of the plan's tiles. It counts what has been added, so that others know when a sum is complete.
 #pragma once
 
 #include "bwd_shared.cuh"
