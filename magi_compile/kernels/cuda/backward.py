@@ -38,7 +38,8 @@ from magi_compile.plan.tiles import RUN_FIELDS
 
 _STORE_ROWS = 16  # each warp stores its own rows
 _DQ_GROUP_ROWS = 16
-_STREAM_THREADS, _BLOCKS_PER_SM = 256, 8  # before and after
+_STREAM_THREADS = 256  # of a thread block before and after
+_BLOCKS_PER_SM = 8  # of the kernel after
 _STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
 _ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
@@ -50,7 +51,7 @@ _ADDRESSES, _SCALARS = struct.Struct("<11Q"), struct.Struct("<3i2f28x")
 _MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
-_WARPS = BackwardConfig.num_threads // 32
+_WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most
 
 
 @lru_cache(maxsize=1024)
