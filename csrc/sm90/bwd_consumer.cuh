@@ -76,7 +76,7 @@ private:
         }
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
-            dk[i] *= params_.dq.scale;
+            dk[i] *= params_.dq.softmax_scale;
         }
         gradients_.store(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
         gradients_.store(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);

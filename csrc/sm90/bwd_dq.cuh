@@ -12,7 +12,7 @@ template <class Config>
 class DqWarpgroup {
 public:
     __device__ __forceinline__ DqWarpgroup(const BackwardParams& params, SharedStorage<Config>& smem)
-        : params_(params), smem_(smem), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
+        : params_(params), smem_(smem), warp_(threadIdx.x / 32 % Config::kDqWarps), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -53,7 +53,6 @@ private:
     static constexpr int kValues = Config::kDqCols / 2;   // registers of a thread
     using Dq = float[kValues];
 
-    static constexpr int kWarps = 4;
     // A thread block may be so many steps ahead of the mean of its wave, then it waits a few us at most.
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
@@ -210,13 +209,13 @@ private:
 #pragma unroll 1
         for (int i = work.tile.run_begin; i < work.tile.run_end; ++i) {
             const RunWalk<Config::kBlockCols> walk{params_.runs[i], 1, false};
-            const int first = walk.first_group() + warp_ + kWarps * lane_;
+            const int first = walk.first_group() + warp_ + Config::kDqWarps * lane_;
             const int end = walk.end_group();
 #pragma unroll 1
             for (int head = work.qhead; head < work.qhead + work.num_qheads; ++head) {
                 int* const done = params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups;
 #pragma unroll 1
-                for (int group = first; group < end; group += kWarps * 32) {
+                for (int group = first; group < end; group += Config::kDqWarps * 32) {
                     add_relaxed(done + group, 1);
                 }
             }

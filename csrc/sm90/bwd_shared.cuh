@@ -66,6 +66,7 @@ struct BackwardConfig {
     static constexpr int kDqCols = kHeadDim == 128 ? 64 : kHeadDim;
     static constexpr int kDqRowParts = kBlockCols / kDqRows;
     static constexpr int kDqColParts = kHeadDim / kDqCols;
+    static constexpr int kDqWarps = 4;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
 
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
@@ -115,7 +116,7 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
-    float dq[Config::kDqRowParts][4][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
+    float dq[Config::kDqRowParts][Config::kDqWarps][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
     Block blocks[Config::kStages];          // travel with q
@@ -135,18 +136,17 @@ enum NamedBarrier : uint32_t { kScoresAreRead = 1 };
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
-    constexpr int kDqWarps = 4;
     mbarrier_init(smem.kv_full, 1);
-    mbarrier_init(smem.kv_empty, kConsumerWarps + kDqWarps);
+    mbarrier_init(smem.kv_empty, kConsumerWarps + Config::kDqWarps);
     for (int i = 0; i < Config::kStages; ++i) {
         mbarrier_init(smem.q_full[i], 1);
-        mbarrier_init(smem.q_empty[i], kConsumerWarps + kDqWarps);
+        mbarrier_init(smem.q_empty[i], kConsumerWarps + Config::kDqWarps);
         mbarrier_init(smem.dout_full[i], 1);
         mbarrier_init(smem.dout_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {
         mbarrier_init(smem.dscores_full[i], kConsumerWarps);
-        mbarrier_init(smem.dscores_empty[i], kDqWarps);
+        mbarrier_init(smem.dscores_empty[i], Config::kDqWarps);
     }
     smem.kv_phase = 0;
     smem.is_over = 0;

@@ -13,7 +13,7 @@ struct DqItems {
     int total_q;
     int num_heads;
     int heads_of_section;   // divides num_heads
-    float scale;
+    float softmax_scale;
 
     __device__ __forceinline__ int count() const { return sums.row_groups * num_heads; }
     __device__ __forceinline__ int group(int item) const { return item % items_of_section() / heads_of_section; }
@@ -78,7 +78,7 @@ private:
     __device__ __forceinline__ static int lane() { return opaque(threadIdx.x) % 32; }
 
     __device__ __forceinline__ uint32_t scaled(float first, float second) const {
-        return pack<Element>(first * items_.scale, second * items_.scale);
+        return pack<Element>(first * items_.softmax_scale, second * items_.softmax_scale);
     }
 
     // The words of this lane's number that the lanes of the quad have.

@@ -94,7 +94,7 @@ FORWARD = Layout(
 )
 DQ_ITEMS = (
     *("sums.data", "sums.row_groups", "dq", "total_q"),
-    *("num_heads", "heads_of_section", "scale"),
+    *("num_heads", "heads_of_section", "softmax_scale"),
 )
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
