@@ -15,9 +15,10 @@ from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
-from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import Case, Heads, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.dq_additions import additions_of_tiles
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
@@ -77,20 +78,6 @@ def integers(address: int, count: int) -> tuple[int, ...]:
     return struct.unpack(f"<{count}i", ctypes.string_at(address, 4 * count))
 
 
-def additions(plan, row_groups: int) -> tuple[int, ...]:
-    """How often each 16 rows are added to: once for each run that holds some of them."""
-    counts = [0] * row_groups
-    for *_, run_begin, run_end in plan.k_tiles.tolist():
-        for run in plan.k_runs[run_begin:run_end].tolist():
-            first, end = (
-                run[RUN_FIELDS.index("first")] // 16,
-                -(-run[RUN_FIELDS.index("col_end")] // 16),
-            )
-            for group in range(first, end):
-                counts[group] += 1
-    return tuple(counts)
-
-
 def entries(params: bytes) -> list[tuple[int, int, int]]:
     """(tile, part, number of parts) of the agenda, where the main kernel reads it."""
     at_entries, at_count = struct.unpack_from("<2Q", params, AGENDA)
@@ -129,7 +116,8 @@ def check(launches, case, with_dlse=False, deterministic=False):
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
-        assert launches.wanted == additions(plan, len(launches.wanted))
+        wanted = additions_of_tiles(plan, len(launches.wanted)).sum(0)
+        assert launches.wanted == tuple(wanted.tolist())
         if problem.head_dim == 128 or deterministic:
             assert launches.done == launches.wanted * problem.nheads_q
         runs.append((grads, launches.dq_sums))

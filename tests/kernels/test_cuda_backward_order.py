@@ -6,11 +6,9 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.cuda.backward import turns_of_tiles
-from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS
-
-GROUP_ROWS = 16
-COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
+from tests.kernels.dq_additions import GROUP_ROWS, additions_of_tiles
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
@@ -28,8 +26,5 @@ def test_turns_count_the_additions_of_earlier_tiles(case, exact):
     plan.k_runs[num_runs:] = 1 << 30  # of no tile, so of no meaning
     row_groups = -(-case.seqlen_q // GROUP_ROWS)
     turns = turns_of_tiles(plan.k_tiles, plan.k_runs, row_groups)
-    additions = torch.zeros(row_groups, dtype=torch.int32)
-    for tile, (_, _, run_begin, run_end) in enumerate(plan.k_tiles.tolist()):
-        assert torch.equal(turns[tile], additions)
-        for run in plan.k_runs[run_begin:run_end].tolist():
-            additions[run[FIRST] // GROUP_ROWS : -(-run[COL_END] // GROUP_ROWS)] += 1
+    additions = additions_of_tiles(plan, row_groups)
+    assert torch.equal(turns, additions.cumsum(0, dtype=torch.int32) - additions)
