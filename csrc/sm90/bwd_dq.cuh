@@ -22,12 +22,24 @@ public:
                 break;
             }
             const int num_visits = left;
-            for (; left > 0; --left) {
-                // Asked by all warps: a branch of one of them alone would cost the kernel its uniform registers.
-                if (left % kVisitsOfStep == 0) {
-                    keep_step((num_visits - left) / kVisitsOfStep);
+            int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
+            int end_head = work().qhead + work().num_qheads;   // of those that are not told
+            while (left > 0) {
+                // When a head is through, one more block: meanwhile what was added to it arrives.
+                const int end = max(through - 1, 0);
+                for (; left > end; --left) {
+                    // Asked by all warps: a branch of one of them alone would cost the kernel its uniform registers.
+                    if (left % kVisitsOfStep == 0) {
+                        keep_step((num_visits - left) / kVisitsOfStep);
+                    }
+                    differentiate();
                 }
-                differentiate();
+                if (Config::kRoundsDq && through > 0) {
+                    await_additions<1>();
+                    tell(work(), end_head - 1, end_head);
+                    --end_head;
+                    through -= uniform(work().visits_to_tell);
+                }
             }
             if constexpr (Config::kIsDeterministic) {
                 publish();
@@ -39,8 +51,8 @@ public:
             release(smem_.kv_empty);
             kv_.advance();
             if constexpr (Config::kRoundsDq) {
-                await_additions();
-                tell(done);
+                await_additions<0>();
+                tell(done, done.qhead, end_head);
             }
         }
         if (lane_ == 0) {
@@ -178,22 +190,23 @@ private:
             while (load_acquire(visits) < turn) {
             }
         }
-        fence_proxy_async();
+        fence_proxy_async_global();
         __syncwarp();
     }
 
-    // Until this warp's additions have arrived.
+    // Until this warp's additions have arrived, but for those of so many blocks.
+    template <int kPending>
     __device__ __forceinline__ void await_additions() const {
         if (lane_ == 0) {
-            cp_async_bulk_wait_group<0>();
+            cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
         }
-        fence_proxy_async();
+        fence_proxy_async_global();
         __syncwarp();
     }
 
     // Tells the tiles behind this one that the additions of a block have arrived.
     __device__ __forceinline__ void publish() {
-        await_additions();
+        await_additions<0>();
 #pragma unroll
         for (int*& visits : visits_) {
             if (visits != nullptr) {
@@ -203,8 +216,8 @@ private:
         }
     }
 
-    // Counts what this warp has added for a tile: once for each run that holds some of 16 rows, and each of the heads.
-    __device__ __forceinline__ void tell(const TileOfHead& work) const {
+    // Counts what this warp has added for some heads of a tile: once for each run that holds some of 16 rows.
+    __device__ __forceinline__ void tell(const TileOfHead& work, int first_head, int end_head) const {
         fence_acq_rel();
 #pragma unroll 1
         for (int i = work.tile.run_begin; i < work.tile.run_end; ++i) {
@@ -212,7 +225,7 @@ private:
             const int first = walk.first_group() + warp_ + Config::kDqWarps * lane_;
             const int end = walk.end_group();
 #pragma unroll 1
-            for (int head = work.qhead; head < work.qhead + work.num_qheads; ++head) {
+            for (int head = first_head; head < end_head; ++head) {
                 int* const done = params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups;
 #pragma unroll 1
                 for (int group = first; group < end; group += Config::kDqWarps * 32) {

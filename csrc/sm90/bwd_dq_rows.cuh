@@ -17,11 +17,11 @@ public:
     // A warp draws one item after another, and waits for each until it is complete.
     __device__ __forceinline__ void run() {
         const DqItems& items = params_.dq;
+        const bool is_head_by_head = params_.dq_progress->is_head_by_head();
         int item = drawn(draw());
         while (item < opaque(items.count())) {
             const int next = draw();   // on its way meanwhile
-            const int group = items.group(item);
-            const int head = items.head(item);
+            const auto [head, group] = items.item(item, is_head_by_head);
             if (!await_visits(head, group)) {
                 leave(item);
                 leave(drawn(next));
@@ -34,8 +34,8 @@ public:
 
 private:
     static constexpr int kColGroupsAtOnce = 4;   // 16 registers
-    static constexpr int kNsOfWait = 500;
-    static constexpr int kMostWaits = 400;   // when there are no more tiles
+    static constexpr int kNsOfWait = 150;
+    static constexpr int kMostWaits = 1333;   // when there are no more tiles
 
     __device__ __forceinline__ static bool is_first_lane() { return opaque(threadIdx.x) % 32 == 0; }
 
@@ -58,11 +58,10 @@ private:
             const int wanted = params_.visits.wanted[group];
             const int* const done =
                 params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups + group;
-            for (int waits = 0; (is_complete = load_relaxed(done) >= wanted) == 0 && waits < kMostWaits;) {
+            for (int waits = 0; (is_complete = load_acquire(done) >= wanted) == 0 && waits < kMostWaits;) {
                 nanosleep(kNsOfWait);
                 waits += load_shared(smem_.is_over);
             }
-            fence_acq_rel();
         }
         return __shfl_sync(0xffffffff, is_complete, 0) != 0;
     }

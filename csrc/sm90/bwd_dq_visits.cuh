@@ -1,4 +1,5 @@
-// How many times the main kernel adds to each 16 rows of dq: once for each run of a tile that holds some of them.
+// When rows of dq will be complete: how many times the main kernel adds to each 16 of them, once for each run of a tile that holds
+// some, and whether it does so head by head.
 #pragma once
 
 #include "block.cuh"
@@ -26,6 +27,16 @@ __device__ void count_dq_visits(const Tile* tiles, const Run* runs, int num_tile
     prefix_sum(
         row_groups, [&](int group) { return __ldcg(&changes[group]); },
         [&](int group, int before) { wanted[group] = before + __ldcg(&changes[group]); });
+}
+
+// Adds 1 to `more_head_by_head` for each tile that is walked so, -1 for others; by one thread block.
+template <int kBlockCols>
+__device__ void count_walks(const Tile* tiles, const Run* runs, int num_tiles, int& more_head_by_head) {
+    for_each(num_tiles, [&](int i) {
+        if (tiles[i].row_begin < tiles[i].row_end) {
+            atomicAdd(&more_head_by_head, is_walked_head_by_head<kBlockCols>(tiles[i], runs) ? 1 : -1);
+        }
+    });
 }
 
 }  // namespace ffa

@@ -21,7 +21,7 @@ struct PreprocessParams {
     Stats* stats;              // [nheads_q, rows / 8]: lse times lse_factor, -delta
     DqSums dq;
     int* done;     // [nheads_q, dq.row_groups] of DqVisits
-    int* wanted;   // [dq.row_groups + 1]
+    int* wanted;   // [dq.row_groups + 1], or null where nobody asks
     DqProgress* dq_progress;
     long long out_row_stride, out_head_stride;     // in elements
     long long dout_row_stride, dout_head_stride;
@@ -55,9 +55,12 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
         Writer(params.agenda).write();
     }
     if (block == min(1, num_blocks - 1)) {
-        count_dq_visits<FFA_BLOCK_COLS>(params.agenda.tiles, params.agenda.runs, params.agenda.num_tiles, params.wanted,
-                                        params.dq.row_groups);
-        for_each(1, [&](int) { *params.dq_progress = {0, 0}; });
+        for_each(1, [&](int) { *params.dq_progress = {0, 0, 0}; });
+        if (params.wanted != nullptr) {
+            const Writer::Params& plan = params.agenda;
+            count_dq_visits<FFA_BLOCK_COLS>(plan.tiles, plan.runs, plan.num_tiles, params.wanted, params.dq.row_groups);
+            count_walks<FFA_BLOCK_COLS>(plan.tiles, plan.runs, plan.num_tiles, params.dq_progress->more_head_by_head);
+        }
     }
     const int padded_q = params.dq.row_groups * kDqGroupRows;
     const int lane = threadIdx.x % kLanesPerRow;

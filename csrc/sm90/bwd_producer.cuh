@@ -30,6 +30,7 @@ private:
     __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section, int wave_in_step) {
         TileOfHead& work = smem_.work[smem_.kv_phase];
         const int num_blocks = blocks_of_tile<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
+        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         work.tile = params_.tiles[entry.tile];
         work.tile_index = entry.tile;
@@ -42,6 +43,7 @@ private:
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;
+        work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else {
@@ -63,16 +65,16 @@ private:
             const Visit visit = walk.visit(left);
             // Keys past the end of a short tile belong to others: the mask hides them.
             const bool is_masked = work().is_short(Config::kTileRows) || walk.is_masked(visit.col);
-            load_block(run, visit, is_masked);
+            load_block(run, walk.col_end(), visit, is_masked);
         }
     }
 
-    __device__ __forceinline__ void load_block(const Run& run, const Visit& visit, bool is_masked) {
+    __device__ __forceinline__ void load_block(const Run& run, int col_end, const Visit& visit, bool is_masked) {
         uint64_t& q_full = smem_.q_full[block_.slot];
         Block& block = smem_.blocks[block_.slot];
         mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
         block.first = visit.col;
-        block.end = run.col_end;
+        block.end = col_end;
         block.head = work().qhead + visit.group;
         block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;

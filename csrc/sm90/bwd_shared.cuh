@@ -95,6 +95,7 @@ struct TileOfHead {
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
     int num_visits;      // blocks of queries, over all query heads
+    int visits_to_tell;  // of which so many make up a head, or all
     int wave_in_step;    // whose thread blocks stay together, or kNoWave
     int num_qheads;      // of the group, from `qhead` on
     int qhead;
@@ -116,9 +117,9 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
-    float dq[Config::kDqRowParts][Config::kDqWarps][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
+    float dq[Config::kDqRowParts][Config::kDqWarps][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's

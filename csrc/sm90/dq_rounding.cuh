@@ -6,31 +6,43 @@
 
 namespace ffa {
 
-// An item is 16 rows of a head. They are numbered in the order in which tiles are worked on: section by section of heads.
+// 16 rows of a head.
+struct DqItem {
+    int head, group;
+};
+
+// All of them, numbered in the order in which they will be complete: section by section of heads. Where tiles walk head by head,
+// all rows of the last query heads of their groups come first.
 struct DqItems {
     DqSums sums;
     void* dq;   // [total_q, num_heads, head_dim], contiguous
     int total_q;
     int num_heads;
     int heads_of_section;   // divides num_heads
+    int qhead_per_kvhead;   // divides heads_of_section
     float softmax_scale;
 
     __device__ __forceinline__ int count() const { return sums.row_groups * num_heads; }
-    __device__ __forceinline__ int group(int item) const { return item % items_of_section() / heads_of_section; }
-    __device__ __forceinline__ int head(int item) const {
-        return item / items_of_section() * heads_of_section + item % heads_of_section;
-    }
 
-private:
-    __device__ __forceinline__ int items_of_section() const { return sums.row_groups * heads_of_section; }
+    __device__ __forceinline__ DqItem item(int number, bool is_head_by_head) const {
+        const int turns = is_head_by_head ? qhead_per_kvhead : 1;
+        const int heads = heads_of_section / turns;   // that are complete at about the same time
+        const int in_turn = number % (sums.row_groups * heads);
+        const int turn = number / (sums.row_groups * heads);
+        const int head_in_turn = in_turn % heads;
+        return {turn / turns * heads_of_section + head_in_turn * turns + turns - 1 - turn % turns, in_turn / heads};
+    }
 };
 
-static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(DqItems) == 48, "packed by magi_compile/kernels/cuda/backward.py");
 
 // What the main kernel has left to the one behind: items from `next` on, and those that some warps did not wait for.
 struct DqProgress {
     int next;       // item that nobody has drawn; zero at launch, like the next one
+    int more_head_by_head;   // tiles that walk so, beyond those that do not
     int num_left;
+
+    __device__ __forceinline__ bool is_head_by_head() const { return more_head_by_head > 0; }
 
     // [num_left]; they lie behind.
     __device__ __forceinline__ int* left() { return &num_left + 1; }

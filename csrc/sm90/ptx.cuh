@@ -177,13 +177,6 @@ __device__ __forceinline__ int load_acquire(const int* pointer) {
     return value;
 }
 
-// Nothing behind it waits until the value is there.
-__device__ __forceinline__ int load_relaxed(const int* pointer) {
-    int value;
-    asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-    return value;
-}
-
 __device__ __forceinline__ void add_relaxed(int* pointer, int value) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
@@ -213,9 +206,10 @@ __device__ __forceinline__ void store_shared(int& word, int value) {
     asm volatile("st.volatile.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(value) : "memory");
 }
 
-// Orders this thread's accesses by bulk copies before and after those by ordinary instructions.
-__device__ __forceinline__ void fence_proxy_async() {
-    asm volatile("fence.proxy.async;" ::: "memory");
+// Orders this thread's accesses of global memory by bulk copies before and after those by ordinary instructions. (One of all
+// memory would also wait for what is on its way to the L2 cache.)
+__device__ __forceinline__ void fence_proxy_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // ---- registers and conversions

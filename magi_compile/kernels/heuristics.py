@@ -90,11 +90,11 @@ class BackwardConfig:
 
 # By head_dim: dk and dv are sums in registers, which is what limits the blocks.
 _BACKWARD = {
-    64: BackwardConfig(128, 2, 24, 72, 208, False),
-    96: BackwardConfig(64, 3, 24, 80, 200, False),
+    64: BackwardConfig(128, 2, 32, 64, 208, False),
+    96: BackwardConfig(64, 3, 32, 80, 200, True),
     128: BackwardConfig(64, 3, 32, 64, 208, True),
 }
-_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 24, 72, 208, False)}  # with soft-cap
+_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 32, 64, 208, False)}  # with soft-cap
 
 BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams

@@ -62,7 +62,7 @@ namespace turns {
 
 constexpr int kStackBytes = 1 << 16;
 constexpr int kMemoryBytes = 227 * 1024 + 1024;
-constexpr int kIdleRounds = 500;   // without anybody getting on: they wait for what never comes
+constexpr int kIdleRounds = 4000;   // without anybody getting on: they wait for what never comes
 
 static long num_meetings;   // no progress by themselves: threads that poll together meet without end
 
@@ -519,7 +519,7 @@ void cp_async_bulk_wait_group() {
 }
 
 inline void fence_proxy_async_shared() {}
-inline void fence_proxy_async() {}
+inline void fence_proxy_async_global() {}
 
 // ---- between thread blocks
 
@@ -531,7 +531,6 @@ inline int load_acquire(const int* pointer) {
     return *pointer;
 }
 
-inline int load_relaxed(const int* pointer) { return load_acquire(pointer); }
 inline void fence_acq_rel() {}
 inline void nanosleep(uint32_t) {}
 

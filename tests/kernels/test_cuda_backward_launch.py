@@ -20,9 +20,9 @@ PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DI
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
 PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
-MAIN = struct.Struct("<3Qi4xQ3if11Q3i2f")
-POSTPROCESS = struct.Struct("<Qi4xQ3ifQ")
-SIZES = (216, 1088, 48)
+MAIN = struct.Struct("<3Qi4xQ4if4x11Q3i2f")
+POSTPROCESS = struct.Struct("<Qi4xQ4if4xQ")
+SIZES = (216, 1088, 56)
 
 
 class Call(NamedTuple):
@@ -70,13 +70,14 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         wanted = [at[n] for n in ("q", "dout", "k", "v")] + [stats, dk.data_ptr(), dv.data_ptr()]
         assert found.maps == wanted
         assert found.main[:2] == (dk.data_ptr(), dv.data_ptr())
-        row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q)
+        row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q, HEADS_Q // HEADS_KV)
         items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
-        assert found.main[2:9] == found.after[:-1] == items
-        assert found.main[11] == 0  # additions have no order
-        assert (*found.main[9:11], found.main[12]) == found.before[7:10]
-        assert found.main[12] == found.after[-1]
-        assert found.main[13:15] == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
+        assert found.main[2:10] == found.after[:-1] == items
+        assert found.main[11] == 0  # dq is rounded behind it
+        assert found.main[12] == 0  # additions have no order
+        assert (*found.main[10:12], found.main[13]) == found.before[7:10]
+        assert found.main[13] == found.after[-1]
+        assert found.main[14:16] == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
         strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
         assert found.before[10:14] == strides
         assert found.before[14] == ROWS
@@ -91,6 +92,7 @@ def test_what_lies_in_scratch_does_not_overlap(
     num_tiles, heads_kv, heads_per_section, launches, monkeypatch
 ):
     heads = min(heads_per_section, heads_kv)
+    monkeypatch.setattr(module, "_rounds_dq", lambda *_: True)
     monkeypatch.setattr(module, "backward_heads_per_section", lambda *_: heads)
     problem = replace(PROBLEM, nheads_kv=heads_kv)
     tensors = inputs()
@@ -101,7 +103,7 @@ def test_what_lies_in_scratch_does_not_overlap(
     entries, num_entries, counters, arrivals, partials = found.before[18:23]
     done, wanted, progress = found.before[7:10]
     workspace, agenda_tiles, num_slots, group, grid, is_one_way = found.before[25:]
-    assert found.main[15:23] == (*found.before[18:25], group)
+    assert found.main[16:24] == (*found.before[18:25], group)
     assert found.before[23:25] == (heads_kv, heads)
     assert found.main[7] == heads * group
     assert (agenda_tiles, group) == (num_tiles, HEADS_Q // heads_kv)
@@ -121,7 +123,7 @@ def test_what_lies_in_scratch_does_not_overlap(
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
         HEADS_Q * PADDED // 16,
         PADDED // 16 + 1,
-        2 + 2 * 16 * grid,
+        3 + 2 * 16 * grid,
     ]
     starts = [dq_sum, stats, partials, entries, counters, num_entries, arrivals, workspace]
     starts += [done, wanted, progress]

@@ -46,8 +46,8 @@ _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
 # and what a route knows, to the end of the struct.
-_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ3if")
-_ADDRESSES, _SCALARS = struct.Struct("<11Q"), struct.Struct("<3i2f28x")
+_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ4if4x")
+_ADDRESSES, _SCALARS = struct.Struct("<11Q"), struct.Struct("<3i2f20x")
 _MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
@@ -72,7 +72,7 @@ def backward_variants(
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
-        "FFA_ROUNDS_DQ": str(config.rounds_dq and not deterministic).lower(),
+        "FFA_ROUNDS_DQ": str(_rounds_dq(config, deterministic)).lower(),
     }
     return (
         _variant("bwd_preprocess.cu", "ffa_backward_preprocess", {**rows, **cols}),
@@ -83,6 +83,11 @@ def backward_variants(
             {**element, "FFA_THREADS": _STREAM_THREADS},
         ),
     )
+
+
+def _rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
+    """Whether the main kernel makes dq; else the one behind it does."""
+    return config.rounds_dq and not deterministic
 
 
 class _Route(NamedTuple):
@@ -143,7 +148,7 @@ class _Scratch(NamedTuple):
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
             problem.nheads_q * padded_q // _DQ_GROUP_ROWS,
             padded_q // _DQ_GROUP_ROWS + 1,
-            2 + 2 * _WARPS * grid,
+            3 + 2 * _WARPS * grid,
         )
         return _Scratch(num_slots, *(4 * n for n in accumulate(words)))
 
@@ -256,8 +261,10 @@ def backward_in_phases(
     scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
     sums = scratch.data_ptr()
     places = (sums + at for at in route.scratch[1:-1])
-    stats, partials, entries, counters, num_entries, arrivals, workspace, *of_dq = places
-    done, wanted, progress = of_dq
+    stats, partials, entries, counters, num_entries, arrivals, workspace, *places = places
+    done, wanted, progress = places
+    if not _rounds_dq(route.config, deterministic):
+        wanted = 0
     agenda = (entries, num_entries, counters, arrivals, partials)
     turns = turns_of_tiles(k_tiles, k_runs, row_groups) if deterministic else None
     stream = current_stream(device)
@@ -274,7 +281,9 @@ def backward_in_phases(
         stats,
         sums,
         row_groups,
-        *of_dq,
+        done,
+        wanted,
+        progress,
         *out.stride()[:2],
         *dout.stride()[:2],
         total_q,
@@ -315,6 +324,7 @@ def backward_in_phases(
         total_q,
         nheads_q,
         route.heads_per_section * problem.qhead_per_kvhead,
+        problem.qhead_per_kvhead,
         problem.softmax_scale,
     )
     visits = (done, wanted, _address(turns))
