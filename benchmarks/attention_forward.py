@@ -310,9 +310,9 @@ def to_markdown(context: dict, rows: list[dict], names: list[str]) -> str:
     header = ["heads", "head_dim", "mask", "seqlen", *names, "magi / best other"]
     lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for row in rows:
-        tflops = row["tflops"]
-        others = [value for name, value in tflops.items() if name != "magi"]
-        ratio = f"{tflops['magi'] / max(others):.2f}" if others and "magi" in tflops else "-"
+        tflops, ms = row["tflops"], row["ms"]
+        others = [value for name, value in ms.items() if name != "magi"]
+        ratio = f"{min(others) / ms['magi']:.3f}" if others and "magi" in ms else "-"
         cells = [row["heads"], row["head_dim"], row["mask"], row["seqlen"]]
         cells += [tflops.get(name, "-") for name in names]
         lines.append("| " + " | ".join(str(cell) for cell in [*cells, ratio]) + " |")

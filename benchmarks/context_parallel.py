@@ -2,7 +2,8 @@
 
     python benchmarks/context_parallel.py --gpus 4 --output benchmarks/results/context_parallel_4xh200_2026-11-21
 
-The one-GPU rate is that of the same kernel on the same mask over the whole sequence. A row's rate counts the mask's
+The one-GPU rate is that of the same kernel on the same mask over the whole sequence, the mean of all GPUs; beside it is
+what the slowest of them has of it, since all wait for that one. A row's rate counts the mask's
 mean area of a rank and the time of the slowest rank; `stages` is the number of remote stages, forward and backward,
 where "auto" is the cost model's choice with rates measured on this machine, and "wait" is 0 without beginning forward
 before remote keys are there. Exposed communication is a step's time minus that of the same step with everything that
@@ -264,10 +265,10 @@ class Rank:
 
         flops = 4 * slices.area() * args.heads[0] * args.head_dim
         work = (flops, BACKWARD_FLOPS * flops)
-        alone = [
-            statistics.mean(amount / s for s in seconds["one GPU", i]) / 1e12
-            for i, amount in enumerate(work)
+        of_gpus = [
+            [amount / s / 1e12 for s in seconds["one GPU", i]] for i, amount in enumerate(work)
         ]
+        alone = [statistics.mean(rates) for rates in of_gpus]
         for degree, name in itertools.product(args.stages, collectives):
             plan, planning_ms = plans[degree]
             moving, nothing = slowest(degree, name), slowest(degree, still.name)
@@ -285,6 +286,10 @@ class Rank:
                 "chunk": plan.dispatch.chunk_size,
                 "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
                 "one_gpu_tflops": [round(x) for x in alone],
+                "slowest_gpu_percent": [
+                    round(100 * min(rates) / mean, 1)
+                    for rates, mean in zip(of_gpus, alone, strict=True)
+                ],
                 "tflops": [round(x) for x in rates],
                 "percent": [round(100 * x / y, 1) for x, y in zip(rates, alone, strict=True)],
                 "ms": [round(1e3 * x, 3) for x in moving],
@@ -395,8 +400,16 @@ def me_is_late(me: Rank, begin: float) -> bool:
 def to_markdown(context: dict, rows: list[dict]) -> str:
     lines = ["# Attention across GPUs, TFLOP/s of a GPU", ""]
     lines += [f"- {name}: {value}" for name, value in context.items()]
-    header = ["mask", "tokens/GPU", "collective", "stages", "pass", "one GPU", "TFLOP/s", "%", "ms"]
-    header += ["exposed ms", "planning ms", "received rows"]
+    header = ["mask", "tokens/GPU", "collective", "stages", "pass", "one GPU"]
+    header += [
+        "slowest GPU alone, %",
+        "TFLOP/s",
+        "%",
+        "ms",
+        "exposed ms",
+        "planning ms",
+        "received rows",
+    ]
     lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for row in rows:
         for index, name in enumerate(("forward", "backward")):
@@ -404,7 +417,14 @@ def to_markdown(context: dict, rows: list[dict]) -> str:
             if stages == "auto":
                 stages = f"auto: {row['stages_run'][index]}"
             cells = [row["mask"], row["tokens"], row["collective"], stages, name]
-            fields = ("one_gpu_tflops", "tflops", "percent", "ms", "exposed_ms")
+            fields = (
+                "one_gpu_tflops",
+                "slowest_gpu_percent",
+                "tflops",
+                "percent",
+                "ms",
+                "exposed_ms",
+            )
             cells += [row[field][index] for field in fields]
             cells += [row["planning_ms"], row["received_rows"][index]]
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")

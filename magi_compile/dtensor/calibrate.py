@@ -17,7 +17,7 @@ from torch import Tensor
 
 from magi_compile.dtensor.collectives import Route
 from magi_compile.dtensor.collectives import select as select_collective
-from magi_compile.dtensor.cost import CostModel, cache_rows, wave_rows
+from magi_compile.dtensor.cost import CostModel, wave_rows
 from magi_compile.kernels.base import EarlyKernel
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
@@ -26,9 +26,6 @@ from magi_compile.ops.library import problem_of
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024
-
-#: Most rows of those by which backward stages are: more than fit in a GPU's cache.
-BACKWARD_ROWS = 8192
 
 
 def calibrate(
@@ -92,23 +89,15 @@ def calibrate(
     few_in_two = clock.seconds(forward_in_two)
     few_in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
     # Another stage backward, with next to no work for its keys: what comes before and after them, and the sum of dq.
-    rows = min(seqlen, BACKWARD_ROWS)
-    queries, row_out, row_lse = q[:rows], out[:rows], lse[:, :rows].contiguous()
-    twice_k, twice_v = (torch.cat([x[:rows], x[:rows]]) for x in (k, v))
+    one_pair = _keys(1, 1, device, seqlen_q=seqlen)
+    results = out, lse, one_pair, kernel.plan(one_pair, problem), problem
 
-    def gradients(keys: AttnSlices) -> Callable[[], Tensor]:
-        some_k, some_v = twice_k[: keys.seqlen_k], twice_v[: keys.seqlen_k]
-        results = row_out, row_lse, keys, kernel.plan(keys, problem), problem
-        return lambda: kernel.backward(queries, None, queries, some_k, some_v, *results).dq
+    def gradient_of_one_pair() -> Tensor:
+        return kernel.backward(q, None, q, k[:1], v[:1], *results).dq
 
-    of_one_pair = gradients(_keys(1, 1, device, seqlen_q=rows))
-    dq = of_one_pair()
-    backward_stage = clock.seconds(of_one_pair) + clock.seconds(lambda: sum_partials([dq, dq]))
-    # As on the last rank under a causal mask: half as many queries see a local key as a remote one.
-    apart = [_keys(rows, rows, device, mask_type=x) for x in (MaskType.CAUSAL, MaskType.FULL)]
-    both = _keys(rows, 2 * rows, device, mask_type=MaskType.CAUSAL)
-    in_two = sum(clock.seconds(gradients(keys)) for keys in apart)
-    merged = clock.seconds(gradients(both)) / max(in_two - backward_stage, 1e-9)
+    dq = gradient_of_one_pair()
+    backward_stage = clock.seconds(gradient_of_one_pair)
+    backward_stage += clock.seconds(lambda: sum_partials([dq, dq]))
     per_area = forward / seqlen**2
     moving = select_collective(collective, group, device)
     route = _everything_to_everyone(group, seqlen, device)
@@ -125,22 +114,18 @@ def calibrate(
     casting = max(clock.seconds(lambda: cast(route)) - latency, 1e-9)
     buffers = cast(route)
     reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).write_sums(sums))
-    num_sms, cached = 0, 0.0
+    num_sms = 0
     if device.type == "cuda":
-        gpu = torch.cuda.get_device_properties(device)
-        num_sms = gpu.multi_processor_count
-        cached = cache_rows(nheads_q // nheads_kv, head_dim, gpu.L2_cache_size)
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return CostModel(
         seconds_per_area=per_area,
         seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
         stage_seconds_per_row=max(few_in_two - few_in_one, 0.0) / seqlen,
-        backward_stage_seconds_per_row=backward_stage / rows,
+        backward_stage_seconds_per_row=backward_stage / seqlen,
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
         backward_wave_rows=wave_rows(nheads_kv, num_sms),
-        backward_cache_rows=cached,
-        backward_merged_factor=max(merged, 1.0) if num_sms else 1.0,
         starts_early=isinstance(kernel, EarlyKernel),
     )
 
@@ -149,12 +134,10 @@ def _keys(
     queries: int,
     keys: int,
     device: torch.device,
-    *,
-    mask_type: MaskType = MaskType.FULL,
     seqlen_q: int | None = None,
 ) -> AttnSlices:
     """One slice, of the first queries if there are more."""
-    slices = [AttnSlice((0, queries), (0, keys), mask_type)]
+    slices = [AttnSlice((0, queries), (0, keys), MaskType.FULL)]
     return AttnSlices.from_slices(slices, seqlen_q or queries, keys).to(device)
 
 

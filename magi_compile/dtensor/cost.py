@@ -21,10 +21,6 @@ class CostModel:
         backward_reduce_factor: sending back dK and dV of a row over receiving K and V of it.
         backward_wave_rows: key rows that the whole GPU works on at a time backward, where dK and dV of a block of
             rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
-        backward_cache_rows: queries that fit in the cache while a GPU walks them for all blocks of keys at a time.
-        backward_merged_factor: backward compute in one call over all keys, over that of local and remote keys apart,
-            where a diagonal leaves half of the queries to the local ones, and more than fit in the cache to the
-            remote ones: blocks of keys then do not meet at the same queries.
         starts_early: whether the forward kernel is an `EarlyKernel`, which hides a cast without another stage.
     """
 
@@ -36,8 +32,6 @@ class CostModel:
     backward_area_factor: float = 2.5
     backward_reduce_factor: float = 1.0
     backward_wave_rows: float = 0.0
-    backward_cache_rows: float = 0.0
-    backward_merged_factor: float = 1.0
     starts_early: bool = False
 
     @staticmethod
@@ -52,9 +46,7 @@ class CostModel:
     ) -> CostModel:
         """The model of given heads at given rates; the defaults are round figures for H200s on NVLink.
 
-        Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask; and causal masks
-        took 5 to 15 % longer backward in one call than in two, full ones and packed documents did not, before the
-        kernel took tiles of keys document by document; since then two were not measured.
+        Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask, backward 50.
         """
         stage = 1e-9 * nheads_q * head_dim / (64 * 128)
         return CostModel(
@@ -63,8 +55,6 @@ class CostModel:
             stage_seconds_per_row=30 * stage,
             backward_stage_seconds_per_row=50 * stage,
             backward_wave_rows=wave_rows(nheads_kv, num_sms=132),
-            backward_cache_rows=cache_rows(nheads_q // nheads_kv, head_dim, 50 * 2**20),
-            backward_merged_factor=1.12,
             starts_early=True,
         )
 
@@ -72,11 +62,6 @@ class CostModel:
 def wave_rows(nheads_kv: int, num_sms: int) -> float:
     """`backward_wave_rows` of a GPU whose thread blocks take 128 keys of one kv head each."""
     return 128 * num_sms / nheads_kv
-
-
-def cache_rows(qhead_per_kvhead: int, head_dim: int, cache_bytes: int) -> float:
-    """`backward_cache_rows` of a GPU whose L2 cache holds Q and dO of a group of heads in two bytes and dq in four."""
-    return cache_bytes / (qhead_per_kvhead * head_dim * 8)
 
 
 DEFAULT_COST = CostModel.of_heads()

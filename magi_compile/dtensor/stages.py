@@ -103,9 +103,8 @@ def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
     # 132 SMs gives, between the mean over ranks and the slowest one.
     recv_rows = loads.recv_rows.double().clamp(min=1)
     idle = IDLE_WAVES * cost.backward_wave_rows * parts / recv_rows
-    merged = area * (1 + (cost.backward_merged_factor - 1) * _discord(loads, cost))
     stage = loads.query_rows * cost.backward_stage_seconds_per_row
-    compute = _Compute(local, (area - local) * (1 + idle), merged, stage)
+    compute = _Compute(local, (area - local) * (1 + idle), area, stage)
     first, last = _first_and_last_end(degrees, cast, compute)
     # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
     # each other from the first stage on, or the last one starts as its stage ends.
@@ -116,15 +115,6 @@ def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
 def _areas(loads: StageLoads, seconds_per_area: float) -> tuple[Tensor, Tensor]:
     """Seconds of all keys and of the local ones on each rank, float64 `[cp_size]`."""
     return loads.area.double() * seconds_per_area, loads.local_area.double() * seconds_per_area
-
-
-def _discord(loads: StageLoads, cost: CostModel) -> Tensor:
-    """How far a diagonal keeps a rank's blocks of keys from meeting at the same queries, float64 `[cp_size]`: 0 where
-    a local key is seen by as many as a remote one, or those fit in the cache, up to 1 where it is by half as many."""
-    local = loads.local_area.double() / loads.query_rows
-    remote = (loads.area - loads.local_area) / loads.recv_rows.double().clamp(min=1)
-    missing = (2 - 2 * local / remote.clamp(min=1)).clamp(0, 1)
-    return torch.where((local > 0) & (remote > cost.backward_cache_rows), missing, 0.0)
 
 
 def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:

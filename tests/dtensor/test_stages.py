@@ -1,6 +1,5 @@
 """The choice of a degree: by hand where the answer is plain, by exhaustion elsewhere."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -93,24 +92,6 @@ def test_a_stage_costs_by_the_query_row(backward):
     assert choose_degree(many, cost(stage=1.0), backward=backward) == 0
 
 
-def test_one_call_backward_costs_more_than_two_where_a_diagonal_cuts_local_columns():
-    model = replace(cost(), backward_merged_factor=1.1)
-    # 20 queries for each of 2 local keys, 60 for each of 2 remote ones: less than half as many.
-    assert backward_seconds(loads(160, 40, 2, query_rows=2), 0, model) == pytest.approx(2 + 440 + 2)
-    assert backward_seconds(loads(160, 40, 2, query_rows=2), 1, model) == 100 + 300 + 2
-    # 20 and 25: four tenths of the way.
-    assert backward_seconds(loads(90, 40, 2, query_rows=2), 0, model) == pytest.approx(2 + 234 + 2)
-    for alike in (
-        loads(80, 40, 2, query_rows=2),
-        loads(80, 0, 2),
-        loads(80, 80, 0),
-        loads(80, 50, 3),
-    ):
-        assert backward_seconds(alike, 0, model) == backward_seconds(alike, 0, cost())
-    cached = replace(model, backward_cache_rows=60.0)
-    assert backward_seconds(loads(160, 40, 2, query_rows=2), 0, cached) == 2 + 400 + 2
-
-
 # Milliseconds of the slowest rank on 4 H200s over NCCL with 0, 1, 2 stages; 64:8 heads of 128.
 FORWARD = {
     ("full", 8192): (13.35, 12.99, 13.83),
@@ -124,17 +105,18 @@ FORWARD = {
     ("document_causal", 16384): (6.06, 6.69, 7.82),
 }
 
-# The same with 0 and 1, by later kernels: the mean of two to eight measurements, over NCCL and by peers' reads.
+# The same with 0 and 1, by later kernels: the mean over NCCL and by peers' reads, context_parallel_h200x4_2026-11-22.
 BACKWARD = {
-    ("full", 8192): (39.4, 40.3),
-    ("causal", 8192): (23.35, 20.4),
-    ("document_full", 8192): (4.85, 5.79),
-    ("document_causal", 8192): (2.89, 3.24),
-    ("block_causal_document", 8192): (3.18, 3.79),
-    ("full", 16384): (152.7, 154.2),
-    ("causal", 16384): (86.8, 78.6),
-    ("document_full", 16384): (32.1, 35.8),
-    ("block_causal_document", 16384): (17.8, 19.9),
+    ("full", 8192): (37.56, 38.11),
+    ("causal", 8192): (18.92, 19.50),
+    ("document_full", 8192): (4.45, 5.26),
+    ("document_causal", 8192): (2.49, 3.19),
+    ("block_causal_document", 8192): (3.06, 3.64),
+    ("full", 16384): (146.6, 147.8),
+    ("causal", 16384): (76.4, 75.5),
+    ("document_full", 16384): (30.1, 35.6),
+    ("document_causal", 16384): (15.78, 16.76),
+    ("block_causal_document", 16384): (16.47, 18.25),
 }
 
 # What `calibrate` found there with 8192 and with 16384 rows of a rank.
@@ -148,7 +130,7 @@ CALIBRATED = [
         backward_area_factor=factor,
         backward_reduce_factor=1.69,
     )
-    for area, factor, latency in ((4.03e-11, 3.5, 34e-6), (4.7e-11, 3.14, 51e-6))
+    for area, factor, latency in ((4.05e-11, 3.32, 32e-6), (4.6e-11, 3.01, 49e-6))
 ]
 CALIBRATED += [replace(DEFAULT_COST, backward_area_factor=3.0)]
 
@@ -172,10 +154,7 @@ def test_forward_within_2_percent_of_the_fastest_measured(mask, tokens, seconds_
 def test_backward_within_3_percent_of_the_fastest_measured(mask, tokens):
     load, times = measured_loads(mask, tokens), BACKWARD[mask, tokens]
     for rates in CALIBRATED:
-        # Whatever a measurement of small differences may give.
-        for stage, factor in itertools.product((40e-9, 50e-9, 70e-9), (1.09, 1.12, 1.15)):
-            found = replace(
-                rates, backward_stage_seconds_per_row=stage, backward_merged_factor=factor
-            )
+        for stage in (40e-9, 50e-9, 70e-9):  # whatever a measurement of small differences may give
+            found = replace(rates, backward_stage_seconds_per_row=stage)
             chosen = choose_degree(load, found, backward=True, max_degree=1)
             assert times[chosen] <= 1.03 * min(times), (rates, found)
