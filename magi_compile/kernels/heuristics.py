@@ -24,7 +24,7 @@ class PlanTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd.cuh`.
+    """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd_shared.cuh`.
 
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
     `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q.

@@ -43,7 +43,7 @@ class Pointers(NamedTuple):
 
 NOTHING = Pointers(*[0] * 11)
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
-PARAMS_BYTES = 896  # as csrc/sm90/fwd.cuh asserts
+PARAMS_BYTES = 896  # as csrc/sm90/fwd_shared.cuh asserts
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
 
 

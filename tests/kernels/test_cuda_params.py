@@ -83,7 +83,7 @@ FORWARD_ADDRESSES = (
 )
 FORWARD = Layout(
     "ForwardParams",
-    nvrtc.Variant("fwd.cuh", ""),
+    nvrtc.Variant("fwd_shared.cuh", ""),
     ("q", "k[0]", "k[1]", "v[0]", "v[1]", "out"),
     (
         *FORWARD_ADDRESSES,
@@ -94,7 +94,7 @@ FORWARD = Layout(
 )
 DQ_ITEMS = (
     *("sums.data", "sums.row_groups", "dq", "total_q"),
-    *("num_heads", "heads_of_section", "softmax_scale"),
+    *("num_heads", "heads_of_section", "qhead_per_kvhead", "softmax_scale"),
 )
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")

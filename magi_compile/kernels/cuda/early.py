@@ -21,7 +21,7 @@ from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
 from magi_compile.plan.cost import TILE_COST, longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
 
-NOT_A_PART = -(2**31)  # in `part_shifts`, as in csrc/sm90/fwd.cuh
+NOT_A_PART = -(2**31)  # in `part_shifts`, as in csrc/sm90/plan.cuh
 #: Of how many tiles one at most is cut in two: bounds the memory of their parts.
 TILES_OF_A_PART = 4
 

@@ -1,0 +1,431 @@
+// A warpgroup of the forward kernel that owns 64 rows of each tile, and keeps their scores, probabilities and output in registers.
+#pragma once
+
+#include "fwd_shared.cuh"
+#include "mask.cuh"
+#include "ring.cuh"
+#include "softmax.cuh"
+
+namespace ffa {
+
+// Its control flow is uniform, and told so that the compiler sees it: lanes vote, what a single lane does is predicated, and
+// the loop over blocks ends by a count. Descriptors, slots and phases then live in uniform registers.
+template <class Config>
+class Consumer {
+public:
+    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedStorage<Config>& smem, int warpgroup)
+        : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            mbarrier_wait_together(smem_.q_full, q_phase_);
+            const TileOfHead& tile = smem_.tiles[q_phase_ % Config::kQBuffers];   // registers are short
+            left_ = uniform(tile.num_blocks);
+            if (left_ == TileOfHead::kNoMoreWork) {
+                break;
+            }
+            attend(tile);
+            q_phase_ ^= 1;
+        }
+        wait_for_store();
+    }
+
+private:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
+    static constexpr int kFirstScores = kScores / 16 * 8;   // the first half, in whole steps of P V
+    static constexpr int kOut = Config::kHeadDim / 2;
+    using Scores = float[kScores];
+    using Probs = uint32_t[kScores / 2];
+    using Out = float[kOut];
+
+    __device__ __forceinline__ void attend(const TileOfHead& tile) {
+        Scores scores;
+        Probs probs;
+        Out out;
+        OnlineSoftmax softmax(params_.scale_log2);
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) {
+            out[i] = 0.f;
+        }
+
+        if (!__any_sync(0xffffffff, tile.row_begin + warpgroup_ * Config::kRows < tile.row_end)) {
+            while (next_block(tile) != kEnd) {
+                skip_block();
+            }
+        }
+        Visibility sees = next_block(tile);
+        if constexpr (Config::kQBuffers == 2) {
+            release_q();   // of the previous tile
+        }
+        while (sees != kEnd) {
+            if (sees == kNothing) {
+                skip_block();
+                sees = next_block(tile);
+                continue;
+            }
+
+            // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
+            const uint32_t q = uniform(q_operand());
+            const uint32_t k = k_operand();
+            issue_scores(scores, q, k);
+            Visibility next = next_block(tile);
+            wgmma_wait_group<0>();
+            pin(scores);
+            cap_and_mask(scores, sees, tile);
+            release_k();
+            bool is_v_there = test_v();
+            float sum[2];
+            soften(scores, probs, sum, out, softmax);
+            softmax.add(sum);
+            sees = next;
+
+            while (sees == kPart || sees == kAll) {
+                wait_for_v(is_v_there);
+                const uint32_t k = k_operand();
+                const uint32_t v = v_operand();
+                issue_scores(scores, q, k);
+                issue_out(out, probs, v);
+                next = next_block(tile);   // while the scores are on their way
+                wgmma_wait_group<2>();
+                pin(scores);
+                cap_and_mask(scores, sees, tile);
+                float sum[2] = {0.f, 0.f};
+                wgmma_wait_group<1>();
+                softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
+                // The assembler moves a wait up to the last memory operation in front of it: this one, which seems to
+                // depend on the exponentials, keeps them in front of the wait and beside the rest of P V.
+                release_k(zero_after(sum[0]) | zero_after(sum[1]));
+                wgmma_wait_group<0>();
+                pin(out);
+                release_v();
+                is_v_there = test_v();
+                softmax.exponentiate<Element, kFirstScores, kScores>(scores, probs, sum);
+                if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
+                    soften(scores, probs, sum, out, softmax);
+                }
+                softmax.add(sum);
+                sees = next;
+            }
+
+            wait_for_v(is_v_there);
+            issue_out(out, probs, v_operand());
+            wgmma_wait_group<0>();
+            pin(out);
+            release_v();
+        }
+
+        float normalize[2], lse[2];
+        softmax.finish(normalize, lse);
+        const bool is_part = __any_sync(0xffffffff, part_shift() != kNotAPart);
+        if (params_.prior_lse != nullptr && is_part) {
+            float keep[2];
+            weigh(normalize, keep, lse, tile);
+            scale_rows(out, normalize);
+            add_prior(out, keep, tile);
+        } else {
+            scale_rows(out, normalize);
+        }
+        const bool is_wide = params_.wide_out != nullptr && is_part;
+        if (is_wide) {
+            store_wide(out, tile);
+        } else {
+            store(out, tile);
+        }
+        store_lse(lse, is_wide, tile);
+        if constexpr (Config::kQBuffers == 1) {
+            release_q();
+        }
+    }
+
+    // ---- the matmuls
+
+    __device__ __forceinline__ uint32_t q_operand() const {
+        return wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+    }
+
+    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
+
+    __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
+
+    __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
+        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
+        constexpr int kStepBytes = 32;
+        pin(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int slab = step / kStepsPerSlab;
+            const int within = step % kStepsPerSlab * kStepBytes;
+            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
+                scores, q + ((slab * kQSlabBytes + within) >> 4), k + ((slab * kKSlabBytes + within) >> 4), step != 0);
+        }
+        wgmma_commit_group();
+    }
+
+    // In two groups, for the two halves of the columns of P: a half of `probs` is free when its group has ended.
+    __device__ __forceinline__ void issue_out(Out& out, const Probs& probs, uint32_t v) {
+        constexpr int kStepBytes = 16 * 128;
+        pin(out);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kBlockCols / 16; ++step) {
+            Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(out, probs + 4 * step,
+                                                                     v + ((step * kStepBytes) >> 4), 1);
+            if (step + 1 == kFirstScores / 8) {
+                wgmma_commit_group();
+            }
+        }
+        wgmma_commit_group();
+    }
+
+    // ---- scores to probabilities
+
+    __device__ __forceinline__ void cap_and_mask(Scores& scores, Visibility sees, const TileOfHead& tile) {
+        if constexpr (Config::kHasSoftcap) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                scores[i] = tanh_approx(scores[i] * params_.cap_scale);
+            }
+        }
+        if (sees == kPart) {
+            const Block& block = smem_.blocks[scored_.slot];
+            apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
+        }
+    }
+
+    // The probabilities of a block that moves the reference of the softmax.
+    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, float (&sum)[2], Out& out,
+                                                  OnlineSoftmax& softmax) {
+        float rescale[2];
+        softmax.move_reference(scores, rescale);
+        scale_rows(out, rescale);
+        sum[0] = sum[1] = 0.f;
+        softmax.exponentiate<Element, 0, kScores>(scores, probs, sum);
+    }
+
+    __device__ __forceinline__ static void scale_rows(Out& out, const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) {
+            out[i] *= factor[i / 2 % 2];
+        }
+    }
+
+    // ---- the result
+
+    // How much this output and the prior one weigh in each row; `lse` becomes that of both.
+    __device__ __forceinline__ void weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2],
+                                          const TileOfHead& tile) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row(tile) + 8 * half;
+            const float prior = row < tile.row_end ? params_.prior_lse[wide_lse_offset(tile) + row] : -kInfinity;
+            const float peak = fmaxf(prior, lse[half]);
+            const float reference = peak == -kInfinity ? 0.f : peak;
+            const float own = __expf(lse[half] - reference);
+            const float other = __expf(prior - reference);
+            const float total = own + other;
+            const float scale = total == 0.f ? 0.f : 1.f / total;
+            normalize[half] *= own * scale;
+            keep[half] = other * scale;
+            lse[half] = reference + __logf(total);
+        }
+    }
+
+    __device__ __forceinline__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row(tile) + 8 * half;
+            if (row < tile.row_end) {
+                const float2* const prior = reinterpret_cast<const float2*>(params_.prior_out + wide_offset(tile, row));
+#pragma unroll
+                for (int i = 0; i < kOut / 4; ++i) {
+                    const float2 pair = prior[4 * i];
+                    out[4 * i + 2 * half] += keep[half] * pair.x;
+                    out[4 * i + 2 * half + 1] += keep[half] * pair.y;
+                }
+            }
+        }
+    }
+
+    // A quad writes 32 bytes of a row at a time.
+    __device__ __forceinline__ void store_wide(const Out& out, const TileOfHead& tile) const {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row(tile) + 8 * half;
+            if (row < tile.row_end) {
+                float2* const out_row = reinterpret_cast<float2*>(params_.wide_out + wide_offset(tile, row));
+#pragma unroll
+                for (int i = 0; i < kOut / 4; ++i) {
+                    out_row[4 * i] = make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const {
+        float* const all = is_wide ? params_.wide_lse : params_.lse;
+        const long long at = is_wide ? wide_lse_offset(tile) : tile.head * static_cast<long long>(params_.total_q);
+        if (lane_ % 4 == 0) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row(tile) + 8 * half;
+                if (row < tile.row_end) {
+                    all[at + row] = lse[half];
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ int part_shift() const { return smem_.part_shifts[q_phase_ % Config::kQBuffers]; }
+
+    // From where a row is counted in `wide_lse` or `prior_lse`.
+    __device__ __forceinline__ long long wide_lse_offset(const TileOfHead& tile) const {
+        return tile.head * params_.wide_rows + part_shift();
+    }
+
+    // Of this thread's first two columns in a row of `wide_out`.
+    __device__ __forceinline__ long long wide_offset(const TileOfHead& tile, int row) const {
+        const long long wide_row = row + part_shift();
+        return (wide_row * params_.schedule.num_heads + tile.head) * Config::kHeadDim + 2 * (lane_ % 4);
+    }
+
+    // Each warp stores its own 16 rows: with TMA where all of them belong to the tile, else row by row, because the
+    // rows behind the tile are another's.
+    __device__ __forceinline__ void store(const Out& out, const TileOfHead& tile) {
+        const int row_in_tile = warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
+        Element* const staging = q_buffer() + row_in_tile * Config::kSlabCols;
+        barrier_sync(kWarpgroupDone + warpgroup_, Config::kWarpgroup);   // all four warps have read Q
+        stage(out, staging);
+        fence_proxy_async_shared();
+        __syncwarp();
+        const int warp_row = tile.row_begin + row_in_tile;
+        if (warp_row + Config::kWarpRows <= tile.row_end) {
+            if (lane_ == 0) {
+#pragma unroll
+                for (int slab = 0; slab < Config::kSlabs; ++slab) {
+                    tma_store_3d(params_.out, staging + slab * Config::kQSlab, slab * Config::kSlabCols, warp_row,
+                                 tile.head);
+                }
+                cp_async_bulk_commit_group();
+            }
+        } else {
+            store_rows(staging, warp_row, tile);
+        }
+    }
+
+    // Registers to shared memory in the swizzle of the tensor map: 16-byte chunk c of row r lies at c ^ (r % 8).
+    __device__ __forceinline__ void stage(const Out& out, Element* staging) const {
+        const int row = lane_ % 16;
+        const uint32_t row_address = shared_address(staging) + row * 128;
+#pragma unroll
+        for (int i = 0; i < kOut / 8; ++i) {
+            const int slab = i / 4;
+            const int chunk = 2 * (i % 4) + lane_ / 16;
+            stmatrix_x4(row_address + slab * kQSlabBytes + ((chunk ^ (row % 8)) << 4),
+                        pack<Element>(out[8 * i], out[8 * i + 1]), pack<Element>(out[8 * i + 2], out[8 * i + 3]),
+                        pack<Element>(out[8 * i + 4], out[8 * i + 5]), pack<Element>(out[8 * i + 6], out[8 * i + 7]));
+        }
+    }
+
+    __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, const TileOfHead& tile) const {
+        constexpr int kChunks = Config::kHeadDim / 8;
+        const int4* const chunks = reinterpret_cast<const int4*>(staging);
+        int4* const out_rows = static_cast<int4*>(params_.out_rows);
+        for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
+            const int row = i / kChunks;
+            const int chunk = i % kChunks;
+            if (warp_row + row < tile.row_end) {
+                const long long out_row =
+                    static_cast<long long>(warp_row + row) * params_.schedule.num_heads + tile.head;
+                out_rows[out_row * kChunks + chunk] =
+                    chunks[chunk / 8 * (kQSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
+            }
+        }
+    }
+
+    // ---- buffers
+
+    // Waits for the next block of the tile, if there is one, and tells what this warpgroup sees of it.
+    __device__ __forceinline__ Visibility next_block(const TileOfHead& tile) {
+        if (left_ == 0) {
+            return kEnd;
+        }
+        --left_;
+        mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
+        const Block& block = smem_.blocks[k_.slot];
+        k_.advance();
+        if (!__any_sync(0xffffffff, block.is_edge)) {
+            return kAll;
+        }
+        const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
+        const int row_end = min(row_begin + Config::kRows, tile.row_end);
+        return Visibility(uniform(visibility(block.run, row_begin, row_end, block.first, Config::kBlockCols)));
+    }
+
+    __device__ __forceinline__ bool test_v() {
+        return __all_sync(0xffffffff, mbarrier_test_wait(smem_.v_full[v_.slot], v_.phase));
+    }
+
+    __device__ __forceinline__ void wait_for_v(bool is_there) {
+        if (!is_there) {
+            mbarrier_wait_together(smem_.v_full[v_.slot], v_.phase);
+        }
+    }
+
+    __device__ __forceinline__ Element* q_buffer() const { return smem_.q[q_phase_ % Config::kQBuffers][0]; }
+
+    // Until the last output has left its buffer, which the thread that stored it knows.
+    __device__ __forceinline__ void wait_for_store() const {
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();
+        }
+    }
+
+    __device__ __forceinline__ void release_q() {
+        wait_for_store();
+        release(smem_.q_empty);
+    }
+
+    __device__ __forceinline__ void release_k(uint32_t zero = 0) {
+        release(smem_.k_empty[scored_.slot + zero]);
+        scored_.advance();
+    }
+
+    __device__ __forceinline__ void release_v() {
+        release(smem_.v_empty[v_.slot]);
+        v_.advance();
+    }
+
+    // Every warpgroup releases every buffer, in order, also those it does not use.
+    __device__ __forceinline__ void skip_block() {
+        release_k();
+        wait_for_v(false);
+        release_v();
+    }
+
+    __device__ __forceinline__ void release(uint64_t& empty) {
+        __syncwarp();
+        mbarrier_arrive_if(lane_ == 0, empty);
+    }
+
+    __device__ __forceinline__ int first_row(const TileOfHead& tile) const {
+        return tile.row_begin + warpgroup_ * Config::kRows + warp_ * Config::kWarpRows + lane_ / 4;
+    }
+
+    static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+
+    const ForwardParams& params_;
+    SharedStorage<Config>& smem_;
+    const int warpgroup_;
+    const int warp_;
+    const int lane_;
+    uint32_t q_phase_ = 0;
+    Position<Config::kKStages> k_;        // of the block to look at next
+    Position<Config::kKStages> scored_;   // of the block in work
+    Position<Config::kVStages> v_;
+    int left_ = 0;   // blocks of the tile
+};
+
+}  // namespace ffa

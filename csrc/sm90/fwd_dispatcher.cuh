@@ -1,0 +1,77 @@
+// The thread of the forward kernel that hands out the tiles, with their Q.
+#pragma once
+
+#include "fwd_scheduler.cuh"
+#include "fwd_shared.cuh"
+
+namespace ffa {
+
+// It loads the Q of each tile, and tells consumers and producer about it. It finds the next one while the producer is at the last
+// blocks of this one, because ticket, tile and runs are three trips to the L2 cache, one after the other, and Q is one to DRAM.
+template <class Config>
+class Dispatcher {
+public:
+    __device__ __forceinline__ Dispatcher(const ForwardParams& params, SharedStorage<Config>& smem)
+        : params_(params), smem_(smem) {}
+
+    __device__ __forceinline__ void run() {
+        for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
+            const WorkItem item = scheduler.item();
+            const Tile tile = params_.schedule.tiles[item.tile];
+            if (tile.row_begin == tile.row_end) {
+                scheduler.leave_section();
+                continue;
+            }
+            const bool is_empty = tile.run_begin == tile.run_end;
+            if (!is_empty) {
+                tell_producer(tile, item.head);
+            }
+            const int part_shift = params_.part_shifts ? params_.part_shifts[item.tile] : 0;
+            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)}, part_shift);
+            if (!is_empty) {
+                mbarrier_wait(smem_.runs_empty, runs_phase_);
+                runs_phase_ ^= 1;
+            }
+        }
+        smem_.runs.begin = RunsOfHead::kNoMoreWork;
+        mbarrier_arrive(smem_.runs_full);
+        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, kNotAPart);
+    }
+
+private:
+    __device__ __forceinline__ int count_blocks(const Tile& tile) const {
+        int sum = 0;
+#pragma unroll 8
+        for (int i = tile.run_begin; i < tile.run_end; ++i) {
+            sum += params_.runs[i].num_blocks;
+        }
+        return sum;
+    }
+
+    __device__ __forceinline__ void tell_producer(const Tile& tile, int head) {
+        const Run& first = params_.runs[tile.run_begin];
+        smem_.runs = {tile.run_begin, tile.run_end, head / params_.qhead_per_kvhead, first.num_blocks + first.num_lead};
+        mbarrier_arrive(smem_.runs_full);
+    }
+
+    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, int part_shift) {
+        const int buffer = q_phase_ % Config::kQBuffers;
+        mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
+        smem_.tiles[buffer] = tile;
+        smem_.part_shifts[buffer] = part_shift;
+        if (tile.num_blocks <= 0) {
+            mbarrier_arrive(smem_.q_full);
+        } else {
+            mbarrier_arrive_expect_tx(smem_.q_full, sizeof(smem_.q[0]));
+            load_slabs<Config>(smem_.q[buffer], params_.q, smem_.q_full, tile.row_begin, tile.head);
+        }
+        q_phase_ ^= 1;
+    }
+
+    const ForwardParams& params_;
+    SharedStorage<Config>& smem_;
+    uint32_t q_phase_ = 0;
+    uint32_t runs_phase_ = 0;
+};
+
+}  // namespace ffa
