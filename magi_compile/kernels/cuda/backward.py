@@ -261,8 +261,8 @@ def backward_in_phases(
     scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
     sums = scratch.data_ptr()
     places = (sums + at for at in route.scratch[1:-1])
-    stats, partials, entries, counters, num_entries, arrivals, workspace, *places = places
-    done, wanted, progress = places
+    stats, partials, entries, counters, num_entries, arrivals, workspace, *of_dq = places
+    done, wanted, progress = of_dq
     if not _rounds_dq(route.config, deterministic):
         wanted = 0
     agenda = (entries, num_entries, counters, arrivals, partials)
