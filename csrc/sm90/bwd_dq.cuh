@@ -12,7 +12,11 @@ template <class Config>
 class DqWarpgroup {
 public:
     __device__ __forceinline__ DqWarpgroup(const BackwardParams& params, SharedStorage<Config>& smem)
-        : params_(params), smem_(smem), warp_(threadIdx.x / 32 % Config::kDqWarps), lane_(threadIdx.x % 32) {}
+        : params_(params),
+          smem_(smem),
+          warp_(uniform(threadIdx.x / 32 % Config::kDqWarps)),
+          lane_(threadIdx.x % 32),
+          staging_(uniform(shared_address(smem.dq[0][warp_]))) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -23,7 +27,7 @@ public:
             }
             const int num_visits = left;
             int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
-            int end_head = work().qhead + work().num_qheads;   // of those that are not told
+            int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not told
             while (left > 0) {
                 // When a head is through, one more block: meanwhile what was added to it arrives.
                 const int end = max(through - 1, 0);
@@ -52,12 +56,10 @@ public:
             kv_.advance();
             if constexpr (Config::kRoundsDq) {
                 await_additions<0>();
-                tell(done, done.qhead, end_head);
+                tell(done, uniform(done.qhead), end_head);
             }
         }
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();
-        }
+        cp_async_bulk_wait_group_read<0>();
     }
 
 private:
@@ -81,25 +83,24 @@ private:
 
     // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
     __device__ __forceinline__ void keep_step(int step) {
-        const int wave = work().wave_in_step;
-        if (lane_ == 0 && warp_ == 0 && wave != kNoWave) {
+        const int wave = uniform(work().wave_in_step);
+        if (wave != kNoWave && warp_ == 0) {
             int* const steps = params_.agenda.counters->steps(wave);
-            atomicAdd(steps, 1);
+            add_relaxed_if(lane_ == 0, steps, 1);
             const int least = (step - kStepsAhead) * int(gridDim.x);
 #pragma unroll 1
-            for (int i = 0; i < kMostWaits && load_acquire(steps) < least; ++i) {
+            for (int i = 0; i < kMostWaits && __any_sync(0xffffffff, load_acquire(steps) < least); ++i) {
                 nanosleep(kNsOfWait);
             }
         }
-        __syncwarp();
     }
 
     // dQ of a block.
     __device__ __forceinline__ void differentiate() {
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        const int first = smem_.blocks[block_.slot].first + warp_ * Config::kWarpRows;
-        const int end = smem_.blocks[block_.slot].end;
-        const int head = smem_.blocks[block_.slot].head;
+        const int first = uniform(smem_.blocks[block_.slot].first) + warp_ * Config::kWarpRows;
+        const int end = uniform(smem_.blocks[block_.slot].end);
+        const int head = uniform(smem_.blocks[block_.slot].head);
         release(smem_.q_empty[block_.slot]);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
@@ -130,7 +131,7 @@ private:
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_part]);
             }
-            add(rows, smem_.dq[row_part][warp_]);
+            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.dq[0])));
         }
     }
 
@@ -155,9 +156,7 @@ private:
 
     // Until what was in this warp's buffers has left.
     __device__ __forceinline__ void await_staging() {
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();
-        }
+        cp_async_bulk_wait_group_read<0>();
         __syncwarp();
     }
 
@@ -171,13 +170,9 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add(const Rows& rows, const float* staging) {
-        if (lane_ == 0) {
-            if (rows.are_in_run) {
-                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
-            }
-            cp_async_bulk_commit_group();
-        }
+    __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
+        cp_reduce_async_bulk_add_if(lane_ == 0 && rows.are_in_run, rows.sum, staging, sizeof(smem_.dq[0][0]));
+        cp_async_bulk_commit_group();
     }
 
     // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
@@ -197,9 +192,7 @@ private:
     // Until this warp's additions have arrived, but for those of so many blocks.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
-        }
+        cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
         fence_proxy_async_global();
         __syncwarp();
     }
@@ -220,16 +213,17 @@ private:
     __device__ __forceinline__ void tell(const TileOfHead& work, int first_head, int end_head) const {
         fence_acq_rel();
 #pragma unroll 1
-        for (int i = work.tile.run_begin; i < work.tile.run_end; ++i) {
+        for (int i = uniform(work.tile.run_begin), run_end = uniform(work.tile.run_end); i < run_end; ++i) {
             const RunWalk<Config::kBlockCols> walk{params_.runs[i], 1, false};
-            const int first = walk.first_group() + warp_ + Config::kDqWarps * lane_;
-            const int end = walk.end_group();
+            const int first = uniform(walk.first_group()) + warp_;
+            const int end = uniform(walk.end_group());
 #pragma unroll 1
             for (int head = first_head; head < end_head; ++head) {
                 int* const done = params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups;
 #pragma unroll 1
                 for (int group = first; group < end; group += Config::kDqWarps * 32) {
-                    add_relaxed(done + group, 1);
+                    const int mine = group + Config::kDqWarps * lane_;
+                    add_relaxed_if(mine < end, done + mine, 1);
                 }
             }
         }
@@ -247,6 +241,7 @@ private:
     SharedStorage<Config>& smem_;
     const int warp_;
     const int lane_;
+    const uint32_t staging_;
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;

@@ -139,6 +139,16 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add(float* destination, con
                  : "memory");
 }
 
+// The same without a branch.
+__device__ __forceinline__ void cp_reduce_async_bulk_add_if(bool condition, float* destination, uint32_t source,
+                                                            uint32_t bytes) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n"
+        "@p cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n}" ::"l"(destination),
+        "r"(source), "r"(bytes), "r"(uint32_t(condition))
+        : "memory");
+}
+
 __device__ __forceinline__ void cp_async_bulk_commit_group() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -179,6 +189,12 @@ __device__ __forceinline__ int load_acquire(const int* pointer) {
 
 __device__ __forceinline__ void add_relaxed(int* pointer, int value) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int value) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.s32 [%0], %1;\n}" ::"l"(pointer),
+                 "r"(value), "r"(uint32_t(condition))
+                 : "memory");
 }
 
 // What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one reads what a

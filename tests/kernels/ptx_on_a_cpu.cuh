@@ -502,6 +502,12 @@ inline void cp_reduce_async_bulk_add(float* destination, const float* source, ui
     });
 }
 
+inline void cp_reduce_async_bulk_add_if(bool condition, float* destination, uint32_t source, uint32_t bytes) {
+    if (condition) {
+        cp_reduce_async_bulk_add(destination, reinterpret_cast<const float*>(shared(source)), bytes);
+    }
+}
+
 inline void cp_async_bulk_commit_group() {
     turns::thread->reads.commit();
     turns::thread->writes.commit();
@@ -542,6 +548,12 @@ inline void add_release(int* pointer, int value) {
 inline int load_shared(const int& word) { return word; }
 inline void store_shared(int& word, int value) { word = value; }
 inline void add_relaxed(int* pointer, int value) { add_release(pointer, value); }
+
+inline void add_relaxed_if(bool condition, int* pointer, int value) {
+    if (condition) {
+        add_release(pointer, value);
+    }
+}
 
 // ---- registers and conversions
 
