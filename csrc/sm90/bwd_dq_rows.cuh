@@ -35,7 +35,7 @@ public:
 private:
     static constexpr int kColGroupsAtOnce = 4;   // 16 registers
     static constexpr int kNsOfWait = 150;
-    static constexpr int kMostWaits = 1333;   // when there are no more tiles
+    static constexpr int kMostWaits = 200000 / kNsOfWait;   // when there are no more tiles
 
     __device__ __forceinline__ static bool is_first_lane() { return opaque(threadIdx.x) % 32 == 0; }
 

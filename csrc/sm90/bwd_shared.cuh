@@ -95,7 +95,7 @@ struct TileOfHead {
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
     int num_visits;      // blocks of queries, over all query heads
-    int visits_to_tell;  // of which so many make up a head, or all
+    int visits_to_tell;  // after so many, those of a head or all, the warps of dQ tell what they have added
     int wave_in_step;    // whose thread blocks stay together, or kNoWave
     int num_qheads;      // of the group, from `qhead` on
     int qhead;
