@@ -331,6 +331,12 @@ Integer atomicAdd(Integer* x, Integer y) {
     return (*x += y) - y;
 }
 
+inline int atomicMin(int* x, int y) {
+    const int before = *x;
+    *x = min(before, y);
+    return before;
+}
+
 inline int atomicMax(int* x, int y) { return *x = max(*x, y); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
