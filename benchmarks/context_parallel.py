@@ -3,13 +3,13 @@
     python benchmarks/context_parallel.py --gpus 4 --output benchmarks/results/context_parallel_4xh200_2026-11-21
 
 The one-GPU rate is that of the same kernel on the same mask over the whole sequence, the mean of all GPUs; beside it is
-what the slowest of them has of it, since all wait for that one. A row's rate counts the mask's
-mean area of a rank and the time of the slowest rank; `stages` is the number of remote stages, forward and backward,
-where "auto" is the cost model's choice with rates measured on this machine, and "wait" is 0 without beginning forward
-before remote keys are there. Exposed communication is a step's time minus that of the same step with everything that
-moves rows taken out. All that is compared takes turns, in another order each round: what always came first was up to
-6 % slower than the same step later. Planning is the host's time for a mask never seen before. FLOPs are 4 * area *
-nheads_q * head_dim forward and 2.5 times that backward; medians over rounds, of which short steps get more.
+what the slowest of them has of it, since all wait for that one. A row's rate counts the mask's mean area of a rank and
+the time of the slowest rank; `stages` is the number of remote stages, forward and backward, where "auto" is the cost
+model's choice with rates measured on this machine, and "wait" is 0 without beginning forward before remote keys are
+there. Exposed communication is a step's time minus that of the same step with everything that moves rows taken out. All
+that is compared takes turns, in another order each round: what always came first was up to 6 % slower than the same
+step later. Planning is the host's time for a mask never seen before. FLOPs are 4 * area * nheads_q * head_dim forward
+and 2.5 times that backward; medians over rounds, of which short steps get more.
 
 With `--ranks` above `--gpus`, GPU 0 alone runs the steps of every rank, one after another, with everything that moves
 rows taken out: what balance, kernel and stages leave, on any number of ranks.
@@ -54,6 +54,16 @@ BACKWARD_FLOPS = 2.5
 MOST_ROUNDS = 15
 
 WAIT = "wait"  # as a number of stages
+
+# Titles, and the fields of a row that have a number for each pass.
+COLUMNS_OF_PASS = {
+    "one GPU": "one_gpu_tflops",
+    "slowest GPU alone, %": "slowest_gpu_percent",
+    "TFLOP/s": "tflops",
+    "%": "percent",
+    "ms": "ms",
+    "exposed ms": "exposed_ms",
+}
 
 Degree = int | str | None
 Step = Callable[[], object]
@@ -400,16 +410,8 @@ def me_is_late(me: Rank, begin: float) -> bool:
 def to_markdown(context: dict, rows: list[dict]) -> str:
     lines = ["# Attention across GPUs, TFLOP/s of a GPU", ""]
     lines += [f"- {name}: {value}" for name, value in context.items()]
-    header = ["mask", "tokens/GPU", "collective", "stages", "pass", "one GPU"]
-    header += [
-        "slowest GPU alone, %",
-        "TFLOP/s",
-        "%",
-        "ms",
-        "exposed ms",
-        "planning ms",
-        "received rows",
-    ]
+    header = ["mask", "tokens/GPU", "collective", "stages", "pass", *COLUMNS_OF_PASS]
+    header += ["planning ms", "received rows"]
     lines += ["", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for row in rows:
         for index, name in enumerate(("forward", "backward")):
@@ -417,15 +419,7 @@ def to_markdown(context: dict, rows: list[dict]) -> str:
             if stages == "auto":
                 stages = f"auto: {row['stages_run'][index]}"
             cells = [row["mask"], row["tokens"], row["collective"], stages, name]
-            fields = (
-                "one_gpu_tflops",
-                "slowest_gpu_percent",
-                "tflops",
-                "percent",
-                "ms",
-                "exposed_ms",
-            )
-            cells += [row[field][index] for field in fields]
+            cells += [row[field][index] for field in COLUMNS_OF_PASS.values()]
             cells += [row["planning_ms"], row["received_rows"][index]]
             lines.append("| " + " | ".join(str(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -26,6 +26,7 @@ public:
                 break;
             }
             const int num_visits = left;
+            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile tells of all.
             int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
             int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not told
             while (left > 0) {

@@ -20,7 +20,7 @@ static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/backwar
 // How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them.
 struct DqVisits {
     int* done;           // [nheads_q][row_groups]; zero at launch
-    const int* wanted;   // [row_groups]: how many there will be, for each head
+    const int* wanted;   // [row_groups]: how many there will be, for each head; null where rows are rounded behind the kernel
     const int* turns;    // [num_tiles][row_groups], where additions have an order, which is that of the plan's tiles: how
                          // many come from the tiles before
 };

@@ -36,11 +36,11 @@ struct DqItems {
 
 static_assert(sizeof(DqItems) == 48, "packed by magi_compile/kernels/cuda/backward.py");
 
-// What the main kernel has left to the one behind: items from `next` on, and those that some warps did not wait for.
+// How far the main kernel has come. To the one behind it leaves items from `next` on, and those that some warps did not wait for.
 struct DqProgress {
-    int next;       // item that nobody has drawn; zero at launch, like the next one
-    int more_head_by_head;   // tiles that walk so, beyond those that do not
-    int num_left;
+    int next;                // item that nobody has drawn; zero at launch
+    int more_head_by_head;   // tiles that walk so, beyond those that do not; the kernel in front counts them
+    int num_left;            // zero at launch
 
     __device__ __forceinline__ bool is_head_by_head() const { return more_head_by_head > 0; }
 
