@@ -22,6 +22,20 @@ __device__ __forceinline__ void for_each_warp(int count, Body body) {
     __syncthreads();
 }
 
+// The first i < count of which flag(i) holds, or count. `scratch` is a word of global memory.
+template <class Flag>
+__device__ __forceinline__ int first_of(int count, Flag flag, int& scratch) {
+    for_each(1, [&](int) { scratch = count; });
+    for_each(count, [&](int i) {
+        if (flag(i)) {
+            atomicMin(&scratch, i);
+        }
+    });
+    const int first = __ldcg(&scratch);
+    __syncthreads();
+    return first;
+}
+
 // A warp's record of when each of `count` workers is free, 32 * kPerLane at most; at first all are at 0.
 template <int kPerLane>
 class Workers {

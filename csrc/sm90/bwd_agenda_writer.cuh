@@ -95,19 +95,10 @@ private:
 
     // How many tiles in front are as long as the first one, if enough for a chapter and others of their document follow.
     __device__ int tiles_of_prefix() const {
-        const auto is_like_first = [&](int i) { return blocks_of(i) == blocks_of(0) && last_query(i) == last_query(0); };
-        int& num_alike = agenda_.counters->ticket;
-        for_each(1, [&](int) { num_alike = 0; });
-        prefix_sum(
-            num_tiles_, [&](int i) { return int(is_like_first(i)); },
-            [&](int i, int before) {
-                if (before == i && !is_like_first(i) && last_query(i) == last_query(0)) {
-                    num_alike = i;
-                }
-            });
-        const int found = num_alike;
-        __syncthreads();
-        return found * agenda_.num_heads >= kChapterWaves * params_.num_blocks ? found : 0;
+        const auto is_other = [&](int i) { return blocks_of(i) != blocks_of(0) || last_query(i) != last_query(0); };
+        const int found = first_of(num_tiles_, is_other, agenda_.counters->ticket);
+        const bool others_follow = found < num_tiles_ && last_query(found) == last_query(0);
+        return others_follow && found * agenda_.num_heads >= kChapterWaves * params_.num_blocks ? found : 0;
     }
 
     __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before_[tile + 1] - blocks_before_[tile]; }
@@ -126,17 +117,11 @@ private:
     // start together on these also end together.
     __device__ int items_in_step(int num_entries) const {
         const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
-        const int num_equal =
-            prefix_sum(num_tiles_, [&](int i) { return int(blocks_of(i) == blocks); }, [](int, int) {});
-        const int num_tiles = num_equal == num_tiles_ ? num_tiles_ : tiles_of_chapter_;
-        int& num_whole = agenda_.counters->num_in_step;
-        const auto has_parts = [&](int i) { return int(agenda_.entries[i].num_parts > 1); };
-        for_each(1, [&](int) { num_whole = num_tiles * num_sections_; });
-        prefix_sum(num_entries, has_parts, [&](int i, int before) {
-            if (before == 0 && has_parts(i)) {
-                num_whole = min(num_whole, i);
-            }
-        });
+        int& scratch = agenda_.counters->ticket;
+        const bool are_equal = first_of(num_tiles_, [&](int i) { return blocks_of(i) != blocks; }, scratch) == num_tiles_;
+        const int num_tiles = are_equal ? num_tiles_ : tiles_of_chapter_;
+        const auto has_parts = [&](int i) { return agenda_.entries[i].num_parts > 1; };
+        const int num_whole = min(num_tiles * num_sections_, first_of(num_entries, has_parts, scratch));
         const bool pays = blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
         return pays ? num_whole * agenda_.heads_per_section : 0;
     }

@@ -27,7 +27,11 @@ public:
           smem_(smem),
           warpgroup_(warpgroup),
           lane_(threadIdx.x % 32),
-          gradients_(params, lane_) {}
+          gradients_(params, lane_),
+          q_operands_(smem.q),
+          dout_operands_(smem.dout),
+          stats_operands_(smem.stats),
+          selector_operands_(smem.selectors) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -146,7 +150,7 @@ private:
         Scores scores, dprobs;
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
         issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, smem_.k[0],
-                                         smem_.q[block_.slot][0]);   // S^T = K Q^T
+                                         q_operands_[block_.slot]);   // S^T = K Q^T
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
         wgmma_wait_group<0>();
@@ -162,7 +166,7 @@ private:
             exponentiate(scores);
         }
         mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-        issue_rows<true>(dprobs, Statistic::kOfDprobs, smem_.v[0], smem_.dout[block_.slot][0]);   // dP^T = V dO^T
+        issue_rows<true>(dprobs, Statistic::kOfDprobs, smem_.v[0], dout_operands_[block_.slot]);   // dP^T = V dO^T
         if constexpr (kExponentialsBesideDprobs) {
             exponentiate(scores);
             stay_in_front_of_wait(scores);
@@ -183,9 +187,8 @@ private:
 
     template <bool kHasStart>
     __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys,
-                                               const Element* queries) {
+                                               uint32_t queries) {
         const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-        const uint32_t b = wgmma_descriptor(queries, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
 #pragma unroll
@@ -197,15 +200,15 @@ private:
         if constexpr (kHasStart) {
             Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
                                                              kStatsDescriptorHigh>(
-                product, wgmma_descriptor(&smem_.selectors[static_cast<int>(start)], 0),
-                wgmma_descriptor(smem_.stats[block_.slot], 0), 0);
+                product, selector_operands_[static_cast<int>(start)],
+                stats_operands_[block_.slot], 0);
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                product, a + ((slab * kKSlabBytes + within) >> 4), b + ((slab * kQSlabBytes + within) >> 4),
+                product, a + ((slab * kKSlabBytes + within) >> 4), queries + ((slab * kQSlabBytes + within) >> 4),
                 kHasStart || step != 0);
         }
         wgmma_commit_group();
@@ -213,16 +216,16 @@ private:
 
     // dV += P^T dO
     __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs) {
-        accumulate(dv, probs, smem_.dout[block_.slot][0]);
+        accumulate(dv, probs, dout_operands_[block_.slot]);
     }
 
     // dK += dS^T Q
     __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores) {
-        accumulate(dk, dscores, smem_.q[block_.slot][0]);
+        accumulate(dk, dscores, q_operands_[block_.slot]);
     }
 
-    __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, const Element* queries) {
-        const uint32_t b = wgmma_descriptor(queries, kQSlabBytes);
+    __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, uint32_t queries) {
+        const uint32_t b = queries + ((kQSlabBytes >> 4) << 16);
         pin(sum);
         wgmma_fence();
 #pragma unroll
@@ -340,6 +343,10 @@ private:
     const int warpgroup_;
     const int lane_;
     const KeyGradients<Config> gradients_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::q[0])> q_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::dout[0])> dout_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::stats[0])> stats_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::selectors[0])> selector_operands_;
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;   // unless it is that of the block

@@ -12,7 +12,11 @@ template <class Config>
 class DqWarpgroup {
 public:
     __device__ __forceinline__ DqWarpgroup(const BackwardParams& params, SharedStorage<Config>& smem)
-        : params_(params), smem_(smem), warp_(threadIdx.x / 32 % Config::kDqWarps), lane_(threadIdx.x % 32) {}
+        : params_(params),
+          smem_(smem),
+          warp_(uniform(threadIdx.x / 32 % Config::kDqWarps)),
+          lane_(threadIdx.x % 32),
+          staging_(uniform(shared_address(smem.dq[0][warp_]))) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -24,7 +28,7 @@ public:
             const int num_visits = left;
             // As `left`: when the next head is through, where others follow. Otherwise the end of the tile tells of all.
             int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
-            int end_head = work().qhead + work().num_qheads;   // of those that are not told
+            int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not told
             while (left > 0) {
                 // When a head is through, one more block: meanwhile what was added to it arrives.
                 const int end = max(through - 1, 0);
@@ -53,12 +57,10 @@ public:
             kv_.advance();
             if constexpr (Config::kRoundsDq) {
                 await_additions<0>();
-                tell(done, done.qhead, end_head);
+                tell(done, uniform(done.qhead), end_head);
             }
         }
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group_read<0>();
-        }
+        cp_async_bulk_wait_group_read<0>();
     }
 
 private:
@@ -82,25 +84,24 @@ private:
 
     // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
     __device__ __forceinline__ void keep_step(int step) {
-        const int wave = work().wave_in_step;
-        if (lane_ == 0 && warp_ == 0 && wave != kNoWave) {
+        const int wave = uniform(work().wave_in_step);
+        if (wave != kNoWave && warp_ == 0) {
             int* const steps = params_.agenda.counters->steps(wave);
-            atomicAdd(steps, 1);
+            add_relaxed_if(lane_ == 0, steps, 1);
             const int least = (step - kStepsAhead) * int(gridDim.x);
 #pragma unroll 1
-            for (int i = 0; i < kMostWaits && load_acquire(steps) < least; ++i) {
+            for (int i = 0; i < kMostWaits && __any_sync(0xffffffff, load_acquire(steps) < least); ++i) {
                 nanosleep(kNsOfWait);
             }
         }
-        __syncwarp();
     }
 
     // dQ of a block.
     __device__ __forceinline__ void differentiate() {
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        const int first = smem_.blocks[block_.slot].first + warp_ * Config::kWarpRows;
-        const int end = smem_.blocks[block_.slot].end;
-        const int head = smem_.blocks[block_.slot].head;
+        const int first = uniform(smem_.blocks[block_.slot].first) + warp_ * Config::kWarpRows;
+        const int end = uniform(smem_.blocks[block_.slot].end);
+        const int head = uniform(smem_.blocks[block_.slot].head);
         release(smem_.q_empty[block_.slot]);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
@@ -131,7 +132,7 @@ private:
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_part]);
             }
-            add(rows, smem_.dq[row_part][warp_]);
+            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.dq[0])));
         }
     }
 
@@ -154,9 +155,10 @@ private:
         return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
     }
 
-    // Until what was in this warp's buffers has left.
+    // Until what was in this warp's buffers has left. Measured: without a branch the assembler moves what makes the next
+    // descriptors in front of the wait, which pays where a part of dQ is several matmuls wide (1.01) and costs elsewhere (0.97).
     __device__ __forceinline__ void await_staging() {
-        if (lane_ == 0) {
+        if (Config::kDqColParts > 1 || lane_ == 0) {
             cp_async_bulk_wait_group_read<0>();
         }
         __syncwarp();
@@ -172,7 +174,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add(const Rows& rows, const float* staging) {
+    __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
         if (lane_ == 0) {
             if (rows.are_in_run) {
                 cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
@@ -198,9 +200,7 @@ private:
     // Until this warp's additions have arrived, but for those of so many blocks.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
-        if (lane_ == 0) {
-            cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
-        }
+        cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
         fence_proxy_async_global();
         __syncwarp();
     }
@@ -221,16 +221,17 @@ private:
     __device__ __forceinline__ void tell(const TileOfHead& work, int first_head, int end_head) const {
         fence_acq_rel();
 #pragma unroll 1
-        for (int i = work.tile.run_begin; i < work.tile.run_end; ++i) {
+        for (int i = uniform(work.tile.run_begin), run_end = uniform(work.tile.run_end); i < run_end; ++i) {
             const RunWalk<Config::kBlockCols> walk{params_.runs[i], 1, false};
-            const int first = walk.first_group() + warp_ + Config::kDqWarps * lane_;
-            const int end = walk.end_group();
+            const int first = uniform(walk.first_group()) + warp_;
+            const int end = uniform(walk.end_group());
 #pragma unroll 1
             for (int head = first_head; head < end_head; ++head) {
                 int* const done = params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups;
 #pragma unroll 1
                 for (int group = first; group < end; group += Config::kDqWarps * 32) {
-                    add_relaxed(done + group, 1);
+                    const int mine = group + Config::kDqWarps * lane_;
+                    add_relaxed_if(mine < end, done + mine, 1);
                 }
             }
         }
@@ -248,6 +249,7 @@ private:
     SharedStorage<Config>& smem_;
     const int warp_;
     const int lane_;
+    const uint32_t staging_;
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;

@@ -132,10 +132,10 @@ __device__ __forceinline__ void tma_store_3d(const TensorMap& map, const void* s
                  : "memory");
 }
 
-// Adds fp32 numbers to those in global memory; `bytes` and both addresses are multiples of 16.
-__device__ __forceinline__ void cp_reduce_async_bulk_add(float* destination, const float* source, uint32_t bytes) {
+// Adds fp32 numbers in shared memory to those in global memory; `bytes` and both addresses are multiples of 16.
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* destination, uint32_t source, uint32_t bytes) {
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(destination),
-                 "r"(shared_address(source)), "r"(bytes)
+                 "r"(source), "r"(bytes)
                  : "memory");
 }
 
@@ -179,6 +179,12 @@ __device__ __forceinline__ int load_acquire(const int* pointer) {
 
 __device__ __forceinline__ void add_relaxed(int* pointer, int value) {
     asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int value) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.s32 [%0], %1;\n}" ::"l"(pointer),
+                 "r"(value), "r"(uint32_t(condition))
+                 : "memory");
 }
 
 // What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one reads what a

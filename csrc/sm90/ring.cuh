@@ -22,4 +22,22 @@ struct Position {
     }
 };
 
+// The descriptors for wgmma of what lies in the slots of a ring. That of the first one stays in a uniform register, from which one
+// multiplication leads to the others.
+template <int kSlotBytes>
+class SlotDescriptors {
+public:
+    __device__ __forceinline__ explicit SlotDescriptors(const void* ring, uint32_t leading_bytes = 0)
+        : first_(uniform(wgmma_descriptor(ring, leading_bytes))) {}
+
+    __device__ __forceinline__ uint32_t operator[](int slot) const {
+        return first_ + slot * static_cast<uint32_t>(kSlotBytes >> 4);
+    }
+
+private:
+    static_assert(kSlotBytes % 16 == 0, "addresses in descriptors are multiples of 16 bytes");
+
+    const uint32_t first_;
+};
+
 }  // namespace ffa

@@ -59,6 +59,18 @@ inline int __reduce_max_sync(unsigned, int value) {
     return in_warp(value, [](const int* lanes) { return *std::max_element(lanes, lanes + 32); });
 }
 
+inline int atomicMin(int* x, int y) {
+    int before = __atomic_load_n(x, __ATOMIC_RELAXED);
+    while (before > y && !__atomic_compare_exchange_n(x, &before, y, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+    return before;
+}
+
+template <class Value>
+Value __ldcg(const Value* pointer) {
+    return *pointer;
+}
+
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 using std::max;
 using std::min;

@@ -331,6 +331,12 @@ Integer atomicAdd(Integer* x, Integer y) {
     return (*x += y) - y;
 }
 
+inline int atomicMin(int* x, int y) {
+    const int before = *x;
+    *x = min(before, y);
+    return before;
+}
+
 inline int atomicMax(int* x, int y) { return *x = max(*x, y); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }
@@ -494,8 +500,8 @@ inline void tma_store_3d(const TensorMap& map, const void* source, int x, int y,
     });
 }
 
-inline void cp_reduce_async_bulk_add(float* destination, const float* source, uint32_t bytes) {
-    bulk_write(source, bytes, [=](const char* taken) {
+inline void cp_reduce_async_bulk_add(float* destination, uint32_t source, uint32_t bytes) {
+    bulk_write(shared(source), bytes, [=](const char* taken) {
         for (uint32_t i = 0; i < bytes / sizeof(float); ++i) {
             destination[i] += reinterpret_cast<const float*>(taken)[i];
         }
@@ -542,6 +548,12 @@ inline void add_release(int* pointer, int value) {
 inline int load_shared(const int& word) { return word; }
 inline void store_shared(int& word, int value) { word = value; }
 inline void add_relaxed(int* pointer, int value) { add_release(pointer, value); }
+
+inline void add_relaxed_if(bool condition, int* pointer, int value) {
+    if (condition) {
+        add_release(pointer, value);
+    }
+}
 
 // ---- registers and conversions
 
