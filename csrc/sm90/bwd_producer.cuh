@@ -1,7 +1,7 @@
 // The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
 #pragma once
 
-#include "bwd_agenda.cuh"
+#include "bwd_items.cuh"
 #include "bwd_shared.cuh"
 #include "bwd_walk.cuh"
 #include "ring.cuh"
@@ -12,12 +12,12 @@ namespace ffa {
 template <class Config>
 class Producer {
 public:
-    __device__ __forceinline__ Producer(const BackwardParams& params, SharedStorage<Config>& smem)
+    __device__ __forceinline__ Producer(const typename Config::Params& params, SharedStorage<Config>& smem)
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        for (AgendaReader agenda(params_.agenda); agenda.has_work(); agenda.advance()) {
-            load_tile(agenda.entry(), agenda.head_in_section(), agenda.wave_in_step());
+        for (Items<Config> items(params_); items.has_work(); items.advance()) {
+            load_tile(items);
         }
         store_shared(smem_.is_over, 1);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
@@ -27,36 +27,54 @@ public:
 
 private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
-    __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section, int wave_in_step) {
+    __device__ __forceinline__ void load_tile(const Items<Config>& items) {
         TileOfHead& work = smem_.work[smem_.kv_phase];
-        const int num_blocks = blocks_of_tile<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
-        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        work.tile = params_.tiles[entry.tile];
-        work.tile_index = entry.tile;
-        work.wave_in_step = wave_in_step;
-        work.part = entry.part;
-        work.num_parts = entry.num_parts;
-        work.is_ascending = entry.is_ascending;
-        work.kv_head = entry.first_head + head_in_section;
-        work.slot = entry.slot * params_.agenda.heads_per_section + head_in_section;
-        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
-        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
-        work.num_visits = num_blocks * work.num_qheads;
-        work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
+        describe(items, work);
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
+        } else if (Config::kHasFarKeys && work.of_keys == kFar) {
+            load_keys<Config::kHasFarKeys>(work);
         } else {
-            mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
-            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, work.kv_head);
-            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, work.kv_head);
+            load_keys<kNear>(work);
         }
         smem_.kv_phase ^= 1;
         for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
             const Tile& tile = this->work().tile;
-            const Run& run = params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i];
-            load_run(run);
+            const Run* const runs = keys_of<Config>(params_, this->work()).runs;
+            load_run(runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
         }
+    }
+
+    // Of near or far keys: maps whose address has to be computed take registers from all warps.
+    template <int kOfKeys>
+    __device__ __forceinline__ void load_keys(const TileOfHead& work) {
+        mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
+        load(smem_.k, params_.keys[kOfKeys].k, smem_.kv_full, work.tile.row_begin, work.kv_head);
+        load(smem_.v, params_.keys[kOfKeys].v, smem_.kv_full, work.tile.row_begin, work.kv_head);
+    }
+
+    __device__ __forceinline__ void describe(const Items<Config>& items, TileOfHead& work) const {
+        if constexpr (Config::kHasFarKeys) {
+            work.of_keys = items.of_keys();
+        }
+        const AgendaEntry& entry = items.entry();
+        const Keys& keys = keys_of<Config>(params_, work);
+        const int head_in_section = items.head_in_section();
+        work.tile = keys.tiles[entry.tile];
+        work.tile_index = entry.tile;
+        work.wave_in_step = items.wave_in_step();
+        work.part = entry.part;
+        work.num_parts = entry.num_parts;
+        work.is_ascending = entry.is_ascending;
+        work.kv_head = entry.first_head + head_in_section;
+        work.slot = entry.slot * params_.keys[kNear].agenda.heads_per_section + head_in_section;
+        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
+        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
+        const int num_blocks = blocks_of_tile<Config::kBlockCols>(work.tile, keys.runs);
+        work.num_visits = num_blocks * work.num_qheads;
+        work.visits_to_tell =
+            is_walked_head_by_head<Config::kBlockCols>(work.tile, keys.runs) ? num_blocks : work.num_visits;
     }
 
     __device__ __forceinline__ void load_run(const Run& run) {
@@ -104,7 +122,7 @@ private:
     // The tile that is being loaded.
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[smem_.kv_phase ^ 1]; }
 
-    const BackwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     Position<Config::kStages> block_;
 };

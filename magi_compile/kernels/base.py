@@ -50,6 +50,47 @@ class BackwardOutput(NamedTuple):
     dv: Tensor
 
 
+class KeyTensors(NamedTuple):
+    """Keys and values, and where their gradients go; these are contiguous."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Signals(NamedTuple):
+    """Addresses of int32 words by which a kernel that runs hears of its far keys, and tells of their gradients.
+
+    Both are 0 before anything of the call is enqueued.
+    """
+
+    have_arrived: int  # becomes 1 once keys and values are there
+    are_complete: int  # the kernel makes it 1 once dk and dv are there, for other devices too; 0 where nobody asks
+
+
+class FarKeys(Protocol):
+    """Keys and values that are under way to this device, and whose gradients go back; none of them is empty.
+
+    Attributes:
+        signals: None where only streams know what has arrived.
+    """
+
+    signals: Signals | None
+
+    def tensors(self) -> KeyTensors:
+        """Where keys and values will be; not to be asked without signals."""
+        ...
+
+    def arrive(self) -> KeyTensors:
+        """Called once: makes the current stream wait for keys and values."""
+        ...
+
+    def depart(self, dk: Tensor, dv: Tensor) -> None:
+        """Called once, when all that writes dk and dv is enqueued on the current stream; they are not touched again."""
+        ...
+
+
 class Kernel(Protocol):
     """One implementation of attention over slices. Instances hold no state but caches."""
 
@@ -111,6 +152,30 @@ class Kernel(Protocol):
 @runtime_checkable
 class EarlyKernel(Kernel, Protocol):
     """A kernel that begins before some keys, the far ones, are there. An optional capability."""
+
+    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+        """Whether `backward_early` can be called now."""
+        ...
+
+    def backward_early(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: FarKeys,
+        out: Tensor,
+        lse: Tensor,
+        near_plan: list[Tensor],
+        far_plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardOutput:
+        """`backward` of the near keys `k`, `v` and of far ones, with a plan each; none of them is empty.
+
+        Returns dq of both, and dk and dv of the near ones. Nothing in a kernel waits for the far ones.
+        """
+        ...
 
     def early_plan(
         self, slices: AttnSlices, problem: AttnProblem, far_begin: int, share: float

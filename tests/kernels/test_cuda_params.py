@@ -27,10 +27,11 @@ class Layout(NamedTuple):
     maps: tuple[str, ...]
     values: tuple[str, ...]
     packers: tuple[struct.Struct, ...]  # of the values
+    behind: int = 0  # bytes of what has a layout of its own
 
     @property
     def num_bytes(self) -> int:
-        return len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
+        return len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers) + self.behind
 
     def expected(self) -> dict[str, tuple[int, int]]:
         places = [(i * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES) for i in range(len(self.maps))]
@@ -99,19 +100,29 @@ DQ_ITEMS = (
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
 BACKWARD = Layout(
-    "BackwardParams",
+    "BackwardParams<1>",
     nvrtc.Variant("bwd_shared.cuh", ""),
-    ("q", "dout", "k", "v", "stats", "dk", "dv"),
+    ("q", "dout", "stats"),
     (
-        *("dk_rows", "dv_rows"),
         *(f"dq.{name}" for name in DQ_ITEMS),
-        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "tiles", "runs"),
-        *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
+        *("visits.done", "visits.wanted", "visits.turns", "dq_progress"),
+        *("have_arrived", "are_complete"),
         *("qhead_per_kvhead", "scale_log2", "cap_scale"),
     ),
-    (backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
+    (backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
+    behind=640,
 )
-PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM)
+KEYS = Layout(
+    "Keys",
+    BACKWARD.variant,
+    ("k", "v", "dk", "dv"),
+    (
+        *("dk_rows", "dv_rows", "tiles", "runs"),
+        *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
+    ),
+    (backward._KEYS,),
+)
+PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM, has_far_keys=True)
 BEFORE = Layout(
     "PreprocessParams",
     PREPROCESS,
@@ -120,12 +131,18 @@ BEFORE = Layout(
         *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups"),
         *("done", "wanted", "dq_progress"),
         *("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"),
-        *("total_q", "lse_factor", "agenda.tiles", "agenda.runs"),
-        *(f"agenda.agenda.{name}" for name in (*AGENDA, *HEADS)),
-        *("agenda.scratch", "agenda.num_tiles", "agenda.num_slots", "agenda.qhead_per_kvhead"),
-        *("agenda.num_blocks", "agenda.is_one_way"),
+        *("total_q", "lse_factor"),
+        *(
+            f"agendas[{i}].{name}"
+            for i in range(2)
+            for name in (
+                *("tiles", "runs", *(f"agenda.{name}" for name in (*AGENDA, *HEADS))),
+                *("scratch", "num_tiles", "first_slot", "num_slots", "qhead_per_kvhead"),
+                *("num_blocks", "is_one_way"),
+            )
+        ),
     ),
-    (backward._PREPROCESS,),
+    (backward._PREPROCESS, backward._AGENDA, backward._AGENDA),
 )
 AFTER = Layout(
     "PostprocessParams",
@@ -155,7 +172,7 @@ MERGE = Layout(
     ),
     (parts._MERGE_ADDRESSES, parts._MERGE_SCALARS),
 )
-LAYOUTS = (FORWARD, CUT, MERGE, BACKWARD, BEFORE, AFTER)
+LAYOUTS = (FORWARD, CUT, MERGE, BACKWARD, KEYS, BEFORE, AFTER)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -167,8 +184,9 @@ def test_every_field_is_where_the_kernel_reads_it(layout):
     ("layout", "names"),
     [
         (FORWARD, ("far_begin", "total_q")),
-        (BACKWARD, ("agenda.arrivals", "agenda.counters")),
-        (BEFORE, ("agenda.num_slots", "agenda.num_tiles")),
+        (BACKWARD, ("have_arrived", "are_complete")),
+        (KEYS, ("agenda.arrivals", "agenda.counters")),
+        (BEFORE, ("agendas[1].num_slots", "agendas[1].num_tiles")),
     ],
     ids=lambda x: x.name if isinstance(x, Layout) else "",
 )

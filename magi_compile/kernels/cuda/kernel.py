@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
-from magi_compile.kernels.cuda.backward import backward, backward_in_phases
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, FarKeys, ForwardOutput
+from magi_compile.kernels.cuda.backward import (
+    Walk,
+    backward,
+    backward_early,
+    backward_in_phases,
+)
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
@@ -128,6 +133,27 @@ class CudaKernel:
                 dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
             )
         return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[3:], problem)
+
+    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+        has_order = torch.are_deterministic_algorithms_enabled()
+        return problem.head_dim in BACKWARD_HEAD_DIMS and not has_order
+
+    def backward_early(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: FarKeys,
+        out: Tensor,
+        lse: Tensor,
+        near_plan: list[Tensor],
+        far_plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardOutput:
+        near_walk, far_walk = Walk(*near_plan[-2:]), Walk(*far_plan[-2:])
+        return backward_early(dout, dlse, q, k, v, far, out, lse, near_walk, far_walk, problem)
 
     def backward_in_phases(
         self,
