@@ -4,6 +4,7 @@
                 or one call, which begins with local keys while the others travel
     backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs;
                 what a kernel does before it needs keys and after it has dk and dv runs beside both
+                or one call, which works on local keys while the others travel, and while their gradients do
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
 it, because a graph compiler does not reorder communication it does not know. Partial results merge and add up in fp32.
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.collectives import Collective, PendingCast, PendingReduce, Route
+from magi_compile.dtensor.collectives import (
+    Collective,
+    KernelSignals,
+    PendingCast,
+    PendingReduce,
+    Route,
+)
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.rank_plan import (
     DevicePlan,
@@ -35,7 +42,9 @@ from magi_compile.kernels.base import (
     EarlyKernel,
     ForwardOutput,
     Kernel,
+    KeyTensors,
     PhasedKernel,
+    PlannedSlices,
 )
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
@@ -122,6 +131,11 @@ def backward(
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
+    if plan.merged_backward is not None:
+        return _backward_merged(
+            *(dout, dlse, q, k, v, out, lse, plan.merged_backward, kernel, problem),
+            *(collective, group, reduce_group),
+        )
     phased = kernel if isinstance(kernel, PhasedKernel) else None
     dq_parts: list[Tensor] = []
     home = _WayHome(k, v, collective, reduce_group)
@@ -133,9 +147,10 @@ def backward(
             continue
         kernel_plan = stage.kernel_plan(kernel, problem)
         if phased is not None and route is not None:
-            receive, send = partial(home.receive, route, arrive), partial(home.send, route)
+            receive = partial(_receive, home, route, arrive)
             dq_stage = phased.backward_in_phases(
-                *(dout, dlse, q, receive, send, out, lse, stage.slices, kernel_plan, problem)
+                *(dout, dlse, q, receive, partial(home.send, route), out, lse),
+                *(stage.slices, kernel_plan, problem),
             )
         else:
             k_stage, v_stage = arrive()
@@ -150,6 +165,78 @@ def backward(
     return BackwardOutput(dq, dk, dv)
 
 
+def _backward_merged(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    stage: MergedStage,
+    kernel: Kernel,
+    problem: AttnProblem,
+    collective: Collective,
+    group: dist.ProcessGroup,
+    reduce_group: dist.ProcessGroup,
+) -> BackwardOutput:
+    home = _WayHome(k, v, collective, reduce_group)
+    # What can fail does so before rows are on their way.
+    if isinstance(kernel, EarlyKernel) and kernel.backward_may_be_early(problem):
+        near_mask, far_mask = (
+            PlannedSlices(x.slices, x.kernel_plan(kernel, problem)) for x in (stage.near, stage.far)
+        )
+        signals = collective.signals(group, q.device)
+        casts = collective.casts((k, v), [stage.route], group, signals)
+        far = _FarKeys(next(casts), stage.route, home, signals)
+        dq, dk, dv = kernel.backward_early(
+            dout, dlse, q, k, v, far, out, lse, near_mask, far_mask, problem
+        )
+    else:
+        both, num_near = stage.side_by_side, len(k)
+        plan = both.kernel_plan(kernel, problem)
+        casts = collective.casts((k, v), [stage.route], group)
+        k_all, v_all = (torch.cat(x) for x in zip((k, v), next(casts).wait(), strict=True))
+        dq, dk, dv = kernel.backward(
+            dout, dlse, q, k_all, v_all, out, lse, both.slices, plan, problem
+        )
+        home.send(stage.route, dk[num_near:], dv[num_near:])
+        dk, dv = dk[:num_near], dv[:num_near]
+    assert next(casts, None) is None
+    home.send(None, dk, dv)
+    dk, dv = home.sums()
+    return BackwardOutput(dq, dk, dv)
+
+
+class _FarKeys:
+    """Keys of other ranks, on their way here and home again."""
+
+    def __init__(
+        self,
+        arriving: PendingCast,
+        route: Route,
+        home: _WayHome,
+        signals: KernelSignals | None,
+    ):
+        self._arriving, self._route, self._home, self._told = arriving, route, home, signals
+        self.signals = None if signals is None else signals.addresses
+        self._room: Sequence[Tensor] | None = None
+
+    def tensors(self) -> KeyTensors:
+        return self._with_room(self._arriving.buffers)
+
+    def arrive(self) -> KeyTensors:
+        return self._with_room(self._arriving.wait())
+
+    def depart(self, dk: Tensor, dv: Tensor) -> None:
+        self._home.send(self._route, dk, dv, self._told)
+
+    def _with_room(self, keys: Sequence[Tensor]) -> KeyTensors:
+        if self._room is None:
+            self._room = self._home.room(self._route, keys)
+        return KeyTensors(*keys, *self._room)
+
+
 class _WayHome:
     """dk and dv of a rank's rows `k` and `v`: what other ranks have of them arrives while the next stage is computed."""
 
@@ -158,21 +245,26 @@ class _WayHome:
         self._sum: Sequence[Tensor] | None = None
         self._reducing: PendingReduce | None = None
 
-    def receive(self, route: Route, arrive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """What arrives for a stage, and where to write dk and dv of it."""
-        keys = arrive()
+    def room(self, route: Route, keys: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Where to write dk and dv of a stage with these keys and values."""
         if self._reducing is None:
-            return [*keys, *self._collective.outbox(self._like, route, self._group)]
-        return [*keys, *(x.new_empty(x.shape) for x in keys)]
+            return self._collective.outbox(self._like, route, self._group)
+        return [x.new_empty(x.shape) for x in keys]
 
-    def send(self, route: Route | None, dk: Tensor, dv: Tensor) -> None:
+    def send(
+        self,
+        route: Route | None,
+        dk: Tensor,
+        dv: Tensor,
+        signals: KernelSignals | None = None,
+    ) -> None:
         """dk and dv of a stage, on their way to the ranks whose rows they are; without a route those are this rank's."""
         if route is None:
             self._sum = (dk.contiguous(), dv.contiguous())
             return
         if self._reducing is not None:
             self._sum = self._add(torch.promote_types(dk.dtype, torch.float32))
-        self._reducing = self._collective.start_reduce((dk, dv), route, self._group)
+        self._reducing = self._collective.start_reduce((dk, dv), route, self._group, signals)
 
     def sums(self) -> Sequence[Tensor]:
         """dk and dv of all stages."""
@@ -186,6 +278,12 @@ class _WayHome:
         outs = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
         self._reducing.write_sums(outs, self._sum)
         return outs
+
+
+def _receive(home: _WayHome, route: Route, arrive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """What arrives for a stage, and where to write dk and dv of it."""
+    keys = arrive()
+    return [*keys, *home.room(route, keys)]
 
 
 def _with_keys(

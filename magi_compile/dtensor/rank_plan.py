@@ -3,8 +3,8 @@
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
-    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1,
-            then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1, whether
+            the backward stages are one, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -52,8 +52,8 @@ class ContextParallelOptions:
         slack: how far above the mean a rank's area may lie in favour of less communication.
         degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
         backward_degree: the same of the backward pass.
-        early: whether a merged forward stage begins before remote keys are there, where `cost` says that the kernel
-            can. A kernel that can not waits for them.
+        early: whether merged stages begin before remote keys are there, where `cost` says that the kernel can. A kernel that
+            can not waits for them.
         cost: what compute and communication cost.
     """
 
@@ -77,7 +77,8 @@ class PlanTensors(NamedTuple):
 class RankPlan:
     """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
 
-    Where there is an `early_share`, the two forward stages are one: its near keys and its far ones.
+    Where there is an `early_share`, the two forward stages are one: its near keys and its far ones. So are the two of a merged
+    backward.
     """
 
     dispatch: Dispatch
@@ -86,6 +87,7 @@ class RankPlan:
     forward: list[Stage]
     backward: list[Stage]
     early_share: float | None = None
+    is_backward_merged: bool = False
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
@@ -100,6 +102,7 @@ class RankPlan:
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
         meta += [-1 if self.early_share is None else round(self.early_share * _MILLION)]
+        meta += [int(self.is_backward_merged)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of runs become a list and int32 together.
         runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -227,19 +230,21 @@ def _plan(
     )
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
-    early, share = options.early and options.cost.starts_early, None
+    early, share, is_backward_merged = options.early and options.cost.starts_early, None, False
     if degree is None or backward_degree is None or (early and degree == 0):
         loads = StageLoads.of(rows)
         if degree is None:
             degree = choose_degree(loads, options.cost, early=early)
         if backward_degree is None:
-            backward_degree = choose_degree(loads, options.cost, backward=True)
+            backward_degree = choose_degree(loads, options.cost, backward=True, early=early)
         if early and degree == 0:
             degree, share = 1, early_share(loads, rank, options.cost)
+    if early and backward_degree == 0:
+        backward_degree, is_backward_merged = 1, True
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, share)
+    return RankPlan(where, rank, digest, forward, backward, share, is_backward_merged)
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:
@@ -288,10 +293,10 @@ class MergedStage:
     Args:
         near: the stage of the near keys.
         far: that of the far ones.
-        share: how much of the work is to be done before the far keys are there.
+        share: how much of the forward work is to be done before the far keys are there.
     """
 
-    def __init__(self, near: DeviceStage, far: DeviceStage, share: float):
+    def __init__(self, near: DeviceStage, far: DeviceStage, share: float = 0.0):
         assert far.route is not None
         self.near, self.far, self.route, self._share = near, far, far.route, share
         self._early: dict[Hashable, Any] = {}
@@ -335,6 +340,7 @@ class DevicePlan:
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
+    merged_backward: MergedStage | None
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
@@ -349,8 +355,8 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    _, _, cp_size, rows, num_forward, num_backward, share = meta[:7]
-    counts = iter(meta[7:])
+    _, _, cp_size, rows, num_forward, num_backward, share, is_backward_merged = meta[:8]
+    counts = iter(meta[8:])
     position = 0
 
     def take_counts(number: int) -> list[int]:
@@ -374,9 +380,15 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
 
     stages = [stage() for _ in range(num_forward + num_backward)]
     forward, backward = stages[:num_forward], stages[num_forward:]
-    merged = None
+    merged = _merged(forward, share / _MILLION) if share >= 0 else None
+    return DevicePlan(
+        rows, forward, backward, merged, _merged(backward) if is_backward_merged else None
+    )
+
+
+def _merged(stages: list[DeviceStage], share: float = 0.0) -> MergedStage | None:
     # A rank of which all keys are near or all are far has one stage anyway.
-    if share >= 0 and len(forward) == 2 and not any(stage.is_empty for stage in forward):
-        near, far = forward
-        merged = MergedStage(near, far, share / _MILLION)
-    return DevicePlan(rows, forward, backward, merged)
+    if len(stages) != 2 or any(stage.is_empty for stage in stages):
+        return None
+    near, far = stages
+    return MergedStage(near, far, share)

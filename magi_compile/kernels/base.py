@@ -50,6 +50,13 @@ class BackwardOutput(NamedTuple):
     dv: Tensor
 
 
+class PlannedSlices(NamedTuple):
+    """A mask, and a kernel's plan of it."""
+
+    slices: AttnSlices
+    plan: list[Tensor]
+
+
 class KeyTensors(NamedTuple):
     """Keys and values, and where their gradients go; these are contiguous."""
 
@@ -167,11 +174,11 @@ class EarlyKernel(Kernel, Protocol):
         far: FarKeys,
         out: Tensor,
         lse: Tensor,
-        near_plan: list[Tensor],
-        far_plan: list[Tensor],
+        near_mask: PlannedSlices,
+        far_mask: PlannedSlices,
         problem: AttnProblem,
     ) -> BackwardOutput:
-        """`backward` of the near keys `k`, `v` and of far ones, with a plan each; none of them is empty.
+        """`backward` of the near keys `k`, `v` and of far ones, with a mask each; none of them is empty.
 
         Returns dq of both, and dk and dv of the near ones. Nothing in a kernel waits for the far ones.
         """

@@ -2,11 +2,14 @@
 
 import torch
 
+from magi_compile.kernels.base import BackwardOutput
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
 calls: list[float] = []  # the share that each call was planned with
 free: list[int] = []  # the SMs that each call was asked to leave free
+steps: list[str] = []  # of all backward calls
+may_be_early = True  # what the kernel says of its backward
 
 
 class EarlyCpuKernel(CpuKernel):
@@ -39,3 +42,20 @@ class EarlyCpuKernel(CpuKernel):
         first = self.forward(q, k, v, near, plans[0], problem, out_dtype=wide)
         k_far, v_far = arrive()
         return self.forward(q, k_far, v_far, far, plans[1], problem, prior=first)
+
+    def backward_may_be_early(self, problem):
+        return may_be_early
+
+    def backward_early(self, dout, dlse, q, k, v, far, out, lse, near_mask, far_mask, problem):
+        steps.append("near")
+        first = self.backward(dout, dlse, q, k, v, out, lse, *near_mask, problem)
+        keys = far.arrive()
+        steps.append("far")
+        second = self.backward(dout, dlse, q, *keys[:2], out, lse, *far_mask, problem)
+        for room, grad in zip(keys[2:], second[1:], strict=True):
+            assert room.is_contiguous()
+            room.copy_(grad)
+        far.depart(*keys[2:])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        dq = (first.dq.to(wide) + second.dq.to(wide)).to(q.dtype)
+        return BackwardOutput(dq, first.dk, first.dv)

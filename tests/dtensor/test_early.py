@@ -38,6 +38,14 @@ def run_early(group, case, options, dtype):
     return early_on_cpus.calls[:]
 
 
+def run_early_backward(group, case, options, dtype, may_be_early):
+    early_on_cpus.steps.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(early_on_cpus, "may_be_early", may_be_early)
+        run_early(group, case, options, dtype)
+    return early_on_cpus.steps[:]
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_kernel_that_begins_early(ranks_of, size, name):
@@ -51,6 +59,16 @@ def test_bf16_and_chosen_degrees(ranks_of):
     case = replace(SQUARE["shared_prefix"], heads=HEADS)
     options = ContextParallelOptions(chunk_size=16)
     assert any(ranks_of(2).run(run_early, case, options, torch.bfloat16))
+
+
+@pytest.mark.parametrize("may_be_early", [True, False])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_backward_that_begins_early(ranks_of, size, name, may_be_early):
+    case, options = replace(SQUARE[name], heads=HEADS), replace(OPTIONS, backward_degree=0)
+    steps = ranks_of(size).run(run_early_backward, case, options, torch.float32, may_be_early)
+    assert all(x == ["near", "far"] * (len(x) // 2) for x in steps)
+    assert any(steps) == may_be_early
 
 
 @pytest.mark.parametrize(
@@ -83,6 +101,23 @@ def test_the_plan_has_near_and_far_keys():
     assert unpack(*waiting.tensors("cpu")).merged is None
     blind = replace(OPTIONS, cost=replace(DEFAULT_COST, starts_early=False))
     assert plan_rank(slices, 2, 0, blind).early_share is None
+
+
+def test_the_backward_has_near_and_far_keys():
+    slices, options = (
+        documents([700, 1, 90, 1257], causal=True),
+        replace(OPTIONS, backward_degree=0),
+    )
+    merged = unpack(*plan_rank(slices, 2, 0, options).tensors("cpu"))
+    near, far = merged.backward
+    assert (merged.merged_backward.near, merged.merged_backward.far) == (near, far)
+    assert near.route is None
+    assert far.route.recv_counts[0] == 0  # no row of its own
+    waiting = unpack(*plan_rank(slices, 2, 0, replace(options, early=False)).tensors("cpu"))
+    assert waiting.merged_backward is None
+    (both,) = waiting.backward
+    assert near.slices.area() + far.slices.area() == both.slices.area()
+    assert unpack(*plan_rank(slices, 2, 0, OPTIONS).tensors("cpu")).merged_backward is None
 
 
 @pytest.mark.parametrize("name", ["early_plan", "plan"])

@@ -94,7 +94,9 @@ class Agenda(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compile_library(tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread", {"ptx.cuh": "signals.cuh"})
+    return compile_library(
+        tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread", {"ptx.cuh": "signals.cuh"}
+    )
 
 
 def unwritten(num_words: int) -> torch.Tensor:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, FarKeys, ForwardOutput
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    FarKeys,
+    ForwardOutput,
+    PlannedSlices,
+)
 from magi_compile.kernels.cuda.backward import (
     Walk,
     backward,
@@ -148,11 +154,11 @@ class CudaKernel:
         far: FarKeys,
         out: Tensor,
         lse: Tensor,
-        near_plan: list[Tensor],
-        far_plan: list[Tensor],
+        near_mask: PlannedSlices,
+        far_mask: PlannedSlices,
         problem: AttnProblem,
     ) -> BackwardOutput:
-        near_walk, far_walk = Walk(*near_plan[-2:]), Walk(*far_plan[-2:])
+        near_walk, far_walk = (Walk(*mask.plan[-2:]) for mask in (near_mask, far_mask))
         return backward_early(dout, dlse, q, k, v, far, out, lse, near_walk, far_walk, problem)
 
     def backward_in_phases(
