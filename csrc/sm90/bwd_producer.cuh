@@ -28,9 +28,28 @@ public:
 private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
+        const AgendaEntry& entry = items.entry();
+        const Keys& keys = params_.keys[items.of_keys()];
+        const int num_blocks = blocks_of_tile<Config::kBlockCols>(keys.tiles[entry.tile], keys.runs);
+        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(keys.tiles[entry.tile], keys.runs);
+        const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        describe(items, work);
+        if constexpr (Config::kHasFarKeys) {
+            work.of_keys = items.of_keys();
+        }
+        work.tile = keys.tiles[entry.tile];
+        work.tile_index = entry.tile;
+        work.wave_in_step = wave_in_step;
+        work.part = entry.part;
+        work.num_parts = entry.num_parts;
+        work.is_ascending = entry.is_ascending;
+        work.kv_head = entry.first_head + head_in_section;
+        work.slot = entry.slot * params_.keys[kNear].agenda.heads_per_section + head_in_section;
+        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
+        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
+        work.num_visits = num_blocks * work.num_qheads;
+        work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else if (Config::kHasFarKeys && work.of_keys == kFar) {
@@ -52,29 +71,6 @@ private:
         mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
         load(smem_.k, params_.keys[kOfKeys].k, smem_.kv_full, work.tile.row_begin, work.kv_head);
         load(smem_.v, params_.keys[kOfKeys].v, smem_.kv_full, work.tile.row_begin, work.kv_head);
-    }
-
-    __device__ __forceinline__ void describe(const Items<Config>& items, TileOfHead& work) const {
-        if constexpr (Config::kHasFarKeys) {
-            work.of_keys = items.of_keys();
-        }
-        const AgendaEntry& entry = items.entry();
-        const Keys& keys = keys_of<Config>(params_, work);
-        const int head_in_section = items.head_in_section();
-        work.tile = keys.tiles[entry.tile];
-        work.tile_index = entry.tile;
-        work.wave_in_step = items.wave_in_step();
-        work.part = entry.part;
-        work.num_parts = entry.num_parts;
-        work.is_ascending = entry.is_ascending;
-        work.kv_head = entry.first_head + head_in_section;
-        work.slot = entry.slot * params_.keys[kNear].agenda.heads_per_section + head_in_section;
-        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
-        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
-        const int num_blocks = blocks_of_tile<Config::kBlockCols>(work.tile, keys.runs);
-        work.num_visits = num_blocks * work.num_qheads;
-        work.visits_to_tell =
-            is_walked_head_by_head<Config::kBlockCols>(work.tile, keys.runs) ? num_blocks : work.num_visits;
     }
 
     __device__ __forceinline__ void load_run(const Run& run) {
