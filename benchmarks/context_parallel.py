@@ -301,7 +301,7 @@ class Rank:
                 "stages": "auto" if degree is None else degree,
                 "stages_run": [
                     0 if plan.early_share is not None else len(plan.forward) - 1,
-                    0 if plan.is_backward_merged else len(plan.backward) - 1,
+                    len(plan.backward) - 1,
                 ],
                 "early_share": plan.early_share,
                 "chunk": plan.dispatch.chunk_size,

@@ -6,7 +6,7 @@ namespace ffa {
 
 using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_STAGES,
                               FFA_PRODUCER_REGISTERS, FFA_DQ_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP,
-                              FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_HAS_FAR_KEYS>;
+                              FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_HAS_FAR_TILES>;
 
 }  // namespace ffa
 

@@ -7,8 +7,8 @@
 
 namespace ffa {
 
-// Near keys are there at launch; far ones may not be.
-enum KeysPlace : int { kNear, kFar };
+// Near tiles have keys that are there at launch; those of far ones may not be.
+enum TilePlace : int { kNear, kFar };
 
 constexpr int kNoWave = -1;
 constexpr int kAgendaArrivals = 8;   // of a tile in parts: one for each warp
@@ -29,7 +29,7 @@ static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward.py 
 struct AgendaCounters {
     int ticket;          // zero at launch
     int num_in_step;     // items in front, whole waves of them, whose thread blocks stay together
-    int num_unfinished;  // tiles of heads times consumer warps: of far keys, where gradients are on their way
+    int num_unfinished;  // of far tiles: heads times consumer warps that have not stored their gradients
 
     // What the thread blocks of a wave have walked, all together; zero at launch. They lie behind.
     __device__ __forceinline__ int* steps(int wave) { return &num_unfinished + 1 + wave; }

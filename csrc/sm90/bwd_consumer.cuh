@@ -82,11 +82,9 @@ private:
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.dq.softmax_scale;
         }
-        gradients_.store(dv, smem_.dscores[0][0], keys_of<Config>(params_, work).dv,
-                         keys_of<Config>(params_, work).dv_rows, work, store_end);
-        gradients_.store(dk, smem_.dscores[0][0], keys_of<Config>(params_, work).dk,
-                         keys_of<Config>(params_, work).dk_rows, work, store_end);
-        if constexpr (Config::kHasFarKeys) {
+        gradients_.store(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
+        gradients_.store(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
+        if constexpr (Config::kHasFarTiles) {
             gradients_.tell(work, store_end);
         }
     }

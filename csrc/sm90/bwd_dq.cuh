@@ -86,7 +86,7 @@ private:
     __device__ __forceinline__ void keep_step(int step) {
         const int wave = uniform(work().wave_in_step);
         if (wave != kNoWave && warp_ == 0) {
-            int* const steps = keys_of<Config>(params_, work()).agenda.counters->steps(wave);
+            int* const steps = list_of<Config>(params_, work()).agenda.counters->steps(wave);
             add_relaxed_if(lane_ == 0, steps, 1);
             const int least = (step - kStepsAhead) * int(gridDim.x);
 #pragma unroll 1
@@ -222,7 +222,7 @@ private:
         fence_acq_rel();
 #pragma unroll 1
         for (int i = uniform(work.tile.run_begin), run_end = uniform(work.tile.run_end); i < run_end; ++i) {
-            const RunWalk<Config::kBlockCols> walk{params_.keys[kNear].runs[i], 1, false};
+            const RunWalk<Config::kBlockCols> walk{params_.runs[i], 1, false};
             const int first = uniform(walk.first_group()) + warp_;
             const int end = uniform(walk.end_group());
 #pragma unroll 1

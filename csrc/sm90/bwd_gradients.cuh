@@ -22,7 +22,7 @@ public:
     // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
     // there is something to store: those others have nothing.
     __device__ __forceinline__ int join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
-        const Agenda& agenda = params_.keys[kNear].agenda;   // all keys' parts lie together
+        const Agenda& agenda = params_.lists[kNear].agenda;   // parts of all lists lie together
         const int heads = agenda.heads_per_section;
         float4* const partials = reinterpret_cast<float4*>(agenda.partials) +
                                  static_cast<long long>(work.slot * kAgendaArrivals + warp()) * kPartialsOfWarp + lane_;
@@ -81,13 +81,13 @@ public:
         __syncwarp();   // others may be written there
     }
 
-    // Counts what this warp has stored of far keys. Who comes last says that all of it is there.
+    // Counts what this warp has stored of far tiles. Who comes last says that all of it is there.
     __device__ __forceinline__ void tell(const TileOfHead& work, int store_end) const {
-        if (lane_ == 0 && work.of_keys == kFar && store_end > work.tile.row_begin) {
+        if (lane_ == 0 && work.list == kFar && store_end > work.tile.row_begin) {
             cp_async_bulk_wait_group<0>();
             fence_proxy_async_global();
             __threadfence_system();
-            if (atomicAdd(&params_.keys[kFar].agenda.counters->num_unfinished, -1) == 1 && params_.are_complete != nullptr) {
+            if (atomicAdd(&params_.lists[kFar].agenda.counters->num_unfinished, -1) == 1 && params_.are_complete != nullptr) {
                 __threadfence_system();
                 store_release_system(params_.are_complete, 1);
             }
@@ -127,7 +127,7 @@ private:
             const int chunk = i % kChunks;
             if (warp_row + row < store_end) {
                 const long long index =
-                    static_cast<long long>(warp_row + row) * params_.keys[kNear].agenda.num_heads + kv_head;
+                    static_cast<long long>(warp_row + row) * params_.lists[kNear].agenda.num_heads + kv_head;
                 static_cast<int4*>(rows)[index * kChunks + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }

@@ -1,7 +1,7 @@
 // Which item of the agenda a thread block takes next. No block waits while another has work left.
 //
-// Where there are far keys, they have an agenda of their own. A block that draws looks whether they are there: then theirs come
-// first, so that their gradients can leave while near keys are worked on. If they are not there and no near ones are left, the
+// Tiles with far keys have an agenda of their own. A block that draws looks whether these keys are there: then far tiles come
+// first, so that their gradients can leave while near ones are worked on. If they are not there and no near tile is left, the
 // block ends, and keeps its SM from nobody: the same kernel is launched once more behind their arrival, for what is left.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace ffa {
 
-template <class Config, bool kHasFarKeys = Config::kHasFarKeys>
+template <class Config, bool kHasFarTiles = Config::kHasFarTiles>
 class Items;
 
 // The first item of a block is its index, the others are drawn from a counter.
@@ -18,11 +18,13 @@ template <class Config>
 class Items<Config, false> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params)
-        : agenda_(params.keys[kNear].agenda), item_(blockIdx.x) {}
+        : agenda_(params.lists[kNear].agenda), item_(blockIdx.x) {}
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
-    __device__ __forceinline__ int of_keys() const { return kNear; }
+    __device__ __forceinline__ bool is_all() const { return true; }
+
+    __device__ __forceinline__ int list() const { return kNear; }
 
     __device__ __forceinline__ const AgendaEntry& entry() const {
         return agenda_.entries[item_ / agenda_.heads_per_section];
@@ -54,7 +56,10 @@ public:
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
-    __device__ __forceinline__ int of_keys() const { return keys_; }
+    // Whether nothing is left for another launch.
+    __device__ __forceinline__ bool is_all() const { return are_there_; }
+
+    __device__ __forceinline__ int list() const { return list_; }
 
     __device__ __forceinline__ const AgendaEntry& entry() const {
         return agenda().entries[item_ / agenda().heads_per_section];
@@ -63,21 +68,22 @@ public:
     __device__ __forceinline__ int head_in_section() const { return item_ % agenda().heads_per_section; }
 
     __device__ __forceinline__ void advance() {
-        keys_ = have_arrived() ? kFar : kNear;
+        are_there_ = have_arrived();
+        list_ = are_there_ ? kFar : kNear;
         draw();
-        if (keys_ == kFar && !has_work()) {
-            keys_ = kNear;
+        if (list_ == kFar && !has_work()) {
+            list_ = kNear;
             draw();
         }
     }
 
     // Waves of near items are torn apart when far keys arrive.
     __device__ __forceinline__ int wave_in_step() const {
-        return keys_ == kFar && item_ < agenda().counters->num_in_step ? item_ / int(gridDim.x) : kNoWave;
+        return list_ == kFar && item_ < agenda().counters->num_in_step ? item_ / int(gridDim.x) : kNoWave;
     }
 
 private:
-    __device__ __forceinline__ const Agenda& agenda() const { return params_.keys[keys_].agenda; }
+    __device__ __forceinline__ const Agenda& agenda() const { return params_.lists[list_].agenda; }
 
     __device__ __forceinline__ int num_items() const { return *agenda().num_entries * agenda().heads_per_section; }
 
@@ -90,7 +96,8 @@ private:
     }
 
     const typename Config::Params& params_;
-    int item_, keys_;
+    int item_, list_;
+    bool are_there_;   // far keys, when this item was drawn
 };
 
 }  // namespace ffa

@@ -28,7 +28,7 @@ struct PreprocessParams {
     long long dout_row_stride, dout_head_stride;
     int total_q;
     float lse_factor;
-    Writer::Params agendas[kNumAgendas];   // of near keys, and of far ones if there are some
+    Writer::Params agendas[kNumAgendas];   // of near tiles, and of far ones
 };
 
 static_assert(sizeof(PreprocessParams) == 120 + 96 * kNumAgendas, "packed by magi_compile/kernels/cuda/backward.py");
@@ -58,9 +58,14 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     if (block == min(kNumAgendas, num_blocks - 1)) {
         for_each(1, [&](int) { *params.dq_progress = {0, 0, 0}; });
         if (params.wanted != nullptr) {
-            const Writer::Params& plan = params.agendas[0];
-            count_dq_visits<FFA_BLOCK_COLS>(plan.tiles, plan.runs, plan.num_tiles, params.wanted, params.dq.row_groups);
-            count_walks<FFA_BLOCK_COLS>(plan.tiles, plan.runs, plan.num_tiles, params.dq_progress->more_head_by_head);
+            clear_dq_visits(params.wanted, params.dq.row_groups);
+#pragma unroll 1
+            for (int i = 0; i < kNumAgendas; ++i) {
+                const Writer::Params& list = params.agendas[i];
+                note_dq_visits<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.wanted);
+                count_walks<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.dq_progress->more_head_by_head);
+            }
+            count_dq_visits(params.wanted, params.dq.row_groups);
         }
     }
     const int padded_q = params.dq.row_groups * kDqGroupRows;

@@ -16,10 +16,11 @@ public:
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        for (Items<Config> items(params_); items.has_work(); items.advance()) {
+        Items<Config> items(params_);
+        for (; items.has_work(); items.advance()) {
             load_tile(items);
         }
-        store_shared(smem_.is_over, 1);
+        store_shared(smem_.is_over, items.is_all() ? 1 : kNobodyWaits);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
@@ -29,48 +30,39 @@ private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
         const AgendaEntry& entry = items.entry();
-        const Keys& keys = params_.keys[items.of_keys()];
-        const int num_blocks = blocks_of_tile<Config::kBlockCols>(keys.tiles[entry.tile], keys.runs);
-        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(keys.tiles[entry.tile], keys.runs);
+        const Tile& tile = params_.lists[items.list()].tiles[entry.tile];
+        const int num_blocks = blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
+        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
         const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        if constexpr (Config::kHasFarKeys) {
-            work.of_keys = items.of_keys();
+        if constexpr (Config::kHasFarTiles) {
+            work.list = items.list();
         }
-        work.tile = keys.tiles[entry.tile];
+        work.tile = tile;
         work.tile_index = entry.tile;
         work.wave_in_step = wave_in_step;
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.is_ascending = entry.is_ascending;
         work.kv_head = entry.first_head + head_in_section;
-        work.slot = entry.slot * params_.keys[kNear].agenda.heads_per_section + head_in_section;
+        work.slot = entry.slot * params_.lists[kNear].agenda.heads_per_section + head_in_section;
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;
         work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
-        } else if (Config::kHasFarKeys && work.of_keys == kFar) {
-            load_keys<Config::kHasFarKeys>(work);
         } else {
-            load_keys<kNear>(work);
+            mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
+            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, work.kv_head);
+            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, work.kv_head);
         }
         smem_.kv_phase ^= 1;
         for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
             const Tile& tile = this->work().tile;
-            const Run* const runs = keys_of<Config>(params_, this->work()).runs;
-            load_run(runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
+            load_run(params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
         }
-    }
-
-    // Of near or far keys: maps whose address has to be computed take registers from all warps.
-    template <int kOfKeys>
-    __device__ __forceinline__ void load_keys(const TileOfHead& work) {
-        mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
-        load(smem_.k, params_.keys[kOfKeys].k, smem_.kv_full, work.tile.row_begin, work.kv_head);
-        load(smem_.v, params_.keys[kOfKeys].v, smem_.kv_full, work.tile.row_begin, work.kv_head);
     }
 
     __device__ __forceinline__ void load_run(const Run& run) {

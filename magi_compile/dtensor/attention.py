@@ -4,7 +4,7 @@
                 or one call, which begins with local keys while the others travel
     backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs;
                 what a kernel does before it needs keys and after it has dk and dv runs beside both
-                or one call, which works on local keys while the others travel, and while their gradients do
+                or one call, which works on local keys while the others travel, and while gradients do
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
 it, because a graph compiler does not reorder communication it does not know. Partial results merge and add up in fp32.
@@ -44,7 +44,6 @@ from magi_compile.kernels.base import (
     Kernel,
     KeyTensors,
     PhasedKernel,
-    PlannedSlices,
 )
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
@@ -131,14 +130,20 @@ def backward(
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
-    if plan.merged_backward is not None:
-        return _backward_merged(
-            *(dout, dlse, q, k, v, out, lse, plan.merged_backward, kernel, problem),
-            *(collective, group, reduce_group),
-        )
+    home = _WayHome(k, v, collective, reduce_group)
+    signals = None
+    if isinstance(kernel, EarlyKernel) and plan.backward_is_early:
+        if kernel.backward_may_be_early(problem):
+            signals = collective.signals(group, q.device)
+        if signals is not None:
+            dq = _backward_early(
+                *(dout, dlse, q, k, v, out, lse, plan.backward[0], kernel, problem),
+                *(collective, group, signals, home),
+            )
+            dk, dv = home.sums()
+            return BackwardOutput(dq, dk, dv)
     phased = kernel if isinstance(kernel, PhasedKernel) else None
     dq_parts: list[Tensor] = []
-    home = _WayHome(k, v, collective, reduce_group)
     for stage, arrive in _with_keys(plan.backward, k, v, collective, group):
         route = stage.route
         if stage.is_empty:
@@ -165,7 +170,7 @@ def backward(
     return BackwardOutput(dq, dk, dv)
 
 
-def _backward_merged(
+def _backward_early(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -173,68 +178,30 @@ def _backward_merged(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    stage: MergedStage,
-    kernel: Kernel,
+    stage: DeviceStage,
+    kernel: EarlyKernel,
     problem: AttnProblem,
     collective: Collective,
     group: dist.ProcessGroup,
-    reduce_group: dist.ProcessGroup,
-) -> BackwardOutput:
-    home = _WayHome(k, v, collective, reduce_group)
+    signals: KernelSignals,
+    home: _WayHome,
+) -> Tensor:
+    """Gradients of the only stage, in which keys of this rank and of others lie side by side; dq."""
+    route = stage.route
+    assert route is not None
     # What can fail does so before rows are on their way.
-    if isinstance(kernel, EarlyKernel) and kernel.backward_may_be_early(problem):
-        near_mask, far_mask = (
-            PlannedSlices(x.slices, x.kernel_plan(kernel, problem)) for x in (stage.near, stage.far)
-        )
-        signals = collective.signals(group, q.device)
-        casts = collective.casts((k, v), [stage.route], group, signals)
-        far = _FarKeys(next(casts), stage.route, home, signals)
-        dq, dk, dv = kernel.backward_early(
-            dout, dlse, q, k, v, far, out, lse, near_mask, far_mask, problem
-        )
-    else:
-        both, num_near = stage.side_by_side, len(k)
-        plan = both.kernel_plan(kernel, problem)
-        casts = collective.casts((k, v), [stage.route], group)
-        k_all, v_all = (torch.cat(x) for x in zip((k, v), next(casts).wait(), strict=True))
-        dq, dk, dv = kernel.backward(
-            dout, dlse, q, k_all, v_all, out, lse, both.slices, plan, problem
-        )
-        home.send(stage.route, dk[num_near:], dv[num_near:])
-        dk, dv = dk[:num_near], dv[:num_near]
+    early_plan = stage.early_backward_plan(kernel, problem, group.rank())
+    casts = collective.casts((k, v), [route], group, signals)
+    arriving = next(casts)
+    k_all, v_all = arriving.buffers
+    dk, dv = home.room(route, (k_all, v_all))
+    keys = KeyTensors(k_all, v_all, dk, dv)
+    dq = kernel.backward_early(
+        *(dout, dlse, q, keys, signals.addresses, arriving.wait),
+        *(lambda: home.send(route, dk, dv, signals), out, lse, early_plan, problem),
+    )
     assert next(casts, None) is None
-    home.send(None, dk, dv)
-    dk, dv = home.sums()
-    return BackwardOutput(dq, dk, dv)
-
-
-class _FarKeys:
-    """Keys of other ranks, on their way here and home again."""
-
-    def __init__(
-        self,
-        arriving: PendingCast,
-        route: Route,
-        home: _WayHome,
-        signals: KernelSignals | None,
-    ):
-        self._arriving, self._route, self._home, self._told = arriving, route, home, signals
-        self.signals = None if signals is None else signals.addresses
-        self._room: Sequence[Tensor] | None = None
-
-    def tensors(self) -> KeyTensors:
-        return self._with_room(self._arriving.buffers)
-
-    def arrive(self) -> KeyTensors:
-        return self._with_room(self._arriving.wait())
-
-    def depart(self, dk: Tensor, dv: Tensor) -> None:
-        self._home.send(self._route, dk, dv, self._told)
-
-    def _with_room(self, keys: Sequence[Tensor]) -> KeyTensors:
-        if self._room is None:
-            self._room = self._home.room(self._route, keys)
-        return KeyTensors(*keys, *self._room)
+    return dq
 
 
 class _WayHome:

@@ -4,7 +4,7 @@ A plan is two int tensors, so that a compiled graph takes it as a value: a new m
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
     meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1, whether
-            the backward stages are one, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+            the backward begins early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -52,8 +52,8 @@ class ContextParallelOptions:
         slack: how far above the mean a rank's area may lie in favour of less communication.
         degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
         backward_degree: the same of the backward pass.
-        early: whether merged stages begin before remote keys are there, where `cost` says that the kernel can. A kernel that
-            can not waits for them.
+        early: whether a pass without stages begins before remote keys are there, where `cost` says that the kernel can. A
+            kernel that can not waits for them.
         cost: what compute and communication cost.
     """
 
@@ -77,8 +77,7 @@ class PlanTensors(NamedTuple):
 class RankPlan:
     """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
 
-    Where there is an `early_share`, the two forward stages are one: its near keys and its far ones. So are the two of a merged
-    backward.
+    Where there is an `early_share`, the two forward stages are one: its near keys and its far ones.
     """
 
     dispatch: Dispatch
@@ -87,7 +86,7 @@ class RankPlan:
     forward: list[Stage]
     backward: list[Stage]
     early_share: float | None = None
-    is_backward_merged: bool = False
+    backward_is_early: bool = False
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
@@ -102,7 +101,7 @@ class RankPlan:
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
         meta += [-1 if self.early_share is None else round(self.early_share * _MILLION)]
-        meta += [int(self.is_backward_merged)]
+        meta += [int(self.backward_is_early)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of runs become a list and int32 together.
         runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -230,7 +229,7 @@ def _plan(
     )
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
-    early, share, is_backward_merged = options.early and options.cost.starts_early, None, False
+    early, share = options.early and options.cost.starts_early, None
     if degree is None or backward_degree is None or (early and degree == 0):
         loads = StageLoads.of(rows)
         if degree is None:
@@ -239,12 +238,10 @@ def _plan(
             backward_degree = choose_degree(loads, options.cost, backward=True, early=early)
         if early and degree == 0:
             degree, share = 1, early_share(loads, rank, options.cost)
-    if early and backward_degree == 0:
-        backward_degree, is_backward_merged = 1, True
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, share, is_backward_merged)
+    return RankPlan(where, rank, digest, forward, backward, share, early and backward_degree == 0)
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:
@@ -274,6 +271,7 @@ class DeviceStage:
         self.slices = slices
         self.route = route
         self._plans: dict[Hashable, list[Tensor]] = {}
+        self._early_plans: dict[Hashable, Any] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -286,6 +284,26 @@ class DeviceStage:
             self._plans[key] = kernel.plan(self.slices, problem)
         return self._plans[key]
 
+    def early_backward_plan(self, kernel: EarlyKernel, problem: AttnProblem, rank: int) -> Any:
+        """What an `EarlyKernel` is called with; the near keys are those of `rank`, which is this one."""
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._early_plans:
+            assert self.route is not None
+            plan = self.kernel_plan(kernel, problem)
+            is_near = self.route.derive(_is_from, rank)
+            self._early_plans[key] = kernel.early_backward_plan(plan, is_near)
+        return self._early_plans[key]
+
+
+def _is_from(route: Route, rank: int) -> Tensor:
+    """Which rows of the buffer come from `rank`, bool `[num_received]`."""
+    peer, row, _, count = route.recvs.long().unbind(1)
+    is_from = (peer == rank).int()
+    changes = is_from.new_zeros(route.num_received + 1)
+    changes.index_add_(0, row, is_from)
+    changes.index_add_(0, row + count, -is_from)
+    return changes.cumsum(0)[:-1] > 0
+
 
 class MergedStage:
     """Near keys, in place, and far ones, in a buffer, in one attention call; none of the two is empty.
@@ -293,10 +311,10 @@ class MergedStage:
     Args:
         near: the stage of the near keys.
         far: that of the far ones.
-        share: how much of the forward work is to be done before the far keys are there.
+        share: how much of the work is to be done before the far keys are there.
     """
 
-    def __init__(self, near: DeviceStage, far: DeviceStage, share: float = 0.0):
+    def __init__(self, near: DeviceStage, far: DeviceStage, share: float):
         assert far.route is not None
         self.near, self.far, self.route, self._share = near, far, far.route, share
         self._early: dict[Hashable, Any] = {}
@@ -340,7 +358,7 @@ class DevicePlan:
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
-    merged_backward: MergedStage | None
+    backward_is_early: bool  # of which there is one stage then, with a route
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
@@ -355,7 +373,7 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    _, _, cp_size, rows, num_forward, num_backward, share, is_backward_merged = meta[:8]
+    _, _, cp_size, rows, num_forward, num_backward, share, is_backward_early = meta[:8]
     counts = iter(meta[8:])
     position = 0
 
@@ -380,15 +398,10 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
 
     stages = [stage() for _ in range(num_forward + num_backward)]
     forward, backward = stages[:num_forward], stages[num_forward:]
-    merged = _merged(forward, share / _MILLION) if share >= 0 else None
-    return DevicePlan(
-        rows, forward, backward, merged, _merged(backward) if is_backward_merged else None
-    )
-
-
-def _merged(stages: list[DeviceStage], share: float = 0.0) -> MergedStage | None:
+    merged = None
     # A rank of which all keys are near or all are far has one stage anyway.
-    if len(stages) != 2 or any(stage.is_empty for stage in stages):
-        return None
-    near, far = stages
-    return MergedStage(near, far, share)
+    if share >= 0 and len(forward) == 2 and not any(stage.is_empty for stage in forward):
+        near, far = forward
+        merged = MergedStage(near, far, share / _MILLION)
+    is_early = bool(is_backward_early) and not backward[0].is_empty
+    return DevicePlan(rows, forward, backward, merged, is_early)

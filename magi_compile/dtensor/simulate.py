@@ -107,8 +107,8 @@ def simulate(
         early = cost.starts_early
         degree_fwd = choose_degree(loads, cost, early=early)
         degree_bwd = choose_degree(loads, cost, backward=True, early=early)
-        # What begins early is cut in two like one stage.
-        degrees = {1 if early and x == 0 else x for x in (degree_fwd, degree_bwd)}
+        # A forward pass that begins early is cut in two like one stage.
+        degrees = {1 if early and degree_fwd == 0 else degree_fwd, degree_bwd}
         plan_communication(rows, sorted(degrees)).stages(0)
         seconds.append(time.thread_time() - start)
     area, local = loads.area.double(), where.seqlen_local

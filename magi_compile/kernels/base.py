@@ -50,13 +50,6 @@ class BackwardOutput(NamedTuple):
     dv: Tensor
 
 
-class PlannedSlices(NamedTuple):
-    """A mask, and a kernel's plan of it."""
-
-    slices: AttnSlices
-    plan: list[Tensor]
-
-
 class KeyTensors(NamedTuple):
     """Keys and values, and where their gradients go; these are contiguous."""
 
@@ -73,29 +66,7 @@ class Signals(NamedTuple):
     """
 
     have_arrived: int  # becomes 1 once keys and values are there
-    are_complete: int  # the kernel makes it 1 once dk and dv are there, for other devices too; 0 where nobody asks
-
-
-class FarKeys(Protocol):
-    """Keys and values that are under way to this device, and whose gradients go back; none of them is empty.
-
-    Attributes:
-        signals: None where only streams know what has arrived.
-    """
-
-    signals: Signals | None
-
-    def tensors(self) -> KeyTensors:
-        """Where keys and values will be; not to be asked without signals."""
-        ...
-
-    def arrive(self) -> KeyTensors:
-        """Called once: makes the current stream wait for keys and values."""
-        ...
-
-    def depart(self, dk: Tensor, dv: Tensor) -> None:
-        """Called once, when all that writes dk and dv is enqueued on the current stream; they are not touched again."""
-        ...
+    are_complete: int  # the kernel makes it 1 once dk and dv are there, for other devices too
 
 
 class Kernel(Protocol):
@@ -160,30 +131,6 @@ class Kernel(Protocol):
 class EarlyKernel(Kernel, Protocol):
     """A kernel that begins before some keys, the far ones, are there. An optional capability."""
 
-    def backward_may_be_early(self, problem: AttnProblem) -> bool:
-        """Whether `backward_early` can be called now."""
-        ...
-
-    def backward_early(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far: FarKeys,
-        out: Tensor,
-        lse: Tensor,
-        near_mask: PlannedSlices,
-        far_mask: PlannedSlices,
-        problem: AttnProblem,
-    ) -> BackwardOutput:
-        """`backward` of the near keys `k`, `v` and of far ones, with a mask each; none of them is empty.
-
-        Returns dq of both, and dk and dv of the near ones. Nothing in a kernel waits for the far ones.
-        """
-        ...
-
     def early_plan(
         self, slices: AttnSlices, problem: AttnProblem, far_begin: int, share: float
     ) -> Any:
@@ -209,6 +156,36 @@ class EarlyKernel(Kernel, Protocol):
 
         `arrive`, called once, makes the current stream wait for the far keys and values. Work enqueued before it
         ends in any case: nothing in it waits for them. It leaves `free_sms` SMs to what brings them, if there are more.
+        """
+        ...
+
+    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+        """Whether `backward_early` can be called, as torch's settings are now."""
+        ...
+
+    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor) -> Any:
+        """How `backward_early` walks what `plan` walks. Keys are near where `is_near`, bool `[total_k]`, is set."""
+        ...
+
+    def backward_early(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        keys: KeyTensors,
+        signals: Signals,
+        arrive: Callable[[], object],
+        depart: Callable[[], object],
+        out: Tensor,
+        lse: Tensor,
+        plan: Any,
+        problem: AttnProblem,
+    ) -> Tensor:
+        """`backward` of near keys, which are there, and of far ones, which are not yet; writes dk and dv, returns dq.
+
+        `arrive`, called once, makes the current stream wait for far keys and values. `depart` is called once, when all that writes
+        dk and dv of far keys is enqueued: these are there for other devices once `signals` say so, those of near keys when the
+        current stream comes here. Nothing in a kernel waits for far keys.
         """
         ...
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from magi_compile.kernels.base import BackwardOutput
+from magi_compile.dtensor.all_to_all import AllToAll
+from magi_compile.dtensor.collectives import KernelSignals
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -46,16 +47,29 @@ class EarlyCpuKernel(CpuKernel):
     def backward_may_be_early(self, problem):
         return may_be_early
 
-    def backward_early(self, dout, dlse, q, k, v, far, out, lse, near_mask, far_mask, problem):
-        steps.append("near")
-        first = self.backward(dout, dlse, q, k, v, out, lse, *near_mask, problem)
-        keys = far.arrive()
-        steps.append("far")
-        second = self.backward(dout, dlse, q, *keys[:2], out, lse, *far_mask, problem)
-        for room, grad in zip(keys[2:], second[1:], strict=True):
+    def early_backward_plan(self, plan, is_near):
+        return plan, is_near
+
+    def backward_early(self, dout, dlse, q, keys, signals, arrive, depart, out, lse, plan, problem):
+        assert signals.are_complete - signals.have_arrived == 4
+        plan, is_near = plan
+        steps.append(f"near {int(is_near.sum())}")
+        arrive()
+        steps.append("arrived")
+        # The plan says all that this kernel wants to know of the slices.
+        dq, dk, dv = self.backward(dout, dlse, q, keys.k, keys.v, out, lse, None, plan, problem)
+        for room, grad in ((keys.dk, dk), (keys.dv, dv)):
             assert room.is_contiguous()
             room.copy_(grad)
-        far.depart(*keys[2:])
-        wide = torch.promote_types(q.dtype, torch.float32)
-        dq = (first.dq.to(wide) + second.dq.to(wide)).to(q.dtype)
-        return BackwardOutput(dq, first.dk, first.dv)
+        depart()
+        steps.append("departed")
+        return dq
+
+
+class Signalling(AllToAll):
+    """Says that it has signals, and gives none."""
+
+    name = "signalling"
+
+    def signals(self, group, device):
+        return KernelSignals(torch.zeros(2, dtype=torch.int32), None)

@@ -30,11 +30,11 @@ inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 #include "bwd_items.cuh"
 
 struct Config {
-    static constexpr bool kHasFarKeys = false;
+    static constexpr bool kHasFarTiles = false;
     struct Params {
         struct {
             ffa::Agenda agenda;
-        } keys[1];
+        } lists[1];
     };
 };
 
@@ -48,8 +48,8 @@ extern "C" void write_agenda(const Writer::Params* params) {
 extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
-        const Config::Params keys{{{params->agenda}}};
-        for (ffa::Items<Config> reader(keys); reader.has_work(); reader.advance()) {
+        const Config::Params lists{{{params->agenda}}};
+        for (ffa::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
             item[3] = reader.wave_in_step();

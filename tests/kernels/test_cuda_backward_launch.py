@@ -18,34 +18,24 @@ ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
 PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
-# As the sources in csrc/sm90 assert and lay out: after three tensor maps in the main kernel, and four of some keys.
+# As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
 PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ6i")
-MAIN, KEYS = struct.Struct("<Qi4xQ4if4x6Qi2f"), struct.Struct("<9Q2i")
+MAIN, LIST = struct.Struct("<2QQi4xQ4if4x7Qi2f4x"), struct.Struct("<6Q2i")
 POSTPROCESS = struct.Struct("<Qi4xQ4if4xQ")
-AT_KEYS, SIZE_OF_KEYS = 512, 640
-SIZES = (216, AT_KEYS + SIZE_OF_KEYS, 56)
+SIZES = (216, 1088, 56)
 
 
 class Call(NamedTuple):
     before: tuple
-    maps: list[int]  # of q, dout and statistics: the addresses that they begin with
+    maps: list[int]  # the addresses that they begin with
     main: tuple
-    key_maps: list[int]  # of k, v, dk and dv
-    keys: tuple
+    tiles: tuple  # the list of them
     after: tuple
 
 
-def addresses(params: bytes, begin: int, count: int) -> list[int]:
-    """What tensor maps begin with."""
-    places = range(begin, begin + count * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES)
-    return [struct.unpack_from("<Q", params, at)[0] for at in places]
-
-
-def keys_of(params: bytes, index: int = 0) -> tuple[list[int], tuple]:
-    """The maps and the fields of near keys, or of far ones."""
-    begin = AT_KEYS + index * SIZE_OF_KEYS
-    fields = KEYS.unpack_from(params, begin + 4 * TENSOR_MAP_BYTES)
-    return addresses(params, begin, 4), fields
+def addresses(params: bytes) -> list[int]:
+    """What the tensor maps of the main kernel begin with."""
+    return [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(7)]
 
 
 @pytest.fixture
@@ -71,9 +61,10 @@ def call(launches, tensors, problem=PROBLEM, tiles=TILES):
     grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, problem)
     assert [len(params) for params in launches] == list(SIZES)
     before, main, after = launches
-    fields = MAIN.unpack_from(main, 3 * TENSOR_MAP_BYTES)
-    main = addresses(main, 0, 3), fields, *keys_of(main)
-    return grads, Call(PREPROCESS.unpack(before), *main, POSTPROCESS.unpack(after))
+    fields = MAIN.unpack_from(main, 7 * TENSOR_MAP_BYTES)
+    tiles = LIST.unpack_from(main, 7 * TENSOR_MAP_BYTES + MAIN.size)
+    before, after = PREPROCESS.unpack(before), POSTPROCESS.unpack(after)
+    return grads, Call(before, addresses(main), fields, tiles, after)
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -84,19 +75,18 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         assert found.before[:4] == (at["out"], at["dout"], at["lse"], at["dlse"])
         stats, dq_sum = found.before[4:6]
         grads = (dk.data_ptr(), dv.data_ptr())
-        assert found.maps == [at["q"], at["dout"], stats]
-        assert found.key_maps == [at["k"], at["v"], *grads]
-        assert found.keys[:2] == grads
+        assert found.maps == [*(at[n] for n in ("q", "dout", "k", "v")), stats, *grads]
+        assert found.main[:2] == grads
         row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q, HEADS_Q // HEADS_KV)
         items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
-        assert found.main[:8] == found.after[:-1] == items
-        done, wanted, turns, progress, *signals = found.main[8:14]
+        assert found.main[2:10] == found.after[:-1] == items
+        done, wanted, turns, progress, runs, *signals = found.main[10:17]
         assert wanted == 0  # dq is rounded behind it
         assert turns == 0  # additions have no order
         assert (done, wanted, progress) == found.before[7:10]
         assert progress == found.after[-1]
         assert signals == [0, 0]
-        assert found.keys[2:4] == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
+        assert (found.tiles[0], runs) == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
         strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
         assert found.before[10:14] == strides
         assert found.before[14] == ROWS
@@ -122,10 +112,10 @@ def test_what_lies_in_scratch_does_not_overlap(
     entries, num_entries, counters, arrivals, partials = found.before[18:23]
     done, wanted, progress = found.before[7:10]
     workspace, agenda_tiles, first_slot, num_slots, group, grid, is_one_way = found.before[25:]
-    assert found.keys[4:] == found.before[18:25]
-    assert found.main[14] == group
+    assert found.tiles[1:] == found.before[18:25]
+    assert found.main[17] == group
     assert found.before[23:25] == (heads_kv, heads)
-    assert found.main[5] == heads * group
+    assert found.main[7] == heads * group
     assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
     assert (grid, is_one_way) == (min(num_tiles * HEADS_Q, 132), 0)
     num_items = num_tiles * heads_kv // heads
@@ -152,14 +142,14 @@ def test_what_lies_in_scratch_does_not_overlap(
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
-    scratch = module._Scratch.of(problem, PADDED, [num_tiles], heads, grid)
+    scratch = module._Scratch.of(problem, PADDED, num_tiles, 1, heads, grid)
     assert scratch.size == ends[-1] - dq_sum
 
 
 def test_more_heads_than_there_is_room_for_parts():
     """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
     problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
-    assert module._Scratch.of(problem, PADDED, [5], 1024, 132).num_slots == 1
+    assert module._Scratch.of(problem, PADDED, 5, 1, 1024, 132).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])
@@ -178,8 +168,8 @@ def test_what_tma_can_not_read_is_copied(what, name, launches):
         "out": found.before[0],
         "dout": found.maps[1],
         "q": found.maps[0],
-        "k": found.key_maps[0],
-        "v": found.key_maps[1],
+        "k": found.maps[2],
+        "v": found.maps[3],
     }
     assert used[name] != tensors[name].data_ptr()
     assert used[name] % 16 == 0
@@ -224,7 +214,8 @@ class Steps:
     @property
     def mapped(self):
         """The addresses of k, v, dk and dv in the main kernel's tensor maps."""
-        return keys_of(self.params[-2])[0]
+        maps = addresses(self.params[-2])
+        return [maps[i] for i in (2, 3, 5, 6)]
 
 
 def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
@@ -266,7 +257,7 @@ def test_fewer_keys_at_the_same_addresses(launches, monkeypatch):
         steps.keys, steps.grads = ([x[:num_keys] for x in xs] for xs in whole)
         steps.run()
         main = steps.params[-2]
-        rows = addresses(main, AT_KEYS + 8, 4)
+        rows = [struct.unpack_from("<2Q", main, i * TENSOR_MAP_BYTES)[1] for i in (2, 3, 5, 6)]
         assert rows == [num_keys] * 4
 
 

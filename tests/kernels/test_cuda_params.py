@@ -27,11 +27,12 @@ class Layout(NamedTuple):
     maps: tuple[str, ...]
     values: tuple[str, ...]
     packers: tuple[struct.Struct, ...]  # of the values
-    behind: int = 0  # bytes of what has a layout of its own
+    alignment: int = 1  # of its size
 
     @property
     def num_bytes(self) -> int:
-        return len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers) + self.behind
+        size = len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
+        return -(-size // self.alignment) * self.alignment
 
     def expected(self) -> dict[str, tuple[int, int]]:
         places = [(i * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES) for i in range(len(self.maps))]
@@ -100,29 +101,27 @@ DQ_ITEMS = (
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
 BACKWARD = Layout(
-    "BackwardParams<1>",
+    "BackwardParams<2>",
     nvrtc.Variant("bwd_shared.cuh", ""),
-    ("q", "dout", "stats"),
+    ("q", "dout", "k", "v", "stats", "dk", "dv"),
     (
+        *("dk_rows", "dv_rows"),
         *(f"dq.{name}" for name in DQ_ITEMS),
-        *("visits.done", "visits.wanted", "visits.turns", "dq_progress"),
-        *("have_arrived", "are_complete"),
-        *("qhead_per_kvhead", "scale_log2", "cap_scale"),
+        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "runs"),
+        *("have_arrived", "are_complete", "qhead_per_kvhead", "scale_log2", "cap_scale"),
+        *(
+            f"lists[{i}].{name}"
+            for i in range(2)
+            for name in ("tiles", *(f"agenda.{x}" for x in (*AGENDA, *HEADS)))
+        ),
     ),
-    (backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
-    behind=640,
-)
-KEYS = Layout(
-    "Keys",
-    BACKWARD.variant,
-    ("k", "v", "dk", "dv"),
     (
-        *("dk_rows", "dv_rows", "tiles", "runs"),
-        *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
+        *(backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
+        *(backward._TILE_LIST, backward._TILE_LIST),
     ),
-    (backward._KEYS,),
+    alignment=64,
 )
-PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM, has_far_keys=True)
+PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM, has_far_tiles=True)
 BEFORE = Layout(
     "PreprocessParams",
     PREPROCESS,
@@ -172,7 +171,7 @@ MERGE = Layout(
     ),
     (parts._MERGE_ADDRESSES, parts._MERGE_SCALARS),
 )
-LAYOUTS = (FORWARD, CUT, MERGE, BACKWARD, KEYS, BEFORE, AFTER)
+LAYOUTS = (FORWARD, CUT, MERGE, BACKWARD, BEFORE, AFTER)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -185,7 +184,7 @@ def test_every_field_is_where_the_kernel_reads_it(layout):
     [
         (FORWARD, ("far_begin", "total_q")),
         (BACKWARD, ("have_arrived", "are_complete")),
-        (KEYS, ("agenda.arrivals", "agenda.counters")),
+        (BACKWARD, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
         (BEFORE, ("agendas[1].num_slots", "agendas[1].num_tiles")),
     ],
     ids=lambda x: x.name if isinstance(x, Layout) else "",

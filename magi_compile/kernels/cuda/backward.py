@@ -18,7 +18,6 @@ from torch import Tensor
 from magi_compile.kernels.base import (
     AttnProblem,
     BackwardOutput,
-    FarKeys,
     KeyTensors,
     Signals,
 )
@@ -51,21 +50,25 @@ _STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
 _ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-# What follows the tensor maps of q, dout and statistics in BackwardParams: what the kernel behind it is told of dq too, other
-# addresses, and what a route knows, to where keys begin; and what follows the maps of keys and gradients in Keys.
-_DQ_ITEMS = struct.Struct("<Qi4xQ4if4x")
-_ADDRESSES, _SCALARS = struct.Struct("<6Q"), struct.Struct("<i2f20x")
-_KEYS = struct.Struct("<9Q2i48x")
+# What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
+# what a route knows, and lists of tiles, to the end of the struct.
+_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ4if4x")
+_ADDRESSES, _SCALARS, _TILE_LIST = (
+    struct.Struct("<7Q"),
+    struct.Struct("<i2f4x"),
+    struct.Struct("<6Q2i"),
+)
+_ALIGNMENT = 64  # of a struct with tensor maps
 _MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
 _AGENDA = struct.Struct("<7Q2iQ6i")  # what follows for each of them
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
-_WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most
+_WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most, of a launch
 
 
 @lru_cache(maxsize=1024)
 def backward_variants(
-    problem: AttnProblem, deterministic: bool = False, has_far_keys: bool = False
+    problem: AttnProblem, deterministic: bool = False, has_far_tiles: bool = False
 ) -> tuple[Variant, Variant, Variant]:
     """The kernels to compile for `problem`: before, main, after."""
     config = backward_config(problem)
@@ -81,14 +84,14 @@ def backward_variants(
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
-        "FFA_ROUNDS_DQ": str(_rounds_dq(config, deterministic, has_far_keys)).lower(),
-        "FFA_HAS_FAR_KEYS": str(has_far_keys).lower(),
+        "FFA_ROUNDS_DQ": str(_rounds_dq(config, deterministic)).lower(),
+        "FFA_HAS_FAR_TILES": str(has_far_tiles).lower(),
     }
     return (
         _variant(
             "bwd_preprocess.cu",
             "ffa_backward_preprocess",
-            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_keys},
+            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_tiles},
         ),
         _variant("bwd.cu", "ffa_backward", main),
         _variant(
@@ -99,20 +102,13 @@ def backward_variants(
     )
 
 
-def _rounds_dq(config: BackwardConfig, deterministic: bool, has_far_keys: bool) -> bool:
+def _rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
     """Whether the main kernel makes dq; else the one behind it does."""
-    return config.rounds_dq and not deterministic and not has_far_keys
-
-
-class Walk(NamedTuple):
-    """The k walk of a plan."""
-
-    tiles: Tensor
-    runs: Tensor
+    return config.rounds_dq and not deterministic
 
 
 class _AgendaPlace(NamedTuple):
-    """Where in scratch the agenda of some keys lies, in bytes."""
+    """Where in scratch the agenda of a list of tiles lies, in bytes."""
 
     entries: int
     counters: int
@@ -124,7 +120,7 @@ class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
     First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each plan of
+    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each list of
     tiles; then how many parts have arrived, the visits of csrc/sm90/dq_accumulator.cuh that are done and those that are
     wanted, and the progress of csrc/sm90/dq_rounding.cuh.
     """
@@ -143,26 +139,27 @@ class _Scratch(NamedTuple):
     def of(
         problem: AttnProblem,
         padded_q: int,
-        num_tiles: Sequence[int],
+        num_tiles: int,
+        num_lists: int,
         heads_per_section: int,
         grid: int,
     ) -> _Scratch:
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
-        num_items = [n * problem.nheads_kv // heads_per_section for n in num_tiles]
-        most_slots = max(_MOST_PARTIALS // len(num_tiles) // heads_per_section, 1)
-        num_slots = min(max(num_items) * group, most_slots) if group > 1 else 0
-        num_partials = len(num_tiles) * num_slots * heads_per_section
+        num_items = num_tiles * problem.nheads_kv // heads_per_section
+        most_slots = max(_MOST_PARTIALS // num_lists // heads_per_section, 1)
+        num_slots = min(num_items * group, most_slots) if group > 1 else 0
+        num_partials = num_lists * num_slots * heads_per_section
         stats = nheads_q * padded_q * problem.head_dim
         partials = stats + nheads_q * padded_q * _STATS_BYTES // 4
         end = partials + num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim
+        words = (
+            (num_items + num_slots) * _ENTRY_BYTES // 4,
+            3 + num_tiles * problem.nheads_kv // grid,
+            1,
+            3 * num_tiles + 1 + (num_items if group > 1 else 0),
+        )
         agendas = []
-        for tiles, items in zip(num_tiles, num_items, strict=True):
-            words = (
-                (items + num_slots) * _ENTRY_BYTES // 4,
-                3 + tiles * problem.nheads_kv // grid,
-                1,
-                3 * tiles + 1 + (items if group > 1 else 0),
-            )
+        for _ in range(num_lists):
             *places, end = accumulate(words, initial=end)
             agendas.append(_AgendaPlace(*(4 * x for x in places)))
             end += -end % (_ENTRY_BYTES // 4)
@@ -170,7 +167,7 @@ class _Scratch(NamedTuple):
             num_partials * _ARRIVALS,
             nheads_q * padded_q // _DQ_GROUP_ROWS,
             padded_q // _DQ_GROUP_ROWS + 1,
-            3 + 2 * _WARPS * grid,
+            3 + num_lists * 2 * _WARPS * grid,
         )
         arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
         return _Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
@@ -197,15 +194,15 @@ def _route(
     problem: AttnProblem,
     deterministic: bool,
     layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...],
-    num_tiles: tuple[int, ...],
+    num_tiles: int,
+    num_lists: int,
     device_index: int,
 ) -> _Route | None:
     """How tensors of such layouts (the shape and the strides of q, dout and out) are launched; None where TMA can not
     read them."""
     if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts):
         return None
-    has_far_keys = len(num_tiles) > 1
-    variants = backward_variants(problem, deterministic, has_far_keys)
+    variants = backward_variants(problem, deterministic, has_far_tiles=num_lists > 1)
     before, main, after = (load_function(variant, device_index) for variant in variants)
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
@@ -216,10 +213,10 @@ def _route(
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
     # A tile has a part for each query head at most.
-    grid = min(sum(num_tiles) * problem.nheads_q, sms)
-    heads = backward_heads_per_section(problem, sum(num_tiles), sms)
-    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, heads, grid)
-    rounds_dq = _rounds_dq(config, deterministic, has_far_keys)
+    grid = min(num_tiles * problem.nheads_q, sms)
+    heads = backward_heads_per_section(problem, num_tiles, sms)
+    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, num_lists, heads, grid)
+    rounds_dq = _rounds_dq(config, deterministic)
     return _Route(before, main, after, config, rounds_dq, grid, sms, heads, scalars, scratch, {})
 
 
@@ -251,9 +248,8 @@ def backward(
         return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
     with _current(q.device):
         # Each launch begins while the one in front of it ends.
-        walks = [Walk(k_tiles, k_runs)]
-        launches = _Launches(dout, dlse, q, out, lse, walks, problem, deterministic)
-        launches.main([KeyTensors(k, v, dk, dv)], may_start_early=True)
+        launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
+        launches.main(KeyTensors(k, v, dk, dv), may_start_early=True)
         return BackwardOutput(launches.end(may_start_early=True), dk, dv)
 
 
@@ -273,44 +269,68 @@ def backward_in_phases(
 ) -> Tensor:
     """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
     with _current(q.device):
-        walks = [Walk(k_tiles, k_runs)]
-        launches = _Launches(dout, dlse, q, out, lse, walks, problem, deterministic)
+        launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
         keys = KeyTensors(*arrive())
-        launches.main([keys])
+        launches.main(keys)
         depart(keys.dk, keys.dv)
         return launches.end()
+
+
+class TwoLists(NamedTuple):
+    """The k walk of a plan in two: tiles whose keys are all near, and the others."""
+
+    near: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
+    far: Tensor
+    runs: Tensor
+
+
+def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor) -> TwoLists:
+    """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
+
+    Args:
+        k_tiles: int32 `[num_tiles, 4]`.
+        k_runs: int32 `[num_runs, 12]`.
+        is_near: bool `[total_k]`.
+    """
+    row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
+    before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
+    num_far = row_end - row_begin - (before[row_end] - before[row_begin])
+    is_filled = row_end > row_begin
+
+    def only(is_in: Tensor) -> Tensor:
+        tiles = torch.where(is_in[:, None], k_tiles, 0)
+        return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
+
+    return TwoLists(only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs)
 
 
 def backward_early(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    far: FarKeys,
+    keys: KeyTensors,
+    signals: Signals,
+    arrive: Callable[[], object],
+    depart: Callable[[], object],
     out: Tensor,
     lse: Tensor,
-    near_walk: Walk,
-    far_walk: Walk,
+    lists: TwoLists,
     problem: AttnProblem,
-) -> BackwardOutput:
-    """`backward` of near keys and of far ones that are still under way, see `EarlyKernel`; returns dq, and dk and dv of the
-    near ones.
+) -> Tensor:
+    """`backward` with far keys that are still under way, see `EarlyKernel`; returns dq.
 
-    Near keys are worked on until far ones are there, and once more when these are done. Where the main kernel can not see
-    that they arrive, it waits for them. Otherwise it is launched twice: what the first one finds not there, it leaves to
-    the second, behind their arrival.
+    Near tiles are worked on until far keys are there, and once more when far tiles are done. The main kernel is launched twice:
+    what the first one finds not there, it leaves to the second, behind their arrival.
     """
-    near = KeyTensors(k, v, *(x.new_empty(x.shape) for x in (k, v)))
     with _current(q.device):
-        launches = _Launches(dout, dlse, q, out, lse, [near_walk, far_walk], problem, False)
-        if far.signals is not None:
-            launches.main([near, far.tensors()], far.signals)
-        keys = far.arrive()
-        launches.main([near, keys], far.signals)
-        # Its stream may wait for what the kernel says: by then the kernel is enqueued, even if streams share a queue.
-        far.depart(keys.dk, keys.dv)
-        return BackwardOutput(launches.end(), near.dk, near.dv)
+        tiles = [lists.near, lists.far]
+        launches = _Launches(dout, dlse, q, out, lse, tiles, lists.runs, problem, False)
+        launches.main(keys, signals)
+        arrive()
+        launches.main(keys, signals)
+        # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
+        depart()
+        return launches.end()
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -322,7 +342,8 @@ class _Launches:
     """One backward pass on torch's current stream, kernel by kernel; the first one is launched here.
 
     Args:
-        walks: of near keys, and of far ones if there are some.
+        tiles: near ones, and far ones if there are some.
+        runs: of all tiles.
     """
 
     def __init__(
@@ -332,30 +353,20 @@ class _Launches:
         q: Tensor,
         out: Tensor,
         lse: Tensor,
-        walks: Sequence[Walk],
+        tiles: Sequence[Tensor],
+        runs: Tensor,
         problem: AttnProblem,
         deterministic: bool,
     ):
         self._stream = current_stream(q.device)
-        self._walks = walks
-        # All are kept until the last launch.
-        self._inputs, self._route = _routed((dout, q, out), walks, problem, deterministic)
-        dout, q, out = self._inputs
+        inputs, self._route = _routed((dout, q, out), tiles, problem, deterministic)
+        self._inputs = dout, q, out = inputs
         self._dq = q.new_empty(q.shape)
         total_q, nheads_q, _ = q.shape
-        padded_q = _padded(total_q)
-        row_groups = padded_q // _DQ_GROUP_ROWS
+        row_groups = _padded(total_q) // _DQ_GROUP_ROWS
         route, places = self._route, self._route.scratch
         self._scratch = q.new_empty(places.size // 4, dtype=torch.float32)
         self._sums = sums = self._scratch.data_ptr()
-        of_all = (places.arrivals, places.partials)
-        self._agendas = [
-            (
-                *(sums + x for x in (at.entries, at.num_entries, at.counters, *of_all)),
-                *(problem.nheads_kv, route.heads_per_section),
-            )
-            for at in places.agendas
-        ]
         self._items = _DQ_ITEMS.pack(
             sums,
             row_groups,
@@ -368,8 +379,9 @@ class _Launches:
         )
         done, progress = sums + places.done, sums + places.progress
         wanted = sums + places.wanted if route.rounds_dq else 0
-        self._turns = turns_of_tiles(*walks[0], row_groups) if deterministic else None
+        self._turns = turns_of_tiles(tiles[0], runs, row_groups) if deterministic else None
         self._visits = (done, wanted, _address(self._turns), progress)
+        self._runs = runs
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         before = _PREPROCESS.pack(
@@ -388,52 +400,73 @@ class _Launches:
             total_q,
             -math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
         )
-        agendas = [
-            _AGENDA.pack(
-                walk.tiles.data_ptr(),
-                walk.runs.data_ptr(),
+        self._lists = []
+        for i, place in enumerate(places.agendas):
+            agenda = (
+                *(sums + x for x in (place.entries, place.num_entries, place.counters)),
+                *(sums + places.arrivals, sums + places.partials),
+                *(problem.nheads_kv, route.heads_per_section),
+            )
+            self._lists.append(_TILE_LIST.pack(tiles[i].data_ptr(), *agenda))
+            before += _AGENDA.pack(
+                tiles[i].data_ptr(),
+                runs.data_ptr(),
                 *agenda,
-                sums + at.workspace,
-                walk.tiles.shape[0],
+                sums + place.workspace,
+                tiles[i].shape[0],
                 i * places.num_slots,
                 places.num_slots,
                 problem.qhead_per_kvhead,
                 route.grid,
                 deterministic,
             )
-            for i, (walk, agenda, at) in enumerate(
-                zip(walks, self._agendas, places.agendas, strict=True)
-            )
-        ]
         launch(
             route.preprocess,
             (-(-total_q // BACKWARD_ROWS), nheads_q),
             _STREAM_THREADS,
-            b"".join((before, *agendas)),
+            before,
             self._stream,
             shared_bytes=_STREAM_THREADS // 32 * 4,
         )
 
     def main(
         self,
-        keys: Sequence[KeyTensors],
+        keys: KeyTensors,
         signals: Signals | None = None,
         *,
         may_start_early: bool = False,
     ) -> None:
-        """Launches the main kernel over near keys, and over far ones if there are some."""
-        at_signals = (0, 0) if signals is None else (signals.have_arrived, signals.are_complete)
+        """Launches the main kernel."""
+        dout, q, _ = self._inputs
+        k, v = (tma_compatible(x) for x in keys[:2])
+        route, stats = self._route, self._sums + self._route.scratch.stats
+        addresses = tuple(x.data_ptr() for x in (q, dout, k, v, keys.dk, keys.dv))
+        place = (*addresses, stats, k.shape, k.stride(), v.stride())
+        maps = route.maps.get(place)
+        if maps is None:
+            if len(route.maps) >= _MAX_KNOWN_MAPS:
+                route.maps.clear()
+            cols = route.config.block_cols
+            stats_map = _stats_map(stats, q.shape[1], _padded(q.shape[0]), cols)
+            keys = KeyTensors(k, v, keys.dk, keys.dv)
+            maps = _tensor_maps(q, dout, keys, stats_map, route.config)
+            route.maps[place] = maps
+        at_runs = self._runs.data_ptr()
         params = b"".join(
             (
-                self._query_maps(),
+                maps,
+                _GRADIENTS.pack(*addresses[4:]),
                 self._items,
-                _ADDRESSES.pack(*self._visits, *at_signals),
-                self._route.scalars,
-                *map(self._keys, keys, self._walks, self._agendas),
+                _ADDRESSES.pack(*self._visits, at_runs, *(signals or (0, 0))),
+                route.scalars,
+                *self._lists,
             )
         )
         launch(
-            *(self._route.main, self._route.grid, self._route.config.num_threads, params),
+            route.main,
+            route.grid,
+            route.config.num_threads,
+            params.ljust(-(-len(params) // _ALIGNMENT) * _ALIGNMENT, b"\0"),
             self._stream,
             may_start_early=may_start_early,
         )
@@ -449,54 +482,36 @@ class _Launches:
         )
         return self._dq
 
-    def _query_maps(self) -> bytes:
-        dout, q, _ = self._inputs
-        stats, cols = self._sums + self._route.scratch.stats, self._route.config.block_cols
-
-        def make() -> bytes:
-            nheads, padded_q = q.shape[1], _padded(q.shape[0])
-            stats_map = _stats_map(stats, nheads, padded_q, cols)
-            return tensor_map(q, cols) + tensor_map(dout, cols) + stats_map
-
-        return self._known((q.data_ptr(), dout.data_ptr(), stats), make)
-
-    def _keys(self, keys: KeyTensors, walk: Walk, agenda: tuple[int, ...]) -> bytes:
-        k, v = (tma_compatible(x) for x in (keys.k, keys.v))
-        dk, dv, rows = keys.dk, keys.dv, self._route.config.tile_rows
-        addresses = tuple(x.data_ptr() for x in (k, v, dk, dv))
-
-        def make() -> bytes:
-            boxes = ((k, rows), (v, rows), (dk, _STORE_ROWS), (dv, _STORE_ROWS))
-            return b"".join(tensor_map(x, box_rows) for x, box_rows in boxes)
-
-        return self._known((*addresses, k.shape, k.stride(), v.stride()), make) + _KEYS.pack(
-            *addresses[2:],
-            walk.tiles.data_ptr(),
-            walk.runs.data_ptr(),
-            *agenda,
-        )
-
-    def _known(self, place: tuple[object, ...], make: Callable[[], bytes]) -> bytes:
-        maps = self._route.maps
-        if place not in maps:
-            if len(maps) >= _MAX_KNOWN_MAPS:
-                maps.clear()
-            maps[place] = make()
-        return maps[place]
-
 
 def _routed(
-    inputs: tuple[Tensor, ...], walks: Sequence[Walk], problem: AttnProblem, deterministic: bool
+    inputs: tuple[Tensor, ...], tiles: Sequence[Tensor], problem: AttnProblem, deterministic: bool
 ) -> tuple[tuple[Tensor, ...], _Route]:
     """dout, q and out as TMA can read them, and how they are launched."""
     dout, q, out = inputs
     layouts = tuple((x.shape, x.stride()) for x in (q, dout, out))
-    num_tiles = tuple(walk.tiles.shape[0] for walk in walks)
-    route = _route(problem, deterministic, layouts, num_tiles, q.device.index)
+    num_tiles, num_lists = tiles[0].shape[0], len(tiles)
+    route = _route(problem, deterministic, layouts, num_tiles, num_lists, q.device.index)
     if route is None or any(x.data_ptr() % 16 for x in inputs):
         compatible = tuple(tma_compatible(x) for x in inputs)
-        return _routed(compatible, walks, problem, deterministic)
+        return _routed(compatible, tiles, problem, deterministic)
     return inputs, route
+
+
+def _tensor_maps(
+    q: Tensor, dout: Tensor, keys: KeyTensors, stats_map: bytes, config: BackwardConfig
+) -> bytes:
+    k, v, dk, dv = keys
+    return b"".join(
+        (
+            tensor_map(q, config.block_cols),
+            tensor_map(dout, config.block_cols),
+            tensor_map(k, config.tile_rows),
+            tensor_map(v, config.tile_rows),
+            stats_map,
+            tensor_map(dk, _STORE_ROWS),
+            tensor_map(dv, _STORE_ROWS),
+        )
+    )
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:

@@ -8,18 +8,13 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import (
-    AttnProblem,
-    BackwardOutput,
-    FarKeys,
-    ForwardOutput,
-    PlannedSlices,
-)
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.cuda.backward import (
-    Walk,
+    TwoLists,
     backward,
     backward_early,
     backward_in_phases,
+    two_lists,
 )
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
@@ -144,22 +139,11 @@ class CudaKernel:
         has_order = torch.are_deterministic_algorithms_enabled()
         return problem.head_dim in BACKWARD_HEAD_DIMS and not has_order
 
-    def backward_early(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far: FarKeys,
-        out: Tensor,
-        lse: Tensor,
-        near_mask: PlannedSlices,
-        far_mask: PlannedSlices,
-        problem: AttnProblem,
-    ) -> BackwardOutput:
-        near_walk, far_walk = (Walk(*mask.plan[-2:]) for mask in (near_mask, far_mask))
-        return backward_early(dout, dlse, q, k, v, far, out, lse, near_walk, far_walk, problem)
+    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor) -> TwoLists:
+        *_, k_tiles, k_runs = plan
+        return two_lists(k_tiles, k_runs, is_near)
+
+    backward_early = staticmethod(backward_early)
 
     def backward_in_phases(
         self,
