@@ -14,13 +14,7 @@ template <class Config>
 class Consumer {
 public:
     __device__ __forceinline__ Consumer(const ForwardParams& params, SharedStorage<Config>& smem, int warpgroup)
-        : params_(params),
-          smem_(smem),
-          warpgroup_(warpgroup),
-          warp_(threadIdx.x / 32 % 4),
-          lane_(threadIdx.x % 32),
-          k_operands_(smem.k),
-          v_operands_(smem.v, kKSlabBytes) {}
+        : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -150,9 +144,9 @@ private:
         return wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
     }
 
-    __device__ __forceinline__ uint32_t k_operand() const { return k_operands_[scored_.slot]; }
+    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
 
-    __device__ __forceinline__ uint32_t v_operand() const { return v_operands_[v_.slot]; }
+    __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
 
     __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
@@ -427,8 +421,6 @@ private:
     const int warpgroup_;
     const int warp_;
     const int lane_;
-    const SlotDescriptors<sizeof(SharedStorage<Config>::k[0])> k_operands_;
-    const SlotDescriptors<sizeof(SharedStorage<Config>::v[0])> v_operands_;
     uint32_t q_phase_ = 0;
     Position<Config::kKStages> k_;        // of the block to look at next
     Position<Config::kKStages> scored_;   // of the block in work

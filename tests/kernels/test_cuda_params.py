@@ -27,12 +27,10 @@ class Layout(NamedTuple):
     maps: tuple[str, ...]
     values: tuple[str, ...]
     packers: tuple[struct.Struct, ...]  # of the values
-    alignment: int = 1  # of its size
 
     @property
     def num_bytes(self) -> int:
-        size = len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
-        return -(-size // self.alignment) * self.alignment
+        return len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
 
     def expected(self) -> dict[str, tuple[int, int]]:
         places = [(i * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES) for i in range(len(self.maps))]
@@ -101,27 +99,19 @@ DQ_ITEMS = (
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
 BACKWARD = Layout(
-    "BackwardParams<2>",
+    "BackwardParams",
     nvrtc.Variant("bwd_shared.cuh", ""),
     ("q", "dout", "k", "v", "stats", "dk", "dv"),
     (
         *("dk_rows", "dv_rows"),
         *(f"dq.{name}" for name in DQ_ITEMS),
-        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "runs"),
-        *("have_arrived", "are_complete", "qhead_per_kvhead", "scale_log2", "cap_scale"),
-        *(
-            f"lists[{i}].{name}"
-            for i in range(2)
-            for name in ("tiles", *(f"agenda.{x}" for x in (*AGENDA, *HEADS)))
-        ),
+        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "tiles", "runs"),
+        *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
+        *("qhead_per_kvhead", "scale_log2", "cap_scale"),
     ),
-    (
-        *(backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
-        *(backward._TILE_LIST, backward._TILE_LIST),
-    ),
-    alignment=64,
+    (backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
 )
-PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM, has_far_tiles=True)
+PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM)
 BEFORE = Layout(
     "PreprocessParams",
     PREPROCESS,
@@ -130,18 +120,12 @@ BEFORE = Layout(
         *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups"),
         *("done", "wanted", "dq_progress"),
         *("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"),
-        *("total_q", "lse_factor"),
-        *(
-            f"agendas[{i}].{name}"
-            for i in range(2)
-            for name in (
-                *("tiles", "runs", *(f"agenda.{name}" for name in (*AGENDA, *HEADS))),
-                *("scratch", "num_tiles", "first_slot", "num_slots", "qhead_per_kvhead"),
-                *("num_blocks", "is_one_way"),
-            )
-        ),
+        *("total_q", "lse_factor", "agenda.tiles", "agenda.runs"),
+        *(f"agenda.agenda.{name}" for name in (*AGENDA, *HEADS)),
+        *("agenda.scratch", "agenda.num_tiles", "agenda.num_slots", "agenda.qhead_per_kvhead"),
+        *("agenda.num_blocks", "agenda.is_one_way"),
     ),
-    (backward._PREPROCESS, backward._AGENDA, backward._AGENDA),
+    (backward._PREPROCESS,),
 )
 AFTER = Layout(
     "PostprocessParams",
@@ -183,9 +167,8 @@ def test_every_field_is_where_the_kernel_reads_it(layout):
     ("layout", "names"),
     [
         (FORWARD, ("far_begin", "total_q")),
-        (BACKWARD, ("have_arrived", "are_complete")),
-        (BACKWARD, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
-        (BEFORE, ("agendas[1].num_slots", "agendas[1].num_tiles")),
+        (BACKWARD, ("agenda.arrivals", "agenda.counters")),
+        (BEFORE, ("agenda.num_slots", "agenda.num_tiles")),
     ],
     ids=lambda x: x.name if isinstance(x, Layout) else "",
 )
