@@ -91,8 +91,15 @@ class NoCommunication:
     def __init__(self) -> None:
         self._buffers: dict[Route, list[Tensor]] = {}
 
+    def signals(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        pass
+
     def casts(
-        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        routes: Sequence[Route],
+        group: dist.ProcessGroup,
+        signals: None = None,
     ) -> Iterator[Stopped]:
         for route in routes:
             if route not in self._buffers:
@@ -106,7 +113,11 @@ class NoCommunication:
         return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
 
     def start_reduce(
-        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        group: dist.ProcessGroup,
+        signals: None = None,
     ) -> Stopped:
         return Stopped([])
 

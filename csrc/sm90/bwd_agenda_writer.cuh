@@ -38,6 +38,7 @@ public:
         Agenda agenda;
         int* scratch;   // [3 * num_tiles + 1], and an int for each tile of each section where groups have several heads
         int num_tiles;
+        int first_slot;   // of these tiles; those in front are other tiles'
         int num_slots;   // a part each
         int qhead_per_kvhead;
         int num_blocks;   // of threads, that will draw from the agenda
@@ -59,12 +60,14 @@ public:
         measure();
         const int num_entries = params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kAgendaArrivals;
-        for_each(num_arrivals, [&](int i) { agenda_.arrivals[i] = 0; });
+        const int first_arrival = params_.first_slot * agenda_.heads_per_section * kAgendaArrivals;
+        for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
         const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
         for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
         for_each(1, [&](int) {
             agenda_.counters->ticket = 0;
             agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
+            agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kAgendaArrivals;
             *agenda_.num_entries = num_entries;
         });
     }
@@ -177,7 +180,7 @@ private:
                 at.section * agenda_.heads_per_section,
                 static_cast<short>(part),
                 static_cast<short>(num_parts),
-                static_cast<short>(num_parts > 1 ? slot : 0),
+                static_cast<short>(num_parts > 1 ? params_.first_slot + slot : 0),
                 static_cast<short>(is_ascending)};
     }
 

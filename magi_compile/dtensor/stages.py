@@ -5,8 +5,9 @@ and read again. So what a stage costs does not depend on the mask, and what it h
 with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
 attention call over everything.
 
-A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call, and does another pass over
-as few rows as it takes. Forward, 0 is then the best degree of all.
+A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call: forward it does another pass over
+as few rows as it takes, backward none, and there its work on local keys also hides the way home. 0 is then the best degree of
+all.
 """
 
 from __future__ import annotations
@@ -49,6 +50,15 @@ def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     return (area + (cast - local).clamp(min=0) + stage).amax().item()
 
 
+def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
+    """The same of a backward pass: local keys keep the kernel busy while remote ones arrive, and while their gradients leave."""
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
+    moving = cast * (1 + cost.backward_reduce_factor)
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    return (area + (moving - local).clamp(min=0) + stage).amax().item()
+
+
 def early_share(loads: StageLoads, rank: int, cost: CostModel) -> float:
     """How much of its forward work `rank` should do before its remote keys are there, to be busy until then."""
     cast = _cast_seconds(loads, _column([1]), cost).item()
@@ -70,7 +80,7 @@ def choose_degree(
         loads: of all ranks.
         cost: rates.
         backward: of the backward pass.
-        early: whether a forward pass with degree 0 begins before remote keys are there.
+        early: whether a pass with degree 0 begins before remote keys are there.
         max_degree: the largest to consider.
     """
     if not int(loads.recv_rows.sum()):
@@ -78,7 +88,7 @@ def choose_degree(
     seconds = _backward if backward else _forward
     predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
     if early:
-        predicted[0] = early_seconds(loads, cost)
+        predicted[0] = (early_backward_seconds if backward else early_seconds)(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 
 
