@@ -189,8 +189,7 @@ private:
     // ---- the matmuls
 
     template <bool kHasStart>
-    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys,
-                                               uint32_t queries) {
+    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys, uint32_t queries) {
         const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
@@ -203,8 +202,7 @@ private:
         if constexpr (kHasStart) {
             Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
                                                              kStatsDescriptorHigh>(
-                product, selector_operands_[static_cast<int>(start)],
-                stats_operands_[block_.slot], 0);
+                product, selector_operands_[static_cast<int>(start)], stats_operands_[block_.slot], 0);
         }
 #pragma unroll
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {

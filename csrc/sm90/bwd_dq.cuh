@@ -155,8 +155,9 @@ private:
         return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
     }
 
-    // Until what was in this warp's buffers has left. Measured: without a branch the assembler moves what makes the next
-    // descriptors in front of the wait, which pays where a part of dQ is several matmuls wide (1.01) and costs elsewhere (0.97).
+    // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the assembler
+    // moves what makes the next part's descriptors in front of the wait, which pays where a head is two parts wide (1.01) and
+    // costs elsewhere (0.97).
     __device__ __forceinline__ void await_staging() {
         if (Config::kDqColParts > 1 || lane_ == 0) {
             cp_async_bulk_wait_group_read<0>();

@@ -189,10 +189,7 @@ __device__ __forceinline__ void store_release_system(int* pointer, int value) {
     asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
 }
 
-__device__ __forceinline__ void add_relaxed(int* pointer, int value) {
-    asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
+// Without a branch, behind which control flow would no longer be known to be that of all lanes.
 __device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int value) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.s32 [%0], %1;\n}" ::"l"(pointer),
                  "r"(value), "r"(uint32_t(condition))

@@ -27,8 +27,7 @@ struct Position {
 template <int kSlotBytes>
 class SlotDescriptors {
 public:
-    __device__ __forceinline__ explicit SlotDescriptors(const void* ring, uint32_t leading_bytes = 0)
-        : first_(uniform(wgmma_descriptor(ring, leading_bytes))) {}
+    __device__ __forceinline__ explicit SlotDescriptors(const void* ring) : first_(uniform(wgmma_descriptor(ring, 0))) {}
 
     __device__ __forceinline__ uint32_t operator[](int slot) const {
         return first_ + slot * static_cast<uint32_t>(kSlotBytes >> 4);

@@ -550,8 +550,6 @@ inline void add_release(int* pointer, int value) {
 
 inline int load_shared(const int& word) { return word; }
 inline void store_shared(int& word, int value) { word = value; }
-inline void add_relaxed(int* pointer, int value) { add_release(pointer, value); }
-
 inline void add_relaxed_if(bool condition, int* pointer, int value) {
     if (condition) {
         add_release(pointer, value);

@@ -19,7 +19,7 @@ BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
 FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ6i")
+ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ6iQ")
 SOURCE = """
 #include <algorithm>
 #include "many_threads.cuh"
@@ -104,7 +104,7 @@ def unwritten(num_words: int) -> torch.Tensor:
     return torch.full((num_words + 1,), -7, dtype=torch.int32)
 
 
-def write(library, plan, sizes: Sizes) -> Agenda:
+def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None) -> Agenda:
     """Written by the source, and read by all thread blocks, one after the other."""
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
@@ -119,6 +119,7 @@ def write(library, plan, sizes: Sizes) -> Agenda:
         *(at[0], at[1], at[2], at[3], at[3] + 4, at[4], 0),
         *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
         *(num_tiles, FIRST_SLOT, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+        0 if tiles_behind is None else tiles_behind.data_ptr(),
     )
     library.write_agenda(params)
     assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
@@ -383,3 +384,16 @@ def test_walks_of_different_lengths_do_not(library):
     sizes = Sizes(64, 8, nheads_kv=1, heads_per_section=1)
     agenda = write(library, plan_of(one(MaskType.CAUSAL, 4096)), sizes)
     assert agenda.num_in_step == 0
+
+
+def test_what_comes_behind_keeps_the_last_tiles_whole(library):
+    """As near tiles do behind far ones: nobody runs out of work when these are over."""
+    sizes = Sizes(group=8, num_blocks=16)
+    plan = plan_of(one(MaskType.FULL, 6400))
+    alone = write(library, plan, sizes)
+    followed = write(library, plan, sizes, plan.k_tiles)
+    assert any(entry.num_parts > 1 for entry in alone.entries)
+    assert all(entry.num_parts == 1 for entry in followed.entries)
+    assert [x.tile for x in followed.entries] == [i for _ in sizes.sections for i in range(50)]
+    nothing = write(library, plan, sizes, torch.zeros_like(plan.k_tiles))
+    assert nothing.entries == alone.entries

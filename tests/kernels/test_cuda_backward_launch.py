@@ -19,10 +19,10 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ6i")
+PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ6iQ")
 MAIN, LIST = struct.Struct("<2QQi4xQ4if4x7Qi2f4x"), struct.Struct("<6Q2i")
 POSTPROCESS = struct.Struct("<Qi4xQ4if4xQ")
-SIZES = (216, 1088, 56)
+SIZES = (224, 1088, 56)
 
 
 class Call(NamedTuple):
@@ -111,13 +111,15 @@ def test_what_lies_in_scratch_does_not_overlap(
     stats, dq_sum = found.before[4:6]
     entries, num_entries, counters, arrivals, partials = found.before[18:23]
     done, wanted, progress = found.before[7:10]
-    workspace, agenda_tiles, first_slot, num_slots, group, grid, is_one_way = found.before[25:]
+    workspace, agenda_tiles, first_slot, num_slots, group, grid, is_one_way, behind = found.before[
+        25:
+    ]
     assert found.tiles[1:] == found.before[18:25]
     assert found.main[17] == group
     assert found.before[23:25] == (heads_kv, heads)
     assert found.main[7] == heads * group
     assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
-    assert (grid, is_one_way) == (min(num_tiles * HEADS_Q, 132), 0)
+    assert (grid, is_one_way, behind) == (min(num_tiles * HEADS_Q, 132), 0, 0)
     num_items = num_tiles * heads_kv // heads
     assert num_slots * heads <= 768
     assert num_slots == 0 or group > 1

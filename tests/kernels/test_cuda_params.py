@@ -137,7 +137,7 @@ BEFORE = Layout(
             for name in (
                 *("tiles", "runs", *(f"agenda.{name}" for name in (*AGENDA, *HEADS))),
                 *("scratch", "num_tiles", "first_slot", "num_slots", "qhead_per_kvhead"),
-                *("num_blocks", "is_one_way"),
+                *("num_blocks", "is_one_way", "tiles_behind"),
             )
         ),
     ),

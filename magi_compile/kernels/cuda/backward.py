@@ -61,7 +61,7 @@ _ADDRESSES, _SCALARS, _TILE_LIST = (
 _ALIGNMENT = 64  # of a struct with tensor maps
 _MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
-_AGENDA = struct.Struct("<7Q2iQ6i")  # what follows for each of them
+_AGENDA = struct.Struct("<7Q2iQ6iQ")  # what follows for each of them
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
 _WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most, of a launch
 
@@ -420,6 +420,7 @@ class _Launches:
                 problem.qhead_per_kvhead,
                 route.grid,
                 deterministic,
+                tiles[0].data_ptr() if i > 0 else 0,
             )
         launch(
             route.preprocess,
