@@ -223,7 +223,7 @@ private:
     }
 
     __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, uint32_t queries) {
-        const uint32_t b = queries + ((kQSlabBytes >> 4) << 16);
+        const uint32_t b = queries + leading_stride(kQSlabBytes);
         pin(sum);
         wgmma_fence();
 #pragma unroll

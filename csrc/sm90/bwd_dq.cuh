@@ -99,7 +99,7 @@ private:
     // dQ of a block.
     __device__ __forceinline__ void differentiate() {
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        const int first = uniform(smem_.blocks[block_.slot].first) + warp_ * Config::kWarpRows;
+        const int first = uniform(smem_.blocks[block_.slot].first) + warp_ * kWarpRows;
         const int end = uniform(smem_.blocks[block_.slot].end);
         const int head = uniform(smem_.blocks[block_.slot].head);
         release(smem_.q_empty[block_.slot]);
@@ -167,7 +167,7 @@ private:
 
     __device__ __forceinline__ void store(const Dq& dq, int part) {
         float* const staging = smem_.dq[part / Config::kDqColParts][warp_] +
-                               part % Config::kDqColParts * Config::kWarpRows * Config::kDqCols;
+                               part % Config::kDqColParts * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],

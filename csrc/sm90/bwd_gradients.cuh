@@ -16,7 +16,7 @@ public:
     __device__ __forceinline__ KeyGradients(const BackwardParams& params, int lane) : params_(params), lane_(lane) {}
 
     // The first of the warp.
-    __device__ __forceinline__ int row_in_tile() const { return warp() * Config::kWarpRows; }
+    __device__ __forceinline__ int row_in_tile() const { return warp() * kWarpRows; }
 
     // Leaves what this part of a tile has, each warp for itself. The last one to arrive then has the sums of all, in fp32
     // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
@@ -44,24 +44,13 @@ public:
         return is_last ? work.tile.row_end : work.tile.row_begin;
     }
 
-    // Registers to shared memory in the 128-byte swizzle of the tensor map, where 16-byte chunk c of row r lies at
-    // c ^ (r % 8), and from there to `rows`.
+    // By way of shared memory to `rows`.
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
                                           const TileOfHead& work, int store_end) const {
         Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
-        const int row = lane_ % 16;
-        const uint32_t address = shared_address(staging) + row * 128;
-#pragma unroll
-        for (int i = 0; i < kGrad / 8; ++i) {
-            const int slab = i / 4;
-            const int chunk = 2 * (i % 4) + lane_ / 16;
-            stmatrix_x4(address + slab * kKSlabBytes + ((chunk ^ (row % 8)) << 4),
-                        pack<Element>(grad[8 * i], grad[8 * i + 1]), pack<Element>(grad[8 * i + 2], grad[8 * i + 3]),
-                        pack<Element>(grad[8 * i + 4], grad[8 * i + 5]),
-                        pack<Element>(grad[8 * i + 6], grad[8 * i + 7]));
-        }
+        stage_rows<Element, kKSlabBytes>(grad, staging, lane_);
         const int warp_row = work.tile.row_begin + row_in_tile();
-        if (warp_row + Config::kWarpRows <= store_end) {
+        if (warp_row + kWarpRows <= store_end) {
             fence_proxy_async_shared();
             __syncwarp();
             if (lane_ == 0) {
@@ -107,7 +96,7 @@ private:
                                                int store_end) const {
         constexpr int kChunks = Config::kHeadDim / 8;
         const int4* const chunks = reinterpret_cast<const int4*>(staging);
-        for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
+        for (int i = lane_; i < kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
             const int chunk = i % kChunks;
             if (warp_row + row < store_end) {

@@ -8,6 +8,7 @@
 #include "dq_rounding.cuh"
 #include "plan.cuh"
 #include "ptx.cuh"
+#include "warp_rows.cuh"
 
 namespace ffa {
 
@@ -54,7 +55,6 @@ struct BackwardConfig {
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
     static constexpr int kTileRows = kConsumers * kRows;
-    static constexpr int kWarpRows = 16;
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kKSlab = kTileRows * kSlabCols;    // elements
@@ -119,7 +119,7 @@ struct alignas(1024) SharedStorage {
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
-    float dq[Config::kDqRowParts][Config::kDqWarps][Config::kWarpRows * Config::kHeadDim];   // on the way out, of each warp
+    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];   // on the way out, of each warp
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's

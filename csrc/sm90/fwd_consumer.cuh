@@ -293,14 +293,14 @@ private:
     // Each warp stores its own 16 rows: with TMA where all of them belong to the tile, else row by row, because the
     // rows behind the tile are another's.
     __device__ __forceinline__ void store(const Out& out, const TileOfHead& tile) {
-        const int row_in_tile = warpgroup_ * Config::kRows + warp_ * Config::kWarpRows;
+        const int row_in_tile = warpgroup_ * Config::kRows + warp_ * kWarpRows;
         Element* const staging = q_buffer() + row_in_tile * Config::kSlabCols;
         barrier_sync(kWarpgroupDone + warpgroup_, Config::kWarpgroup);   // all four warps have read Q
-        stage(out, staging);
+        stage_rows<Element, kQSlabBytes>(out, staging, lane_);
         fence_proxy_async_shared();
         __syncwarp();
         const int warp_row = tile.row_begin + row_in_tile;
-        if (warp_row + Config::kWarpRows <= tile.row_end) {
+        if (warp_row + kWarpRows <= tile.row_end) {
             if (lane_ == 0) {
 #pragma unroll
                 for (int slab = 0; slab < Config::kSlabs; ++slab) {
@@ -314,25 +314,11 @@ private:
         }
     }
 
-    // Registers to shared memory in the swizzle of the tensor map: 16-byte chunk c of row r lies at c ^ (r % 8).
-    __device__ __forceinline__ void stage(const Out& out, Element* staging) const {
-        const int row = lane_ % 16;
-        const uint32_t row_address = shared_address(staging) + row * 128;
-#pragma unroll
-        for (int i = 0; i < kOut / 8; ++i) {
-            const int slab = i / 4;
-            const int chunk = 2 * (i % 4) + lane_ / 16;
-            stmatrix_x4(row_address + slab * kQSlabBytes + ((chunk ^ (row % 8)) << 4),
-                        pack<Element>(out[8 * i], out[8 * i + 1]), pack<Element>(out[8 * i + 2], out[8 * i + 3]),
-                        pack<Element>(out[8 * i + 4], out[8 * i + 5]), pack<Element>(out[8 * i + 6], out[8 * i + 7]));
-        }
-    }
-
     __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, const TileOfHead& tile) const {
         constexpr int kChunks = Config::kHeadDim / 8;
         const int4* const chunks = reinterpret_cast<const int4*>(staging);
         int4* const out_rows = static_cast<int4*>(params_.out_rows);
-        for (int i = lane_; i < Config::kWarpRows * kChunks; i += 32) {
+        for (int i = lane_; i < kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
             const int chunk = i % kChunks;
             if (warp_row + row < tile.row_end) {
@@ -410,7 +396,7 @@ private:
     }
 
     __device__ __forceinline__ int first_row(const TileOfHead& tile) const {
-        return tile.row_begin + warpgroup_ * Config::kRows + warp_ * Config::kWarpRows + lane_ / 4;
+        return tile.row_begin + warpgroup_ * Config::kRows + warp_ * kWarpRows + lane_ / 4;
     }
 
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);

@@ -5,6 +5,7 @@
 #include "plan.cuh"
 #include "ptx.cuh"
 #include "ring.cuh"
+#include "warp_rows.cuh"
 
 namespace ffa {
 
@@ -50,7 +51,6 @@ struct ForwardConfig {
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
     static constexpr int kRows = 64;   // of a warpgroup
-    static constexpr int kWarpRows = 16;
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements

@@ -310,9 +310,12 @@ __device__ __forceinline__ void pin(float (&registers)[kCount]) {
 
 // The low word of the descriptor of a shared-memory operand in 128-byte swizzle: its address, and the stride between
 // 64-column slabs where it is read along its rows (MN-major; unused where it is read along its columns, K-major).
-// Steps inside the operand are added as bytes / 16. wgmma takes descriptors from uniform registers.
+// Steps inside the operand are added as bytes / 16, the stride to a descriptor without one as `leading_stride`. wgmma takes
+// descriptors from uniform registers.
+__device__ constexpr uint32_t leading_stride(uint32_t bytes) { return (bytes >> 4) << 16; }
+
 __device__ __forceinline__ uint32_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
-    return (leading_bytes >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+    return leading_stride(leading_bytes) | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
 // The high word of all of them: 128-byte swizzle, groups of 8 rows of 128 bytes.

@@ -547,6 +547,7 @@ inline void add_release(int* pointer, int value) {
 
 inline int load_shared(const int& word) { return word; }
 inline void store_shared(int& word, int value) { word = value; }
+
 inline void add_relaxed_if(bool condition, int* pointer, int value) {
     if (condition) {
         add_release(pointer, value);
@@ -618,8 +619,10 @@ void wgmma_wait_group() {
 template <int kCount>
 void pin(float (&)[kCount]) {}
 
+constexpr uint32_t leading_stride(uint32_t bytes) { return (bytes >> 4) << 16; }
+
 inline uint32_t wgmma_descriptor(const void* tile, uint32_t leading_bytes) {
-    return (leading_bytes >> 4) << 16 | (shared_address(tile) & 0x3FFFF) >> 4;
+    return leading_stride(leading_bytes) | (shared_address(tile) & 0x3FFFF) >> 4;
 }
 
 constexpr uint32_t kDescriptorHigh = 1u << 30 | (8 * 128) >> 4;

@@ -24,6 +24,15 @@ extern "C" int sums(const int* values, int count, int* sums, int threads) {
     return total;
 }
 
+extern "C" int first(const bool* flags, int count, int threads) {
+    int first = 0, scratch = 0;
+    launch(1, threads, [&] {
+        const int found = ffa::first_of(count, [&](int i) { return flags[i]; }, scratch);
+        ffa::for_each(1, [&](int) { first = found; });
+    });
+    return first;
+}
+
 extern "C" void sort(int* keys, int count, int threads) {
     launch(1, threads, [&] { ffa::sort(keys, count, [](int a, int b) { return a < b; }); });
 }
@@ -75,6 +84,16 @@ def test_prefix_sum(count, threads, block):
     assert torch.equal(sums[:-1], ends - values)
     assert total == values.sum()
     assert sums[-1] == -1
+
+
+@pytest.mark.parametrize("threads", [32, 96])
+@pytest.mark.parametrize("count", COUNTS)
+def test_first_of(count, threads, block):
+    for first in {0, count // 2, count - 1, count}:
+        flags = torch.rand(count) < 0.5
+        flags[:first] = False
+        flags[first : first + 1] = True
+        assert block.first(address(flags), count, threads) == max(first, 0)
 
 
 @pytest.mark.parametrize("threads", [32, 96])
