@@ -58,6 +58,10 @@ _FORWARD = {
 
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
+# A rank of many has few queries and many keys: a section that keeps the SMs busy less than so many times ends, tile by tile,
+# while the next one begins, and neither stays in the cache. Then that costs more than to read K and V again does, as long as
+# many tiles read those of one head at a time.
+_SECTION_WAVES, _MOST_KV_HEADS = 20, 8
 
 FORWARD_HEAD_DIMS = tuple(_FORWARD)
 
@@ -113,20 +117,25 @@ def backward_config(problem: AttnProblem) -> BackwardConfig:
     return (_BACKWARD_CAPPED if problem.softcap else _BACKWARD)[problem.head_dim]
 
 
-def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
+def backward_heads_per_section(
+    problem: AttnProblem, num_tiles: int, num_sms: int, num_lists: int = 1
+) -> int:
     """How many key-value heads the backward works on at a time, `num_tiles` of each.
 
-    The fewest that keep the SMs busy once, or twice and more; all, where they do so less than three times.
+    The fewest that keep the SMs busy once, or twice and more; all, where they do so less than three times. Tiles that come from
+    two lists begin with those of others anyway, so there the fewest that keep the SMs busy.
     """
     waves = {
         heads: num_tiles * heads / num_sms
-        for heads in range(1, problem.nheads_kv + 1)
-        if problem.nheads_kv % heads == 0 and num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
+        for heads in _divisors(problem.nheads_kv)
+        if num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
     }
     if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
         return problem.nheads_kv
     if problem.qhead_per_kvhead == 1:
         return min(heads for heads, n in waves.items() if n >= _BACKWARD_MANY_WAVES)
+    if num_lists > 1:
+        return min(waves)
     return min(
         heads
         for heads, n in waves.items()
@@ -134,13 +143,22 @@ def backward_heads_per_section(problem: AttnProblem, num_tiles: int, num_sms: in
     )
 
 
-def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:
-    """How many query heads are worked on at a time, so that their K and V stay in the L2 cache."""
+def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
+    """How many query heads the forward works on at a time, `num_tiles` of each: so many that their K and V stay in the L2
+    cache, or more, where a section would be over too soon."""
+    divisors = _divisors(problem.nheads_kv)
     kv_bytes = 2 * seqlen_k * problem.head_dim * problem.dtype.itemsize
-    kv_heads = min(problem.nheads_kv, max(1, _L2_SECTION_BYTES // max(kv_bytes, 1)))
-    while problem.nheads_kv % kv_heads:
-        kv_heads -= 1
-    return kv_heads * problem.qhead_per_kvhead
+    items = problem.qhead_per_kvhead * num_tiles
+    cached = max(n for n in divisors if n * kv_bytes <= _L2_SECTION_BYTES or n == 1)
+    lasting = min(
+        (n for n in divisors if n * items >= _SECTION_WAVES * num_sms), default=divisors[-1]
+    )
+    most = max(n for n in divisors if n <= _MOST_KV_HEADS)
+    return max(cached, min(lasting, most)) * problem.qhead_per_kvhead
+
+
+def _divisors(n: int) -> list[int]:
+    return [i for i in range(1, n + 1) if n % i == 0]
 
 
 # Where heads are few, the q walk has room for tiles in parts, four at most for every SM. A tile of fewer blocks is over before

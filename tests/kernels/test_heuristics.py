@@ -53,6 +53,11 @@ def test_sections_are_of_whole_waves(num_tiles, grouped, single):
     assert backward_heads_per_section(problem(8, 8), num_tiles, num_sms=132) == single
 
 
+@pytest.mark.parametrize(("num_tiles", "heads"), [(49, 8), (60, 2), (112, 2), (113, 1), (200, 1)])
+def test_sections_of_two_lists_keep_the_sms_busy(num_tiles, heads):
+    assert backward_heads_per_section(problem(64, 8), num_tiles, 132, num_lists=2) == heads
+
+
 @pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
 def test_the_backward_walks_its_own_tiles(head_dim):
     tiles = plan_tiles(problem(head_dim=head_dim))

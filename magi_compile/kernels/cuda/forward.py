@@ -255,12 +255,13 @@ def _route(
     config = config or forward_config(problem)
     total_q, nheads_q, _ = q_shape
     num_items = num_tiles * nheads_q
-    grid = min(num_items, max(1, num_sms(device_index) - free_sms))
+    sms = max(1, num_sms(device_index) - free_sms)
+    grid = min(num_items, sms)
     score_scale = problem.softcap or problem.softmax_scale
     scalars = _SCALARS.pack(
         num_tiles,
         nheads_q,
-        heads_per_section(problem, sum(shape[0] for shape in keys[::3])),
+        heads_per_section(problem, sum(shape[0] for shape in keys[::3]), num_tiles, sms),
         total_q,
         problem.qhead_per_kvhead,
         far_begin,
