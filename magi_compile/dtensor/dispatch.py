@@ -33,6 +33,9 @@ CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
 #: Placements whose predicted times differ by less than this are equally fast; the one that moves less wins.
 TIE = 0.025
 
+#: Where a rank's area lies further above the mean, chunks of half the size are tried, and half of that.
+BALANCE = 0.025
+
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
@@ -122,14 +125,20 @@ def dispatch(
         raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if slack < 0:
         raise ValueError(f"`slack` must not be negative, got {slack}")
-    if chunk_size is None:
-        chunk_size = choose_chunk_size(slices, cp_size)
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
-    per_rank = max(-(-slices.seqlen_q // (chunk_size * cp_size)), 1)
-    table = ChunkTable.of(slices, chunk_size, per_rank * cp_size)
-    assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
-    return Dispatch(slices.seqlen_q, assignment.sort(1).values, table)
+    sizes = [chunk_size] if chunk_size else chunk_sizes(slices, cp_size)
+    tables: list[ChunkTable] = []
+    assignments: list[Tensor] = []
+    for size in sizes:
+        per_rank = max(-(-slices.seqlen_q // (size * cp_size)), 1)
+        tables.append(ChunkTable.of(slices, size, per_rank * cp_size))
+        assignments.append(STRATEGIES[strategy](tables[-1], cp_size, slack, cost))
+        if strategy not in BALANCED or _imbalance(tables[-1], assignments[-1]) <= 1 + BALANCE:
+            break
+    imbalances = [*map(_imbalance, tables, assignments)]
+    best = imbalances.index(min(imbalances))
+    return Dispatch(slices.seqlen_q, assignments[best].sort(1).values, tables[best])
 
 
 def check_self_attention(slices: AttnSlices) -> None:
@@ -140,8 +149,14 @@ def check_self_attention(slices: AttnSlices) -> None:
         )
 
 
+def chunk_sizes(slices: AttnSlices, cp_size: int) -> list[int]:
+    """The sizes to try, largest first: that of `choose_chunk_size`, and what is left down to a quarter of it."""
+    first = CHUNK_SIZES.index(choose_chunk_size(slices, cp_size))
+    return list(CHUNK_SIZES[first : first + 3])
+
+
 def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
-    """The largest chunk size that leaves the balance enough freedom.
+    """The largest chunk size that leaves the balance enough freedom, as a rule.
 
     Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than a quarter of a rank's
     share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
@@ -231,3 +246,6 @@ STRATEGIES: Mapping[str, Strategy] = {
     "min_heap": min_heap,
     "local": local,
 }
+
+#: Those that look at the mask.
+BALANCED = ("min_heap", "local")

@@ -136,6 +136,22 @@ def test_chunk_size_follows_the_mask():
     assert choose_chunk_size(AttnSlices.causal(1000), 8) == 128
 
 
+def test_smaller_chunks_where_the_largest_do_not_balance():
+    packed = documents(document_packs(8 * 8192, 1, 42)[0], causal=False)
+    assert choose_chunk_size(packed, 8) == 512
+
+    def imbalance(chunk_size):
+        where = dispatch(packed, 8, chunk_size=chunk_size)
+        assert chunk_size is None or where.chunk_size == chunk_size
+        return rank_loads(where.table, where.chunks).imbalance
+
+    assert imbalance(512) > 1.025
+    assert imbalance(None) < 1.015
+    assert dispatch(packed, 8).chunk_size == 256
+    # One document of everything can not be balanced by any size, and one that does not look at the mask does not try.
+    assert dispatch(packed, 8, strategy="zigzag").chunk_size == 512
+
+
 def test_without_slack_the_balance_is_tight():
     slices = documents(document_packs(2**16, 1)[0], causal=True)
     plan = dispatch(slices, 8, chunk_size=512, cost=COMPUTE_BOUND, slack=0.0)
