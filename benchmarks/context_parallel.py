@@ -91,8 +91,15 @@ class NoCommunication:
     def __init__(self) -> None:
         self._buffers: dict[Route, list[Tensor]] = {}
 
+    def signals(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        pass
+
     def casts(
-        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        routes: Sequence[Route],
+        group: dist.ProcessGroup,
+        signals: None = None,
     ) -> Iterator[Stopped]:
         for route in routes:
             if route not in self._buffers:
@@ -106,7 +113,11 @@ class NoCommunication:
         return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
 
     def start_reduce(
-        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        group: dist.ProcessGroup,
+        signals: None = None,
     ) -> Stopped:
         return Stopped([])
 
@@ -120,6 +131,7 @@ class Rank:
         self.dtype = torch.float32 if args.dry_run else torch.bfloat16
         self.group = dist.group.WORLD
         self.reduce_group = dist.new_group() if args.reduce_group else self.group
+        self.meeting = torch.zeros(1, device=self.device)
         torch.manual_seed(rank)
         self.collectives: dict[str, Collective] = {}
         self.refusals: dict[str, str] = {}
@@ -170,6 +182,7 @@ class Rank:
             return (time.perf_counter() - begin) / calls
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(SPIN_CYCLES)  # so that the host is ahead of the device
+        dist.all_reduce(self.meeting, group=self.group)  # so that all devices begin together
         begin.record()
         for _ in range(calls):
             run()

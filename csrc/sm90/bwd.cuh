@@ -17,7 +17,7 @@
 namespace ffa {
 
 template <class Config>
-__device__ __forceinline__ void backward(const BackwardParams& params) {
+__device__ __forceinline__ void backward(const typename Config::Params& params) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
     auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);

@@ -1,11 +1,14 @@
 // What thread blocks of the backward pass work on, in which order, and which way they walk: a list of entries that the
-// kernel in front writes (bwd_agenda_writer.cuh), and from which blocks draw one item after another.
+// kernel in front writes (bwd_agenda_writer.cuh), and from which blocks draw one item after another (bwd_items.cuh).
 //
 // Heads of keys come in sections, and in each the tiles as the plan has them, document by document: what is worked on at a
 // time reads the same queries, which then come from the L2 cache.
 #pragma once
 
 namespace ffa {
+
+// Near tiles have keys that are there at launch; those of far ones may not be.
+enum TilePlace : int { kNear, kFar };
 
 constexpr int kNoWave = -1;
 constexpr int kAgendaArrivals = 8;   // of a tile in parts: one for each warp
@@ -24,11 +27,12 @@ static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward.py 
 
 // Waves: items that thread blocks draw at about the same time, as many as there are blocks.
 struct AgendaCounters {
-    int ticket;        // zero at launch
-    int num_in_step;   // items in front, whole waves of them, whose thread blocks stay together
+    int ticket;          // zero at launch
+    int num_in_step;     // items in front, whole waves of them, whose thread blocks stay together
+    int num_unfinished;  // of far tiles: heads times consumer warps that have not stored their gradients
 
     // What the thread blocks of a wave have walked, all together; zero at launch. They lie behind.
-    __device__ __forceinline__ int* steps(int wave) { return &num_in_step + 1 + wave; }
+    __device__ __forceinline__ int* steps(int wave) { return &num_unfinished + 1 + wave; }
 };
 
 struct Agenda {
@@ -42,35 +46,5 @@ struct Agenda {
 };
 
 static_assert(sizeof(Agenda) == 48, "packed by magi_compile/kernels/cuda/backward.py");
-
-// The items of one thread block: the first is its index, the others are drawn from a counter, so that no block waits while
-// another has work left.
-class AgendaReader {
-public:
-    __device__ __forceinline__ explicit AgendaReader(const Agenda& agenda) : agenda_(agenda), item_(blockIdx.x) {}
-
-    __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
-
-    __device__ __forceinline__ const AgendaEntry& entry() const {
-        return agenda_.entries[item_ / agenda_.heads_per_section];
-    }
-
-    __device__ __forceinline__ int head_in_section() const { return item_ % agenda_.heads_per_section; }
-
-    __device__ __forceinline__ void advance() {
-        item_ = gridDim.x < num_items() ? gridDim.x + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
-    }
-
-    // The item's, or kNoWave where nobody waits for others.
-    __device__ __forceinline__ int wave_in_step() const {
-        return item_ < agenda_.counters->num_in_step ? item_ / int(gridDim.x) : kNoWave;
-    }
-
-private:
-    __device__ __forceinline__ int num_items() const { return *agenda_.num_entries * agenda_.heads_per_section; }
-
-    const Agenda& agenda_;
-    int item_;
-};
 
 }  // namespace ffa

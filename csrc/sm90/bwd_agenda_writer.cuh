@@ -38,13 +38,15 @@ public:
         Agenda agenda;
         int* scratch;   // [3 * num_tiles + 1], and an int for each tile of each section where groups have several heads
         int num_tiles;
+        int first_slot;   // of these tiles; those in front are other tiles'
         int num_slots;   // a part each
         int qhead_per_kvhead;
         int num_blocks;   // of threads, that will draw from the agenda
         int is_one_way;   // all walks are from the last queries to the first
+        const Tile* tiles_behind;   // [num_tiles], of which about half are left when these are over; or null
     };
 
-    static_assert(sizeof(Params) == 96, "packed by magi_compile/kernels/cuda/backward.py");
+    static_assert(sizeof(Params) == 104, "packed by magi_compile/kernels/cuda/backward.py");
 
     __device__ __forceinline__ explicit AgendaWriter(const Params& params)
         : params_(params),
@@ -59,12 +61,14 @@ public:
         measure();
         const int num_entries = params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kAgendaArrivals;
-        for_each(num_arrivals, [&](int i) { agenda_.arrivals[i] = 0; });
+        const int first_arrival = params_.first_slot * agenda_.heads_per_section * kAgendaArrivals;
+        for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
         const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
         for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
         for_each(1, [&](int) {
             agenda_.counters->ticket = 0;
             agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
+            agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kAgendaArrivals;
             *agenda_.num_entries = num_entries;
         });
     }
@@ -78,6 +82,11 @@ private:
             num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
             [&](int i, int before) { blocks_before_[i] = before; });
         for_each(1, [&](int) { blocks_before_[num_tiles_] = num_blocks_; });
+        if (params_.tiles_behind != nullptr) {
+            blocks_behind_ = prefix_sum(
+                params_.num_tiles, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
+                [](int, int) {}) / 2;
+        }
         tiles_of_chapter_ = params_.qhead_per_kvhead > 1 ? tiles_of_prefix() : 0;
         const int num_documents = prefix_sum(
             num_tiles_, [&](int i) { return int(starts_document(i)); },
@@ -142,13 +151,13 @@ private:
         return {in_chapter / (end - first), first + in_chapter % (end - first), first, end};
     }
 
-    // For one head of each section, from this place on.
+    // For one head of each section, from this place on, with what comes behind these tiles.
     __device__ __forceinline__ float blocks_left(const Place& place) const {
         const int before_chapter = blocks_before_[place.first_of_chapter];
         const float of_chapter = blocks_before_[place.end_of_chapter] - before_chapter;
         const float behind = num_blocks_ - blocks_before_[place.end_of_chapter];
         return of_chapter - (blocks_before_[place.tile] - before_chapter) + (num_sections_ - 1 - place.section) * of_chapter +
-               num_sections_ * behind;
+               num_sections_ * (behind + blocks_behind_);
     }
 
     __device__ int list_tiles() {
@@ -177,7 +186,7 @@ private:
                 at.section * agenda_.heads_per_section,
                 static_cast<short>(part),
                 static_cast<short>(num_parts),
-                static_cast<short>(num_parts > 1 ? slot : 0),
+                static_cast<short>(num_parts > 1 ? params_.first_slot + slot : 0),
                 static_cast<short>(is_ascending)};
     }
 
@@ -189,7 +198,7 @@ private:
         const float blocks = blocks_of(at.tile);
         const float all = num_blocks_;
         const bool is_few = num_tiles_ * agenda_.num_heads < kFewWaves * params_.num_blocks;
-        const float left = is_few ? kFewTilesShare * num_sections_ * all : blocks_left(at);
+        const float left = is_few ? kFewTilesShare * num_sections_ * (all + blocks_behind_) : blocks_left(at);
         const float shares = blocks * params_.num_blocks;   // of left * heads_per_section
         int parts = 1;
         while (parts < group && (parts * left * agenda_.heads_per_section < shares || group % parts != 0)) {
@@ -207,6 +216,7 @@ private:
     int *const blocks_before_, *const document_of_, *const document_begin_, *const slot_of_;
     int num_tiles_ = 0;    // that have rows
     int num_blocks_ = 0;   // of queries, in all of them, for one head
+    int blocks_behind_ = 0;   // the same of what comes behind them
     int tiles_of_chapter_ = 0;   // of the first one, if there are two
     int waves_of_section_ = 0;   // of the last chapter, where one document is all there is
 };

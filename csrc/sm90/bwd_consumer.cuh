@@ -22,7 +22,7 @@ namespace ffa {
 template <class Config>
 class Consumer {
 public:
-    __device__ __forceinline__ Consumer(const BackwardParams& params, SharedStorage<Config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem, int warpgroup)
         : params_(params),
           smem_(smem),
           warpgroup_(warpgroup),
@@ -84,6 +84,9 @@ private:
         }
         gradients_.store(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
         gradients_.store(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
+        if constexpr (Config::kHasFarTiles) {
+            gradients_.tell(work, store_end);
+        }
     }
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
@@ -336,7 +339,7 @@ private:
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kSixteenRowsBytes = 16 * 128;
 
-    const BackwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int warpgroup_;
     const int lane_;

@@ -11,7 +11,7 @@ namespace ffa {
 template <class Config>
 class DqWarpgroup {
 public:
-    __device__ __forceinline__ DqWarpgroup(const BackwardParams& params, SharedStorage<Config>& smem)
+    __device__ __forceinline__ DqWarpgroup(const typename Config::Params& params, SharedStorage<Config>& smem)
         : params_(params),
           smem_(smem),
           warp_(uniform(threadIdx.x / 32 % Config::kDqWarps)),
@@ -86,7 +86,7 @@ private:
     __device__ __forceinline__ void keep_step(int step) {
         const int wave = uniform(work().wave_in_step);
         if (wave != kNoWave && warp_ == 0) {
-            int* const steps = params_.agenda.counters->steps(wave);
+            int* const steps = list_of<Config>(params_, work()).agenda.counters->steps(wave);
             add_relaxed_if(lane_ == 0, steps, 1);
             const int least = (step - kStepsAhead) * int(gridDim.x);
 #pragma unroll 1
@@ -246,7 +246,7 @@ private:
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
     static constexpr int kSixteenRowsBytes = 16 * 128;
 
-    const BackwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int warp_;
     const int lane_;

@@ -11,7 +11,7 @@ namespace ffa {
 template <class Config>
 class DqRows {
 public:
-    __device__ __forceinline__ DqRows(const BackwardParams& params, SharedStorage<Config>& smem)
+    __device__ __forceinline__ DqRows(const typename Config::Params& params, SharedStorage<Config>& smem)
         : params_(params), smem_(smem) {}
 
     // A warp draws one item after another, and waits for each until it is complete.
@@ -66,7 +66,7 @@ private:
         return __shfl_sync(0xffffffff, is_complete, 0) != 0;
     }
 
-    const BackwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
 };
 

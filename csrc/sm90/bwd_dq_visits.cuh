@@ -9,24 +9,30 @@
 
 namespace ffa {
 
-// Writes `wanted` of DqVisits, with an int behind it for the way there; by one thread block.
+// `wanted` of DqVisits, with an int behind it for the way there, comes about in three steps; each by one thread block.
+inline __device__ void clear_dq_visits(int* wanted, int row_groups) {
+    for_each(row_groups + 1, [&](int group) { wanted[group] = 0; });
+}
+
+// Where visits begin and end, of each list of tiles.
 template <int kBlockCols>
-__device__ void count_dq_visits(const Tile* tiles, const Run* runs, int num_tiles, int* wanted, int row_groups) {
-    int* const changes = wanted;
-    for_each(row_groups + 1, [&](int group) { changes[group] = 0; });
+__device__ void note_dq_visits(const Tile* tiles, const Run* runs, int num_tiles, int* wanted) {
     for_each(num_tiles, [&](int i) {
         const Tile& tile = tiles[i];
         for (int run = tile.run_begin; run < tile.run_end && tile.row_begin < tile.row_end; ++run) {
             const RunWalk<kBlockCols> walk{runs[run], 1, false};
             if (walk.first_group() < walk.end_group()) {
-                atomicAdd(&changes[walk.first_group()], 1);
-                atomicAdd(&changes[walk.end_group()], -1);
+                atomicAdd(&wanted[walk.first_group()], 1);
+                atomicAdd(&wanted[walk.end_group()], -1);
             }
         }
     });
+}
+
+inline __device__ void count_dq_visits(int* wanted, int row_groups) {
     prefix_sum(
-        row_groups, [&](int group) { return __ldcg(&changes[group]); },
-        [&](int group, int before) { wanted[group] = before + __ldcg(&changes[group]); });
+        row_groups, [&](int group) { return __ldcg(&wanted[group]); },
+        [&](int group, int before) { wanted[group] = before + __ldcg(&wanted[group]); });
 }
 
 // Adds 1 to `more_head_by_head` for each tile that is walked so, -1 for others; by one thread block.

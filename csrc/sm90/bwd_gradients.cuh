@@ -13,7 +13,7 @@ public:
     static constexpr int kGrad = Config::kHeadDim / 2;   // registers of a thread
     using Grad = float[kGrad];
 
-    __device__ __forceinline__ KeyGradients(const BackwardParams& params, int lane) : params_(params), lane_(lane) {}
+    __device__ __forceinline__ KeyGradients(const typename Config::Params& params, int lane) : params_(params), lane_(lane) {}
 
     // The first of the warp.
     __device__ __forceinline__ int row_in_tile() const { return warp() * kWarpRows; }
@@ -22,8 +22,9 @@ public:
     // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
     // there is something to store: those others have nothing.
     __device__ __forceinline__ int join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
-        const int heads = params_.agenda.heads_per_section;
-        float4* const partials = reinterpret_cast<float4*>(params_.agenda.partials) +
+        const Agenda& agenda = params_.lists[kNear].agenda;   // parts of all lists lie together
+        const int heads = agenda.heads_per_section;
+        float4* const partials = reinterpret_cast<float4*>(agenda.partials) +
                                  static_cast<long long>(work.slot * kAgendaArrivals + warp()) * kPartialsOfWarp + lane_;
         const int part_stride = heads * kAgendaArrivals * kPartialsOfWarp;
         leave(dv, partials + work.part * part_stride);
@@ -32,7 +33,7 @@ public:
         __syncwarp();
         int num_arrived = 0;
         if (lane_ == 0) {
-            num_arrived = atomicAdd(params_.agenda.arrivals + work.slot * kAgendaArrivals + warp(), 1);
+            num_arrived = atomicAdd(agenda.arrivals + work.slot * kAgendaArrivals + warp(), 1);
         }
         const bool is_last = __shfl_sync(0xffffffff, num_arrived, 0) + 1 == work.num_parts;
         __threadfence();
@@ -69,6 +70,20 @@ public:
         __syncwarp();   // others may be written there
     }
 
+    // Counts what this warp has stored of far tiles. Who comes last says that all of it is there.
+    __device__ __forceinline__ void tell(const TileOfHead& work, int store_end) const {
+        if (lane_ == 0 && work.list == kFar && store_end > work.tile.row_begin) {
+            cp_async_bulk_wait_group<0>();
+            fence_proxy_async_global();
+            __threadfence_system();
+            if (atomicAdd(&params_.lists[kFar].agenda.counters->num_unfinished, -1) == 1 && params_.are_complete != nullptr) {
+                __threadfence_system();
+                store_release_system(params_.are_complete, 1);
+            }
+        }
+        __syncwarp();
+    }
+
 private:
     // Of the consumers, which are the first ones. No register keeps it.
     __device__ __forceinline__ static int warp() { return opaque(threadIdx.x) / 32; }
@@ -101,7 +116,7 @@ private:
             const int chunk = i % kChunks;
             if (warp_row + row < store_end) {
                 const long long index =
-                    static_cast<long long>(warp_row + row) * params_.agenda.num_heads + kv_head;
+                    static_cast<long long>(warp_row + row) * params_.lists[kNear].agenda.num_heads + kv_head;
                 static_cast<int4*>(rows)[index * kChunks + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }
@@ -111,7 +126,7 @@ private:
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
     static constexpr int kPartialsOfWarp = 2 * kGrad / 4 * 32;   // float4
 
-    const BackwardParams& params_;
+    const typename Config::Params& params_;
     const int lane_;
 };
 

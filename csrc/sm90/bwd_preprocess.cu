@@ -11,6 +11,7 @@
 namespace ffa {
 
 constexpr int kThreads = 256;
+constexpr int kNumAgendas = FFA_NUM_AGENDAS;
 using Writer = AgendaWriter<FFA_BLOCK_COLS>;
 
 struct PreprocessParams {
@@ -27,10 +28,10 @@ struct PreprocessParams {
     long long dout_row_stride, dout_head_stride;
     int total_q;
     float lse_factor;
-    Writer::Params agenda;
+    Writer::Params agendas[kNumAgendas];   // of near tiles, and of far ones
 };
 
-static_assert(sizeof(PreprocessParams) == 216, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 120 + 104 * kNumAgendas, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -51,15 +52,20 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     griddepcontrol_launch_dependents();
     const int block = blockIdx.y * gridDim.x + blockIdx.x;
     const int num_blocks = gridDim.x * gridDim.y;
-    if (block == 0) {
-        Writer(params.agenda).write();
+    for (int i = block; i < kNumAgendas; i += num_blocks) {
+        Writer(params.agendas[i]).write();
     }
-    if (block == min(1, num_blocks - 1)) {
+    if (block == min(kNumAgendas, num_blocks - 1)) {
         for_each(1, [&](int) { *params.dq_progress = {0, 0, 0}; });
         if (params.wanted != nullptr) {
-            const Writer::Params& plan = params.agenda;
-            count_dq_visits<FFA_BLOCK_COLS>(plan.tiles, plan.runs, plan.num_tiles, params.wanted, params.dq.row_groups);
-            count_walks<FFA_BLOCK_COLS>(plan.tiles, plan.runs, plan.num_tiles, params.dq_progress->more_head_by_head);
+            clear_dq_visits(params.wanted, params.dq.row_groups);
+#pragma unroll 1
+            for (int i = 0; i < kNumAgendas; ++i) {
+                const Writer::Params& list = params.agendas[i];
+                note_dq_visits<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.wanted);
+                count_walks<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.dq_progress->more_head_by_head);
+            }
+            count_dq_visits(params.wanted, params.dq.row_groups);
         }
     }
     const int padded_q = params.dq.row_groups * kDqGroupRows;

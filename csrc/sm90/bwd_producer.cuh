@@ -1,7 +1,7 @@
 // The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
 #pragma once
 
-#include "bwd_agenda.cuh"
+#include "bwd_items.cuh"
 #include "bwd_shared.cuh"
 #include "bwd_walk.cuh"
 #include "ring.cuh"
@@ -12,14 +12,15 @@ namespace ffa {
 template <class Config>
 class Producer {
 public:
-    __device__ __forceinline__ Producer(const BackwardParams& params, SharedStorage<Config>& smem)
+    __device__ __forceinline__ Producer(const typename Config::Params& params, SharedStorage<Config>& smem)
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        for (AgendaReader agenda(params_.agenda); agenda.has_work(); agenda.advance()) {
-            load_tile(agenda.entry(), agenda.head_in_section(), agenda.wave_in_step());
+        Items<Config> items(params_);
+        for (; items.has_work(); items.advance()) {
+            load_tile(items);
         }
-        store_shared(smem_.is_over, 1);
+        store_shared(smem_.is_over, items.is_all() ? 1 : kNobodyWaits);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
@@ -27,19 +28,25 @@ public:
 
 private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
-    __device__ __forceinline__ void load_tile(const AgendaEntry& entry, int head_in_section, int wave_in_step) {
+    __device__ __forceinline__ void load_tile(const Items<Config>& items) {
+        const AgendaEntry& entry = items.entry();
+        const Tile& tile = params_.lists[items.list()].tiles[entry.tile];
+        const int num_blocks = blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
+        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
+        const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
         TileOfHead& work = smem_.work[smem_.kv_phase];
-        const int num_blocks = blocks_of_tile<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
-        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(params_.tiles[entry.tile], params_.runs);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        work.tile = params_.tiles[entry.tile];
+        if constexpr (Config::kHasFarTiles) {
+            work.list = items.list();
+        }
+        work.tile = tile;
         work.tile_index = entry.tile;
         work.wave_in_step = wave_in_step;
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.is_ascending = entry.is_ascending;
         work.kv_head = entry.first_head + head_in_section;
-        work.slot = entry.slot * params_.agenda.heads_per_section + head_in_section;
+        work.slot = entry.slot * params_.lists[kNear].agenda.heads_per_section + head_in_section;
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;
@@ -54,8 +61,7 @@ private:
         smem_.kv_phase ^= 1;
         for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
             const Tile& tile = this->work().tile;
-            const Run& run = params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i];
-            load_run(run);
+            load_run(params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
         }
     }
 
@@ -104,7 +110,7 @@ private:
     // The tile that is being loaded.
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[smem_.kv_phase ^ 1]; }
 
-    const BackwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     Position<Config::kStages> block_;
 };

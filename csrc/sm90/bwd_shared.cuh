@@ -12,6 +12,15 @@
 
 namespace ffa {
 
+// Tiles of keys, and the agenda of their heads.
+struct TileList {
+    const Tile* tiles;
+    Agenda agenda;
+};
+
+static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/backward.py");
+
+template <int kNumLists>
 struct BackwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
     TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
@@ -25,19 +34,21 @@ struct BackwardParams {
     DqItems dq;
     DqVisits visits;
     DqProgress* dq_progress;
-    const Tile* tiles;
-    const Run* runs;   // [num_runs], rows are keys
-    Agenda agenda;
+    const Run* runs;           // [num_runs], rows are keys
+    const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
+    int* are_complete;         // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
     int qhead_per_kvhead;
-    float scale_log2;      // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
-    float cap_scale;       // softmax_scale / softcap where scores are capped
+    float scale_log2;          // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;           // softmax_scale / softcap where scores are capped
+    TileList lists[kNumLists];   // of near tiles, of far ones
 };
 
-static_assert(sizeof(BackwardParams) == 1088, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/backward.py");
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
           int kDqRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kIsDeterministic_, bool kRoundsDq_>
+          bool kHasSoftcap_, bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -49,6 +60,8 @@ struct BackwardConfig {
     static constexpr bool kHasSoftcap = kHasSoftcap_;
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
+    static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
+    using Params = BackwardParams<kHasFarTiles ? 2 : 1>;
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
@@ -69,6 +82,7 @@ struct BackwardConfig {
     static constexpr int kDqWarps = 4;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
 
+    static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
@@ -79,6 +93,7 @@ struct BackwardConfig {
 };
 
 constexpr int kNoMask = -1;
+constexpr int kNobodyWaits = 1 << 16;   // rows of dq that tiles of another launch will add to
 
 // What the producer says about a block of queries.
 struct alignas(16) Block {
@@ -91,6 +106,7 @@ struct alignas(16) Block {
 
 struct TileOfHead {
     Tile tile;
+    int list;   // near tiles or far ones
     int kv_head;
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
@@ -109,6 +125,11 @@ struct TileOfHead {
 };
 
 template <class Config>
+__device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
+    return params.lists[Config::kHasFarTiles ? work.list : kNear];
+}
+
+template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
 
@@ -123,7 +144,7 @@ struct alignas(1024) SharedStorage {
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
-    int is_over;   // 1 when there will be no more tiles
+    int is_over;   // 1 when there will be no more tiles, kNobodyWaits if other tiles are for another launch
     uint32_t never_written;
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor import rows
-from magi_compile.dtensor.collectives import Route
+from magi_compile.dtensor.collectives import KernelSignals, Route
 
 SMS = 32  # fastest with 16 of 0, 16, 32 and 48 on four H200s, whose exchange is 25 thread blocks
 
@@ -29,8 +29,15 @@ class AllToAll:
     def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
         return []
 
+    def signals(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Rows that are sent are packed by a kernel, which would wait for SMs until attention ends."""
+
     def casts(
-        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        routes: Sequence[Route],
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
     ) -> Iterator[_Cast]:
         return (_Cast(tensors, route.derive(_Order, group.rank()), group) for route in routes)
 
@@ -40,7 +47,11 @@ class AllToAll:
         return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
 
     def start_reduce(
-        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
     ) -> _Reduce:
         return _Reduce(tensors, route.derive(_Order, group.rank()), group)
 
@@ -83,17 +94,17 @@ class _Cast:
         packed = rows.gather(tensors, order.send_rows)
         self._exchange = Exchange(packed, order.send_counts, order.recv_counts, group)
         self._like = [x[:0] for x in tensors]
-        self._buffers: list[Tensor] = []
+        self.buffers: list[Tensor] = []
         if not order.arrives_in_place:
-            self._buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
-            rows.move(tensors, order.own_home_rows, self._buffers, order.own_buffer_rows)
+            self.buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
+            rows.move(tensors, order.own_home_rows, self.buffers, order.own_buffer_rows)
 
     def wait(self) -> list[Tensor]:
         parts = rows.split(self._exchange.wait(), self._like)
         if self._order.arrives_in_place:
             return parts
-        rows.move(parts, None, self._buffers, self._order.recv_rows)
-        return self._buffers
+        rows.move(parts, None, self.buffers, self._order.recv_rows)
+        return self.buffers
 
 
 class _Reduce:

@@ -4,6 +4,7 @@
                 or one call, which begins with local keys while the others travel
     backward    for each stage: start the next cast; gradients; send dk and dv home while the next stage runs;
                 what a kernel does before it needs keys and after it has dk and dv runs beside both
+                or one call, which works on local keys while the others travel, and while gradients do
 
 Keys and values are cast again in the backward rather than kept. One op per attention: communication lives inside
 it, because a graph compiler does not reorder communication it does not know. Partial results merge and add up in fp32.
@@ -20,7 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.collectives import Collective, PendingCast, PendingReduce, Route
+from magi_compile.dtensor.collectives import (
+    Collective,
+    KernelSignals,
+    PendingCast,
+    PendingReduce,
+    Route,
+)
 from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.rank_plan import (
     DevicePlan,
@@ -35,6 +42,7 @@ from magi_compile.kernels.base import (
     EarlyKernel,
     ForwardOutput,
     Kernel,
+    KeyTensors,
     PhasedKernel,
 )
 from magi_compile.kernels.merge import sum_partials
@@ -122,9 +130,20 @@ def backward(
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
+    home = _WayHome(k, v, collective, reduce_group)
+    signals = None
+    if isinstance(kernel, EarlyKernel) and plan.backward_is_early:
+        if kernel.backward_may_be_early(problem):
+            signals = collective.signals(group, q.device)
+        if signals is not None:
+            dq = _backward_early(
+                *(dout, dlse, q, k, v, out, lse, plan.backward[0], kernel, problem),
+                *(collective, group, signals, home),
+            )
+            dk, dv = home.sums()
+            return BackwardOutput(dq, dk, dv)
     phased = kernel if isinstance(kernel, PhasedKernel) else None
     dq_parts: list[Tensor] = []
-    home = _WayHome(k, v, collective, reduce_group)
     for stage, arrive in _with_keys(plan.backward, k, v, collective, group):
         route = stage.route
         if stage.is_empty:
@@ -133,9 +152,10 @@ def backward(
             continue
         kernel_plan = stage.kernel_plan(kernel, problem)
         if phased is not None and route is not None:
-            receive, send = partial(home.receive, route, arrive), partial(home.send, route)
+            receive = partial(_receive, home, route, arrive)
             dq_stage = phased.backward_in_phases(
-                *(dout, dlse, q, receive, send, out, lse, stage.slices, kernel_plan, problem)
+                *(dout, dlse, q, receive, partial(home.send, route), out, lse),
+                *(stage.slices, kernel_plan, problem),
             )
         else:
             k_stage, v_stage = arrive()
@@ -150,6 +170,40 @@ def backward(
     return BackwardOutput(dq, dk, dv)
 
 
+def _backward_early(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    stage: DeviceStage,
+    kernel: EarlyKernel,
+    problem: AttnProblem,
+    collective: Collective,
+    group: dist.ProcessGroup,
+    signals: KernelSignals,
+    home: _WayHome,
+) -> Tensor:
+    """Gradients of the only stage, in which keys of this rank and of others lie side by side; dq."""
+    route = stage.route
+    assert route is not None
+    # What can fail does so before rows are on their way.
+    early_plan = stage.early_backward_plan(kernel, problem, group.rank())
+    casts = collective.casts((k, v), [route], group, signals)
+    arriving = next(casts)
+    k_all, v_all = arriving.buffers
+    dk, dv = home.room(route, (k_all, v_all))
+    keys = KeyTensors(k_all, v_all, dk, dv)
+    dq = kernel.backward_early(
+        *(dout, dlse, q, keys, signals.addresses, arriving.wait),
+        *(lambda: home.send(route, dk, dv, signals), out, lse, early_plan, problem),
+    )
+    assert next(casts, None) is None
+    return dq
+
+
 class _WayHome:
     """dk and dv of a rank's rows `k` and `v`: what other ranks have of them arrives while the next stage is computed."""
 
@@ -158,21 +212,26 @@ class _WayHome:
         self._sum: Sequence[Tensor] | None = None
         self._reducing: PendingReduce | None = None
 
-    def receive(self, route: Route, arrive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-        """What arrives for a stage, and where to write dk and dv of it."""
-        keys = arrive()
+    def room(self, route: Route, keys: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Where to write dk and dv of a stage with these keys and values."""
         if self._reducing is None:
-            return [*keys, *self._collective.outbox(self._like, route, self._group)]
-        return [*keys, *(x.new_empty(x.shape) for x in keys)]
+            return self._collective.outbox(self._like, route, self._group)
+        return [x.new_empty(x.shape) for x in keys]
 
-    def send(self, route: Route | None, dk: Tensor, dv: Tensor) -> None:
+    def send(
+        self,
+        route: Route | None,
+        dk: Tensor,
+        dv: Tensor,
+        signals: KernelSignals | None = None,
+    ) -> None:
         """dk and dv of a stage, on their way to the ranks whose rows they are; without a route those are this rank's."""
         if route is None:
             self._sum = (dk.contiguous(), dv.contiguous())
             return
         if self._reducing is not None:
             self._sum = self._add(torch.promote_types(dk.dtype, torch.float32))
-        self._reducing = self._collective.start_reduce((dk, dv), route, self._group)
+        self._reducing = self._collective.start_reduce((dk, dv), route, self._group, signals)
 
     def sums(self) -> Sequence[Tensor]:
         """dk and dv of all stages."""
@@ -186,6 +245,12 @@ class _WayHome:
         outs = [x.new_empty(x.shape, dtype=dtype) for x in self._like]
         self._reducing.write_sums(outs, self._sum)
         return outs
+
+
+def _receive(home: _WayHome, route: Route, arrive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
+    """What arrives for a stage, and where to write dk and dv of it."""
+    keys = arrive()
+    return [*keys, *home.room(route, keys)]
 
 
 def _with_keys(

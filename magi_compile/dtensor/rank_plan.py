@@ -3,8 +3,8 @@
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
-    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1,
-            then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1, whether
+            the backward begins early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -34,7 +34,7 @@ from magi_compile.dtensor.comm_plan import (
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
-from magi_compile.dtensor.stages import choose_degree, early_share
+from magi_compile.dtensor.stages import backward_begins_early, choose_degree, early_share
 from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -52,8 +52,8 @@ class ContextParallelOptions:
         slack: how far above the mean a rank's area may lie in favour of less communication.
         degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
         backward_degree: the same of the backward pass.
-        early: whether a merged forward stage begins before remote keys are there, where `cost` says that the kernel
-            can. A kernel that can not waits for them.
+        early: whether a pass without stages may begin before remote keys are there: forward where `cost` says that the kernel
+            can, backward where it also says that this pays. A kernel that can not waits for them.
         cost: what compute and communication cost.
     """
 
@@ -86,6 +86,7 @@ class RankPlan:
     forward: list[Stage]
     backward: list[Stage]
     early_share: float | None = None
+    backward_is_early: bool = False
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
@@ -100,6 +101,7 @@ class RankPlan:
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
         meta += [-1 if self.early_share is None else round(self.early_share * _MILLION)]
+        meta += [int(self.backward_is_early)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of runs become a list and int32 together.
         runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -227,19 +229,21 @@ def _plan(
     )
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
-    early, share = options.early and options.cost.starts_early, None
-    if degree is None or backward_degree is None or (early and degree == 0):
+    early, share, is_backward_early = options.early and options.cost.starts_early, None, False
+    if degree is None or backward_degree is None or (early and 0 in (degree, backward_degree)):
         loads = StageLoads.of(rows)
         if degree is None:
             degree = choose_degree(loads, options.cost, early=early)
         if backward_degree is None:
-            backward_degree = choose_degree(loads, options.cost, backward=True)
+            backward_degree = choose_degree(loads, options.cost, backward=True, early=early)
         if early and degree == 0:
             degree, share = 1, early_share(loads, rank, options.cost)
+        if early and backward_degree == 0:
+            is_backward_early = backward_begins_early(loads, options.cost)
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, share)
+    return RankPlan(where, rank, digest, forward, backward, share, is_backward_early)
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:
@@ -269,6 +273,7 @@ class DeviceStage:
         self.slices = slices
         self.route = route
         self._plans: dict[Hashable, list[Tensor]] = {}
+        self._early_plans: dict[Hashable, Any] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -280,6 +285,26 @@ class DeviceStage:
             refuse_to_be_recorded(self.slices.q_ranges)
             self._plans[key] = kernel.plan(self.slices, problem)
         return self._plans[key]
+
+    def early_backward_plan(self, kernel: EarlyKernel, problem: AttnProblem, rank: int) -> Any:
+        """What an `EarlyKernel` is called with; the near keys are those of `rank`, which is this one."""
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._early_plans:
+            assert self.route is not None
+            plan = self.kernel_plan(kernel, problem)
+            is_near = self.route.derive(_is_from, rank)
+            self._early_plans[key] = kernel.early_backward_plan(plan, is_near)
+        return self._early_plans[key]
+
+
+def _is_from(route: Route, rank: int) -> Tensor:
+    """Which rows of the buffer come from `rank`, bool `[num_received]`."""
+    peer, row, _, count = route.recvs.long().unbind(1)
+    is_from = (peer == rank).int()
+    changes = is_from.new_zeros(route.num_received + 1)
+    changes.index_add_(0, row, is_from)
+    changes.index_add_(0, row + count, -is_from)
+    return changes.cumsum(0)[:-1] > 0
 
 
 class MergedStage:
@@ -335,6 +360,7 @@ class DevicePlan:
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
+    backward_is_early: bool  # of which there is one stage then, with a route
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
@@ -349,8 +375,8 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    _, _, cp_size, rows, num_forward, num_backward, share = meta[:7]
-    counts = iter(meta[7:])
+    _, _, cp_size, rows, num_forward, num_backward, share, is_backward_early = meta[:8]
+    counts = iter(meta[8:])
     position = 0
 
     def take_counts(number: int) -> list[int]:
@@ -379,4 +405,5 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     if share >= 0 and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         near, far = forward
         merged = MergedStage(near, far, share / _MILLION)
-    return DevicePlan(rows, forward, backward, merged)
+    is_early = bool(is_backward_early) and not backward[0].is_empty
+    return DevicePlan(rows, forward, backward, merged, is_early)

@@ -21,14 +21,15 @@ from magi_compile.dtensor.cost import CostModel
 from magi_compile.dtensor.dispatch import (
     STRATEGIES,
     Dispatch,
-    choose_chunk_size,
     dispatch,
 )
 from magi_compile.dtensor.documents import document_packs
 from magi_compile.dtensor.ranges import total_by_owner, unite
 from magi_compile.dtensor.stages import (
+    backward_begins_early,
     backward_seconds,
     choose_degree,
+    early_backward_seconds,
     early_seconds,
     forward_seconds,
 )
@@ -94,7 +95,6 @@ def simulate(
     """
     cost = cost or CostModel.of_heads()
     ulysses_rows = ulysses_rows or ulysses_rows_of(64, 8)
-    chunk_size = chunk_size or choose_chunk_size(slices, cp_size)
     seconds = []
     for _ in range(repeats):
         start = time.thread_time()
@@ -105,17 +105,25 @@ def simulate(
         loads = StageLoads.of(rows)
         early = cost.starts_early
         degree_fwd = choose_degree(loads, cost, early=early)
-        degree_bwd = choose_degree(loads, cost, backward=True)
-        early &= degree_fwd == 0
-        plan_communication(rows, sorted({1 if early else degree_fwd, degree_bwd})).stages(0)
+        degree_bwd = choose_degree(loads, cost, backward=True, early=early)
+        # A forward pass that begins early is cut in two like one stage.
+        degrees = {1 if early and degree_fwd == 0 else degree_fwd, degree_bwd}
+        plan_communication(rows, sorted(degrees)).stages(0)
         seconds.append(time.thread_time() - start)
     area, local = loads.area.double(), where.seqlen_local
     ideal = area.mean().item() * cost.seconds_per_area
     ideal_bwd = ideal * cost.backward_area_factor
-    forward = early_seconds(loads, cost) if early else forward_seconds(loads, degree_fwd, cost)
+    forward, backward = (
+        early_seconds(loads, cost)
+        if early and degree_fwd == 0
+        else forward_seconds(loads, degree_fwd, cost),
+        early_backward_seconds(loads, cost)
+        if early and degree_bwd == 0 and backward_begins_early(loads, cost)
+        else backward_seconds(loads, degree_bwd, cost),
+    )
     return Outcome(
         cp=cp_size,
-        chunk=chunk_size,
+        chunk=where.chunk_size,
         strategy=strategy,
         imbalance=(area.max() / area.mean()).item() if ideal else 1.0,
         recv_mean=loads.recv_rows.double().mean().item() / local,
@@ -128,7 +136,7 @@ def simulate(
         degree_fwd=degree_fwd,
         degree_bwd=degree_bwd,
         eff_fwd=ideal / forward if ideal else 1.0,
-        eff_bwd=ideal_bwd / backward_seconds(loads, degree_bwd, cost) if ideal else 1.0,
+        eff_bwd=ideal_bwd / backward if ideal else 1.0,
     )
 
 

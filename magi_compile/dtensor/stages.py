@@ -5,8 +5,9 @@ and read again. So what a stage costs does not depend on the mask, and what it h
 with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
 attention call over everything.
 
-A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call, and does another pass over
-as few rows as it takes. Forward, 0 is then the best degree of all.
+A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call. Forward it does another pass over
+as few rows as it takes, and 0 is then the best degree of all. Backward its work on local keys also hides the way home, and it
+takes a little longer over all keys: that pays where much moves for what is computed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,13 @@ TIE = 0.003
 #: Waves of thread blocks that a remote stage leaves idle backward, of `CostModel.backward_wave_rows` keys each.
 IDLE_WAVES = 0.5
 
+#: How much of what a backward call costs beyond its area comes before it needs keys, and runs beside the cast.
+BEFORE_KEYS = 1 / 3
+
+#: By how much longer the backward of an `EarlyKernel` computes. Alone on a GPU it is 0 to 2 %; on four, beside what moves and
+#: at the limit of their power, up to 4 % of a causal or a full mask.
+EARLY_BACKWARD_COST = 0.04
+
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
     """A forward pass of the slowest rank."""
@@ -47,6 +55,22 @@ def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     parts = torch.minimum(cast, local) / area.clamp(min=1e-9)
     stage = parts.clamp(max=1) * loads.query_rows * cost.stage_seconds_per_row
     return (area + (cast - local).clamp(min=0) + stage).amax().item()
+
+
+def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
+    """The same of a backward pass: local keys keep the kernel busy while remote ones arrive, and while their gradients leave."""
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
+    moving = cast * (1 + cost.backward_reduce_factor)
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    hidden = local + BEFORE_KEYS * stage
+    computing = area * (1 + EARLY_BACKWARD_COST) + stage
+    return (computing + (moving - hidden).clamp(min=0)).amax().item()
+
+
+def backward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
+    """Whether a backward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same."""
+    return early_backward_seconds(loads, cost) < backward_seconds(loads, 0, cost)
 
 
 def early_share(loads: StageLoads, rank: int, cost: CostModel) -> float:
@@ -70,14 +94,16 @@ def choose_degree(
         loads: of all ranks.
         cost: rates.
         backward: of the backward pass.
-        early: whether a forward pass with degree 0 begins before remote keys are there.
+        early: whether a pass with degree 0 may begin before remote keys are there.
         max_degree: the largest to consider.
     """
     if not int(loads.recv_rows.sum()):
         return 1  # nothing moves, and keys that are attended in place are not even copied
     seconds = _backward if backward else _forward
     predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
-    if early:
+    if early and backward:
+        predicted[0] = min(predicted[0], early_backward_seconds(loads, cost))
+    elif early:
         predicted[0] = early_seconds(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 
@@ -104,7 +130,7 @@ def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
     recv_rows = loads.recv_rows.double().clamp(min=1)
     idle = IDLE_WAVES * cost.backward_wave_rows * parts / recv_rows
     stage = loads.query_rows * cost.backward_stage_seconds_per_row
-    compute = _Compute(local, (area - local) * (1 + idle), area, stage)
+    compute = _Compute(local, (area - local) * (1 + idle), area, stage, BEFORE_KEYS * stage)
     first, last = _first_and_last_end(degrees, cast, compute)
     # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
     # each other from the first stage on, or the last one starts as its stage ends.
@@ -130,17 +156,19 @@ class _Compute(NamedTuple):
     remote: Tensor  # of remote keys
     merged: Tensor  # of all keys in one call
     stage: float  # what a call costs beyond that
+    before_keys: float = 0.0  # of which so much needs no keys
 
 
 def _first_and_last_end(degrees: Tensor, cast: Tensor, compute: _Compute) -> tuple[Tensor, Tensor]:
     """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
 
-    A stage starts once its keys have arrived and the stage before is done. Stages and casts take equally long each,
-    so stages either follow each other from the first one on, or the last one starts as its cast ends.
+    A stage starts once the stage before is done, and goes on once its keys have arrived. Stages and casts take equally long
+    each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
     """
     has_local, parts = degrees > 0, degrees.clamp(min=1)
     done = torch.where(has_local, compute.local + compute.stage, 0.0)
     stage = torch.where(has_local, compute.remote / parts, compute.merged) + compute.stage
-    first = torch.maximum(done, cast) + stage
-    last = torch.maximum(first + (parts - 1) * stage, parts * cast + stage)
+    with_keys = stage - compute.before_keys
+    first = torch.maximum(done + compute.before_keys, cast) + with_keys
+    last = torch.maximum(first + (parts - 1) * stage, parts * cast + with_keys)
     return first.amax(1), last.amax(1)

@@ -50,6 +50,25 @@ class BackwardOutput(NamedTuple):
     dv: Tensor
 
 
+class KeyTensors(NamedTuple):
+    """Keys and values, and where their gradients go; these are contiguous."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Signals(NamedTuple):
+    """Addresses of int32 words by which a kernel that runs hears of its far keys, and tells of their gradients.
+
+    Both are 0 before anything of the call is enqueued.
+    """
+
+    have_arrived: int  # becomes 1 once keys and values are there
+    are_complete: int  # the kernel makes it 1 once dk and dv are there, for other devices too
+
+
 class Kernel(Protocol):
     """One implementation of attention over slices. Instances hold no state but caches."""
 
@@ -137,6 +156,36 @@ class EarlyKernel(Kernel, Protocol):
 
         `arrive`, called once, makes the current stream wait for the far keys and values. Work enqueued before it
         ends in any case: nothing in it waits for them. It leaves `free_sms` SMs to what brings them, if there are more.
+        """
+        ...
+
+    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+        """Whether `backward_early` can be called, as torch's settings are now."""
+        ...
+
+    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor) -> Any:
+        """How `backward_early` walks what `plan` walks. Keys are near where `is_near`, bool `[total_k]`, is set."""
+        ...
+
+    def backward_early(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        keys: KeyTensors,
+        signals: Signals,
+        arrive: Callable[[], object],
+        depart: Callable[[], object],
+        out: Tensor,
+        lse: Tensor,
+        plan: Any,
+        problem: AttnProblem,
+    ) -> Tensor:
+        """`backward` of near keys, which are there, and of far ones, which are not yet; writes dk and dv, returns dq.
+
+        `arrive`, called once, makes the current stream wait for far keys and values. `depart` is called once, when all that writes
+        dk and dv of far keys is enqueued: these are there for other devices once `signals` say so, those of near keys when the
+        current stream comes here. Nothing in a kernel waits for far keys.
         """
         ...
 

@@ -32,9 +32,10 @@ def variants() -> Iterator[Variant]:
             yield merge_variant(head_dim, dtype)
         if head_dim in BACKWARD_HEAD_DIMS:
             preprocess, main, postprocess = backward_variants(problem)
-            yield from (main, backward_variants(problem, deterministic=True)[1])
-            if not softcap:  # the other two do not depend on it
-                yield from (preprocess, postprocess)
+            far_preprocess, far_main, _ = backward_variants(problem, has_far_tiles=True)
+            yield from (main, backward_variants(problem, deterministic=True)[1], far_main)
+            if not softcap:  # the others do not depend on it
+                yield from (preprocess, far_preprocess, postprocess)
     yield planner_variant()
     yield parts_variant()
 

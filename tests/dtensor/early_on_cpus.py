@@ -2,11 +2,15 @@
 
 import torch
 
+from magi_compile.dtensor.all_to_all import AllToAll
+from magi_compile.dtensor.collectives import KernelSignals
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
 calls: list[float] = []  # the share that each call was planned with
 free: list[int] = []  # the SMs that each call was asked to leave free
+steps: list[str] = []  # of all backward calls
+may_be_early = True  # what the kernel says of its backward
 
 
 class EarlyCpuKernel(CpuKernel):
@@ -39,3 +43,33 @@ class EarlyCpuKernel(CpuKernel):
         first = self.forward(q, k, v, near, plans[0], problem, out_dtype=wide)
         k_far, v_far = arrive()
         return self.forward(q, k_far, v_far, far, plans[1], problem, prior=first)
+
+    def backward_may_be_early(self, problem):
+        return may_be_early
+
+    def early_backward_plan(self, plan, is_near):
+        return plan, is_near
+
+    def backward_early(self, dout, dlse, q, keys, signals, arrive, depart, out, lse, plan, problem):
+        assert signals.are_complete - signals.have_arrived == 4
+        plan, is_near = plan
+        steps.append(f"near {int(is_near.sum())}")
+        arrive()
+        steps.append("arrived")
+        # The plan says all that this kernel wants to know of the slices.
+        dq, dk, dv = self.backward(dout, dlse, q, keys.k, keys.v, out, lse, None, plan, problem)
+        for room, grad in ((keys.dk, dk), (keys.dv, dv)):
+            assert room.is_contiguous()
+            room.copy_(grad)
+        depart()
+        steps.append("departed")
+        return dq
+
+
+class Signalling(AllToAll):
+    """Says that it has signals, and gives none."""
+
+    name = "signalling"
+
+    def signals(self, group, device):
+        return KernelSignals(torch.zeros(2, dtype=torch.int32), None)

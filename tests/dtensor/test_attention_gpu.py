@@ -25,7 +25,10 @@ pytestmark = [
 
 GQA = Heads(8, 2, 128, 128)
 OPTIONS = replace(OPTIONS, degree=2, backward_degree=1)
-MERGED = replace(OPTIONS, degree=0, backward_degree=0)
+# What moves takes so long that a backward pass begins early.
+MERGED = replace(
+    OPTIONS, degree=0, backward_degree=0, cost=replace(OPTIONS.cost, latency_seconds=1.0)
+)
 
 
 @pytest.fixture
@@ -174,7 +177,7 @@ def backward_of(group, collective, options, slices):
 
 
 class InOneCall:
-    """A kernel without phases."""
+    """A kernel without phases, which does not begin early."""
 
     def __init__(self, kernel):
         for name in ("name", "plans_in_graph", "plan", "plan_key", "forward", "backward"):
@@ -202,7 +205,30 @@ def run_phases(group, options, collective):
 
 @pytest.mark.parametrize("degree", [0, 1, 2])
 def test_phases(run, degree):
-    run(run_phases, replace(OPTIONS, backward_degree=degree))
+    run(run_phases, replace(OPTIONS, backward_degree=degree, early=False))
+
+
+def run_early_backward(group, collective):
+    """Late ranks, as above. Whatever keys a kernel finds there, near and far ones have tiles of their own."""
+    slices, rank, size = documents([700, 1, 90, 1257, 2048], True), group.rank(), group.size()
+    run, inputs, kernel = backward_of(group, collective, MERGED, slices)
+    given = [inputs(step) for step in range(20)]
+    found = []
+    for step, tensors in enumerate(given):
+        if step % size == rank:
+            torch.cuda._sleep(3_000_000)
+        found.append(run(tensors))
+    for tensors, grads in zip(given, found, strict=True):
+        again, expected = run(tensors), run(tensors, InOneCall(kernel))
+        assert torch.equal(grads.dk, again.dk)
+        assert torch.equal(grads.dv, again.dv)
+        for grad, right in zip(grads, expected, strict=True):
+            atol = 2.0**-7 * float(right.abs().max())
+            torch.testing.assert_close(grad, right, rtol=2.0**-6, atol=atol)
+
+
+def test_a_backward_that_begins_early(run):
+    run(run_early_backward)
 
 
 def run_backward_in_a_graph(group, collective):

@@ -7,13 +7,24 @@ import pytest
 import torch
 
 from magi_compile.dtensor.all_to_all import SMS
-from magi_compile.dtensor.attention import forward
-from magi_compile.dtensor.collectives import refuse_to_be_recorded
+from magi_compile.dtensor.attention import backward, forward
+from magi_compile.dtensor.collectives import COLLECTIVES, refuse_to_be_recorded
 from magi_compile.dtensor.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.cost import DEFAULT_COST
 from magi_compile.dtensor.dispatch import dispatch
+from magi_compile.dtensor.documents import document_packs
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
-from magi_compile.dtensor.stages import choose_degree, early_seconds, early_share, forward_seconds
+from magi_compile.dtensor.stages import (
+    EARLY_BACKWARD_COST,
+    backward_begins_early,
+    backward_seconds,
+    choose_degree,
+    early_backward_seconds,
+    early_seconds,
+    early_share,
+    forward_seconds,
+)
+from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS
 from magi_compile.masks.slices import AttnSlices
@@ -25,6 +36,7 @@ from tests.dtensor.masks import SQUARE, documents
 
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=1)
 HEADS = Heads(4, 2, 16, 16)
+PROBLEM = AttnProblem("cpu", None, torch.float32, 4, 2, 16, 16, 1.0)
 MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x129"]
 
 
@@ -36,6 +48,17 @@ def run_early(group, case, options, dtype):
         run_on_ranks(group, case, options, dtype, kernel="early_cpu")
     assert early_on_cpus.free == [SMS] * len(early_on_cpus.calls)
     return early_on_cpus.calls[:]
+
+
+def run_early_backward(group, case, options, dtype, collective="signalling", may_be_early=True):
+    early_on_cpus.steps.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        module = early_on_cpus.__name__
+        patch.setitem(KERNELS, "early_cpu", f"{module}:EarlyCpuKernel")
+        patch.setitem(COLLECTIVES, "signalling", f"{module}:Signalling")
+        patch.setattr(early_on_cpus, "may_be_early", may_be_early)
+        run_on_ranks(group, case, options, dtype, kernel="early_cpu", collective=collective)
+    return early_on_cpus.steps[:]
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -51,6 +74,36 @@ def test_bf16_and_chosen_degrees(ranks_of):
     case = replace(SQUARE["shared_prefix"], heads=HEADS)
     options = ContextParallelOptions(chunk_size=16)
     assert any(ranks_of(2).run(run_early, case, options, torch.bfloat16))
+
+
+# What moves takes so long that to hide any of it pays.
+EARLY_BACKWARD = replace(
+    OPTIONS, backward_degree=0, cost=replace(DEFAULT_COST, latency_seconds=1.0)
+)
+
+
+@pytest.mark.parametrize("name", [*MASKS, "nobody_sees_anything"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_backward_that_begins_early(ranks_of, size, name):
+    case = replace(SQUARE[name], heads=HEADS)
+    for steps in ranks_of(size).run(run_early_backward, case, EARLY_BACKWARD, torch.float32):
+        # A rank whose keys nobody sees takes part in the cast and the reduce, and has nothing to work on.
+        assert [x.split()[0] for x in steps] in ([], ["near", "arrived", "departed"])
+        assert steps or name in ("nobody_sees_anything", "holes") or size == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (replace(EARLY_BACKWARD, early=False), torch.float32),
+        (EARLY_BACKWARD, torch.float32, "all_to_all"),
+        (EARLY_BACKWARD, torch.float32, "signalling", False),
+    ],
+    ids=["off", "no_signals", "no_kernel"],
+)
+def test_a_backward_that_waits(ranks_of, more):
+    case = replace(SQUARE["varlen_causal"], heads=HEADS)
+    assert ranks_of(2).run(run_early_backward, case, *more) == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -83,6 +136,47 @@ def test_the_plan_has_near_and_far_keys():
     assert unpack(*waiting.tensors("cpu")).merged is None
     blind = replace(OPTIONS, cost=replace(DEFAULT_COST, starts_early=False))
     assert plan_rank(slices, 2, 0, blind).early_share is None
+
+
+def test_near_keys_of_a_backward():
+    slices = documents([700, 1, 90, 1257], causal=True)
+    for rank in range(2):
+        plan = plan_rank(slices, 2, rank, EARLY_BACKWARD)
+        ready = unpack(*plan.tensors("cpu"))
+        assert ready.backward_is_early
+        (stage,) = ready.backward
+        plans = stage.early_backward_plan(early_on_cpus.EarlyCpuKernel(), PROBLEM, rank)
+        _, is_near = plans
+        # Rows of the buffer by the rank that has them.
+        owner = torch.full((stage.route.num_received,), -1)
+        for peer, row, _, count in stage.route.host_recvs.tolist():
+            owner[row : row + count] = peer
+        assert torch.equal(is_near, owner == rank)
+        assert is_near.any()
+        assert not is_near.all()
+    for options in (OPTIONS, replace(EARLY_BACKWARD, early=False)):
+        assert not unpack(*plan_rank(slices, 2, 0, options).tensors("cpu")).backward_is_early
+
+
+@pytest.mark.parametrize("name", ["early_backward_plan", "plan"])
+def test_what_fails_in_a_backward_does_so_before_rows_are_on_their_way(name, monkeypatch):
+    kernel = early_on_cpus.EarlyCpuKernel()
+
+    def refuse(*_):
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(kernel, name, refuse, raising=False)
+    collective = SimpleNamespace(
+        signals=early_on_cpus.Signalling().signals,
+        casts=lambda *_: pytest.fail("rows are on their way"),
+    )
+    # Plans are kept, and this one is new.
+    slices = documents([900 + len(name), 1148], causal=True)
+    plan = unpack(*plan_rank(slices, 2, 0, EARLY_BACKWARD).tensors("cpu"))
+    q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
+    group = SimpleNamespace(rank=lambda: 0)
+    with pytest.raises(RuntimeError, match="no plan"):
+        backward(q, None, q, k, v, q, q, plan, kernel, PROBLEM, collective, group, group)
 
 
 @pytest.mark.parametrize("name", ["early_plan", "plan"])
@@ -131,6 +225,37 @@ def test_the_best_degree_is_0(slices):
     assert choose_degree(loads, DEFAULT_COST, early=True) == 0
     others = (forward_seconds(loads, degree, DEFAULT_COST) for degree in range(5))
     assert early_seconds(loads, DEFAULT_COST) < min(others)
+
+
+def test_a_backward_begins_early_where_much_moves_for_what_is_computed():
+    slow = replace(DEFAULT_COST, seconds_per_row=1e-6)
+    packed = loads_of(documents(document_packs(32768, 1)[0], causal=True), 4)
+    full = loads_of(AttnSlices.full(32768), 4)
+    for loads, cost, is_early in (
+        (packed, DEFAULT_COST, True),
+        (full, DEFAULT_COST, False),
+        (full, slow, True),
+    ):
+        assert backward_begins_early(loads, cost) == is_early
+        waiting, early = backward_seconds(loads, 0, cost), early_backward_seconds(loads, cost)
+        assert (early < waiting) == is_early
+    others = [backward_seconds(packed, degree, DEFAULT_COST) for degree in range(5)]
+    assert early_backward_seconds(packed, DEFAULT_COST) < min(others)
+    assert choose_degree(packed, DEFAULT_COST, backward=True, early=True) == 0
+
+
+def test_what_an_early_backward_can_not_hide():
+    loads = loads_of(AttnSlices.full(32768), 4)
+    at_once = replace(DEFAULT_COST, seconds_per_row=0.0, latency_seconds=0.0)
+    slow = replace(DEFAULT_COST, seconds_per_row=1e-3, backward_reduce_factor=2.0)
+    area = (
+        float(loads.area.max()) * DEFAULT_COST.seconds_per_area * DEFAULT_COST.backward_area_factor
+    )
+    stage = loads.query_rows * DEFAULT_COST.backward_stage_seconds_per_row
+    computing = area * (1 + EARLY_BACKWARD_COST) + stage
+    assert early_backward_seconds(loads, at_once) == pytest.approx(computing)
+    moving = 3 * (int(loads.recv_rows.max()) * 1e-3 + slow.latency_seconds)
+    assert moving < early_backward_seconds(loads, slow) < moving + computing
 
 
 def test_nothing_is_made_while_a_graph_is_captured(monkeypatch):

@@ -21,7 +21,7 @@ PHASES = ["before", "arrived", "departed"]
 
 
 def options_of(backward_degree):
-    return ContextParallelOptions(chunk_size=16, backward_degree=backward_degree)
+    return ContextParallelOptions(chunk_size=16, backward_degree=backward_degree, early=False)
 
 
 def run_in_phases(group, case, options, dtype):
@@ -76,8 +76,8 @@ class Telling(AllToAll):
     def __init__(self, say):
         self.say, self.boxes = say, []
 
-    def casts(self, tensors, routes, group):
-        for pending in super().casts(tensors, routes, group):
+    def casts(self, tensors, routes, group, signals=None):
+        for pending in super().casts(tensors, routes, group, signals):
             self.say("cast")
             yield Ticket(pending, self.say)
 
@@ -85,11 +85,11 @@ class Telling(AllToAll):
         self.boxes.append(super().outbox(like, route, group))
         return self.boxes[-1]
 
-    def start_reduce(self, tensors, route, group):
+    def start_reduce(self, tensors, route, group, signals=None):
         self.say("reduce")
         in_place = all(x is y for x, y in zip(tensors, self.boxes[-1], strict=True))
         self.say("in place" if in_place else "elsewhere")
-        return Ticket(super().start_reduce(tensors, route, group), self.say)
+        return Ticket(super().start_reduce(tensors, route, group, signals), self.say)
 
 
 def run_and_tell(group, degree):

@@ -322,6 +322,7 @@ inline float __shfl_xor_sync(unsigned, float value, int distance) {
 }
 
 inline void __threadfence() {}
+inline void __threadfence_system() {}
 template <class Value>
 Value __ldcg(const Value* pointer) {
     return *pointer;
@@ -537,6 +538,8 @@ inline int load_acquire(const int* pointer) {
     return *pointer;
 }
 
+inline int load_acquire_system(const int* pointer) { return load_acquire(pointer); }
+inline void store_release_system(int* pointer, int value) { *pointer = value; }
 inline void fence_acq_rel() {}
 inline void nanosleep(uint32_t) {}
 

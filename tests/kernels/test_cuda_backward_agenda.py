@@ -17,8 +17,9 @@ from tests.kernels.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
+FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ5i4x")
+ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ6iQ")
 SOURCE = """
 #include <algorithm>
 #include "many_threads.cuh"
@@ -26,6 +27,16 @@ using std::max;
 using std::min;
 inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 #include "bwd_agenda_writer.cuh"
+#include "bwd_items.cuh"
+
+struct Config {
+    static constexpr bool kHasFarTiles = false;
+    struct Params {
+        struct {
+            ffa::Agenda agenda;
+        } lists[1];
+    };
+};
 
 using Writer = ffa::AgendaWriter<64>;
 
@@ -37,7 +48,8 @@ extern "C" void write_agenda(const Writer::Params* params) {
 extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
-        for (ffa::AgendaReader reader(params->agenda); reader.has_work(); reader.advance()) {
+        const Config::Params lists{{{params->agenda}}};
+        for (ffa::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
             item[3] = reader.wave_in_step();
@@ -82,7 +94,9 @@ class Agenda(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compile_library(tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread")
+    return compile_library(
+        tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread", {"ptx.cuh": "signals.cuh"}
+    )
 
 
 def unwritten(num_words: int) -> torch.Tensor:
@@ -90,35 +104,41 @@ def unwritten(num_words: int) -> torch.Tensor:
     return torch.full((num_words + 1,), -7, dtype=torch.int32)
 
 
-def write(library, plan, sizes: Sizes) -> Agenda:
+def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None) -> Agenda:
     """Written by the source, and read by all thread blocks, one after the other."""
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
     entries = unwritten((num_items + num_slots) * ENTRY.size // 4)
     num_waves = num_tiles * sizes.nheads_kv // sizes.num_blocks
-    counts = unwritten(3 + num_waves)  # entries; the ticket, items in step, steps of each wave
-    arrivals = unwritten(num_slots * sizes.heads_per_section * ARRIVALS)
+    counts = unwritten(4 + num_waves)  # entries; then the counters: three, and steps of each wave
+    first_arrival = FIRST_SLOT * sizes.heads_per_section * ARRIVALS
+    arrivals = unwritten(first_arrival + num_slots * sizes.heads_per_section * ARRIVALS)
     workspace = unwritten(3 * num_tiles + 1 + (num_items if sizes.group > 1 else 0))
     at = [x.data_ptr() for x in (plan.k_tiles, plan.k_runs, entries, counts, arrivals, workspace)]
     params = PARAMS.pack(
         *(at[0], at[1], at[2], at[3], at[3] + 4, at[4], 0),
         *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
-        *(num_tiles, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+        *(num_tiles, FIRST_SLOT, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+        0 if tiles_behind is None else tiles_behind.data_ptr(),
     )
     library.write_agenda(params)
     assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
-    assert not arrivals[:-1].any()
-    num_entries, ticket, num_in_step = counts[:3].tolist()
+    assert (arrivals[:first_arrival] == -7).all()
+    assert not arrivals[first_arrival:-1].any()
+    num_entries, ticket, num_in_step, num_unfinished = counts[:4].tolist()
     assert ticket == 0
     assert num_in_step % sizes.num_blocks == 0
     waves_in_step = num_in_step // sizes.num_blocks
-    assert (counts[3 : 3 + waves_in_step] == 0).all()
-    assert (counts[3 + waves_in_step :] == -7).all()
+    assert (counts[4 : 4 + waves_in_step] == 0).all()
+    assert (counts[4 + waves_in_step :] == -7).all()
+    num_filled = int((plan.k_tiles[:, 0] < plan.k_tiles[:, 1]).sum())
+    assert num_unfinished == num_filled * sizes.nheads_kv * ARRIVALS
     assert (entries[num_entries * ENTRY.size // 4 :] == -7).all()
     items = torch.empty(num_entries * sizes.heads_per_section + 1, 4, dtype=torch.int32)
     count = library.read_agenda(params, ctypes.c_void_p(items.data_ptr()))
     packed = ctypes.string_at(at[2], num_entries * ENTRY.size)
-    found = [Entry(*x) for x in ENTRY.iter_unpack(packed)]
+    read = [Entry(*x) for x in ENTRY.iter_unpack(packed)]
+    found = [x._replace(slot=x.slot - FIRST_SLOT * (x.num_parts > 1)) for x in read]
     return Agenda(found, items[:count].tolist(), num_in_step)
 
 
@@ -364,3 +384,16 @@ def test_walks_of_different_lengths_do_not(library):
     sizes = Sizes(64, 8, nheads_kv=1, heads_per_section=1)
     agenda = write(library, plan_of(one(MaskType.CAUSAL, 4096)), sizes)
     assert agenda.num_in_step == 0
+
+
+def test_what_comes_behind_keeps_the_last_tiles_whole(library):
+    """As near tiles do behind far ones: nobody runs out of work when these are over."""
+    sizes = Sizes(group=8, num_blocks=16)
+    plan = plan_of(one(MaskType.FULL, 6400))
+    alone = write(library, plan, sizes)
+    followed = write(library, plan, sizes, plan.k_tiles)
+    assert any(entry.num_parts > 1 for entry in alone.entries)
+    assert all(entry.num_parts == 1 for entry in followed.entries)
+    assert [x.tile for x in followed.entries] == [i for _ in sizes.sections for i in range(50)]
+    nothing = write(library, plan, sizes, torch.zeros_like(plan.k_tiles))
+    assert nothing.entries == alone.entries

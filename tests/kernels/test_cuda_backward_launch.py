@@ -19,17 +19,23 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
-MAIN = struct.Struct("<3Qi4xQ4if4x11Q3i2f")
+PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ6iQ")
+MAIN, LIST = struct.Struct("<2QQi4xQ4if4x7Qi2f4x"), struct.Struct("<6Q2i")
 POSTPROCESS = struct.Struct("<Qi4xQ4if4xQ")
-SIZES = (216, 1088, 56)
+SIZES = (224, 1088, 56)
 
 
 class Call(NamedTuple):
     before: tuple
     maps: list[int]  # the addresses that they begin with
     main: tuple
+    tiles: tuple  # the list of them
     after: tuple
+
+
+def addresses(params: bytes) -> list[int]:
+    """What the tensor maps of the main kernel begin with."""
+    return [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(7)]
 
 
 @pytest.fixture
@@ -55,9 +61,10 @@ def call(launches, tensors, problem=PROBLEM, tiles=TILES):
     grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, problem)
     assert [len(params) for params in launches] == list(SIZES)
     before, main, after = launches
-    maps = [struct.unpack_from("<Q", main, i * TENSOR_MAP_BYTES)[0] for i in range(7)]
     fields = MAIN.unpack_from(main, 7 * TENSOR_MAP_BYTES)
-    return grads, Call(PREPROCESS.unpack(before), maps, fields, POSTPROCESS.unpack(after))
+    tiles = LIST.unpack_from(main, 7 * TENSOR_MAP_BYTES + MAIN.size)
+    before, after = PREPROCESS.unpack(before), POSTPROCESS.unpack(after)
+    return grads, Call(before, addresses(main), fields, tiles, after)
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -67,17 +74,19 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         at = {name: x.data_ptr() for name, x in tensors.items()}
         assert found.before[:4] == (at["out"], at["dout"], at["lse"], at["dlse"])
         stats, dq_sum = found.before[4:6]
-        wanted = [at[n] for n in ("q", "dout", "k", "v")] + [stats, dk.data_ptr(), dv.data_ptr()]
-        assert found.maps == wanted
-        assert found.main[:2] == (dk.data_ptr(), dv.data_ptr())
+        grads = (dk.data_ptr(), dv.data_ptr())
+        assert found.maps == [*(at[n] for n in ("q", "dout", "k", "v")), stats, *grads]
+        assert found.main[:2] == grads
         row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q, HEADS_Q // HEADS_KV)
         items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
         assert found.main[2:10] == found.after[:-1] == items
-        assert found.main[11] == 0  # dq is rounded behind it
-        assert found.main[12] == 0  # additions have no order
-        assert (*found.main[10:12], found.main[13]) == found.before[7:10]
-        assert found.main[13] == found.after[-1]
-        assert found.main[14:16] == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
+        done, wanted, turns, progress, runs, *signals = found.main[10:17]
+        assert wanted == 0  # dq is rounded behind it
+        assert turns == 0  # additions have no order
+        assert (done, wanted, progress) == found.before[7:10]
+        assert progress == found.after[-1]
+        assert signals == [0, 0]
+        assert (found.tiles[0], runs) == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
         strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
         assert found.before[10:14] == strides
         assert found.before[14] == ROWS
@@ -102,12 +111,15 @@ def test_what_lies_in_scratch_does_not_overlap(
     stats, dq_sum = found.before[4:6]
     entries, num_entries, counters, arrivals, partials = found.before[18:23]
     done, wanted, progress = found.before[7:10]
-    workspace, agenda_tiles, num_slots, group, grid, is_one_way = found.before[25:]
-    assert found.main[16:24] == (*found.before[18:25], group)
+    workspace, agenda_tiles, first_slot, num_slots, group, grid, is_one_way, behind = found.before[
+        25:
+    ]
+    assert found.tiles[1:] == found.before[18:25]
+    assert found.main[17] == group
     assert found.before[23:25] == (heads_kv, heads)
     assert found.main[7] == heads * group
-    assert (agenda_tiles, group) == (num_tiles, HEADS_Q // heads_kv)
-    assert (grid, is_one_way) == (min(num_tiles * HEADS_Q, 132), 0)
+    assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
+    assert (grid, is_one_way, behind) == (min(num_tiles * HEADS_Q, 132), 0, 0)
     num_items = num_tiles * heads_kv // heads
     assert num_slots * heads <= 768
     assert num_slots == 0 or group > 1
@@ -117,28 +129,29 @@ def test_what_lies_in_scratch_does_not_overlap(
         HEADS_Q * PADDED * 3,
         num_slots * heads * 2 * 128 * HEAD_DIM,
         (num_items + num_slots) * 4,
-        2 + num_tiles * heads_kv // grid,
+        3 + num_tiles * heads_kv // grid,
         1,
-        num_slots * heads * 8,
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
+        num_slots * heads * 8,
         HEADS_Q * PADDED // 16,
         PADDED // 16 + 1,
         3 + 2 * 16 * grid,
     ]
-    starts = [dq_sum, stats, partials, entries, counters, num_entries, arrivals, workspace]
+    starts = [dq_sum, stats, partials, entries, counters, num_entries, workspace, arrivals]
     starts += [done, wanted, progress]
     ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
+    ends[6] += -ends[6] % 16  # what follows the agenda
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
-    scratch = module._Scratch.of(problem, PADDED, num_tiles, heads, grid)
+    scratch = module._Scratch.of(problem, PADDED, num_tiles, 1, heads, grid)
     assert scratch.size == ends[-1] - dq_sum
 
 
 def test_more_heads_than_there_is_room_for_parts():
     """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
     problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
-    assert module._Scratch.of(problem, PADDED, 5, 1024, 132).num_slots == 1
+    assert module._Scratch.of(problem, PADDED, 5, 1, 1024, 132).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])
@@ -203,9 +216,7 @@ class Steps:
     @property
     def mapped(self):
         """The addresses of k, v, dk and dv in the main kernel's tensor maps."""
-        maps = [
-            struct.unpack_from("<Q", self.params[-2], i * TENSOR_MAP_BYTES)[0] for i in range(7)
-        ]
+        maps = addresses(self.params[-2])
         return [maps[i] for i in (2, 3, 5, 6)]
 
 

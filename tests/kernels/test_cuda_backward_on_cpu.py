@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_compile.kernels.base import KeyTensors, Signals
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import plan_tiles
@@ -22,7 +23,7 @@ from tests.kernels.dq_additions import additions_of_tiles
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
-DQ_ITEMS, AGENDA = (7 * TENSOR_MAP_BYTES + at for at in (16, 112))  # in BackwardParams
+DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 136))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 # The first 20 keys, and with them their tile, are seen by all; queries 100 to 129 see nothing else.
@@ -83,7 +84,7 @@ def integers(address: int, count: int) -> tuple[int, ...]:
 
 def entries(params: bytes) -> list[tuple[int, int, int]]:
     """(tile, part, number of parts) of the agenda, where the main kernel reads it."""
-    at_entries, at_count = struct.unpack_from("<2Q", params, AGENDA)
+    at_entries, at_count = struct.unpack_from("<2Q", params, LISTS + 8)
     count = ctypes.c_int.from_address(at_count).value
     read = struct.Struct("<2i4h").iter_unpack(ctypes.string_at(at_entries, 16 * count))
     return [(tile, part, num_parts) for tile, _, part, num_parts, _, _ in read]
@@ -216,3 +217,79 @@ def test_keys_arrive_and_gradients_leave_between_launches(launches):
     dq = module.backward_in_phases(dout, None, q, arrive, depart, *results, *walk)
     for found, right in zip((dq, *left), expected, strict=True):
         assert torch.equal(found, right)
+
+
+class FarKeys:
+    """Some keys of a case, on their way until `arrive`, or there from the start; the others are near."""
+
+    def __init__(self, keys, is_near, are_there):
+        self._keys, self._is_near = keys, is_near
+        self.words = torch.zeros(2, dtype=torch.int32)
+        at = self.words.data_ptr()
+        self.signals = Signals(at, at + 4)
+        self.tensors = KeyTensors(*(torch.full_like(x, torch.nan) for x in keys * 2))
+        self.steps, self.num_complete = [], []
+        self._come(is_near)
+        if are_there:
+            self._come(~is_near)
+            self.words[0] = 1
+
+    def _come(self, which):
+        for there, x in zip(self.tensors, self._keys, strict=False):
+            there[which] = x[which]
+
+    def arrive(self):
+        """Behind the first launch."""
+        self.steps.append("arrive")
+        assert bool(self.words[1]) == bool(self.words[0])
+        far_grads = self.tensors.dk[~self._is_near]
+        # Of a tile with near and far keys, nothing is there either.
+        assert bool(self.words[0]) != bool(far_grads.isnan().all())
+        self._come(~self._is_near)
+        self.words[0] = 1
+
+    def depart(self):
+        self.steps.append("depart")
+        assert self.words[1] == 1
+
+
+def every_other(block, num_keys):
+    return (torch.arange(num_keys) // block) % 2 == 0
+
+
+FAR_CASES = [
+    (replace(DOCUMENTS, heads=Heads(4, 2, 64, 64)), 128),
+    (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128), softcap=5.0), 50),
+    (replace(SINK, heads=Heads(8, 1, 128, 128)), 128),
+    (replace(PREFIX, heads=Heads(4, 2, 96, 96)), 128),
+    (replace(WINDOW, heads=Heads(2, 2, 128, 128)), 150),
+]
+
+
+@pytest.mark.parametrize("are_there", [False, True], ids=["late", "at once"])
+@pytest.mark.parametrize(("case", "block"), FAR_CASES, ids=lambda x: getattr(x, "name", None))
+def test_far_keys(case, block, are_there, launches):
+    """Whoever works on them: the gradients are those of all keys together, and near tiles do not wait."""
+    slices, inputs = case.slices(), case.inputs(torch.bfloat16)
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    q, k, v, dout, dlse = inputs
+    forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
+    results = forward.out.bfloat16(), forward.lse.float()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    is_near = every_other(block, slices.seqlen_k)
+    lists = module.two_lists(plan.k_tiles, plan.k_runs, is_near)
+    tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
+    assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
+    assert all(is_near[begin:end].all() for begin, end, *_ in lists.near.tolist())
+    assert all((~is_near[x[0] : x[1]]).any() for x in lists.far.tolist() if x[0] < x[1])
+    found = []
+    for launches.timing in (LATE, AT_RANDOM):
+        far = FarKeys((k, v), is_near, are_there)
+        ends = (far.tensors, far.signals, far.arrive, far.depart)
+        dq = module.backward_early(dout, dlse, q, *ends, *results, lists, problem)
+        assert far.steps == ["arrive", "depart"]
+        grads = dq, far.tensors.dk, far.tensors.dv
+        assert_attention_close((None, None, *grads), inputs, slices, problem, True)
+        found.append(grads)
+    (_, *first), (_, *second) = found
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))

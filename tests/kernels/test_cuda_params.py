@@ -27,10 +27,12 @@ class Layout(NamedTuple):
     maps: tuple[str, ...]
     values: tuple[str, ...]
     packers: tuple[struct.Struct, ...]  # of the values
+    alignment: int = 1  # of its size
 
     @property
     def num_bytes(self) -> int:
-        return len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
+        size = len(self.maps) * TENSOR_MAP_BYTES + sum(x.size for x in self.packers)
+        return -(-size // self.alignment) * self.alignment
 
     def expected(self) -> dict[str, tuple[int, int]]:
         places = [(i * TENSOR_MAP_BYTES, TENSOR_MAP_BYTES) for i in range(len(self.maps))]
@@ -99,19 +101,27 @@ DQ_ITEMS = (
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
 BACKWARD = Layout(
-    "BackwardParams",
+    "BackwardParams<2>",
     nvrtc.Variant("bwd_shared.cuh", ""),
     ("q", "dout", "k", "v", "stats", "dk", "dv"),
     (
         *("dk_rows", "dv_rows"),
         *(f"dq.{name}" for name in DQ_ITEMS),
-        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "tiles", "runs"),
-        *(f"agenda.{name}" for name in (*AGENDA, *HEADS)),
-        *("qhead_per_kvhead", "scale_log2", "cap_scale"),
+        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "runs"),
+        *("have_arrived", "are_complete", "qhead_per_kvhead", "scale_log2", "cap_scale"),
+        *(
+            f"lists[{i}].{name}"
+            for i in range(2)
+            for name in ("tiles", *(f"agenda.{x}" for x in (*AGENDA, *HEADS)))
+        ),
     ),
-    (backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
+    (
+        *(backward._GRADIENTS, backward._DQ_ITEMS, backward._ADDRESSES, backward._SCALARS),
+        *(backward._TILE_LIST, backward._TILE_LIST),
+    ),
+    alignment=64,
 )
-PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM)
+PREPROCESS, _, POSTPROCESS = backward.backward_variants(PROBLEM, has_far_tiles=True)
 BEFORE = Layout(
     "PreprocessParams",
     PREPROCESS,
@@ -120,12 +130,18 @@ BEFORE = Layout(
         *("out", "dout", "lse", "dlse", "stats", "dq.data", "dq.row_groups"),
         *("done", "wanted", "dq_progress"),
         *("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"),
-        *("total_q", "lse_factor", "agenda.tiles", "agenda.runs"),
-        *(f"agenda.agenda.{name}" for name in (*AGENDA, *HEADS)),
-        *("agenda.scratch", "agenda.num_tiles", "agenda.num_slots", "agenda.qhead_per_kvhead"),
-        *("agenda.num_blocks", "agenda.is_one_way"),
+        *("total_q", "lse_factor"),
+        *(
+            f"agendas[{i}].{name}"
+            for i in range(2)
+            for name in (
+                *("tiles", "runs", *(f"agenda.{name}" for name in (*AGENDA, *HEADS))),
+                *("scratch", "num_tiles", "first_slot", "num_slots", "qhead_per_kvhead"),
+                *("num_blocks", "is_one_way", "tiles_behind"),
+            )
+        ),
     ),
-    (backward._PREPROCESS,),
+    (backward._PREPROCESS, backward._AGENDA, backward._AGENDA),
 )
 AFTER = Layout(
     "PostprocessParams",
@@ -167,8 +183,9 @@ def test_every_field_is_where_the_kernel_reads_it(layout):
     ("layout", "names"),
     [
         (FORWARD, ("far_begin", "total_q")),
-        (BACKWARD, ("agenda.arrivals", "agenda.counters")),
-        (BEFORE, ("agenda.num_slots", "agenda.num_tiles")),
+        (BACKWARD, ("have_arrived", "are_complete")),
+        (BACKWARD, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
+        (BEFORE, ("agendas[1].num_slots", "agendas[1].num_tiles")),
     ],
     ids=lambda x: x.name if isinstance(x, Layout) else "",
 )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor import rows
-from magi_compile.dtensor.collectives import Route
+from magi_compile.dtensor.collectives import KernelSignals, Route
 from magi_compile.dtensor.native.peers import refusals
 from magi_compile.dtensor.native.pulls import SMS, Pulls, Targets
 from magi_compile.dtensor.native.window import Slot, Window, round_up
@@ -37,8 +37,20 @@ class NativeCollective:
     def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
         return refusals(group, device, self)
 
+    def signals(self, group: dist.ProcessGroup, device: torch.device) -> KernelSignals | None:
+        # Branches of a graph need not run beside each other, and one of these waits for the other's kernel.
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        words = self._window("reduces", group, device).words
+        words.zero_()
+        return KernelSignals(words, torch.cuda.current_stream(device).record_event())
+
     def casts(
-        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        routes: Sequence[Route],
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
     ) -> Iterator[_Cast]:
         if not routes:
             return
@@ -52,6 +64,8 @@ class NativeCollective:
         like = [x[:0] for x in tensors]
         for order, part in zip(orders, packed.split(received), strict=True):
             self._pull(order.pulls, slot, [(0, part)], window.stream, met)
+            if signals is not None:
+                window.tell(signals.addresses.have_arrived)
             done = window.end()
             buffers = rows.split(part, like)
             rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
@@ -66,7 +80,11 @@ class NativeCollective:
         return _parts(window.next_slot(num_bytes, current), offsets, like, route)
 
     def start_reduce(
-        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
     ) -> _Reduce:
         order = route.derive(_ReduceOrder, group.rank(), group.size())
         window = self._window("reduces", group, tensors[0].device)
@@ -77,10 +95,16 @@ class NativeCollective:
             if x.data_ptr() != part.data_ptr():
                 part.copy_(x)
         shapes = [(order.pulls.num_rows, width) for width in rows.widths(tensors)]
-        arrived = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-        met = window.meet(slot, current)
+        # What the current stream frees may be in use until that kernel ends, for which these rows do not wait.
+        with torch.cuda.stream(current if signals is None else window.stream):
+            arrived = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
         targets = list(zip(offsets, arrived, strict=True))
-        self._pull(order.pulls, slot, targets, window.stream, met)
+        if signals is None:
+            met = window.meet(slot, current)
+            self._pull(order.pulls, slot, targets, window.stream, met)
+        else:
+            window.meet_when(slot, signals.addresses.are_complete, signals.begin)
+            self._pull(order.pulls, slot, targets, window.stream)
         return _Reduce(tensors, arrived, order, window, window.end())
 
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
@@ -95,12 +119,12 @@ class NativeCollective:
         slot: Slot,
         targets: Targets,
         stream: torch.cuda.Stream,
-        met: torch.cuda.Event,
+        met: torch.cuda.Event | None = None,
     ) -> None:
         row_bytes = sum(x.shape[1] * x.element_size() for _, x in targets)
         engine = self._engine or pulls.engine(row_bytes // len(targets))
         pulls.enqueue(slot, targets, engine, stream)
-        if engine == SMS:
+        if engine == SMS and met is not None:
             # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and
             # keep these few out until it ends.
             torch.cuda.current_stream(slot.memory.device).wait_event(met)
@@ -110,11 +134,11 @@ class _Cast:
     sms = 0  # copy engines need none, and attention waits for what does, see `_pull`
 
     def __init__(self, buffers: list[Tensor], window: Window, done: torch.cuda.Event):
-        self._buffers, self._window, self._done = buffers, window, done
+        self.buffers, self._window, self._done = buffers, window, done
 
     def wait(self) -> list[Tensor]:
-        self._window.wait(self._done, torch.cuda.current_stream(self._buffers[0].device))
-        return self._buffers
+        self._window.wait(self._done, torch.cuda.current_stream(self.buffers[0].device))
+        return self.buffers
 
 
 class _Reduce:

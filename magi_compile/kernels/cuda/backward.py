@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -14,7 +15,12 @@ import torch
 from cuda.bindings import driver
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, BackwardOutput
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    KeyTensors,
+    Signals,
+)
 from magi_compile.kernels.cuda.forward import ELEMENTS
 from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
@@ -45,18 +51,24 @@ _ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
-# and what a route knows, to the end of the struct.
+# what a route knows, and lists of tiles, to the end of the struct.
 _GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ4if4x")
-_ADDRESSES, _SCALARS = struct.Struct("<11Q"), struct.Struct("<3i2f20x")
+_ADDRESSES, _SCALARS, _TILE_LIST = (
+    struct.Struct("<7Q"),
+    struct.Struct("<i2f4x"),
+    struct.Struct("<6Q2i"),
+)
+_ALIGNMENT = 64  # of a struct with tensor maps
 _MAX_KNOWN_MAPS = 256
-_PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ5i4x")
+_PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
+_AGENDA = struct.Struct("<7Q2iQ6iQ")  # what follows for each of them
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
-_WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most
+_WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most, of a launch
 
 
 @lru_cache(maxsize=1024)
 def backward_variants(
-    problem: AttnProblem, deterministic: bool = False
+    problem: AttnProblem, deterministic: bool = False, has_far_tiles: bool = False
 ) -> tuple[Variant, Variant, Variant]:
     """The kernels to compile for `problem`: before, main, after."""
     config = backward_config(problem)
@@ -73,9 +85,14 @@ def backward_variants(
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(_rounds_dq(config, deterministic)).lower(),
+        "FFA_HAS_FAR_TILES": str(has_far_tiles).lower(),
     }
     return (
-        _variant("bwd_preprocess.cu", "ffa_backward_preprocess", {**rows, **cols}),
+        _variant(
+            "bwd_preprocess.cu",
+            "ffa_backward_preprocess",
+            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_tiles},
+        ),
         _variant("bwd.cu", "ffa_backward", main),
         _variant(
             "bwd_postprocess.cu",
@@ -90,38 +107,29 @@ def _rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
     return config.rounds_dq and not deterministic
 
 
-class _Route(NamedTuple):
-    """What the three launches need besides addresses, for tensors of one layout."""
+class _AgendaPlace(NamedTuple):
+    """Where in scratch the agenda of a list of tiles lies, in bytes."""
 
-    preprocess: driver.CUfunction
-    main: driver.CUfunction
-    postprocess: driver.CUfunction
-    config: BackwardConfig
-    grid: int
-    num_sms: int
-    heads_per_section: int
-    scalars: bytes
-    scratch: _Scratch
-    maps: dict[tuple[object, ...], bytes]  # the seven tensor maps, by where their tensors lie
+    entries: int
+    counters: int
+    num_entries: int
+    workspace: int  # what its writer needs
 
 
 class _Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
     First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
-    integers: its counters and its length, how many parts have arrived, what its writer needs, the visits of
-    csrc/sm90/dq_accumulator.cuh that are done and those that are wanted, and the progress of csrc/sm90/dq_rounding.cuh.
+    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each list of
+    tiles; then how many parts have arrived, the visits of csrc/sm90/dq_accumulator.cuh that are done and those that are
+    wanted, and the progress of csrc/sm90/dq_rounding.cuh.
     """
 
-    num_slots: int  # how many parts of tiles there is room for; all others are places
+    num_slots: int  # of each agenda: how many parts of tiles there is room for
     stats: int
     partials: int
-    entries: int
-    counters: int
-    num_entries: int
+    agendas: tuple[_AgendaPlace, ...]
     arrivals: int
-    workspace: int
     done: int
     wanted: int
     progress: int
@@ -129,58 +137,88 @@ class _Scratch(NamedTuple):
 
     @staticmethod
     def of(
-        problem: AttnProblem, padded_q: int, num_tiles: int, heads_per_section: int, grid: int
+        problem: AttnProblem,
+        padded_q: int,
+        num_tiles: int,
+        num_lists: int,
+        heads_per_section: int,
+        grid: int,
     ) -> _Scratch:
-        group = problem.qhead_per_kvhead
+        group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
         num_items = num_tiles * problem.nheads_kv // heads_per_section
+        # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
         num_slots = min(num_items * group, most_slots) if group > 1 else 0
-        num_partials = num_slots * heads_per_section
-        num_waves = num_tiles * problem.nheads_kv // grid
+        num_partials = num_lists * num_slots * heads_per_section
+        stats = nheads_q * padded_q * problem.head_dim
+        partials = stats + nheads_q * padded_q * _STATS_BYTES // 4
+        end = partials + num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim
         words = (
-            problem.nheads_q * padded_q * problem.head_dim,
-            problem.nheads_q * padded_q * _STATS_BYTES // 4,
-            num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim,
             (num_items + num_slots) * _ENTRY_BYTES // 4,
-            2 + num_waves,
+            3 + num_tiles * problem.nheads_kv // grid,
             1,
-            num_partials * _ARRIVALS,
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
-            problem.nheads_q * padded_q // _DQ_GROUP_ROWS,
-            padded_q // _DQ_GROUP_ROWS + 1,
-            3 + 2 * _WARPS * grid,
         )
-        return _Scratch(num_slots, *(4 * n for n in accumulate(words)))
+        agendas = []
+        for _ in range(num_lists):
+            *places, end = accumulate(words, initial=end)
+            agendas.append(_AgendaPlace(*(4 * x for x in places)))
+            end += -end % (_ENTRY_BYTES // 4)
+        words = (
+            num_partials * _ARRIVALS,
+            nheads_q * padded_q // _DQ_GROUP_ROWS,
+            padded_q // _DQ_GROUP_ROWS + 1,
+            3 + num_lists * 2 * _WARPS * grid,
+        )
+        arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
+        return _Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
+
+
+class _Route(NamedTuple):
+    """What the launches need besides addresses, for tensors of one layout."""
+
+    preprocess: driver.CUfunction
+    main: driver.CUfunction
+    postprocess: driver.CUfunction
+    config: BackwardConfig
+    rounds_dq: bool
+    grid: int
+    num_sms: int
+    heads_per_section: int
+    scalars: bytes
+    scratch: _Scratch
+    maps: dict[tuple[object, ...], bytes]  # tensor maps, by where their tensors lie
 
 
 @lru_cache(maxsize=1024)
 def _route(
     problem: AttnProblem,
-    variants: tuple[Variant, Variant, Variant],
+    deterministic: bool,
     layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...],
     num_tiles: int,
+    num_lists: int,
     device_index: int,
 ) -> _Route | None:
     """How tensors of such layouts (the shape and the strides of q, dout and out) are launched; None where TMA can not
     read them."""
     if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts):
         return None
-    preprocess, main, postprocess = (load_function(variant, device_index) for variant in variants)
+    variants = backward_variants(problem, deterministic, has_far_tiles=num_lists > 1)
+    before, main, after = (load_function(variant, device_index) for variant in variants)
     config = backward_config(problem)
     score_scale = problem.softcap or problem.softmax_scale
     sms = num_sms(device_index)
-    heads_per_section = backward_heads_per_section(problem, num_tiles, sms)
     scalars = _SCALARS.pack(
-        problem.nheads_kv,
-        heads_per_section,
         problem.qhead_per_kvhead,
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
-    grid = min(num_tiles * problem.nheads_q, sms)  # a tile has a part for each query head at most
-    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, heads_per_section, grid)
-    kernels = (preprocess, main, postprocess)
-    return _Route(*kernels, config, grid, sms, heads_per_section, scalars, scratch, {})
+    # A tile has a part for each query head at most.
+    grid = min(num_tiles * problem.nheads_q, sms)
+    heads = backward_heads_per_section(problem, num_tiles, sms, num_lists)
+    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, num_lists, heads, grid)
+    rounds_dq = _rounds_dq(config, deterministic)
+    return _Route(before, main, after, config, rounds_dq, grid, sms, heads, scalars, scratch, {})
 
 
 def _padded(rows: int) -> int:
@@ -209,12 +247,11 @@ def backward(
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if q.shape[0] == 0 or k.shape[0] == 0:
         return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
-    keys = (k, v, dk, dv)
-    dq = backward_in_phases(
-        *(dout, dlse, q, lambda: keys, None, out, lse, k_tiles, k_runs, problem),
-        deterministic=deterministic,
-    )
-    return BackwardOutput(dq, dk, dv)
+    with _current(q.device):
+        # Each launch begins while the one in front of it ends.
+        launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
+        launches.main(KeyTensors(k, v, dk, dv), may_start_early=True)
+        return BackwardOutput(launches.end(may_start_early=True), dk, dv)
 
 
 def backward_in_phases(
@@ -222,7 +259,7 @@ def backward_in_phases(
     dlse: Tensor | None,
     q: Tensor,
     arrive: Callable[[], Sequence[Tensor]],
-    depart: Callable[[Tensor, Tensor], None] | None,
+    depart: Callable[[Tensor, Tensor], None],
     out: Tensor,
     lse: Tensor,
     k_tiles: Tensor,
@@ -231,132 +268,241 @@ def backward_in_phases(
     *,
     deterministic: bool = False,
 ) -> Tensor:
-    """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq.
+    """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
+    with _current(q.device):
+        launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
+        keys = KeyTensors(*arrive())
+        launches.main(keys)
+        depart(keys.dk, keys.dv)
+        return launches.end()
 
-    Without `depart` there is none, so that each launch begins while the one in front of it ends.
+
+class TwoLists(NamedTuple):
+    """The k walk of a plan in two: tiles whose keys are all near, and the others."""
+
+    near: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
+    far: Tensor
+    runs: Tensor
+
+
+def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor) -> TwoLists:
+    """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
+
+    Args:
+        k_tiles: int32 `[num_tiles, 4]`.
+        k_runs: int32 `[num_runs, 12]`.
+        is_near: bool `[total_k]`.
     """
-    total_q, nheads_q, _ = q.shape
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return backward_in_phases(
-                *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
-                deterministic=deterministic,
-            )
+    row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
+    before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
+    num_far = row_end - row_begin - (before[row_end] - before[row_begin])
+    is_filled = row_end > row_begin
 
-    at_q, at_dout, at_out = (x.data_ptr() for x in (q, dout, out))
-    layouts = tuple((x.shape, x.stride()) for x in (q, dout, out))
-    variants = backward_variants(problem, deterministic)
-    num_tiles = k_tiles.shape[0]
-    route = _route(problem, variants, layouts, num_tiles, device.index)
-    if route is None or (at_q | at_dout | at_out) % 16:
-        dout, q, out = (tma_compatible(x) for x in (dout, q, out))
-        return backward_in_phases(
-            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
-            deterministic=deterministic,
+    def only(is_in: Tensor) -> Tensor:
+        tiles = torch.where(is_in[:, None], k_tiles, 0)
+        return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
+
+    return TwoLists(only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs)
+
+
+def backward_early(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    keys: KeyTensors,
+    signals: Signals,
+    arrive: Callable[[], object],
+    depart: Callable[[], object],
+    out: Tensor,
+    lse: Tensor,
+    lists: TwoLists,
+    problem: AttnProblem,
+) -> Tensor:
+    """`backward` with far keys that are still under way, see `EarlyKernel`; returns dq.
+
+    Near tiles are worked on until far keys are there, and once more when far tiles are done. The main kernel is launched twice:
+    what the first one finds not there, it leaves to the second, behind their arrival.
+    """
+    with _current(q.device):
+        tiles = [lists.near, lists.far]
+        launches = _Launches(dout, dlse, q, out, lse, tiles, lists.runs, problem, False)
+        launches.main(keys, signals)
+        arrive()
+        launches.main(keys, signals)
+        # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
+        depart()
+        return launches.end()
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    is_current = device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
+
+
+class _Launches:
+    """One backward pass on torch's current stream, kernel by kernel; the first one is launched here.
+
+    Args:
+        tiles: near ones, and far ones if there are some.
+        runs: of all tiles.
+    """
+
+    def __init__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Sequence[Tensor],
+        runs: Tensor,
+        problem: AttnProblem,
+        deterministic: bool,
+    ):
+        self._stream = current_stream(q.device)
+        inputs, self._route = _routed((dout, q, out), tiles, problem, deterministic)
+        self._inputs = dout, q, out = inputs
+        self._dq = q.new_empty(q.shape)
+        total_q, nheads_q, _ = q.shape
+        row_groups = _padded(total_q) // _DQ_GROUP_ROWS
+        route, places = self._route, self._route.scratch
+        self._scratch = q.new_empty(places.size // 4, dtype=torch.float32)
+        self._sums = sums = self._scratch.data_ptr()
+        self._items = _DQ_ITEMS.pack(
+            sums,
+            row_groups,
+            self._dq.data_ptr(),
+            total_q,
+            nheads_q,
+            route.heads_per_section * problem.qhead_per_kvhead,
+            problem.qhead_per_kvhead,
+            problem.softmax_scale,
         )
-    dq = q.new_empty(q.shape)
-    padded_q = _padded(total_q)
-    row_groups = padded_q // _DQ_GROUP_ROWS
-    scratch = q.new_empty(route.scratch.size // 4, dtype=torch.float32)
-    sums = scratch.data_ptr()
-    places = (sums + at for at in route.scratch[1:-1])
-    stats, partials, entries, counters, num_entries, arrivals, workspace, *of_dq = places
-    done, wanted, progress = of_dq
-    if not _rounds_dq(route.config, deterministic):
-        wanted = 0
-    agenda = (entries, num_entries, counters, arrivals, partials)
-    turns = turns_of_tiles(k_tiles, k_runs, row_groups) if deterministic else None
-    stream = current_stream(device)
-    row_blocks = (-(-total_q // BACKWARD_ROWS), nheads_q)
+        done, progress = sums + places.done, sums + places.progress
+        wanted = sums + places.wanted if route.rounds_dq else 0
+        self._turns = turns_of_tiles(tiles[0], runs, row_groups) if deterministic else None
+        self._visits = (done, wanted, _address(self._turns), progress)
+        self._runs = runs
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        before = _PREPROCESS.pack(
+            out.data_ptr(),
+            dout.data_ptr(),
+            lse.data_ptr(),
+            _address(dlse),
+            sums + places.stats,
+            sums,
+            row_groups,
+            done,
+            wanted,
+            progress,
+            *out.stride()[:2],
+            *dout.stride()[:2],
+            total_q,
+            -math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
+        )
+        self._lists = []
+        for i, place in enumerate(places.agendas):
+            agenda = (
+                *(sums + x for x in (place.entries, place.num_entries, place.counters)),
+                *(sums + places.arrivals, sums + places.partials),
+                *(problem.nheads_kv, route.heads_per_section),
+            )
+            self._lists.append(_TILE_LIST.pack(tiles[i].data_ptr(), *agenda))
+            before += _AGENDA.pack(
+                tiles[i].data_ptr(),
+                runs.data_ptr(),
+                *agenda,
+                sums + place.workspace,
+                tiles[i].shape[0],
+                i * places.num_slots,
+                places.num_slots,
+                problem.qhead_per_kvhead,
+                route.grid,
+                deterministic,
+                tiles[0].data_ptr() if i > 0 else 0,
+            )
+        launch(
+            route.preprocess,
+            (-(-total_q // BACKWARD_ROWS), nheads_q),
+            _STREAM_THREADS,
+            before,
+            self._stream,
+            shared_bytes=_STREAM_THREADS // 32 * 4,
+        )
 
-    lse = lse.contiguous()
-    dlse = None if dlse is None else dlse.contiguous()
-    at_tiles, at_runs = k_tiles.data_ptr(), k_runs.data_ptr()
-    before = _PREPROCESS.pack(
-        at_out,
-        at_dout,
-        lse.data_ptr(),
-        _address(dlse),
-        stats,
-        sums,
-        row_groups,
-        done,
-        wanted,
-        progress,
-        *out.stride()[:2],
-        *dout.stride()[:2],
-        total_q,
-        -math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
-        at_tiles,
-        at_runs,
-        *agenda,
-        problem.nheads_kv,
-        route.heads_per_section,
-        workspace,
-        num_tiles,
-        route.scratch.num_slots,
-        problem.qhead_per_kvhead,
-        route.grid,
-        deterministic,
-    )
-    launch(
-        *(route.preprocess, row_blocks, _STREAM_THREADS, before, stream),
-        shared_bytes=_STREAM_THREADS // 32 * 4,
-    )
+    def main(
+        self,
+        keys: KeyTensors,
+        signals: Signals | None = None,
+        *,
+        may_start_early: bool = False,
+    ) -> None:
+        """Launches the main kernel."""
+        dout, q, _ = self._inputs
+        k, v = (tma_compatible(x) for x in keys[:2])
+        route, stats = self._route, self._sums + self._route.scratch.stats
+        addresses = tuple(x.data_ptr() for x in (q, dout, k, v, keys.dk, keys.dv))
+        place = (*addresses, stats, k.shape, k.stride(), v.stride())
+        maps = route.maps.get(place)
+        if maps is None:
+            if len(route.maps) >= _MAX_KNOWN_MAPS:
+                route.maps.clear()
+            cols = route.config.block_cols
+            stats_map = _stats_map(stats, q.shape[1], _padded(q.shape[0]), cols)
+            keys = KeyTensors(k, v, keys.dk, keys.dv)
+            maps = _tensor_maps(q, dout, keys, stats_map, route.config)
+            route.maps[place] = maps
+        at_runs = self._runs.data_ptr()
+        params = b"".join(
+            (
+                maps,
+                _GRADIENTS.pack(*addresses[4:]),
+                self._items,
+                _ADDRESSES.pack(*self._visits, at_runs, *(signals or (0, 0))),
+                route.scalars,
+                *self._lists,
+            )
+        )
+        launch(
+            route.main,
+            route.grid,
+            route.config.num_threads,
+            params.ljust(-(-len(params) // _ALIGNMENT) * _ALIGNMENT, b"\0"),
+            self._stream,
+            may_start_early=may_start_early,
+        )
 
-    k, v, dk, dv = arrive()
-    k, v = (tma_compatible(x) for x in (k, v))
-    at_dk, at_dv = dk.data_ptr(), dv.data_ptr()
-    addresses = (at_q, at_dout, k.data_ptr(), v.data_ptr(), at_dk, at_dv, stats)
-    place = (*addresses, k.shape, k.stride(), v.stride())
-    maps = route.maps.get(place)
-    if maps is None:
-        if len(route.maps) >= _MAX_KNOWN_MAPS:
-            route.maps.clear()
-        stats_map = _stats_map(stats, nheads_q, padded_q, route.config.block_cols)
-        maps = _tensor_maps(q, dout, k, v, dk, dv, stats_map, route.config)
-        route.maps[place] = maps
-    items = _DQ_ITEMS.pack(
-        sums,
-        row_groups,
-        dq.data_ptr(),
-        total_q,
-        nheads_q,
-        route.heads_per_section * problem.qhead_per_kvhead,
-        problem.qhead_per_kvhead,
-        problem.softmax_scale,
-    )
-    visits = (done, wanted, _address(turns))
-    pointers = _ADDRESSES.pack(*visits, progress, at_tiles, at_runs, *agenda)
-    params = maps + _GRADIENTS.pack(at_dk, at_dv) + items + pointers + route.scalars
-    is_one_call = depart is None
-    launch(
-        *(route.main, route.grid, route.config.num_threads, params, stream),
-        may_start_early=is_one_call,
-    )
-    if depart is not None:
-        depart(dk, dv)
+    def end(self, *, may_start_early: bool = False) -> Tensor:
+        """Launches the last kernel; dq."""
+        after = self._items + _PROGRESS.pack(self._visits[-1])
+        launch(
+            *(self._route.postprocess, _BLOCKS_PER_SM * self._route.num_sms, _STREAM_THREADS),
+            *(after, self._stream),
+            shared_bytes=0,
+            may_start_early=may_start_early,
+        )
+        return self._dq
 
-    after = items + _PROGRESS.pack(progress)
-    launch(
-        *(route.postprocess, _BLOCKS_PER_SM * route.num_sms, _STREAM_THREADS, after, stream),
-        shared_bytes=0,
-        may_start_early=is_one_call,
-    )
-    return dq
+
+def _routed(
+    inputs: tuple[Tensor, ...], tiles: Sequence[Tensor], problem: AttnProblem, deterministic: bool
+) -> tuple[tuple[Tensor, ...], _Route]:
+    """dout, q and out as TMA can read them, and how they are launched."""
+    dout, q, out = inputs
+    layouts = tuple((x.shape, x.stride()) for x in (q, dout, out))
+    num_tiles, num_lists = tiles[0].shape[0], len(tiles)
+    route = _route(problem, deterministic, layouts, num_tiles, num_lists, q.device.index)
+    if route is None or any(x.data_ptr() % 16 for x in inputs):
+        compatible = tuple(tma_compatible(x) for x in inputs)
+        return _routed(compatible, tiles, problem, deterministic)
+    return inputs, route
 
 
 def _tensor_maps(
-    q: Tensor,
-    dout: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    stats_map: bytes,
-    config: BackwardConfig,
+    q: Tensor, dout: Tensor, keys: KeyTensors, stats_map: bytes, config: BackwardConfig
 ) -> bytes:
+    k, v, dk, dv = keys
     return b"".join(
         (
             tensor_map(q, config.block_cols),

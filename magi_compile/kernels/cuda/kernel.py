@@ -9,7 +9,13 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
-from magi_compile.kernels.cuda.backward import backward, backward_in_phases
+from magi_compile.kernels.cuda.backward import (
+    TwoLists,
+    backward,
+    backward_early,
+    backward_in_phases,
+    two_lists,
+)
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
@@ -128,6 +134,16 @@ class CudaKernel:
                 dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
             )
         return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[3:], problem)
+
+    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+        has_order = torch.are_deterministic_algorithms_enabled()
+        return problem.head_dim in BACKWARD_HEAD_DIMS and not has_order
+
+    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor) -> TwoLists:
+        *_, k_tiles, k_runs = plan
+        return two_lists(k_tiles, k_runs, is_near)
+
+    backward_early = staticmethod(backward_early)
 
     def backward_in_phases(
         self,
