@@ -72,7 +72,7 @@ public:
 
     // Counts what this warp has stored of far tiles. Who comes last says that all of it is there.
     __device__ __forceinline__ void tell(const TileOfHead& work, int store_end) const {
-        if (lane_ == 0 && work.list == kFar && store_end > work.tile.row_begin) {
+        if (lane_ == 0 && work.is_far && store_end > work.tile.row_begin) {
             cp_async_bulk_wait_group<0>();
             fence_proxy_async_global();
             __threadfence_system();

@@ -37,7 +37,7 @@ private:
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         if constexpr (Config::kHasFarTiles) {
-            work.list = items.list();
+            work.is_far = items.list() == kFar;
         }
         work.tile = tile;
         work.tile_index = entry.tile;

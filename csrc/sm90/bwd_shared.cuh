@@ -106,10 +106,10 @@ struct alignas(16) Block {
 
 struct TileOfHead {
     Tile tile;
-    int list;   // near tiles or far ones
     int kv_head;
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
+    bool is_far;
     int num_visits;      // blocks of queries, over all query heads
     int visits_to_tell;  // after so many, those of a head or all, the warps of dQ tell what they have added
     int wave_in_step;    // whose thread blocks stay together, or kNoWave
@@ -126,7 +126,7 @@ struct TileOfHead {
 
 template <class Config>
 __device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
-    return params.lists[Config::kHasFarTiles ? work.list : kNear];
+    return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
 }
 
 template <class Config>

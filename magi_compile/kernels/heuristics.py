@@ -59,9 +59,8 @@ _FORWARD = {
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
 # A rank of many has few queries and many keys: a section that keeps the SMs busy less than so many times ends, tile by tile,
-# while the next one begins, and neither stays in the cache. Then that costs more than to read K and V again does, as long as
-# many tiles read those of one head at a time.
-_SECTION_WAVES, _MOST_KV_HEADS = 20, 8
+# while the next one begins, and neither stays in the cache. To read K and V again costs less, if several query heads share them.
+_SECTION_WAVES = 20
 
 FORWARD_HEAD_DIMS = tuple(_FORWARD)
 
@@ -146,15 +145,14 @@ def backward_heads_per_section(
 def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
     """How many query heads the forward works on at a time, `num_tiles` of each: so many that their K and V stay in the L2
     cache, or more, where a section would be over too soon."""
-    divisors = _divisors(problem.nheads_kv)
+    divisors, group = _divisors(problem.nheads_kv), problem.qhead_per_kvhead
     kv_bytes = 2 * seqlen_k * problem.head_dim * problem.dtype.itemsize
-    items = problem.qhead_per_kvhead * num_tiles
     cached = max(n for n in divisors if n * kv_bytes <= _L2_SECTION_BYTES or n == 1)
-    lasting = min(
-        (n for n in divisors if n * items >= _SECTION_WAVES * num_sms), default=divisors[-1]
-    )
-    most = max(n for n in divisors if n <= _MOST_KV_HEADS)
-    return max(cached, min(lasting, most)) * problem.qhead_per_kvhead
+    if group == 1:
+        return cached
+    least_heads = _SECTION_WAVES * num_sms / max(num_tiles, 1)
+    lasting = min((n for n in divisors if n * group >= least_heads), default=problem.nheads_kv)
+    return max(cached, lasting) * group
 
 
 def _divisors(n: int) -> list[int]:
