@@ -5,8 +5,8 @@
 The one-GPU rate is that of the same kernel on the same mask over the whole sequence, the mean of all GPUs; beside it is
 what the slowest of them has of it, since all wait for that one. A row's rate counts the mask's mean area of a rank and
 the time of the slowest rank; `stages` is the number of remote stages, forward and backward, where "auto" is the cost
-model's choice with rates measured on this machine, and "wait" is 0 without beginning forward before remote keys are
-there. Exposed communication is a step's time minus that of the same step with everything that moves rows taken out. All
+model's choice with rates measured on this machine, and "wait" is 0 without beginning before remote keys are there, which
+"early" tells of the others. Exposed communication is a step's time minus that of the same step with everything that moves rows taken out. All
 that is compared takes turns, in another order each round: what always came first was up to 6 % slower than the same
 step later. Planning is the host's time for a mask never seen before. FLOPs are 4 * area * nheads_q * head_dim forward
 and 2.5 times that backward; medians over rounds, of which short steps get more.
@@ -306,6 +306,11 @@ class Rank:
                     len(plan.backward) - 1,
                 ],
                 "early_share": plan.early_share,
+                "begins_early": [
+                    plan.early_share is not None,
+                    plan.backward_is_early
+                    and collectives[name].signals(self.group, self.device) is not None,
+                ],
                 "chunk": plan.dispatch.chunk_size,
                 "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
                 "one_gpu_tflops": [round(x) for x in alone],
@@ -431,6 +436,8 @@ def to_markdown(context: dict, rows: list[dict]) -> str:
             stages = row["stages"]
             if stages == "auto":
                 stages = f"auto: {row['stages_run'][index]}"
+            if row.get("begins_early", [False, False])[index]:
+                stages = f"{stages}, early"
             cells = [row["mask"], row["tokens"], row["collective"], stages, name]
             cells += [row[field][index] for field in COLUMNS_OF_PASS.values()]
             cells += [row["planning_ms"], row["received_rows"][index]]

@@ -104,7 +104,7 @@ struct alignas(16) Block {
     int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
 };
 
-struct TileOfHead {
+struct alignas(64) TileOfHead {
     Tile tile;
     int kv_head;
     int tile_index;

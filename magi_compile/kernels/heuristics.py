@@ -60,7 +60,7 @@ _FORWARD = {
 _L2_SECTION_BYTES = 32 * 2**20
 # A rank of many has few queries and many keys: a section that keeps the SMs busy less than so many times ends, tile by tile,
 # while the next one begins, and neither stays in the cache. To read K and V again costs less, if several query heads share them.
-_SECTION_WAVES = 20
+_SECTION_WAVES = 10
 
 FORWARD_HEAD_DIMS = tuple(_FORWARD)
 
