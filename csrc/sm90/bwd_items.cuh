@@ -52,7 +52,13 @@ private:
 template <class Config>
 class Items<Config, true> {
 public:
-    __device__ __forceinline__ explicit Items(const typename Config::Params& params) : params_(params) { advance(); }
+    __device__ __forceinline__ explicit Items(const typename Config::Params& params) : params_(params) {
+        list_ = kFar;
+        if (blockIdx.x == 0 && num_items() == 0 && params_.are_complete != nullptr) {
+            store_release_system(params_.are_complete, 1);   // no warp will store what there is none of
+        }
+        advance();
+    }
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
