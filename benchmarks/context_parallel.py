@@ -314,6 +314,10 @@ class Rank:
                 "chunk": plan.dispatch.chunk_size,
                 "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
                 "one_gpu_tflops": [round(x) for x in alone],
+                "gpus_percent": [
+                    [round(100 * rate / mean, 1) for rate in rates]
+                    for rates, mean in zip(of_gpus, alone, strict=True)
+                ],
                 "slowest_gpu_percent": [
                     round(100 * min(rates) / mean, 1)
                     for rates, mean in zip(of_gpus, alone, strict=True)
