@@ -58,9 +58,10 @@ _FORWARD = {
 
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
-# A rank of many has few queries and many keys: a section that keeps the SMs busy less than so many times ends, tile by tile,
-# while the next one begins, and neither stays in the cache. To read K and V again costs less, if several query heads share them.
-_SECTION_WAVES = 10
+# A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep the SMs
+# busy less than so many times, it had better be of more heads. To read K and V again costs less, if several query heads share
+# them.
+_SECTION_WAVES = 20
 
 FORWARD_HEAD_DIMS = tuple(_FORWARD)
 
