@@ -58,10 +58,8 @@ _FORWARD = {
 
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
-# A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep the SMs
-# busy less than so many times, it had better be of more heads. To read K and V again costs less, if several query heads share
-# them.
-_SECTION_WAVES = 20
+# So often the shortest tiles of all heads keep the SMs busy at the end, to fill up with.
+_LAST_WAVES = 12
 
 FORWARD_HEAD_DIMS = tuple(_FORWARD)
 
@@ -143,17 +141,18 @@ def backward_heads_per_section(
     )
 
 
-def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
-    """How many query heads the forward works on at a time, `num_tiles` of each: so many that their K and V stay in the L2
-    cache, or more, where a section would be over too soon."""
-    divisors, group = _divisors(problem.nheads_kv), problem.qhead_per_kvhead
+def heads_per_section(problem: AttnProblem, seqlen_k: int) -> int:
+    """How many query heads the forward works on at a time, so that their K and V stay in the L2 cache."""
     kv_bytes = 2 * seqlen_k * problem.head_dim * problem.dtype.itemsize
-    cached = max(n for n in divisors if n * kv_bytes <= _L2_SECTION_BYTES or n == 1)
-    if group == 1:
-        return cached
-    least_heads = _SECTION_WAVES * num_sms / max(num_tiles, 1)
-    lasting = min((n for n in divisors if n * group >= least_heads), default=problem.nheads_kv)
-    return max(cached, lasting) * group
+    kv_heads = max(
+        n for n in _divisors(problem.nheads_kv) if n * kv_bytes <= _L2_SECTION_BYTES or n == 1
+    )
+    return kv_heads * problem.qhead_per_kvhead
+
+
+def tiles_in_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
+    """How many of the forward's tiles, the longest ones, are worked on section by section."""
+    return max(num_tiles - -(-_LAST_WAVES * num_sms // problem.nheads_q), 0)
 
 
 def _divisors(n: int) -> list[int]:

@@ -52,28 +52,9 @@ def test_a_variant_does_not_depend_on_heads_or_scale():
 
 @pytest.mark.parametrize("head_dim", FORWARD_HEAD_DIMS)
 @pytest.mark.parametrize("seqlen_k", [0, 1000, 16384, 1 << 20])
-@pytest.mark.parametrize("num_tiles", [0, 43, 5000])
 @pytest.mark.parametrize(("nheads_q", "nheads_kv"), [(64, 8), (12, 12), (15, 5), (1, 1)])
-def test_sections_are_whole_groups_that_divide_the_heads(
-    head_dim, seqlen_k, num_tiles, nheads_q, nheads_kv
-):
+def test_sections_are_whole_groups_that_divide_the_heads(head_dim, seqlen_k, nheads_q, nheads_kv):
     problem = replace(PROBLEM, nheads_q=nheads_q, nheads_kv=nheads_kv, head_dim=head_dim)
-    heads = heads_per_section(problem, seqlen_k, num_tiles, num_sms=132)
+    heads = heads_per_section(problem, seqlen_k)
     assert heads % problem.qhead_per_kvhead == 0
     assert nheads_q % heads == 0
-
-
-@pytest.mark.parametrize(
-    ("nheads_q", "nheads_kv", "seqlen_k", "num_tiles", "heads"),
-    [
-        *[(64, 8, 8192, 43, 64), (64, 8, 32768, 171, 16), (64, 8, 65536, 342, 8)],
-        (64, 8, 1 << 20, 5462, 8),
-        *[(64, 8, 65536, 43, 64), (64, 8, 131072, 86, 32)],  # of one rank among eight
-        *[(64, 64, 8192, 43, 8), (64, 64, 65536, 43, 1), (64, 64, 1 << 20, 5462, 1)],
-    ],
-)
-def test_sections_stay_in_the_cache_unless_they_are_short(
-    nheads_q, nheads_kv, seqlen_k, num_tiles, heads
-):
-    problem = replace(PROBLEM, nheads_q=nheads_q, nheads_kv=nheads_kv, head_dim=128)
-    assert heads_per_section(problem, seqlen_k, num_tiles, num_sms=132) == heads
