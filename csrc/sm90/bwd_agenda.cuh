@@ -23,7 +23,7 @@ struct alignas(16) AgendaEntry {
     short is_ascending;   // the walk is from the first queries to the last
 };
 
-static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward.py makes room for it");
+static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward_scratch.py makes room for it");
 
 // Waves: items that thread blocks draw at about the same time, as many as there are blocks.
 struct AgendaCounters {

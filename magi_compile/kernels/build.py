@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda.backward import backward_variants
+from magi_compile.kernels.cuda.backward_variants import backward_variants
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
 from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
 from magi_compile.kernels.cuda.parts import merge_variant, parts_variant

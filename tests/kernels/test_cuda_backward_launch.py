@@ -11,6 +11,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import backward as module
+from magi_compile.kernels.cuda.backward_scratch import Scratch
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from tests.kernels import idle_driver
 
@@ -101,7 +102,7 @@ def test_what_lies_in_scratch_does_not_overlap(
     num_tiles, heads_kv, heads_per_section, launches, monkeypatch
 ):
     heads = min(heads_per_section, heads_kv)
-    monkeypatch.setattr(module, "_rounds_dq", lambda *_: True)
+    monkeypatch.setattr(module, "rounds_dq", lambda *_: True)
     monkeypatch.setattr(module, "backward_heads_per_section", lambda *_: heads)
     problem = replace(PROBLEM, nheads_kv=heads_kv)
     tensors = inputs()
@@ -144,14 +145,14 @@ def test_what_lies_in_scratch_does_not_overlap(
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
-    scratch = module._Scratch.of(problem, PADDED, num_tiles, 1, heads, grid)
+    scratch = Scratch.of(problem, PADDED, num_tiles, 1, heads, grid)
     assert scratch.size == ends[-1] - dq_sum
 
 
 def test_more_heads_than_there_is_room_for_parts():
     """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
     problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
-    assert module._Scratch.of(problem, PADDED, 5, 1, 1024, 132).num_slots == 1
+    assert Scratch.of(problem, PADDED, 5, 1, 1024, 132).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])

@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import KeyTensors, Signals
 from magi_compile.kernels.cuda import backward as module
+from magi_compile.kernels.cuda.backward_walks import two_lists
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.reference import exact_forward
@@ -284,7 +285,7 @@ def test_far_keys(case, block, are_there, launches):
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     is_near = every_other(block, slices.seqlen_k)
-    lists = module.two_lists(plan.k_tiles, plan.k_runs, is_near)
+    lists = two_lists(plan.k_tiles, plan.k_runs, is_near)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
     assert all(is_near[begin:end].all() for begin, end, *_ in lists.near.tolist())

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.cuda.backward import turns_of_tiles
+from magi_compile.kernels.cuda.backward_walks import turns_of_tiles
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS
 from tests.kernels.dq_additions import GROUP_ROWS, additions_of_tiles

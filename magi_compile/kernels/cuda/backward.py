@@ -1,4 +1,4 @@
-"""The backward kernels of `csrc/sm90/bwd*`: their variants and their launches."""
+"""The launches of the backward kernels of `csrc/sm90/bwd*`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,13 @@ from magi_compile.kernels.base import (
     KeyTensors,
     Signals,
 )
-from magi_compile.kernels.cuda.forward import ELEMENTS
+from magi_compile.kernels.cuda.backward_scratch import DQ_GROUP_ROWS, STATS_BYTES, Scratch
+from magi_compile.kernels.cuda.backward_variants import (
+    STREAM_THREADS,
+    backward_variants,
+    rounds_dq,
+)
+from magi_compile.kernels.cuda.backward_walks import TwoLists, turns_of_tiles
 from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
     check,
@@ -33,23 +38,15 @@ from magi_compile.kernels.cuda.launch import (
     tensor_map,
     tma_compatible,
 )
-from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
     BackwardConfig,
     backward_config,
     backward_heads_per_section,
 )
-from magi_compile.plan.tiles import RUN_FIELDS
 
 _STORE_ROWS = 16  # each warp stores its own rows
-_DQ_GROUP_ROWS = 16
-_STREAM_THREADS = 256  # of a thread block before and after
 _BLOCKS_PER_SM = 8  # of the kernel after
-_STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
-_ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
-_MOST_PARTIALS = 768  # parts of tiles, each for one head
-_RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 # What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
 # what a route knows, and lists of tiles, to the end of the struct.
 _GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ4if4x")
@@ -63,115 +60,6 @@ _MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
 _AGENDA = struct.Struct("<7Q2iQ6iQ")  # what follows for each of them
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
-_WARPS = BackwardConfig.num_threads // 32  # each leaves it two items at most, of a launch
-
-
-@lru_cache(maxsize=1024)
-def backward_variants(
-    problem: AttnProblem, deterministic: bool = False, has_far_tiles: bool = False
-) -> tuple[Variant, Variant, Variant]:
-    """The kernels to compile for `problem`: before, main, after."""
-    config = backward_config(problem)
-    element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
-    rows = {**element, "FFA_ROWS": BACKWARD_ROWS}
-    cols = {"FFA_BLOCK_COLS": config.block_cols}
-    main = {
-        **element,
-        **cols,
-        "FFA_STAGES": config.stages,
-        "FFA_PRODUCER_REGISTERS": config.producer_registers,
-        "FFA_DQ_REGISTERS": config.dq_registers,
-        "FFA_CONSUMER_REGISTERS": config.consumer_registers,
-        "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
-        "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
-        "FFA_ROUNDS_DQ": str(_rounds_dq(config, deterministic)).lower(),
-        "FFA_HAS_FAR_TILES": str(has_far_tiles).lower(),
-    }
-    return (
-        _variant(
-            "bwd_preprocess.cu",
-            "ffa_backward_preprocess",
-            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_tiles},
-        ),
-        _variant("bwd.cu", "ffa_backward", main),
-        _variant(
-            "bwd_postprocess.cu",
-            "ffa_backward_postprocess",
-            {**element, "FFA_THREADS": _STREAM_THREADS},
-        ),
-    )
-
-
-def _rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
-    """Whether the main kernel makes dq; else the one behind it does."""
-    return config.rounds_dq and not deterministic
-
-
-class _AgendaPlace(NamedTuple):
-    """Where in scratch the agenda of a list of tiles lies, in bytes."""
-
-    entries: int
-    counters: int
-    num_entries: int
-    workspace: int  # what its writer needs
-
-
-class _Scratch(NamedTuple):
-    """Where in one allocation things lie, in bytes.
-
-    First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each list of
-    tiles; then how many parts have arrived, the visits of csrc/sm90/dq_accumulator.cuh that are done and those that are
-    wanted, and the progress of csrc/sm90/dq_rounding.cuh.
-    """
-
-    num_slots: int  # of each agenda: how many parts of tiles there is room for
-    stats: int
-    partials: int
-    agendas: tuple[_AgendaPlace, ...]
-    arrivals: int
-    done: int
-    wanted: int
-    progress: int
-    size: int
-
-    @staticmethod
-    def of(
-        problem: AttnProblem,
-        padded_q: int,
-        num_tiles: int,
-        num_lists: int,
-        heads_per_section: int,
-        grid: int,
-    ) -> _Scratch:
-        group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
-        num_items = num_tiles * problem.nheads_kv // heads_per_section
-        # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
-        most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
-        num_slots = min(num_items * group, most_slots) if group > 1 else 0
-        num_partials = num_lists * num_slots * heads_per_section
-        stats = nheads_q * padded_q * problem.head_dim
-        partials = stats + nheads_q * padded_q * _STATS_BYTES // 4
-        end = partials + num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim
-        words = (
-            (num_items + num_slots) * _ENTRY_BYTES // 4,
-            3 + num_tiles * problem.nheads_kv // grid,
-            1,
-            3 * num_tiles + 1 + (num_items if group > 1 else 0),
-        )
-        agendas = []
-        for _ in range(num_lists):
-            *places, end = accumulate(words, initial=end)
-            agendas.append(_AgendaPlace(*(4 * x for x in places)))
-            end += -end % (_ENTRY_BYTES // 4)
-        words = (
-            num_partials * _ARRIVALS,
-            nheads_q * padded_q // _DQ_GROUP_ROWS,
-            padded_q // _DQ_GROUP_ROWS + 1,
-            3 + num_lists * 2 * _WARPS * grid,
-        )
-        arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
-        return _Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
 
 
 class _Route(NamedTuple):
@@ -186,7 +74,7 @@ class _Route(NamedTuple):
     num_sms: int
     heads_per_section: int
     scalars: bytes
-    scratch: _Scratch
+    scratch: Scratch
     maps: dict[tuple[object, ...], bytes]  # tensor maps, by where their tensors lie
 
 
@@ -216,13 +104,13 @@ def _route(
     # A tile has a part for each query head at most.
     grid = min(num_tiles * problem.nheads_q, sms)
     heads = backward_heads_per_section(problem, num_tiles, sms, num_lists)
-    scratch = _Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, num_lists, heads, grid)
-    rounds_dq = _rounds_dq(config, deterministic)
-    return _Route(before, main, after, config, rounds_dq, grid, sms, heads, scalars, scratch, {})
+    scratch = Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, num_lists, heads, grid)
+    rounds = rounds_dq(config, deterministic)
+    return _Route(before, main, after, config, rounds, grid, sms, heads, scalars, scratch, {})
 
 
 def _padded(rows: int) -> int:
-    return -(-rows // _DQ_GROUP_ROWS) * _DQ_GROUP_ROWS
+    return -(-rows // DQ_GROUP_ROWS) * DQ_GROUP_ROWS
 
 
 def backward(
@@ -275,34 +163,6 @@ def backward_in_phases(
         launches.main(keys)
         depart(keys.dk, keys.dv)
         return launches.end()
-
-
-class TwoLists(NamedTuple):
-    """The k walk of a plan in two: tiles whose keys are all near, and the others."""
-
-    near: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
-    far: Tensor
-    runs: Tensor
-
-
-def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor) -> TwoLists:
-    """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
-
-    Args:
-        k_tiles: int32 `[num_tiles, 4]`.
-        k_runs: int32 `[num_runs, 12]`.
-        is_near: bool `[total_k]`.
-    """
-    row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
-    before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
-    num_far = row_end - row_begin - (before[row_end] - before[row_begin])
-    is_filled = row_end > row_begin
-
-    def only(is_in: Tensor) -> Tensor:
-        tiles = torch.where(is_in[:, None], k_tiles, 0)
-        return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
-
-    return TwoLists(only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs)
 
 
 def backward_early(
@@ -364,7 +224,7 @@ class _Launches:
         self._inputs = dout, q, out = inputs
         self._dq = q.new_empty(q.shape)
         total_q, nheads_q, _ = q.shape
-        row_groups = _padded(total_q) // _DQ_GROUP_ROWS
+        row_groups = _padded(total_q) // DQ_GROUP_ROWS
         route, places = self._route, self._route.scratch
         self._scratch = q.new_empty(places.size // 4, dtype=torch.float32)
         self._sums = sums = self._scratch.data_ptr()
@@ -425,10 +285,10 @@ class _Launches:
         launch(
             route.preprocess,
             (-(-total_q // BACKWARD_ROWS), nheads_q),
-            _STREAM_THREADS,
+            STREAM_THREADS,
             before,
             self._stream,
-            shared_bytes=_STREAM_THREADS // 32 * 4,
+            shared_bytes=STREAM_THREADS // 32 * 4,
         )
 
     def main(
@@ -477,7 +337,7 @@ class _Launches:
         """Launches the last kernel; dq."""
         after = self._items + _PROGRESS.pack(self._visits[-1])
         launch(
-            *(self._route.postprocess, _BLOCKS_PER_SM * self._route.num_sms, _STREAM_THREADS),
+            *(self._route.postprocess, _BLOCKS_PER_SM * self._route.num_sms, STREAM_THREADS),
             *(after, self._stream),
             shared_bytes=0,
             may_start_early=may_start_early,
@@ -516,40 +376,8 @@ def _tensor_maps(
     )
 
 
-def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
-    """How many additions to each 16 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
-
-    A run adds once to every 16 rows between its first and its last column. Runs of no tile hold anything.
-    """
-    num_tiles = k_tiles.shape[0]
-    run = torch.arange(k_runs.shape[0], device=k_runs.device)
-    tile = _tile_of_run(k_tiles, run)
-    is_walked = (k_tiles[tile, 2] <= run) & (run < k_tiles[tile, 3])
-    first = torch.where(is_walked, k_runs[:, _RUN_FIRST], 0) // _DQ_GROUP_ROWS
-    last = torch.where(is_walked, k_runs[:, _RUN_COL_END] - 1, -1) // _DQ_GROUP_ROWS
-    steps = torch.zeros(num_tiles * (row_groups + 1), dtype=torch.int32, device=k_runs.device)
-    one = is_walked.int()
-    steps.index_add_(0, tile * (row_groups + 1) + first, one)
-    steps.index_add_(0, tile * (row_groups + 1) + last + 1, -one)
-    additions = steps.view(num_tiles, row_groups + 1)[:, :row_groups].cumsum(1, dtype=torch.int32)
-    return additions.cumsum(0, dtype=torch.int32) - additions
-
-
-def _tile_of_run(k_tiles: Tensor, run: Tensor) -> Tensor:
-    """The tile whose runs hold `run`; anything for padding. Tiles come in the order of their cost."""
-    run_begin, run_end = k_tiles[:, 2].long(), k_tiles[:, 3].long()
-    run_end = torch.where(run_begin < run_end, run_end, run.shape[0] + 1)
-    run_end, order = run_end.sort()
-    at = torch.searchsorted(run_end, run, right=True)
-    return order[at.clamp(max=k_tiles.shape[0] - 1)]
-
-
 def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
-
-
-def _variant(source: str, entry: str, defines: dict[str, object]) -> Variant:
-    return Variant(source, entry, tuple((name, str(value)) for name, value in defines.items()))
 
 
 @lru_cache(maxsize=4096)
@@ -558,7 +386,7 @@ def _stats_map(address: int, nheads: int, padded_rows: int, box_rows: int) -> by
 
     A row of a box has 256 elements at most, so they are as wide as elements can be.
     """
-    head_bytes, box_bytes = (n * _STATS_BYTES for n in (padded_rows, box_rows))
+    head_bytes, box_bytes = (n * STATS_BYTES for n in (padded_rows, box_rows))
     encoded = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64,
         3,

@@ -9,13 +9,8 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
-from magi_compile.kernels.cuda.backward import (
-    TwoLists,
-    backward,
-    backward_early,
-    backward_in_phases,
-    two_lists,
-)
+from magi_compile.kernels.cuda.backward import backward, backward_early, backward_in_phases
+from magi_compile.kernels.cuda.backward_walks import TwoLists, two_lists
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts

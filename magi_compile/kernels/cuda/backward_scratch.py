@@ -1,0 +1,82 @@
+"""What a backward pass needs beside its tensors, in one allocation."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import BackwardConfig
+
+DQ_GROUP_ROWS = 16
+STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
+_ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
+_MOST_PARTIALS = 768  # parts of tiles, each for one head
+_WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items at most, of a launch
+
+
+class AgendaPlace(NamedTuple):
+    """Where in scratch the agenda of a list of tiles lies, in bytes."""
+
+    entries: int
+    counters: int
+    num_entries: int
+    workspace: int  # what its writer needs
+
+
+class Scratch(NamedTuple):
+    """Where in one allocation things lie, in bytes.
+
+    First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
+    csrc/sm90/bwd_stats.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each list of
+    tiles; then how many parts have arrived, the visits of csrc/sm90/dq_accumulator.cuh that are done and those that are
+    wanted, and the progress of csrc/sm90/dq_rounding.cuh.
+    """
+
+    num_slots: int  # of each agenda: how many parts of tiles there is room for
+    stats: int
+    partials: int
+    agendas: tuple[AgendaPlace, ...]
+    arrivals: int
+    done: int
+    wanted: int
+    progress: int
+    size: int
+
+    @staticmethod
+    def of(
+        problem: AttnProblem,
+        padded_q: int,
+        num_tiles: int,
+        num_lists: int,
+        heads_per_section: int,
+        grid: int,
+    ) -> Scratch:
+        group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
+        num_items = num_tiles * problem.nheads_kv // heads_per_section
+        # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
+        most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
+        num_slots = min(num_items * group, most_slots) if group > 1 else 0
+        num_partials = num_lists * num_slots * heads_per_section
+        stats = nheads_q * padded_q * problem.head_dim
+        partials = stats + nheads_q * padded_q * STATS_BYTES // 4
+        end = partials + num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim
+        words = (
+            (num_items + num_slots) * _ENTRY_BYTES // 4,
+            3 + num_tiles * problem.nheads_kv // grid,
+            1,
+            3 * num_tiles + 1 + (num_items if group > 1 else 0),
+        )
+        agendas = []
+        for _ in range(num_lists):
+            *places, end = accumulate(words, initial=end)
+            agendas.append(AgendaPlace(*(4 * x for x in places)))
+            end += -end % (_ENTRY_BYTES // 4)
+        words = (
+            num_partials * _ARRIVALS,
+            nheads_q * padded_q // DQ_GROUP_ROWS,
+            padded_q // DQ_GROUP_ROWS + 1,
+            3 + num_lists * 2 * _WARPS * grid,
+        )
+        arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
+        return Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
