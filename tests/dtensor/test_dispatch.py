@@ -148,7 +148,7 @@ def test_smaller_chunks_where_the_largest_do_not_balance():
     assert imbalance(512) > 1.025
     assert imbalance(None) < 1.015
     assert dispatch(packed, 8).chunk_size == 256
-    # One document of everything can not be balanced by any size, and one that does not look at the mask does not try.
+    # A strategy that does not look at the mask would not balance chunks of any size.
     assert dispatch(packed, 8, strategy="zigzag").chunk_size == 512
 
 

@@ -229,7 +229,7 @@ class FarKeys:
         at = self.words.data_ptr()
         self.signals = Signals(at, at + 4)
         self.tensors = KeyTensors(*(torch.full_like(x, torch.nan) for x in keys * 2))
-        self.steps, self.num_complete = [], []
+        self.steps = []
         self._come(is_near)
         if are_there:
             self._come(~is_near)
@@ -255,13 +255,14 @@ class FarKeys:
         assert self.words[1] == 1
 
 
-def every_other(block, num_keys):
+def near_keys(block, num_keys):
+    """Every other block of keys."""
     if block == NONE:
         return torch.zeros(num_keys, dtype=torch.bool)
     return (torch.arange(num_keys) // block) % 2 == 0
 
 
-ALL, NONE = 1 << 30, 0  # of the keys are near
+ALL, NONE = 1 << 30, 0  # keys are near, as the size of a block
 
 FAR_CASES = [
     (replace(DOCUMENTS, heads=Heads(4, 2, 64, 64)), 128),
@@ -284,7 +285,7 @@ def test_far_keys(case, block, are_there, launches):
     forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    is_near = every_other(block, slices.seqlen_k)
+    is_near = near_keys(block, slices.seqlen_k)
     lists = two_lists(plan.k_tiles, plan.k_runs, is_near)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
