@@ -127,6 +127,9 @@ def calibrate(
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
         backward_wave_rows=wave_rows(nheads_kv, num_sms),
         starts_early=isinstance(kernel, EarlyKernel),
+        backward_starts_early=isinstance(kernel, EarlyKernel)
+        and kernel.backward_may_be_early(problem)
+        and moving.signals(group, device) is not None,
     )
 
 

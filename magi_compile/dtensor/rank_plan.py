@@ -229,16 +229,21 @@ def _plan(
     )
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
-    early, share, is_backward_early = options.early and options.cost.starts_early, None, False
-    if degree is None or backward_degree is None or (early and 0 in (degree, backward_degree)):
+    early = options.early and options.cost.starts_early
+    early_backward = options.early and options.cost.backward_starts_early
+    share, is_backward_early = None, False
+    may_be_early = (early and degree == 0) or (early_backward and backward_degree == 0)
+    if degree is None or backward_degree is None or may_be_early:
         loads = StageLoads.of(rows)
         if degree is None:
             degree = choose_degree(loads, options.cost, early=early)
         if backward_degree is None:
-            backward_degree = choose_degree(loads, options.cost, backward=True, early=early)
+            backward_degree = choose_degree(
+                loads, options.cost, backward=True, early=early_backward
+            )
         if early and degree == 0:
             degree, share = 1, early_share(loads, rank, options.cost)
-        if early and backward_degree == 0:
+        if early_backward and backward_degree == 0:
             is_backward_early = backward_begins_early(loads, options.cost)
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)

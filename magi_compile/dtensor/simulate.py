@@ -103,9 +103,9 @@ def simulate(
         )
         rows = RankRows.of(where)
         loads = StageLoads.of(rows)
-        early = cost.starts_early
+        early, early_bwd = cost.starts_early, cost.backward_starts_early
         degree_fwd = choose_degree(loads, cost, early=early)
-        degree_bwd = choose_degree(loads, cost, backward=True, early=early)
+        degree_bwd = choose_degree(loads, cost, backward=True, early=early_bwd)
         # A forward pass that begins early is cut in two like one stage.
         degrees = {1 if early and degree_fwd == 0 else degree_fwd, degree_bwd}
         plan_communication(rows, sorted(degrees)).stages(0)
@@ -118,7 +118,7 @@ def simulate(
         if early and degree_fwd == 0
         else forward_seconds(loads, degree_fwd, cost),
         early_backward_seconds(loads, cost)
-        if early and degree_bwd == 0 and backward_begins_early(loads, cost)
+        if early_bwd and degree_bwd == 0 and backward_begins_early(loads, cost)
         else backward_seconds(loads, degree_bwd, cost),
     )
     return Outcome(

@@ -25,3 +25,5 @@ def test_ranks_agree(ranks_of, size):
     assert 0 <= model.backward_stage_seconds_per_row < 1e-3
     assert 0.1 < model.backward_area_factor < 100
     assert math.isfinite(model.backward_reduce_factor)
+    assert not model.starts_early
+    assert not model.backward_starts_early

@@ -154,7 +154,12 @@ def test_near_keys_of_a_backward():
         assert torch.equal(is_near, owner == rank)
         assert is_near.any()
         assert not is_near.all()
-    for options in (OPTIONS, replace(EARLY_BACKWARD, early=False)):
+    blind = replace(EARLY_BACKWARD.cost, backward_starts_early=False)
+    for options in (
+        OPTIONS,
+        replace(EARLY_BACKWARD, early=False),
+        replace(EARLY_BACKWARD, cost=blind),
+    ):
         assert not unpack(*plan_rank(slices, 2, 0, options).tensors("cpu")).backward_is_early
 
 
