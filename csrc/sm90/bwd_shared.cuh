@@ -104,6 +104,7 @@ struct alignas(16) Block {
     int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
 };
 
+// Where it ends decides where barriers lie, and so what code they get: with 64 bytes head_dim 64 is 1 % faster than with 60.
 struct alignas(64) TileOfHead {
     Tile tile;
     int kv_head;

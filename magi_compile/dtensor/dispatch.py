@@ -128,17 +128,19 @@ def dispatch(
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
     sizes = [chunk_size] if chunk_size else chunk_sizes(slices, cp_size)
-    tables: list[ChunkTable] = []
-    assignments: list[Tensor] = []
+    least: tuple[float, ChunkTable, Tensor] | None = None  # imbalance, of what
     for size in sizes:
         per_rank = max(-(-slices.seqlen_q // (size * cp_size)), 1)
-        tables.append(ChunkTable.of(slices, size, per_rank * cp_size))
-        assignments.append(STRATEGIES[strategy](tables[-1], cp_size, slack, cost))
-        if strategy not in BALANCED or _imbalance(tables[-1], assignments[-1]) <= 1 + BALANCE:
+        table = ChunkTable.of(slices, size, per_rank * cp_size)
+        assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
+        imbalance = _imbalance(table, assignment)
+        if least is None or imbalance < least[0]:
+            least = (imbalance, table, assignment)
+        if strategy not in BALANCED or imbalance <= 1 + BALANCE:
             break
-    imbalances = [*map(_imbalance, tables, assignments)]
-    best = imbalances.index(min(imbalances))
-    return Dispatch(slices.seqlen_q, assignments[best].sort(1).values, tables[best])
+    assert least is not None
+    _, table, assignment = least
+    return Dispatch(slices.seqlen_q, assignment.sort(1).values, table)
 
 
 def check_self_attention(slices: AttnSlices) -> None:
