@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.cuda.backward_scratch import DQ_GROUP_ROWS
+from magi_compile.kernels.heuristics import BackwardConfig
 from magi_compile.plan.tiles import RUN_FIELDS
 
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 
 
 class TwoLists(NamedTuple):
-    """The k walk of a plan in two: tiles whose keys are all near, and the others."""
+    """The k walk of a plan in two: tiles that load near keys only, and the others.
+
+    A short tile also loads what follows it, and multiplies it by zero: before far keys have arrived, that may be no number.
+    """
 
     near: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
     far: Tensor
@@ -31,7 +35,8 @@ def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor) -> TwoLists:
     """
     row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
     before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
-    num_far = row_end - row_begin - (before[row_end] - before[row_begin])
+    load_end = (row_begin + BackwardConfig.tile_rows).clamp(max=is_near.shape[0])
+    num_far = load_end - row_begin - (before[load_end] - before[row_begin])
     is_filled = row_end > row_begin
 
     def only(is_in: Tensor) -> Tensor:
