@@ -90,6 +90,7 @@ FORWARD = Layout(
     (
         *FORWARD_ADDRESSES,
         *("schedule.num_tiles", "schedule.num_heads", "schedule.heads_per_section"),
+        "schedule.tiles_in_sections",
         *("total_q", "qhead_per_kvhead", "far_begin", "scale_log2", "cap_scale"),
     ),
     (forward._ADDRESSES, forward._SCALARS),

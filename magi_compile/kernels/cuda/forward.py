@@ -24,14 +24,19 @@ from magi_compile.kernels.cuda.launch import (
     zero_word,
 )
 from magi_compile.kernels.cuda.nvrtc import Variant
-from magi_compile.kernels.heuristics import ForwardConfig, forward_config, heads_per_section
+from magi_compile.kernels.heuristics import (
+    ForwardConfig,
+    forward_config,
+    heads_per_section,
+    tiles_in_sections,
+)
 from magi_compile.kernels.merge import merge_prior
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _STORE_ROWS = 16  # each warp stores its own rows
 # What follows the tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<6Qq4Q"), struct.Struct("<3i4x3i2f4x")
+_ADDRESSES, _SCALARS = struct.Struct("<6Qq4Q"), struct.Struct("<7i2f4x")
 _MAX_KNOWN_MAPS = 256
 _NO_FAR_KEYS = 2**31 - 1
 
@@ -262,6 +267,7 @@ def _route(
         num_tiles,
         nheads_q,
         heads_per_section(problem, sum(shape[0] for shape in keys[::3]), num_tiles, sms),
+        tiles_in_sections(problem, num_tiles, sms),
         total_q,
         problem.qhead_per_kvhead,
         far_begin,
