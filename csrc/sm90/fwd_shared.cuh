@@ -34,8 +34,11 @@ struct ForwardParams {
 
 static_assert(sizeof(ForwardParams) == 896, "packed by magi_compile/kernels/cuda/forward.py");
 
+constexpr int kMaxConsumers = 3;
+
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
-          int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_>
+          int kConsumers_, int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_,
+          bool kHasSoftcap_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -44,6 +47,7 @@ struct ForwardConfig {
     static constexpr int kVStages = kVStages_;
     static constexpr int kQBuffers = kQBuffers_;
     static constexpr int kConsumers = kConsumers_;
+    static constexpr int kMinBlocksInTurns = kMinBlocksInTurns_;   // of a tile; 0 if warpgroups take no turns
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
@@ -56,6 +60,7 @@ struct ForwardConfig {
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
+    static_assert(kConsumers <= kMaxConsumers, "barriers have numbers");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
@@ -102,7 +107,9 @@ struct alignas(1024) SharedStorage {
     int part_shifts[Config::kQBuffers];   // travel with q
 };
 
-constexpr uint32_t kWarpgroupDone = 1;   // a named barrier for each consumer warpgroup; 0 is __syncthreads
+// Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.
+constexpr uint32_t kWarpgroupDone = 1;
+constexpr uint32_t kTurns = kWarpgroupDone + kMaxConsumers;
 
 template <class Config, class Slabs>
 __device__ __forceinline__ void load_slabs(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {

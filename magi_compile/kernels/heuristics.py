@@ -27,7 +27,8 @@ class ForwardConfig:
     """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd_shared.cuh`.
 
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
-    `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q.
+    `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. Consumers compute the
+    scores of tiles with at least `min_blocks_in_turns` blocks in turns, if that is not 0.
     """
 
     num_consumers: int
@@ -37,6 +38,7 @@ class ForwardConfig:
     q_buffers: int
     producer_registers: int
     consumer_registers: int
+    min_blocks_in_turns: int = 0
 
     @property
     def tile_rows(self) -> int:
@@ -49,7 +51,7 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(3, 112, 4, 4, 2, 32, 160),
+    64: ForwardConfig(3, 112, 4, 4, 2, 32, 160, min_blocks_in_turns=9),
     96: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     128: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     192: ForwardConfig(2, 80, 3, 2, 1, 40, 232),

@@ -65,9 +65,23 @@ def prepared(case, shape):
     return problem, case.inputs(torch.bfloat16)
 
 
-def test_one_launch(launches):
-    problem, inputs = prepared(CASES[0], "128")
-    slices = CASES[0].slices()
+# A long tile, of whose blocks the last 64 rows see some only, and a short one.
+UNEVEN = Case(
+    "uneven",
+    250,
+    1300,
+    [(0, 140, 0, 1200, MaskType.FULL), (140, 250, 1100, 1300, MaskType.CAUSAL)],
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [(CASES[0], "128"), (UNEVEN, "64"), (UNEVEN, "128")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_one_launch(case, shape, launches):
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
     assert_attention_close(result, inputs, slices, problem)

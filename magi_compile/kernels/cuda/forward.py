@@ -115,6 +115,7 @@ def forward_variant(problem: AttnProblem, config: ForwardConfig) -> Variant:
         "FFA_V_STAGES": config.v_stages,
         "FFA_Q_BUFFERS": config.q_buffers,
         "FFA_CONSUMERS": config.num_consumers,
+        "FFA_MIN_BLOCKS_IN_TURNS": config.min_blocks_in_turns,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
