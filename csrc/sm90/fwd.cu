@@ -7,7 +7,7 @@ namespace ffa {
 using Config =
     ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS,
                   FFA_CONSUMERS, FFA_MIN_BLOCKS_IN_TURNS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS,
-                  FFA_HAS_SOFTCAP>;
+                  FFA_HAS_SOFTCAP, FFA_HAS_FAR_KEYS>;
 
 }  // namespace ffa
 

@@ -75,7 +75,7 @@ private:
     }
 
     // Far keys lie in memory of their own; no run reaches from near ones into them.
-    __device__ __forceinline__ bool is_far(int col) const { return col >= params_.far_begin; }
+    __device__ __forceinline__ bool is_far(int col) const { return Config::kHasFarKeys && col >= params_.far_begin; }
 
     __device__ __forceinline__ int row_of(int col) const { return is_far(col) ? col - params_.far_begin : col; }
 

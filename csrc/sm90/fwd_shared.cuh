@@ -38,7 +38,7 @@ constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_>
+          bool kHasSoftcap_, bool kHasFarKeys_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -51,6 +51,7 @@ struct ForwardConfig {
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);

@@ -28,7 +28,8 @@ class ForwardConfig:
 
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
     `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. Consumers compute the
-    scores of tiles with at least `min_blocks_in_turns` blocks in turns, if that is not 0.
+    scores of tiles with at least `min_blocks_in_turns` blocks in turns, if that is not 0. One variant serves launches with and
+    without far keys if it `always_takes_far_keys`; to choose between tensor maps costs 1 to 2 % where the tensor cores are busy.
     """
 
     num_consumers: int
@@ -39,6 +40,7 @@ class ForwardConfig:
     producer_registers: int
     consumer_registers: int
     min_blocks_in_turns: int = 0
+    always_takes_far_keys: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -51,7 +53,7 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(3, 112, 4, 4, 2, 32, 160, min_blocks_in_turns=9),
+    64: ForwardConfig(3, 112, 4, 4, 2, 32, 160, min_blocks_in_turns=9, always_takes_far_keys=True),
     96: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     128: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     192: ForwardConfig(2, 80, 3, 2, 1, 40, 232),
@@ -162,7 +164,9 @@ def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_s
 
 def tiles_in_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
     """How many of the forward's tiles, the longest ones, are worked on section by section; the others are the last, of all
-    heads."""
+    heads: where several heads share their keys, which are read once more for that."""
+    if problem.qhead_per_kvhead == 1:
+        return num_tiles
     return max(num_tiles - -(-_LAST_WAVES * num_sms // problem.nheads_q), 0)
 
 

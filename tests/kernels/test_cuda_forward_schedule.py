@@ -91,9 +91,9 @@ def test_sections_and_then_the_shortest_tiles_of_all_heads(library):
 
 
 @pytest.mark.parametrize(
-    ("nheads_q", "num_tiles", "in_sections"),
-    [(64, 43, 18), (64, 342, 317), (8, 22, 0), (8, 342, 144), (1, 5462, 3878)],
+    ("nheads_q", "nheads_kv", "num_tiles", "in_sections"),
+    [(64, 8, 43, 18), (64, 8, 342, 317), (8, 1, 22, 0), (8, 1, 342, 144), (64, 64, 342, 342)],
 )
-def test_what_is_left_for_the_end(nheads_q, num_tiles, in_sections):
-    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, nheads_q, 1, 128, 128, 1.0)
+def test_what_is_left_for_the_end(nheads_q, nheads_kv, num_tiles, in_sections):
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, nheads_q, nheads_kv, 128, 128, 1.0)
     assert tiles_in_sections(problem, num_tiles, num_sms=132) == in_sections

@@ -105,7 +105,7 @@ class _Route(NamedTuple):
 
 
 @cache
-def forward_variant(problem: AttnProblem, config: ForwardConfig) -> Variant:
+def forward_variant(problem: AttnProblem, config: ForwardConfig, has_far_keys: bool) -> Variant:
     """The kernel to compile for `problem` in the shape of `config`."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
@@ -119,6 +119,7 @@ def forward_variant(problem: AttnProblem, config: ForwardConfig) -> Variant:
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
+        "FFA_HAS_FAR_KEYS": str(has_far_keys or config.always_takes_far_keys).lower(),
     }
     return Variant("fwd.cu", "ffa_forward", tuple((k, str(v)) for k, v in defines.items()))
 
@@ -275,7 +276,8 @@ def _route(
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
-    function = load_function(forward_variant(problem, config), device_index)
+    variant = forward_variant(problem, config, has_far_keys=len(keys) > 3)
+    function = load_function(variant, device_index)
     return _Route(function, grid, config.num_threads, num_items > grid, scalars, {})
 
 
