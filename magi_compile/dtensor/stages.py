@@ -6,8 +6,8 @@ with the rates of a `CostModel`, and the fastest degree wins; where little moves
 attention call over everything.
 
 A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call. Forward it does another pass over
-as few rows as it takes, and 0 is then the best degree of all. Backward its work on local keys also hides the way home, and it
-takes a little longer over all keys: that pays where much moves for what is computed.
+as few rows as it takes, backward its work on local keys also hides the way home. It takes a little longer over all keys: that pays
+where much moves for what is computed, and where it does not, a stage hides as much.
 """
 
 from __future__ import annotations
@@ -32,6 +32,10 @@ IDLE_WAVES = 0.5
 #: How much of what a backward call costs beyond its area comes before it needs keys, and runs beside the cast.
 BEFORE_KEYS = 1 / 3
 
+#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes: two launches end
+#: one after the other, and the second chooses for each block of keys which tensor it lies in.
+EARLY_FORWARD_COST = 0.04
+
 #: By how much longer the backward of an `EarlyKernel` computes. Alone on a GPU it is 0 to 2 %; on four, beside what moves and
 #: at the limit of their power, up to 4 % of a causal or a full mask.
 EARLY_BACKWARD_COST = 0.04
@@ -54,7 +58,8 @@ def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     local = loads.local_area.double() * cost.seconds_per_area
     parts = torch.minimum(cast, local) / area.clamp(min=1e-9)
     stage = parts.clamp(max=1) * loads.query_rows * cost.stage_seconds_per_row
-    return (area + (cast - local).clamp(min=0) + stage).amax().item()
+    computing = area * (1 + EARLY_FORWARD_COST) + stage
+    return (computing + (cast - local).clamp(min=0)).amax().item()
 
 
 def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
