@@ -37,7 +37,8 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
         DqWarpgroup<Config>(params, smem).run();
     } else {
         setmaxnreg_dec<Config::kProducerRegisters>();
-        if (threadIdx.x == (Config::kConsumers + 1) * Config::kWarpgroup) {
+        const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+        if (warp == (Config::kConsumers + 1) * 4 && elect_one()) {
             Producer<Config>(params, smem).run();
         }
         __syncwarp();

@@ -30,9 +30,10 @@ __device__ __forceinline__ void forward(const ForwardParams& params) {
     __syncthreads();
     if (warpgroup == 0) {
         setmaxnreg_dec<Config::kProducerRegisters>();
-        if (threadIdx.x == 0) {
+        const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+        if (warp == 0 && elect_one()) {
             Producer<Config>(params, smem).run();
-        } else if (threadIdx.x == 32) {
+        } else if (warp == 1 && elect_one()) {
             Dispatcher<Config>(params, smem).run();
         }
     } else {

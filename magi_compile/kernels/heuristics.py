@@ -163,6 +163,8 @@ def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_s
 def tiles_in_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
     """How many of the forward's tiles, the longest ones, are worked on section by section; the others are the last, of all
     heads."""
+    if problem.qhead_per_kvhead == 1:
+        return num_tiles
     return max(num_tiles - -(-_LAST_WAVES * num_sms // problem.nheads_q), 0)
 
 
