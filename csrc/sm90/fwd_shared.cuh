@@ -61,7 +61,7 @@ struct ForwardConfig {
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
-    static_assert(kConsumers <= kMaxConsumers, "barriers have numbers");
+    static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");

@@ -276,7 +276,7 @@ def _route(
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
-    variant = forward_variant(problem, config, has_far_keys=len(keys) > 3)
+    variant = forward_variant(problem, config, far_begin != _NO_FAR_KEYS)
     function = load_function(variant, device_index)
     return _Route(function, grid, config.num_threads, num_items > grid, scalars, {})
 
