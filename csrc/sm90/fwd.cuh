@@ -13,6 +13,7 @@
 
 #include "fwd_consumer.cuh"
 #include "fwd_dispatcher.cuh"
+#include "fwd_output.cuh"
 #include "fwd_producer.cuh"
 
 namespace ffa {
