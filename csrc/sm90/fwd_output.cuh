@@ -10,7 +10,7 @@ namespace ffa {
 // How much this output and the prior one weigh in each row; `lse` becomes that of both.
 template <class Config>
 __device__ __forceinline__ void Consumer<Config>::weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2],
-                                                          const TileOfHead& tile) const {
+                                                        const TileOfHead& tile) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row(tile) + 8 * half;

@@ -32,8 +32,8 @@ public:
     __device__ __forceinline__ WorkItem item() const {
         const Part part = this->part();
         const int in_part = item_ - part.first_item;
-        const int section = in_part / (part.num_tiles * part.num_heads);
-        const int within = in_part - section * (part.num_tiles * part.num_heads);
+        const int section = in_part / part.items_of_section();
+        const int within = in_part - section * part.items_of_section();
         const int tile = within / part.num_heads;
         return {part.first_tile + tile, section * part.num_heads + within - tile * part.num_heads};
     }
@@ -41,9 +41,8 @@ public:
     // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
     __device__ __forceinline__ void leave_section() {
         const Part part = this->part();
-        const int items_per_section = part.num_tiles * part.num_heads;
-        const int section = (item_ - part.first_item) / items_per_section;
-        const int next_section = part.first_item + (section + 1) * items_per_section;
+        const int section = (item_ - part.first_item) / part.items_of_section();
+        const int next_section = part.first_item + (section + 1) * part.items_of_section();
         if (num_items() > gridDim.x) {
             atomicMax(schedule_.ticket, next_section - static_cast<int>(gridDim.x));
         }
@@ -58,6 +57,8 @@ private:
     struct Part {
         int first_item, first_tile;
         int num_tiles, num_heads;   // of a section
+
+        __device__ __forceinline__ int items_of_section() const { return num_tiles * num_heads; }
     };
 
     __device__ __forceinline__ Part part() const {

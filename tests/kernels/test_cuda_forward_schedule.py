@@ -14,17 +14,14 @@ from magi_compile.kernels.heuristics import tiles_in_sections
 from tests.kernels.cpp import compile_library
 
 SOURCE = """
-#include <algorithm>
-#include "many_threads.cuh"
-using std::max;
-inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
-inline void atomicMax(int* x, int y) { *x = max(*x, y); }
+#include "ptx.cuh"
 #include "fwd_scheduler.cuh"
 
 // One block after another draws until it finds nothing, or padding, from where it goes on behind the section.
 extern "C" int draw(const ffa::Schedule* schedule, int num_filled, int num_blocks, int (*items)[2]) {
     int count = 0;
-    launch(num_blocks, 1, [=, &count] {
+    gridDim.x = num_blocks;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
         for (ffa::Scheduler scheduler(*schedule); scheduler.has_work(); scheduler.advance()) {
             const ffa::WorkItem item = scheduler.item();
             if (item.tile >= num_filled) {
@@ -33,7 +30,7 @@ extern "C" int draw(const ffa::Schedule* schedule, int num_filled, int num_block
             }
             items[count][0] = item.tile, items[count++][1] = item.head;
         }
-    });
+    }
     return count;
 }
 """
@@ -49,7 +46,7 @@ class Sizes(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schedule")
-    return compile_library(folder, SOURCE, "-O1 -pthread", {"ptx.cuh": "opaque.cuh"})
+    return compile_library(folder, SOURCE, "-O1", {"ptx.cuh": "ptx_on_a_cpu.cuh"})
 
 
 def draw(library, sizes, num_filled, num_blocks):
