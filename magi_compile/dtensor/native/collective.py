@@ -94,17 +94,18 @@ class NativeCollective:
         for x, part in zip(tensors, _parts(slot, offsets, tensors, route), strict=True):
             if x.data_ptr() != part.data_ptr():
                 part.copy_(x)
-        shapes = [(order.pulls.num_rows, width) for width in rows.widths(tensors)]
-        # What the current stream frees may be in use until that kernel ends, for which these rows do not wait.
-        with torch.cuda.stream(current if signals is None else window.stream):
-            arrived = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
-        targets = list(zip(offsets, arrived, strict=True))
+        met = None
         if signals is None:
+            arrived = _room(tensors, order.pulls.num_rows)
             met = window.meet(slot, current)
-            self._pull(order.pulls, slot, targets, window.stream, met)
         else:
             window.meet_when(slot, signals.addresses.are_complete, signals.begin)
-            self._pull(order.pulls, slot, targets, window.stream)
+            # What the current stream frees may be in use until that kernel ends, for which these rows do not wait. What
+            # this one frees may be read by the current stream, but not any more behind `begin`.
+            with torch.cuda.stream(window.stream):
+                arrived = _room(tensors, order.pulls.num_rows)
+        targets = list(zip(offsets, arrived, strict=True))
+        self._pull(order.pulls, slot, targets, window.stream, met)
         return _Reduce(tensors, arrived, order, window, window.end())
 
     def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
@@ -186,6 +187,10 @@ def _parts(
         slot.memory[begin : begin + math.prod(shape) * x.element_size()].view(x.dtype).view(shape)
         for begin, shape, x in zip(offsets, shapes, like, strict=True)
     ]
+
+
+def _room(like: Sequence[Tensor], num_rows: int) -> list[Tensor]:
+    return [x.new_empty(num_rows, width) for x, width in zip(like, rows.widths(like), strict=True)]
 
 
 class _CastOrder:
