@@ -37,7 +37,9 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
         DqWarpgroup<Config>(params, smem).run();
     } else {
         setmaxnreg_dec<Config::kProducerRegisters>();
-        if (threadIdx.x == (Config::kConsumers + 1) * Config::kWarpgroup) {
+        constexpr int kFirst = (Config::kConsumers + 1) * Config::kWarpgroup;
+        const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
+        if (Config::kElects ? warp == kFirst / 32 && elect_one() : threadIdx.x == kFirst) {
             Producer<Config>(params, smem).run();
         }
         __syncwarp();

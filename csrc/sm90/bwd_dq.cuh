@@ -159,7 +159,7 @@ private:
     // moves what makes the next part's descriptors in front of the wait, which pays where a head is two parts wide (1.01) and
     // costs elsewhere (0.97).
     __device__ __forceinline__ void await_staging() {
-        if (Config::kDqColParts > 1 || lane_ == 0) {
+        if (Config::kDqColParts > 1 || is_chosen<Config>(lane_)) {
             cp_async_bulk_wait_group_read<0>();
         }
         __syncwarp();
@@ -176,7 +176,7 @@ private:
     }
 
     __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
-        if (lane_ == 0) {
+        if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
                 cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
             }

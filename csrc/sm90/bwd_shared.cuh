@@ -81,6 +81,8 @@ struct BackwardConfig {
     static constexpr int kDqColParts = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
+    // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
+    static constexpr bool kElects = kIsDeterministic;
 
     static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
@@ -155,6 +157,12 @@ struct alignas(1024) SharedStorage {
 
 // 0 is __syncthreads. Nobody reads dS of a tile any more.
 enum NamedBarrier : uint32_t { kScoresAreRead = 1 };
+
+// Whether this is the lane that does what one lane of a warp does; all of them ask.
+template <class Config>
+__device__ __forceinline__ bool is_chosen(int lane) {
+    return Config::kElects ? elect_one() : lane == 0;
+}
 
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {

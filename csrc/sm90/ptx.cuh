@@ -95,6 +95,14 @@ __device__ __forceinline__ void st_shared_if(bool condition, uint32_t& destinati
                  : "memory");
 }
 
+// One lane, always the same, of a warp whose lanes are all here. What it alone does is known to be done once: where a lane is picked
+// by its number, the compiler makes loops over lanes of instructions that a warp has in common, as those of TMA.
+__device__ __forceinline__ bool elect_one() {
+    uint32_t is_elected;
+    asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
+    return is_elected != 0;
+}
+
 // ---- named barriers
 
 __device__ __forceinline__ void barrier_sync(uint32_t id, uint32_t threads) {

@@ -436,6 +436,8 @@ inline void mbarrier_arrive_if(bool condition, uint64_t& word) {
     }
 }
 
+inline bool elect_one() { return threadIdx.x % 32 == 0; }
+
 inline void barrier_sync(uint32_t id, uint32_t threads) {
     turns::block->named[id].meet(threadIdx.x % threads, threads, 0);
 }
