@@ -302,12 +302,11 @@ class Rank:
                 "collective": name,
                 "stages": "auto" if degree is None else degree,
                 "stages_run": [
-                    0 if plan.early_share is not None else len(plan.forward) - 1,
+                    0 if plan.forward_is_early else len(plan.forward) - 1,
                     len(plan.backward) - 1,
                 ],
-                "early_share": plan.early_share,
                 "begins_early": [
-                    plan.early_share is not None,
+                    plan.forward_is_early,
                     plan.backward_is_early
                     and collectives[name].signals(self.group, self.device) is not None,
                 ],

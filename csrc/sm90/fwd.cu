@@ -7,11 +7,11 @@ namespace ffa {
 using Config =
     ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS,
                   FFA_CONSUMERS, FFA_MIN_BLOCKS_IN_TURNS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS,
-                  FFA_HAS_SOFTCAP, FFA_HAS_FAR_KEYS>;
+                  FFA_HAS_SOFTCAP, FFA_HAS_FAR_KEYS, FFA_IS_EARLY>;
 
 }  // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
-    ffa_forward(const __grid_constant__ ffa::ForwardParams params) {
+    ffa_forward(const __grid_constant__ ffa::Config::Params params) {
     ffa::forward<ffa::Config>(params);
 }

@@ -6,9 +6,9 @@
 // overlaps with P V of block j - 1 in the same warpgroup, and with the matmuls of the other warpgroups. The stream of
 // blocks does not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
 //
-// What a tile sees of only some of its keys is a part, and leaves in fp32. Two launches may share the keys of a tile: the
-// second one merges the part of the first with the rest. Or a launch walks all parts of a tile, and the kernel behind it
-// (fwd_merge.cu) merges them.
+// What a tile sees of only some of its keys is a part, and leaves in fp32. A second launch may merge the parts of a first with the
+// rest of their keys; or two that run side by side share the tiles (fwd_items.cuh); or one walks all parts of a tile, and the
+// kernel behind it (fwd_merge.cu) merges them.
 #pragma once
 
 #include "fwd_consumer.cuh"
@@ -19,7 +19,7 @@
 namespace ffa {
 
 template <class Config>
-__device__ __forceinline__ void forward(const ForwardParams& params) {
+__device__ __forceinline__ void forward(const typename Config::Params& params) {
     extern __shared__ __align__(1024) unsigned char memory[];
     static_assert(sizeof(SharedStorage<Config>) <= kMaxSharedBytes, "the buffers do not fit in shared memory");
     auto& smem = *reinterpret_cast<SharedStorage<Config>*>(memory);

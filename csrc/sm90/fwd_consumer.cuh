@@ -13,7 +13,7 @@ namespace ffa {
 template <class Config>
 class Consumer {
 public:
-    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedStorage<Config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem, int warpgroup)
         : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
@@ -126,7 +126,8 @@ private:
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
         const bool is_part = __any_sync(0xffffffff, part_shift() != kNotAPart);
-        if (params_.prior_lse != nullptr && is_part) {
+        if (merges(is_part)) {
+            wait_for_part();
             float keep[2];
             weigh(normalize, keep, lse, tile);
             scale_rows(out, normalize);
@@ -134,13 +135,16 @@ private:
         } else {
             scale_rows(out, normalize);
         }
-        const bool is_wide = params_.wide_out != nullptr && is_part;
+        const bool is_wide = leaves_wide(is_part);
         if (is_wide) {
             store_wide(out, tile);
         } else {
             store(out, tile);
         }
         store_lse(lse, is_wide, tile);
+        if (is_wide) {
+            tell_of_part();
+        }
         if constexpr (Config::kQBuffers == 1) {
             release_q();
         }
@@ -246,6 +250,10 @@ private:
     __device__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const;
     __device__ void store_wide(const Out& out, const TileOfHead& tile) const;
     __device__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const;
+    __device__ bool merges(bool is_part) const;
+    __device__ bool leaves_wide(bool is_part) const;
+    __device__ void wait_for_part() const;
+    __device__ void tell_of_part() const;
     __device__ int part_shift() const;
     __device__ long long wide_lse_offset(const TileOfHead& tile) const;
     __device__ long long wide_offset(const TileOfHead& tile, int row) const;
@@ -326,7 +334,7 @@ private:
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
 
-    const ForwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int warpgroup_;
     const int warp_;

@@ -1,7 +1,7 @@
 // The thread of the forward kernel that hands out the tiles, with their Q.
 #pragma once
 
-#include "fwd_scheduler.cuh"
+#include "fwd_items.cuh"
 #include "fwd_shared.cuh"
 
 namespace ffa {
@@ -11,23 +11,23 @@ namespace ffa {
 template <class Config>
 class Dispatcher {
 public:
-    __device__ __forceinline__ Dispatcher(const ForwardParams& params, SharedStorage<Config>& smem)
+    __device__ __forceinline__ Dispatcher(const typename Config::Params& params, SharedStorage<Config>& smem)
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        for (Scheduler scheduler(params_.schedule); scheduler.has_work(); scheduler.advance()) {
-            const WorkItem item = scheduler.item();
-            const Tile tile = params_.schedule.tiles[item.tile];
+        for (Items<Config> items(params_); items.has_work(); items.advance()) {
+            const WorkItem item = items.item();
+            const Tile tile = items.tile(item);
             if (tile.row_begin == tile.row_end) {
-                scheduler.leave_section();
+                items.leave_section();
                 continue;
             }
             const bool is_empty = tile.run_begin == tile.run_end;
             if (!is_empty) {
                 tell_producer(tile, item.head);
             }
-            const int part_shift = params_.part_shifts ? params_.part_shifts[item.tile] : 0;
-            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)}, part_shift);
+            const PartOfTile part = items.part(item, tile);
+            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)}, part);
             if (!is_empty) {
                 mbarrier_wait(smem_.runs_empty, runs_phase_);
                 runs_phase_ ^= 1;
@@ -35,7 +35,7 @@ public:
         }
         smem_.runs.begin = RunsOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.runs_full);
-        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, kNotAPart);
+        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, {kNotAPart, 0});
     }
 
 private:
@@ -54,11 +54,14 @@ private:
         mbarrier_arrive(smem_.runs_full);
     }
 
-    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, int part_shift) {
+    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, const PartOfTile& part) {
         const int buffer = q_phase_ % Config::kQBuffers;
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
         smem_.tiles[buffer] = tile;
-        smem_.part_shifts[buffer] = part_shift;
+        smem_.part_shifts[buffer] = part.shift;
+        if constexpr (Config::kIsEarly) {
+            smem_.part_items[buffer] = part.item;
+        }
         if (tile.num_blocks <= 0) {
             mbarrier_arrive(smem_.q_full);
         } else {
@@ -68,7 +71,7 @@ private:
         q_phase_ ^= 1;
     }
 
-    const ForwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     uint32_t q_phase_ = 0;
     uint32_t runs_phase_ = 0;

@@ -75,6 +75,44 @@ __device__ __forceinline__ void Consumer<Config>::store_lse(const float (&lse)[2
     }
 }
 
+// Whether the tile has a part from before, whose keys it has not walked.
+template <class Config>
+__device__ __forceinline__ bool Consumer<Config>::merges(bool is_part) const {
+    if constexpr (Config::kIsEarly) {
+        return is_part && __any_sync(0xffffffff, smem_.part_items[q_phase_ % Config::kQBuffers] < 0);
+    }
+    return params_.prior_lse != nullptr && is_part;
+}
+
+template <class Config>
+__device__ __forceinline__ bool Consumer<Config>::leaves_wide(bool is_part) const {
+    if constexpr (Config::kIsEarly) {
+        return is_part && !merges(is_part);
+    }
+    return params_.wide_out != nullptr && is_part;
+}
+
+// Whoever works on the part waits for nobody.
+template <class Config>
+__device__ __forceinline__ void Consumer<Config>::wait_for_part() const {
+    if constexpr (Config::kIsEarly) {
+        const int* const num_stored = params_.num_stored + ~smem_.part_items[q_phase_ % Config::kQBuffers];
+        while (!__all_sync(0xffffffff, load_acquire(num_stored) == 4 * Config::kConsumers)) {
+        }
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void Consumer<Config>::tell_of_part() const {
+    if constexpr (Config::kIsEarly) {
+        __syncwarp();
+        if (lane_ == 0) {
+            add_release(params_.num_stored + smem_.part_items[q_phase_ % Config::kQBuffers], 1);
+        }
+        __syncwarp();
+    }
+}
+
 template <class Config>
 __device__ __forceinline__ int Consumer<Config>::part_shift() const { return smem_.part_shifts[q_phase_ % Config::kQBuffers]; }
 

@@ -10,7 +10,7 @@ namespace ffa {
 template <class Config>
 class Producer {
 public:
-    __device__ __forceinline__ Producer(const ForwardParams& params, SharedStorage<Config>& smem)
+    __device__ __forceinline__ Producer(const typename Config::Params& params, SharedStorage<Config>& smem)
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
@@ -82,7 +82,7 @@ private:
     static constexpr int kBlocksAhead = 2;   // of the end of a tile, when the next one is asked for
     static constexpr int kNoColumn = -1;
 
-    const ForwardParams& params_;
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     Position<Config::kKStages> k_;
     Position<Config::kVStages> v_;

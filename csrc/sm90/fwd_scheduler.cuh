@@ -25,7 +25,9 @@ struct WorkItem {
 
 class Scheduler {
 public:
-    __device__ __forceinline__ explicit Scheduler(const Schedule& schedule) : schedule_(schedule), item_(blockIdx.x) {}
+    __device__ __forceinline__ explicit Scheduler(const Schedule& schedule) : Scheduler(schedule, blockIdx.x) {}
+
+    __device__ __forceinline__ Scheduler(const Schedule& schedule, int item) : schedule_(schedule), item_(item) {}
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
@@ -38,11 +40,16 @@ public:
         return {part.first_tile + tile, section * part.num_heads + within - tile * part.num_heads};
     }
 
-    // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
-    __device__ __forceinline__ void leave_section() {
+    // Of the first item behind this one's section.
+    __device__ __forceinline__ int section_end() const {
         const Part part = this->part();
         const int section = (item_ - part.first_item) / part.items_of_section();
-        const int next_section = part.first_item + (section + 1) * part.items_of_section();
+        return part.first_item + (section + 1) * part.items_of_section();
+    }
+
+    // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
+    __device__ __forceinline__ void leave_section() {
+        const int next_section = section_end();
         if (num_items() > gridDim.x) {
             atomicMax(schedule_.ticket, next_section - static_cast<int>(gridDim.x));
         }

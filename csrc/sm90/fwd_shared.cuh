@@ -34,11 +34,39 @@ struct ForwardParams {
 
 static_assert(sizeof(ForwardParams) == 896, "packed by magi_compile/kernels/cuda/forward.py");
 
+// Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
+struct EarlyForwardParams : ForwardParams {
+    Schedule lists[3];          // see TileList
+    const FarTile* far_tiles;   // [num_tiles of kFar]
+    int* num_begun_parts;       // [1]: one more than that, once no more are begun
+    int* num_stored;            // [items of kParts]: warps that have left their rows of it
+    int part_rows;              // that a part has in `wide_out`: those of part i begin at i times as many
+    int first_behind;           // thread block that begins behind the arrival; all from there on do
+};
+
+enum TileList {
+    kFar,     // tiles with far keys
+    kNear,    // tiles without
+    kParts,   // the near runs of tiles with both; all of them are in sections
+};
+
+static_assert(sizeof(EarlyForwardParams) == 1024, "packed by magi_compile/kernels/cuda/early.py");
+
 constexpr int kMaxConsumers = 3;
+
+template <bool kCondition, class Then, class Else>
+struct Choose {
+    using type = Then;
+};
+
+template <class Then, class Else>
+struct Choose<false, Then, Else> {
+    using type = Else;
+};
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kHasFarKeys_>
+          bool kHasSoftcap_, bool kHasFarKeys_, bool kIsEarly_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -52,6 +80,7 @@ struct ForwardConfig {
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
     static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
+    static constexpr bool kIsEarly = kIsEarly_;         // begins before they are there
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
@@ -61,6 +90,9 @@ struct ForwardConfig {
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
+    using Params = typename Choose<kIsEarly, EarlyForwardParams, ForwardParams>::type;
+
+    static_assert(kHasFarKeys || !kIsEarly, "they are what is waited for");
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
@@ -106,6 +138,7 @@ struct alignas(1024) SharedStorage {
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
     int part_shifts[Config::kQBuffers];   // travel with q
+    int part_items[Config::kQBuffers];    // likewise, see Items<Config, true>
 };
 
 // Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.

@@ -16,6 +16,13 @@ struct alignas(16) Cut {
     int row_begin, row_end, part_row, num_parts;
 };
 
+// What a tile with far keys is beside that: its far runs begin at `run_mid`, its near ones are the part `part`, or no part.
+struct FarTile {
+    int run_mid, part;
+};
+
+constexpr int kNoPart = -1;
+
 // A diag_hi that cuts nothing, and the negative of such a diag_lo.
 constexpr int kNoDiagonal = 1 << 30;
 

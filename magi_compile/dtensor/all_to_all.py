@@ -93,17 +93,17 @@ class _Cast:
         self._order = order
         packed = rows.gather(tensors, order.send_rows)
         self._exchange = Exchange(packed, order.send_counts, order.recv_counts, group)
-        self._like = [x[:0] for x in tensors]
-        self.buffers: list[Tensor] = []
-        if not order.arrives_in_place:
+        self._parts = rows.split(self._exchange.arriving, [x[:0] for x in tensors])
+        if order.arrives_in_place:
+            self.buffers = self._parts
+        else:
             self.buffers = [x.new_empty(order.num_received, *x.shape[1:]) for x in tensors]
             rows.move(tensors, order.own_home_rows, self.buffers, order.own_buffer_rows)
 
     def wait(self) -> list[Tensor]:
-        parts = rows.split(self._exchange.wait(), self._like)
-        if self._order.arrives_in_place:
-            return parts
-        rows.move(parts, None, self.buffers, self._order.recv_rows)
+        self._exchange.wait()
+        if not self._order.arrives_in_place:
+            rows.move(self._parts, None, self.buffers, self._order.recv_rows)
         return self.buffers
 
 
@@ -143,9 +143,9 @@ class Exchange:
         self, packed: Tensor, send: list[int], recv: list[int], group: dist.ProcessGroup
     ) -> None:
         self._sent = packed
-        self._arrived = packed.new_empty(sum(recv), packed.shape[1])
+        self.arriving = packed.new_empty(sum(recv), packed.shape[1])
         # As bytes, because backends differ in the dtypes they know.
-        outgoing, incoming = (x.view(torch.uint8) for x in (packed, self._arrived))
+        outgoing, incoming = (x.view(torch.uint8) for x in (packed, self.arriving))
         if not packed.is_cuda:
             self._work = dist.all_to_all_single(
                 incoming, outgoing, recv, send, group, async_op=True
@@ -164,10 +164,9 @@ class Exchange:
         self._lane.pending.add(self)
 
     def wait(self) -> Tensor:
-        arrived = self._arrived
-        if arrived.is_cuda:
-            torch.cuda.current_stream(arrived.device).wait_event(self._done)
+        if self.arriving.is_cuda:
+            torch.cuda.current_stream(self.arriving.device).wait_event(self._done)
             self._lane.pending.discard(self)
         else:
             self._work.wait()
-        return arrived
+        return self.arriving

@@ -102,7 +102,8 @@ def _forward_merged(
     if both is None:
         early = cast(EarlyKernel, kernel)
         result = early.forward_early(
-            q, k, v, arriving.wait, early_plan, problem, free_sms=arriving.sms
+            *(q, k, v, arriving.buffers, arriving.wait, early_plan, problem),
+            free_sms=arriving.sms,
         )
     else:
         k_all, v_all = (torch.cat(parts) for parts in zip((k, v), arriving.wait(), strict=True))

@@ -138,7 +138,7 @@ class PendingCast(Protocol):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """What `wait` returns, before the rows are there; where the cast has signals."""
+        """What `wait` returns, before the rows are there."""
         ...
 
     def wait(self) -> Sequence[Tensor]:

@@ -3,8 +3,8 @@
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
-    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, early share in millionths or -1, whether
-            the backward begins early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, whether the forward begins
+            early, whether the backward does, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -34,12 +34,11 @@ from magi_compile.dtensor.comm_plan import (
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
-from magi_compile.dtensor.stages import backward_begins_early, choose_degree, early_share
+from magi_compile.dtensor.stages import backward_begins_early, choose_degree
 from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
 
 CACHE_SIZE = 64
-_MILLION = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +76,7 @@ class PlanTensors(NamedTuple):
 class RankPlan:
     """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
 
-    Where there is an `early_share`, the two forward stages are one: its near keys and its far ones.
+    Where `forward_is_early`, the two forward stages are one: its near keys and its far ones.
     """
 
     dispatch: Dispatch
@@ -85,7 +84,7 @@ class RankPlan:
     digest: int
     forward: list[Stage]
     backward: list[Stage]
-    early_share: float | None = None
+    forward_is_early: bool = False
     backward_is_early: bool = False
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
@@ -100,8 +99,7 @@ class RankPlan:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
-        meta += [-1 if self.early_share is None else round(self.early_share * _MILLION)]
-        meta += [int(self.backward_is_early)]
+        meta += [int(self.forward_is_early), int(self.backward_is_early)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of runs become a list and int32 together.
         runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -231,7 +229,7 @@ def _plan(
     degree, backward_degree = options.degree, options.backward_degree
     early = options.early and options.cost.starts_early
     early_backward = options.early and options.cost.backward_starts_early
-    share, is_backward_early = None, False
+    is_early, is_backward_early = False, False
     may_be_early = (early and degree == 0) or (early_backward and backward_degree == 0)
     if degree is None or backward_degree is None or may_be_early:
         loads = StageLoads.of(rows)
@@ -242,13 +240,13 @@ def _plan(
                 loads, options.cost, backward=True, early=early_backward
             )
         if early and degree == 0:
-            degree, share = 1, early_share(loads, rank, options.cost)
+            degree, is_early = 1, True
         if early_backward and backward_degree == 0:
             is_backward_early = backward_begins_early(loads, options.cost)
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, share, is_backward_early)
+    return RankPlan(where, rank, digest, forward, backward, is_early, is_backward_early)
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:
@@ -318,12 +316,11 @@ class MergedStage:
     Args:
         near: the stage of the near keys.
         far: that of the far ones.
-        share: how much of the work is to be done before the far keys are there.
     """
 
-    def __init__(self, near: DeviceStage, far: DeviceStage, share: float):
+    def __init__(self, near: DeviceStage, far: DeviceStage):
         assert far.route is not None
-        self.near, self.far, self.route, self._share = near, far, far.route, share
+        self.near, self.far, self.route = near, far, far.route
         self._early: dict[Hashable, Any] = {}
 
     @cached_property
@@ -340,7 +337,7 @@ class MergedStage:
                 # With a column between near and far ones, so that no run has both.
                 far_begin = self.near.slices.seqlen_k + 1
                 slices = self._joined(far_begin).slices
-                plan = kernel.early_plan(slices, problem, far_begin, self._share)
+                plan = kernel.early_plan(slices, problem, far_begin)
             self._early[key] = plan
         return self._early[key]
 
@@ -380,7 +377,7 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    _, _, cp_size, rows, num_forward, num_backward, share, is_backward_early = meta[:8]
+    _, _, cp_size, rows, num_forward, num_backward, is_early, is_backward_early = meta[:8]
     counts = iter(meta[8:])
     position = 0
 
@@ -407,8 +404,7 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     forward, backward = stages[:num_forward], stages[num_forward:]
     merged = None
     # A rank of which all keys are near or all are far has one stage anyway.
-    if share >= 0 and len(forward) == 2 and not any(stage.is_empty for stage in forward):
-        near, far = forward
-        merged = MergedStage(near, far, share / _MILLION)
-    is_early = bool(is_backward_early) and not backward[0].is_empty
-    return DevicePlan(rows, forward, backward, merged, is_early)
+    if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
+        merged = MergedStage(*forward)
+    backward_is_early = bool(is_backward_early) and not backward[0].is_empty
+    return DevicePlan(rows, forward, backward, merged, backward_is_early)

@@ -78,13 +78,6 @@ def backward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     return early_backward_seconds(loads, cost) < backward_seconds(loads, 0, cost)
 
 
-def early_share(loads: StageLoads, rank: int, cost: CostModel) -> float:
-    """How much of its forward work `rank` should do before its remote keys are there, to be busy until then."""
-    cast = _cast_seconds(loads, _column([1]), cost).item()
-    area = int(loads.area[rank]) * cost.seconds_per_area
-    return min(1.0, cast / area) if area else 0.0
-
-
 def choose_degree(
     loads: StageLoads,
     cost: CostModel,

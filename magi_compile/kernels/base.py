@@ -131,13 +131,10 @@ class Kernel(Protocol):
 class EarlyKernel(Kernel, Protocol):
     """A kernel that begins before some keys, the far ones, are there. An optional capability."""
 
-    def early_plan(
-        self, slices: AttnSlices, problem: AttnProblem, far_begin: int, share: float
-    ) -> Any:
+    def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> Any:
         """How `forward_early` walks `slices`, of which the columns from `far_begin` on are the far keys.
 
-        No slice has both near and far columns, and the column in front of `far_begin` is none. `share` is how much
-        of the work the kernel should find to do before the far keys are there.
+        No slice has both near and far columns, and the column in front of `far_begin` is none.
         """
         ...
 
@@ -146,16 +143,18 @@ class EarlyKernel(Kernel, Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        arrive: Callable[[], Sequence[Tensor]],
+        far: Sequence[Tensor],
+        arrive: Callable[[], object],
         plan: Any,
         problem: AttnProblem,
         *,
         free_sms: int = 0,
     ) -> ForwardOutput:
-        """Attention of `q` over the near keys `k`, `v` and over those that `arrive` returns; none of them is empty.
+        """Attention of `q` over the near keys `k`, `v` and over the far ones, keys and values; none of them is empty.
 
-        `arrive`, called once, makes the current stream wait for the far keys and values. Work enqueued before it
-        ends in any case: nothing in it waits for them. It leaves `free_sms` SMs to what brings them, if there are more.
+        `arrive`, called once, makes torch's current stream wait until far keys are there; that may be another stream than
+        the one of the call, which then waits for it. Work enqueued before ends in any case: nothing in it waits for
+        them. It leaves `free_sms` SMs to what brings them, if there are more.
         """
         ...
 

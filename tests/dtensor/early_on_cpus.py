@@ -7,8 +7,7 @@ from magi_compile.dtensor.collectives import KernelSignals
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
-calls: list[float] = []  # the share that each call was planned with
-free: list[int] = []  # the SMs that each call was asked to leave free
+free: list[int] = []  # the SMs that each forward call was asked to leave free
 steps: list[str] = []  # of all backward calls
 may_be_early = True  # what the kernel says of its backward
 
@@ -16,7 +15,7 @@ may_be_early = True  # what the kernel says of its backward
 class EarlyCpuKernel(CpuKernel):
     name = "early_cpu"
 
-    def early_plan(self, slices, problem, far_begin, share):
+    def early_plan(self, slices, problem, far_begin):
         is_far = slices.k_ranges[:, 0] >= far_begin
         assert bool((is_far | (slices.k_ranges[:, 1] < far_begin)).all())
         near, far = (
@@ -32,17 +31,16 @@ class EarlyCpuKernel(CpuKernel):
                 (is_far, far_begin, slices.seqlen_k - far_begin),
             )
         )
-        return near, far, share
+        return near, far
 
-    def forward_early(self, q, k, v, arrive, plan, problem, *, free_sms=0):
-        near, far, share = plan
-        calls.append(share)
+    def forward_early(self, q, k, v, far_keys, arrive, plan, problem, *, free_sms=0):
+        near, far = plan
         free.append(free_sms)
         wide = torch.promote_types(q.dtype, torch.float32)
         plans = [self.plan(slices, problem) for slices in (near, far)]
         first = self.forward(q, k, v, near, plans[0], problem, out_dtype=wide)
-        k_far, v_far = arrive()
-        return self.forward(q, k_far, v_far, far, plans[1], problem, prior=first)
+        assert all(x is y for x, y in zip(arrive(), far_keys, strict=True))
+        return self.forward(q, *far_keys, far, plans[1], problem, prior=first)
 
     def backward_may_be_early(self, problem):
         return may_be_early

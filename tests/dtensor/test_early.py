@@ -21,7 +21,6 @@ from magi_compile.dtensor.stages import (
     choose_degree,
     early_backward_seconds,
     early_seconds,
-    early_share,
     forward_seconds,
 )
 from magi_compile.kernels.base import AttnProblem
@@ -41,13 +40,11 @@ MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x1
 
 
 def run_early(group, case, options, dtype):
-    early_on_cpus.calls.clear()
     early_on_cpus.free.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "early_cpu", f"{early_on_cpus.__name__}:EarlyCpuKernel")
         run_on_ranks(group, case, options, dtype, kernel="early_cpu")
-    assert early_on_cpus.free == [SMS] * len(early_on_cpus.calls)
-    return early_on_cpus.calls[:]
+    return early_on_cpus.free[:]
 
 
 def run_early_backward(group, case, options, dtype, collective="signalling", may_be_early=True):
@@ -67,7 +64,7 @@ def test_a_kernel_that_begins_early(ranks_of, size, name):
     case = replace(SQUARE[name], heads=HEADS)
     calls = ranks_of(size).run(run_early, case, OPTIONS, torch.float32)
     assert any(calls)
-    assert all(0 < share <= 1 for of_rank in calls for share in of_rank)
+    assert all(free == SMS for of_rank in calls for free in of_rank)
 
 
 def test_bf16_and_chosen_degrees(ranks_of):
@@ -129,13 +126,14 @@ def test_the_plan_has_near_and_far_keys():
     assert near.transfer is None
     assert far.transfer.recv_counts[0] == 0  # no row of its own
     assert len(waiting.forward) == 1
-    assert waiting.early_share is None
+    assert merged.forward_is_early
+    assert not waiting.forward_is_early
     assert near.slices.area() + far.slices.area() == waiting.forward[0].slices.area()
     stage = unpack(*merged.tensors("cpu")).merged.side_by_side
     assert stage.slices.area() == waiting.forward[0].slices.area()
     assert unpack(*waiting.tensors("cpu")).merged is None
     blind = replace(OPTIONS, cost=replace(DEFAULT_COST, starts_early=False))
-    assert plan_rank(slices, 2, 0, blind).early_share is None
+    assert not plan_rank(slices, 2, 0, blind).forward_is_early
 
 
 def test_near_keys_of_a_backward():
@@ -211,17 +209,6 @@ def test_ranks_without_far_keys_do_not_merge():
 
 def loads_of(slices, cp_size):
     return StageLoads.of(RankRows.of(dispatch(slices, cp_size)))
-
-
-def test_the_share_covers_the_cast():
-    loads = loads_of(documents([9000, 7000, 384], causal=True), 2)
-    slow = replace(DEFAULT_COST, seconds_per_row=1.0)
-    quick = replace(DEFAULT_COST, seconds_per_row=0.0, latency_seconds=0.0)
-    assert early_share(loads, 0, slow) == 1.0
-    assert early_share(loads, 0, quick) == 0.0
-    assert 0.0 < early_share(loads, 0, DEFAULT_COST) < 1.0
-    nothing = loads_of(AttnSlices.from_lists([], [], [], seqlen_q=1024, seqlen_k=1024), 2)
-    assert early_share(nothing, 0, DEFAULT_COST) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -338,6 +338,12 @@ inline int atomicMin(int* x, int y) {
     return before;
 }
 
+inline int atomicOr(int* x, int y) {
+    const int before = *x;
+    *x |= y;
+    return before;
+}
+
 inline int atomicMax(int* x, int y) { return *x = max(*x, y); }
 inline float __expf(float x) { return std::exp(x); }
 inline float __logf(float x) { return std::log(x); }

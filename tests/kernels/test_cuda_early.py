@@ -1,4 +1,4 @@
-"""A forward pass in two launches: who does what, and on a GPU that it is right however late the far keys are."""
+"""A forward pass that begins early: what its lists hold, and on a GPU that it is right however late the far keys are."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import EarlyKernel
-from magi_compile.kernels.cuda.early import NOT_A_PART, TILES_OF_A_PART, split_plan
+from magi_compile.kernels.cuda.early import NO_PART, TILES_OF_A_PART, split_plan
 from magi_compile.kernels.cuda.kernel import CudaKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -42,14 +42,16 @@ def test_the_column_between_near_and_far_keys_is_none(case):
     assert torch.equal(near_and_far(case.slices(), cut).to_dense(), expected)
 
 
-def seen(walk, seqlen_q, seqlen_k):
-    """How often a walk computes each pair of row and column, and how often it visits each row."""
+def seen(tiles, runs, seqlen_q, seqlen_k):
+    """How often a list computes each pair of row and column, and how often it visits each row."""
     pairs = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int32)
     visits = torch.zeros(seqlen_q, dtype=torch.int32)
     cols = torch.arange(seqlen_k)
-    for row_begin, row_end, run_begin, run_end in walk.tiles.tolist():
+    is_filled = [begin < end for begin, end, *_ in tiles.tolist()]
+    assert is_filled == sorted(is_filled, reverse=True)
+    for row_begin, row_end, run_begin, run_end in tiles[: sum(is_filled)].tolist():
         visits[row_begin:row_end] += 1
-        for run in walk.runs[run_begin:run_end].tolist() if row_end > row_begin else []:
+        for run in runs[run_begin:run_end].tolist():
             begin, end, col_begin, col_end, lo, hi = run[:6]
             assert row_begin <= begin < end <= row_end
             rows = torch.arange(begin, end)[:, None]
@@ -59,61 +61,53 @@ def seen(walk, seqlen_q, seqlen_k):
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
-@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_two_walks_make_up_the_plan(case, share, exact):
+def test_the_lists_make_up_the_plan(case, exact):
     slices = near_and_far(case.slices(), case.seqlen_k // 2)
-    far_begin, (rows, cols) = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
+    far_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
     plan = build_tile_plan(
         slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32, exact=exact
     )
-    split = split_plan(plan.q_tiles, plan.q_runs, 64, far_begin, share)
-    early, early_visits = seen(split.early, rows, cols)
-    late, late_visits = seen(split.late, rows, cols)
-    assert torch.equal(early + late, slices.to_dense().int())
-    assert not early[:, far_begin:].any()
-    assert share > 0 or not early.any()
-    # Tiles in both walks are parts in both, at the same place; the others are in one.
-    parts = []
-    for walk in (split.early, split.late):
-        pairs = zip(walk.tiles.tolist(), walk.part_shifts.tolist(), strict=True)
-        parts.append(
-            {tuple(t[:2]): shift for t, shift in pairs if shift != NOT_A_PART and t[0] < t[1]}
-        )
-        assert [begin < end for begin, end, *_ in walk.tiles.tolist()] == sorted(
-            (begin < end for begin, end, *_ in walk.tiles.tolist()), reverse=True
-        )
-    assert parts[0] == parts[1]
-    is_part = torch.zeros(rows, dtype=torch.int32)
-    for (begin, end), shift in parts[0].items():
-        is_part[begin:end] = 1
-        assert 0 <= begin + shift <= end + shift <= split.num_part_rows
-    starts = [begin + shift for (begin, _), shift in parts[0].items()]
-    assert len(set(starts)) == len(starts) <= len(plan.q_tiles) // TILES_OF_A_PART + 1
-    assert all(start % 64 == 0 for start in starts)
-    assert torch.equal(early_visits + late_visits, 1 + is_part)
+    split = split_plan(plan.q_tiles, plan.q_runs, 64, far_begin)
+    near, near_visits = seen(split.near_tiles, split.runs, *sizes)
+    far, far_visits = seen(split.far_tiles, split.runs, *sizes)
+    parts, part_visits = seen(split.part_tiles, split.runs, *sizes)
+    dense = slices.to_dense().int()
+    assert torch.equal(near + far, dense)
+    assert (near_visits + far_visits == 1).all()
+    assert not near[:, far_begin:].any()
+    # A part is all that its tile sees of near keys, and no tile has two.
+    assert (part_visits <= far_visits).all()
+    assert torch.equal(parts[:, :far_begin], far[:, :far_begin] * part_visits[:, None])
+    assert not parts[:, far_begin:].any()
+
+    # Each tile with a part knows which it is, and from where on it sees far keys.
+    found = []
+    tiles = zip(split.far_tiles.tolist(), split.far_parts.tolist(), strict=True)
+    for (row_begin, row_end, run_begin, run_end), (run_mid, part) in tiles:
+        if row_begin == row_end:
+            assert part == NO_PART
+            continue
+        cols = split.runs[run_begin:run_end, 2] >= far_begin
+        assert cols.tolist() == sorted(cols.tolist())
+        assert run_mid == run_end - int(cols.sum())
+        if part != NO_PART:
+            assert split.part_tiles[part].tolist() == [row_begin, row_end, run_begin, run_mid]
+            found.append(part)
+    num_parts = len(plan.q_tiles) // TILES_OF_A_PART + 1
+    assert len(split.part_tiles) == min(num_parts, len(plan.q_tiles))
+    is_part = split.part_tiles[:, 0] < split.part_tiles[:, 1]
+    assert sorted(found) == list(range(int(is_part.sum())))
 
 
-def test_early_work_is_as_much_as_asked_for_and_no_more():
-    slices = near_and_far(AttnSlices.full(6400), 3200)
-    plan = build_tile_plan(slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32)
-    split = split_plan(plan.q_tiles, plan.q_runs, 64, 3201, share=0.1)
-    # A part is half of a tile, so a fifth of the tiles are in two parts.
-    assert (split.early.part_shifts != NOT_A_PART).sum() == 20
-
-
-def test_whole_tiles_come_before_parts():
-    # Rows of the second document see near keys alone, more than enough for what is asked for.
+def test_the_longest_parts_come_first():
+    # The later a row, the more near keys it sees; all see the same far ones.
     slices = AttnSlices.from_lists(
-        [(0, 640), (0, 640), (640, 1280)],
-        [(0, 640), (1281, 1921), (640, 1280)],
-        [0] * 3,
-        seqlen_k=2000,
+        [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
     plan = build_tile_plan(slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32)
-    split = split_plan(plan.q_tiles, plan.q_runs, 64, 1281, share=0.2)
-    assert (split.early.part_shifts == NOT_A_PART).all()
-    assert split.early.tiles[0, 0] >= 640
+    split = split_plan(plan.q_tiles, plan.q_runs, 64, 641)
+    assert split.part_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 
 def test_the_kernel_says_that_it_can():
@@ -126,37 +120,32 @@ def test_the_kernel_says_that_it_can():
     reason="needs a GPU of compute capability 9.0",
 )
 @pytest.mark.parametrize(
-    ("case", "share"),
+    "case",
     [
-        *((replace(case, heads=HEADS[1]), 0.2) for case in [*CASES, one(MaskType.CAUSAL, 4097)]),
-        *(
-            (replace(case, heads=heads), share)
-            for case in FEW
-            for heads in HEADS
-            for share in (0.0, 1.0)
-        ),
-        (replace(CASES[-1], heads=HEADS[1], softcap=5.0), 0.2),
+        *(replace(case, heads=HEADS[1]) for case in [*CASES, one(MaskType.CAUSAL, 4097)]),
+        *(replace(case, heads=heads) for case in FEW for heads in HEADS),
+        replace(CASES[-1], heads=HEADS[1], softcap=5.0),
     ],
-    ids=lambda x: getattr(x, "id", x),
+    ids=lambda case: case.id,
 )
-def test_matches_the_oracle(case, share):
+@pytest.mark.parametrize("spin_cycles", [0, 20_000, SPIN_CYCLES])
+def test_matches_the_oracle(case, spin_cycles):
     kernel = CudaKernel()
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
     cut = case.seqlen_k // 2
     slices = near_and_far(case.slices(), cut).to("cuda")
-    plan = kernel.early_plan(slices, problem, cut + 1, share)
+    plan = kernel.early_plan(slices, problem, cut + 1)
     far = [torch.full_like(x[cut:], torch.nan) for x in (inputs.k, inputs.v)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(SPIN_CYCLES)
+        torch.cuda._sleep(spin_cycles)
         for x, late in zip((inputs.k, inputs.v), far, strict=True):
             late.copy_(x[cut:])
 
     def arrive():
         torch.cuda.current_stream().wait_stream(stream)
-        return far
 
     near = (inputs.k[:cut], inputs.v[:cut])
-    out, lse = kernel.forward_early(inputs.q, *near, arrive, plan, problem, free_sms=FREE_SMS)
+    out, lse = kernel.forward_early(inputs.q, *near, far, arrive, plan, problem, free_sms=FREE_SMS)
     assert_attention_close((out, lse), inputs, case.slices("cuda"), problem)

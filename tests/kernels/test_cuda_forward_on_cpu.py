@@ -1,16 +1,18 @@
 """The forward kernel, as it is, on a CPU: instructions of Hopper GPUs stand in `ptx_on_a_cpu.cuh`, and the host's code
 launches it there. Slow, so masks are small; what depends on time or on registers, only a GPU can tell."""
 
+import struct
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_compile.kernels.cuda import early, parts
 from magi_compile.kernels.cuda import forward as module
-from magi_compile.kernels.cuda import parts
-from magi_compile.kernels.cuda.early import forward_early, split_plan
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -88,38 +90,83 @@ def test_one_launch(case, shape, launches):
     assert launches == [NUM_SMS]
 
 
-@pytest.mark.parametrize(
-    ("case", "shape", "share"),
-    [
-        *((CASES[0], shape, 1.0) for shape in SHAPES),
-        *((CASES[1], "128", share) for share in (0.0, 0.3)),
-        (CASES[2], "128", 0.3),
-    ],
-    ids=lambda x: getattr(x, "name", x),
-)
-def test_two_launches(case, shape, share, launches):
+@pytest.fixture
+def run_early(compiled, monkeypatch):
+    """Attention with far keys that arrive between two launches, or during the first one, of which the blocks from
+    `first_behind` on begin behind that; `timing` other than 0 is a random one."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(early, "_stream", lambda device: stream)
+    monkeypatch.setattr(early, "num_sms", lambda device: NUM_SMS)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def run(inputs, slices, problem, cut, first_behind=None, timing=0, free_sms=0):
+        tiles = plan_tiles(problem)
+        walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
+        plan = early.split_plan(walk.q_tiles, walk.q_runs, tiles.q_tile_rows, cut + 1)
+        # As they arrive: side by side, and there are others behind.
+        packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
+        far = packed[:-5].unbind(1)
+        grids = []
+
+        def arrive():
+            for target, source in zip(far, (inputs.k, inputs.v), strict=True):
+                target.copy_(source[cut:])
+
+        def launch(function, grid, block, params, stream):
+            if first_behind is not None and not grids:
+                arrive()
+                grid, params = NUM_SMS, params[:-4] + struct.pack("<i", first_behind)
+            function(grid, block, params, NUM_SMS, timing)
+            grids.append(grid)
+
+        near = [
+            torch.cat([x[:cut], torch.full_like(x[:9], torch.nan)])[:cut]
+            for x in (inputs.k, inputs.v)
+        ]
+        with launching(monkeypatch, module, compiled, NUM_SMS, launch=launch):
+            result = early.forward_early(
+                inputs.q, *near, far, arrive, plan, problem, free_sms=free_sms
+            )
+        return result, grids, plan
+
+    return run
+
+
+EARLY = [
+    *((CASES[0], shape) for shape in SHAPES),
+    (CASES[1], "128"),
+    (CASES[2], "128"),
+    (one(MaskType.CAUSAL, 700, 400), "128"),
+]
+
+
+@pytest.mark.parametrize(("case", "shape"), EARLY, ids=lambda x: getattr(x, "name", x))
+def test_far_keys_between_two_launches(case, shape, run_early):
     problem, inputs = prepared(case, shape)
     cut = case.seqlen_k // 2 + 3  # not at the end of a block
-    tiles = plan_tiles(problem)
-    walk = build_tile_plan(near_and_far(case.slices(), cut), **tiles._asdict(), exact=False)
-    plan = split_plan(walk.q_tiles, walk.q_runs, tiles.q_tile_rows, cut + 1, share)
-    # As they arrive: side by side, and there are others behind.
-    packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
-    far = packed[:-5].unbind(1)
-
-    def arrive():
-        for target, source in zip(far, (inputs.k, inputs.v), strict=True):
-            target.copy_(source[cut:])
-        return far
-
-    near = [
-        torch.cat([x[:cut], torch.full_like(x[:9], torch.nan)])[:cut] for x in (inputs.k, inputs.v)
-    ]
-    free_sms = 1 if share < 1 else 2 * NUM_SMS
-    result = forward_early(inputs.q, *near, arrive, plan, problem, free_sms=free_sms)
+    result, grids, _ = run_early(inputs, case.slices(), problem, cut)
     assert_attention_close(result, inputs, case.slices(), problem)
-    assert launches == [max(1, NUM_SMS - free_sms), NUM_SMS]
-    assert share == 0 or (plan.early.tiles[:, 0] < plan.early.tiles[:, 1]).any()
+    assert grids == [NUM_SMS - 1, NUM_SMS]
+
+
+@pytest.mark.parametrize("first_behind", [0, 1, 2])
+@pytest.mark.parametrize("timing", [0, 1, 2])
+@pytest.mark.parametrize(("case", "shape"), EARLY[-3:], ids=lambda x: getattr(x, "name", x))
+def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
+    problem, inputs = prepared(case, shape)
+    result, _, _ = run_early(
+        inputs, case.slices(), problem, case.seqlen_k // 3, first_behind, timing
+    )
+    assert_attention_close(result, inputs, case.slices(), problem)
+
+
+def test_one_block_computes_where_all_are_to_be_left_free(run_early):
+    problem, inputs = prepared(CASES[1], "128")
+    result, grids, plan = run_early(inputs, CASES[1].slices(), problem, 120, free_sms=2 * NUM_SMS)
+    assert_attention_close(result, inputs, CASES[1].slices(), problem)
+    assert grids == [1, NUM_SMS]
+    assert (plan.part_tiles[:, 0] < plan.part_tiles[:, 1]).any()
 
 
 @pytest.fixture

@@ -47,15 +47,17 @@ def test_notes_tell_who_runs_the_backward(kernel, head_dim, notes):
 def test_a_variant_does_not_depend_on_heads_or_scale():
     other = replace(PROBLEM, nheads_q=4, nheads_kv=4, softmax_scale=1.0)
     config = forward_config(PROBLEM)
-    assert forward_variant(PROBLEM, config, False) == forward_variant(other, config, False)
+    assert forward_variant(PROBLEM, config) == forward_variant(other, config)
 
 
-@pytest.mark.parametrize(("head_dim", "num_variants"), [(64, 1), (128, 2)])
-def test_far_keys_have_a_variant_of_their_own_unless_all_take_them(head_dim, num_variants):
+@pytest.mark.parametrize(("head_dim", "chooses"), [(64, "true"), (128, "false")])
+def test_who_chooses_between_tensor_maps(head_dim, chooses):
     problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim)
     config = forward_config(problem)
-    variants = {forward_variant(problem, config, far) for far in (False, True)}
-    assert len(variants) == num_variants
+    for is_early, expected in ((False, chooses), (True, "true")):
+        defines = dict(forward_variant(problem, config, is_early=is_early).defines)
+        assert defines["FFA_HAS_FAR_KEYS"] == expected
+        assert defines["FFA_IS_EARLY"] == str(is_early).lower()
 
 
 @pytest.mark.parametrize("head_dim", FORWARD_HEAD_DIMS)

@@ -5,6 +5,8 @@ import struct
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -13,9 +15,8 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
+from magi_compile.kernels.cuda import early, parts
 from magi_compile.kernels.cuda import forward as module
-from magi_compile.kernels.cuda import parts
-from magi_compile.kernels.cuda.early import forward_early, split_plan
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout, load_function
 from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import plan_tiles
@@ -43,7 +44,7 @@ class Pointers(NamedTuple):
 
 NOTHING = Pointers(*[0] * 11)
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
-PARAMS_BYTES = 896  # as csrc/sm90/fwd_shared.cuh asserts
+PARAMS_BYTES, EARLY_PARAMS_BYTES = 896, 1024  # as csrc/sm90/fwd_shared.cuh asserts
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
 
 
@@ -103,24 +104,37 @@ def test_a_prior_and_a_wide_output(launches):
     assert len(params) == PARAMS_BYTES
 
 
-def test_two_launches_of_one_output(launches):
+def test_two_launches_of_one_output(launches, monkeypatch):
+    order = []
+    here, beside = (
+        SimpleNamespace(wait_stream=lambda other, name=name: order.append((name, "waits")))
+        for name in ("here", "beside")
+    )
+    monkeypatch.setattr(early, "_stream", lambda device: beside)
+    monkeypatch.setattr(early, "num_sms", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(order.append(stream)))
     q, k, v = inputs()
-    k_far, v_far = (torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2))
+    far = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
-    plan = split_plan(walk.q_tiles, walk.q_runs, 192, far_begin=257, share=0.5)
-    out, lse = forward_early(q, k, v, lambda: (k_far, v_far), plan, PROBLEM)
-    (near_maps, early), (maps, late) = map(pointers, launches)
-    assert near_maps[2] == near_maps[4] == 0
-    assert maps == [x.data_ptr() for x in (q, k, k_far, v, v_far, out)]
-    for found, tiles in ((early, plan.early), (late, plan.late)):
+    plan = early.split_plan(walk.q_tiles, walk.q_runs, 192, far_begin=257)
+    arrive = lambda: order.append(len(launches))  # noqa: E731
+    out, lse = early.forward_early(q, k, v, far, arrive, plan, PROBLEM)
+    assert order == [("beside", "waits"), beside, 1, ("here", "waits")]
+    for params in launches:
+        maps, found = pointers(params)
+        assert maps == [x.data_ptr() for x in (q, k, far[0], v, far[1], out)]
         assert (found.out, found.lse) == (out.data_ptr(), lse.data_ptr())
-        assert (found.tiles, found.runs) == (tiles.tiles.data_ptr(), tiles.runs.data_ptr())
-        assert found.part_shifts == tiles.part_shifts.data_ptr()
-    assert (early.prior_out, early.prior_lse, late.wide_out, late.wide_lse) == (0, 0, 0, 0)
-    assert 0 not in (early.wide_out, early.wide_lse)
-    assert (early.wide_out, early.wide_lse) == (late.prior_out, late.prior_lse)
-    assert early.wide_rows == late.wide_rows == plan.num_part_rows
+        assert (found.tiles, found.runs) == (plan.far_tiles.data_ptr(), plan.runs.data_ptr())
+        assert 0 not in (found.wide_out, found.wide_lse)
+        assert (found.wide_out, found.wide_lse) == (found.prior_out, found.prior_lse)
+        assert found.wide_rows == plan.num_part_rows
+        assert (found.part_shifts, found.ticket) == (0, 0)
+        assert len(params) == EARLY_PARAMS_BYTES
+    first, second = launches
+    assert first[:-4] == second[:-4]
+    assert [struct.unpack("<i", x[-4:]) for x in launches] == [(2**31 - 1,), (0,)]
     assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
 
 

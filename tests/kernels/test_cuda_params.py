@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from cuda.bindings import nvrtc as compiler
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda import backward, forward, nvrtc, parts
+from magi_compile.kernels.cuda import backward, early, forward, nvrtc, parts
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
@@ -95,6 +95,16 @@ FORWARD = Layout(
     ),
     (forward._ADDRESSES, forward._SCALARS),
 )
+SCHEDULE = ("tiles", "ticket", "num_tiles", "num_heads", "heads_per_section", "tiles_in_sections")
+EARLY_FORWARD = FORWARD._replace(
+    name="EarlyForwardParams",
+    values=(
+        *FORWARD.values,
+        *(f"lists[{i}].{name}" for i in range(3) for name in SCHEDULE),
+        *("far_tiles", "num_begun_parts", "num_stored", "part_rows", "first_behind"),
+    ),
+    packers=(*FORWARD.packers, *[early._SCHEDULE] * 3, early._EARLY),
+)
 DQ_ITEMS = (
     *("sums.data", "sums.row_groups", "dq", "total_q"),
     *("num_heads", "heads_of_section", "qhead_per_kvhead", "softmax_scale"),
@@ -172,7 +182,7 @@ MERGE = Layout(
     ),
     (parts._MERGE_ADDRESSES, parts._MERGE_SCALARS),
 )
-LAYOUTS = (FORWARD, CUT, MERGE, BACKWARD, BEFORE, AFTER)
+LAYOUTS = (FORWARD, EARLY_FORWARD, CUT, MERGE, BACKWARD, BEFORE, AFTER)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -201,7 +211,7 @@ def test_a_field_elsewhere_would_be_found(layout, names):
 def test_tensors_are_packed_in_that_order(monkeypatch):
     """Of the forward: the maps in the order of its layout, the addresses too."""
     monkeypatch.setattr(forward, "tensor_map", lambda x, rows: bytes([int(x)]) * TENSOR_MAP_BYTES)
-    far = forward.FarKeys(3, 5, 0)
+    far = forward.FarKeys(3, 5, 0, b"")
     maps = forward._tensor_maps(1, 2, 4, far, 6, forward.ForwardConfig(3, 80, 3, 3, 2, 32, 160))
     assert list(maps[::TENSOR_MAP_BYTES]) == [1, 2, 3, 4, 5, 6]
     assert forward.Results._fields == ("out", *FORWARD_ADDRESSES[1:6])

@@ -1,16 +1,20 @@
-"""A forward pass that begins before some of its keys are there: two launches that share the tiles of one plan.
+"""A forward pass that begins before some of its keys are there: two launches side by side that share the tiles of one plan.
 
-    early    tiles that see near keys alone, and of a few others the near part, which leaves in fp32
-    late     everything else; those few are merged with their near part
+    in front of the arrival    tiles that see near keys alone, then, of others, the near part, which leaves in fp32;
+                               once the other launch runs, what that one takes
+    behind the arrival         tiles that see far keys, merged with their near part if there is one; then what is left
 
-Near keys are there from the start, far keys are not. Nothing waits inside a kernel, so that thread blocks never hold SMs
-that the far keys need to get here. What is cut in two costs another pass over its rows, so no more is than it takes to
-be busy until the far keys are there.
+Near keys are there from the start, far keys are not. Nothing waits inside a kernel for them, so that thread blocks never hold
+SMs that the far keys need to get here: a block that finds nothing to do ends, and one of the other launch takes its place.
+The first launch leaves at least one SM to the other, which by beginning says that far keys are there. How long they take
+need not be known; a tile that is cut in two costs another pass over its rows, and no more are than it takes.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,12 +22,19 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
-from magi_compile.plan.cost import TILE_COST, longest_first, run_costs, sums
+from magi_compile.kernels.cuda.launch import num_sms
+from magi_compile.kernels.heuristics import heads_per_section, tiles_in_sections
+from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
 
-NOT_A_PART = -(2**31)  # in `part_shifts`, as in csrc/sm90/plan.cuh
+#: In place of the number of a part, as in csrc/sm90/plan.cuh.
+NO_PART = -1
 #: Of how many tiles one at most is cut in two: bounds the memory of their parts.
-TILES_OF_A_PART = 4
+TILES_OF_A_PART = 2
+
+# What EarlyForwardParams has beside ForwardParams.
+_SCHEDULE, _EARLY = struct.Struct("<2Q4i"), struct.Struct("<3Q2i")
+_FAR, _NEAR, _PARTS, _NUM_BEGUN, _NUM_STORED = range(5)  # in words: the counters of a call
 
 _COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
     RUN_FIELDS.index(name) for name in ("col_begin", "num_blocks", "num_lead", "num_trail")
@@ -31,28 +42,29 @@ _COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
 
 
 class SplitPlan(NamedTuple):
-    """The q walk of a plan in two launches."""
+    """The q walk of a plan, by what it needs of far keys. Lists are longest first, with padding behind."""
 
-    early: Walk
-    late: Walk
+    far_tiles: Tensor  # int32 [num_tiles, 4]: those that see far keys
+    far_parts: Tensor  # int32 [num_tiles, 2], of these: the first far run, and which part the near runs are, or NO_PART
+    near_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
+    part_tiles: Tensor  # int32 [num_parts, 4]: near runs of tiles that see both
+    runs: Tensor  # int32 [num_runs, 12], the near ones of each tile first
     far_begin: int
-    num_part_rows: int  # room for the rows of tiles that are cut in two
+    tile_rows: int
+
+    @property
+    def num_part_rows(self) -> int:
+        return self.part_tiles.shape[0] * self.tile_rows
 
 
-def split_plan(
-    q_tiles: Tensor, q_runs: Tensor, tile_rows: int, far_begin: int, share: float
-) -> SplitPlan:
-    """Cuts the q walk of a plan in two; on a GPU nothing waits for the device.
+def split_plan(q_tiles: Tensor, q_runs: Tensor, tile_rows: int, far_begin: int) -> SplitPlan:
+    """Cuts the q walk of a plan; on a GPU nothing waits for the device.
 
     Args:
         q_tiles: int32 `[num_tiles, 4]`, of a plan with at least one tile.
         q_runs: int32 `[num_runs, 12]`; no run has both near and far columns.
         tile_rows: most rows of a tile.
         far_begin: the first far column.
-        share: how much of all work is to be early, if so much needs no far key.
-
-    Returns:
-        The two walks, of as many tiles as the plan, with padding in place of what is the other's.
     """
     num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
     row_begin, row_end, run_begin, run_end = q_tiles.long().unbind(1)
@@ -73,31 +85,28 @@ def split_plan(
     )
     near, far = sums(cost, run_begin, run_mid), sums(cost, run_mid, run_end)
 
-    # Whole tiles first, because parts cost more; then the largest parts, because there are fewest of them.
-    is_whole = (far == 0) & (near > 0)
-    order = longest_first(torch.where(is_whole, near + near.sum(), near))
-    before = near[order].cumsum(0) - near[order]
-    is_early = torch.zeros_like(is_whole)
-    is_early[order] = (before < share * (near + far).sum()) & (near[order] > 0)
-    max_parts = num_tiles // TILES_OF_A_PART + 1
-    part = (is_early & ~is_whole).cumsum(0) - 1
-    is_early &= is_whole | (part < max_parts)
-    is_part = is_early & ~is_whole
-    shifts = torch.where(is_part, part * tile_rows - row_begin, NOT_A_PART).int()
-
-    def walk(is_in: Tensor, begin: Tensor, end: Tensor, cost: Tensor) -> Walk:
+    def listed(is_in: Tensor, begin: Tensor, end: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
         columns = (torch.where(is_in, row_begin, row_end), row_end, begin, end)
-        order = longest_first(torch.where(is_in, cost + TILE_COST, 0))
-        return Walk(torch.stack(columns, 1)[order].int(), runs, shifts[order])
+        order = longest_first(torch.where(is_in, cost + 1, 0))
+        return torch.stack(columns, 1)[order].int(), order
 
-    is_late = ~is_padding & (is_part | ~is_early)
-    late_begin = torch.where(is_part, run_mid, run_begin)
-    late_cost = torch.where(is_part, far, near + far)
+    sees_far = run_end > run_mid
+    is_cut = sees_far & (run_mid > run_begin)
+    part_tiles, part_order = listed(is_cut, run_begin, run_mid, near)
+    num_parts = num_tiles // TILES_OF_A_PART + 1
+    part = torch.empty_like(part_order)
+    part[part_order] = torch.arange(num_tiles, device=part.device)
+    part = torch.where(is_cut & (part < num_parts), part, NO_PART)
+    far_tiles, far_order = listed(sees_far, run_begin, run_end, near + far)
+    near_tiles, _ = listed(~is_padding & ~sees_far, run_begin, run_mid, near)
     return SplitPlan(
-        walk(is_early, run_begin, run_mid, near),
-        walk(is_late, late_begin, run_end, late_cost),
+        far_tiles,
+        torch.stack([run_mid, part], 1)[far_order].int(),
+        near_tiles,
+        part_tiles[:num_parts].contiguous(),
+        runs,
         far_begin,
-        max_parts * tile_rows,
+        tile_rows,
     )
 
 
@@ -105,40 +114,93 @@ def forward_early(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    arrive: Callable[[], Sequence[Tensor]],
+    far: Sequence[Tensor],
+    arrive: Callable[[], object],
     plan: SplitPlan,
     problem: AttnProblem,
     *,
     free_sms: int = 0,
 ) -> ForwardOutput:
-    """Attention of `q` over near keys and over those that `arrive` returns, on torch's current stream.
+    """Attention of `q` over near and far keys, on torch's current stream and on another that it then waits for.
 
     Args:
         q: `[total_q, nheads_q, head_dim]`, not empty.
         k: near keys `[total_near, nheads_kv, head_dim]`, not empty.
         v: their values.
-        arrive: makes torch's current stream wait for far keys and values, and returns them; not empty.
+        far: far keys and values; not empty.
+        arrive: makes torch's current stream wait until they are there.
         plan: of the mask over near and far keys.
         problem: what `CudaKernel.refusals` finds nothing against.
-        free_sms: that the early launch leaves to what brings far keys; one at least computes.
+        free_sms: that are left to what brings far keys; one at least computes.
     """
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return forward_early(q, k, v, arrive, plan, problem, free_sms=free_sms)
+            return forward_early(q, k, v, far, arrive, plan, problem, free_sms=free_sms)
     (total_q, nheads_q, head_dim) = q.shape
+    num_parts, part_rows = plan.part_tiles.shape[0], plan.num_part_rows
     out = q.new_empty((total_q, nheads_q, head_dim))
-    part_out = q.new_empty((plan.num_part_rows, nheads_q, head_dim), dtype=torch.float32)
+    part_out = q.new_empty((part_rows, nheads_q, head_dim), dtype=torch.float32)
     lse, part_lse = (
-        q.new_empty((nheads_q, rows), dtype=torch.float32) for rows in (total_q, plan.num_part_rows)
+        q.new_empty((nheads_q, rows), dtype=torch.float32) for rows in (total_q, part_rows)
     )
-    enqueue(
-        *(q, k, v, None, plan.early, Results(out, lse, part_out, part_lse), problem),
-        free_sms=free_sms,
-    )
-    k_far, v_far = arrive()
-    enqueue(
-        *(q, k, v, FarKeys(k_far, v_far, plan.far_begin), plan.late),
-        Results(out, lse, prior_out=part_out, prior_lse=part_lse),
-        problem,
-    )
+    results = Results(out, lse, part_out, part_lse, part_out, part_lse)
+    counters = torch.zeros(_NUM_STORED + num_parts * nheads_q, dtype=torch.int32, device=q.device)
+    lists = _lists(plan, k.shape[0], far[0].shape[0], counters, problem, num_sms(q.device.index))
+    words = counters.data_ptr()
+
+    def begin(first_behind: int, free_sms: int) -> None:
+        params = _EARLY.pack(
+            plan.far_parts.data_ptr(),
+            words + 4 * _NUM_BEGUN,
+            words + 4 * _NUM_STORED,
+            plan.tile_rows,
+            first_behind,
+        )
+        keys = FarKeys(far[0], far[1], plan.far_begin, lists + params)
+        enqueue(
+            *(q, k, v, keys, Walk(plan.far_tiles, plan.runs), results, problem), free_sms=free_sms
+        )
+
+    here, beside = torch.cuda.current_stream(q.device), _stream(q.device)
+    beside.wait_stream(here)
+    begin(_NO_BLOCK, max(free_sms, 1))
+    with torch.cuda.stream(beside):
+        arrive()
+        begin(0, 0)
+    here.wait_stream(beside)
     return ForwardOutput(out, lse)
+
+
+_NO_BLOCK = 2**31 - 1
+
+
+def _lists(
+    plan: SplitPlan,
+    total_near: int,
+    total_far: int,
+    counters: Tensor,
+    problem: AttnProblem,
+    sms: int,
+) -> bytes:
+    """The schedules of far and near tiles and of parts, in the order of csrc/sm90/fwd_shared.cuh."""
+    words = counters.data_ptr()
+
+    def schedule(tiles: Tensor, counter: int, total_k: int, in_sections: int) -> bytes:
+        num_tiles, ticket = tiles.shape[0], words + 4 * counter
+        heads = heads_per_section(problem, total_k, num_tiles, sms)
+        return _SCHEDULE.pack(
+            tiles.data_ptr(), ticket, num_tiles, problem.nheads_q, heads, in_sections
+        )
+
+    in_sections = tiles_in_sections(problem, plan.far_tiles.shape[0], sms)
+    return (
+        schedule(plan.far_tiles, _FAR, total_near + total_far, in_sections)
+        + schedule(plan.near_tiles, _NEAR, total_near, in_sections)
+        + schedule(plan.part_tiles, _PARTS, total_near, plan.part_tiles.shape[0])
+    )
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of the launches behind arrivals."""
+    return torch.cuda.Stream(device, priority=-1)

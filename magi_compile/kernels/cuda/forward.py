@@ -86,11 +86,13 @@ class Places(NamedTuple):
 
 
 class FarKeys(NamedTuple):
-    """Keys in memory of their own, which a walk sees as the columns from `begin` on."""
+    """Keys in memory of their own, which a walk sees as the columns from `begin` on, for a launch that may begin before they
+    are there."""
 
     k: Tensor
     v: Tensor
     begin: int
+    params: bytes  # what EarlyForwardParams has beside ForwardParams
 
 
 class _Route(NamedTuple):
@@ -105,8 +107,10 @@ class _Route(NamedTuple):
 
 
 @cache
-def forward_variant(problem: AttnProblem, config: ForwardConfig, has_far_keys: bool) -> Variant:
-    """The kernel to compile for `problem` in the shape of `config`."""
+def forward_variant(
+    problem: AttnProblem, config: ForwardConfig, *, is_early: bool = False
+) -> Variant:
+    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before far keys are there."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
         "FFA_HEAD_DIM": problem.head_dim,
@@ -119,7 +123,8 @@ def forward_variant(problem: AttnProblem, config: ForwardConfig, has_far_keys: b
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
-        "FFA_HAS_FAR_KEYS": str(has_far_keys or config.always_takes_far_keys).lower(),
+        "FFA_HAS_FAR_KEYS": str(is_early or config.always_takes_far_keys).lower(),
+        "FFA_IS_EARLY": str(is_early).lower(),
     }
     return Variant("fwd.cu", "ffa_forward", tuple((k, str(v)) for k, v in defines.items()))
 
@@ -224,7 +229,7 @@ def enqueue_at(
     if route is None or any(address % 16 for address in at):
         q, k, v = (tma_compatible(x) for x in (q, k, v))
         if far is not None:
-            far = FarKeys(tma_compatible(far.k), tma_compatible(far.v), begin)
+            far = far._replace(k=tma_compatible(far.k), v=tma_compatible(far.v))
         enqueue_at(q, k, v, far, out, num_tiles, places, problem, config, free_sms)
         return
     stream = current_stream(q.device)
@@ -238,7 +243,8 @@ def enqueue_at(
             route.maps.clear()
         route.maps[known] = maps
     pointers = _ADDRESSES.pack(*places, _address(ticket))
-    launch(route.function, route.grid, route.num_threads, maps + pointers + route.scalars, stream)
+    params = maps + pointers + route.scalars + (far.params if far else b"")
+    launch(route.function, route.grid, route.num_threads, params, stream)
 
 
 @lru_cache(maxsize=1024)
@@ -276,9 +282,10 @@ def _route(
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
-    variant = forward_variant(problem, config, far_begin != _NO_FAR_KEYS)
-    function = load_function(variant, device_index)
-    return _Route(function, grid, config.num_threads, num_items > grid, scalars, {})
+    is_early = far_begin != _NO_FAR_KEYS
+    function = load_function(forward_variant(problem, config, is_early=is_early), device_index)
+    has_ticket = not is_early and num_items > grid
+    return _Route(function, grid, config.num_threads, has_ticket, scalars, {})
 
 
 def _tensor_maps(

@@ -101,11 +101,9 @@ class CudaKernel:
             return forward_in_parts(q, k, v, q_tiles, q_runs, parts, problem)
         return forward(q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype)
 
-    def early_plan(
-        self, slices: AttnSlices, problem: AttnProblem, far_begin: int, share: float
-    ) -> SplitPlan:
+    def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> SplitPlan:
         q_tiles, q_runs, *_ = self.plan(slices, problem)
-        return split_plan(q_tiles, q_runs, plan_tiles(problem).q_tile_rows, far_begin, share)
+        return split_plan(q_tiles, q_runs, plan_tiles(problem).q_tile_rows, far_begin)
 
     forward_early = staticmethod(forward_early)
 
