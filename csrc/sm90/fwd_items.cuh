@@ -103,9 +103,10 @@ private:
 
     // The ticket of parts is beyond all items from here on, and who makes it so knows how many were begun.
     __device__ __forceinline__ void end_parts() {
-        const int ticket = atomicOr(params_.lists[kParts].ticket, kEnded);
+        const Schedule& parts = params_.lists[kParts];
+        const int ticket = atomicOr(parts.ticket, kEnded);
         if (ticket < kEnded) {
-            add_release(params_.num_begun_parts, ticket + 1);
+            add_release(params_.num_begun_parts, min(ticket, opaque(parts.num_tiles) * parts.num_heads) + 1);
         }
         num_begun_ = await_num_begun();
     }

@@ -32,9 +32,9 @@ IDLE_WAVES = 0.5
 #: How much of what a backward call costs beyond its area comes before it needs keys, and runs beside the cast.
 BEFORE_KEYS = 1 / 3
 
-#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes: two launches end
-#: one after the other, and the second chooses for each block of keys which tensor it lies in.
-EARLY_FORWARD_COST = 0.04
+#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes. On one GPU it is 0
+#: to 3.5 %, most on full masks: thread blocks begin with far keys one after another, and share less of them in the L2 cache.
+EARLY_FORWARD_COST = 0.02
 
 #: By how much longer the backward of an `EarlyKernel` computes. Alone on a GPU it is 0 to 2 %; on four, beside what moves and
 #: at the limit of their power, up to 4 % of a causal or a full mask.

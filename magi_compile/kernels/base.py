@@ -154,7 +154,8 @@ class EarlyKernel(Kernel, Protocol):
 
         `arrive`, called once, makes torch's current stream wait until far keys are there; that may be another stream than
         the one of the call, which then waits for it. Work enqueued before ends in any case: nothing in it waits for
-        them. It leaves `free_sms` SMs to what brings them, if there are more.
+        them. It leaves `free_sms` SMs to what brings them, if there are more. How results are rounded may depend on when far
+        keys come, but not under `torch.use_deterministic_algorithms(True)`.
         """
         ...
 

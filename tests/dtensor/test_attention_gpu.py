@@ -1,5 +1,6 @@
 """Attention across GPUs over NCCL, with every collective: against the oracle, compiled, and again and again."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -124,7 +125,20 @@ def test_late_ranks(run):
     run(run_late_ranks)
 
 
-def run_in_a_graph(group, collective):
+@contextmanager
+def algorithms(deterministic):
+    torch.use_deterministic_algorithms(deterministic)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run_in_a_graph(group, collective, deterministic):
+    """A replay and a call outside of it; bit by bit, where nothing is to depend on when remote keys come."""
+    with algorithms(deterministic):
+        in_a_graph(group, collective, deterministic)
+
+
+def in_a_graph(group, collective, deterministic):
     device, rank, size = torch.device("cuda", group.rank()), group.rank(), group.size()
     plan = plan_rank(documents([700, 1, 90, 1257], causal=True), size, rank, MERGED)
     tensors = plan.tensors(device)
@@ -147,13 +161,17 @@ def run_in_a_graph(group, collective):
         if seed % size == rank:
             torch.cuda._sleep(1_000_000)
         graph.replay()
-        found = [x.clone() for x in recorded]
-        for x, expected in zip(found, step(), strict=True):
-            assert torch.equal(x, expected)
+        (out, lse), (expected, expected_lse) = (x.clone() for x in recorded), step()
+        if deterministic:
+            assert torch.equal(out, expected)
+            assert torch.equal(lse, expected_lse)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.01)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
 
 
-def test_graph(run):
-    run(run_in_a_graph)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_graph(run, deterministic):
+    run(run_in_a_graph, deterministic)
 
 
 def backward_of(group, collective, options, slices):
@@ -275,8 +293,13 @@ def test_backward_graph(run):
     run(run_backward_in_a_graph)
 
 
-def run_again_and_again(group, steps, collective, options=OPTIONS):
-    """Alternating masks; equal inputs must give equal bits, but for dq, whose sum has no fixed order."""
+def run_again_and_again(group, steps, collective, options, deterministic):
+    """The largest differences between gradients and outputs of equal inputs, for alternating masks."""
+    with algorithms(deterministic):
+        return again_and_again(group, steps, collective, options)
+
+
+def again_and_again(group, steps, collective, options):
     device = torch.device("cuda", group.rank())
     masks = [documents([700, 1, 90, 1257], causal=True), AttnSlices.full(2048)]
     first, differences = [], []
@@ -302,8 +325,20 @@ def run_again_and_again(group, steps, collective, options=OPTIONS):
     return torch.stack(differences).amax(0).tolist()
 
 
-@pytest.mark.parametrize("options", [OPTIONS, MERGED], ids=["stages", "merged"])
-def test_200_steps(run, options):
-    for out, lse, dq, dk, dv in run(run_again_and_again, 200, options=options):
-        assert out == lse == dk == dv == 0
-        assert dq < 0.05
+@pytest.mark.parametrize(
+    ("options", "deterministic"),
+    [(OPTIONS, False), (MERGED, False), (MERGED, True)],
+    ids=["stages", "merged", "deterministic"],
+)
+def test_200_steps(run, options, deterministic):
+    """Equal inputs give equal bits, but for dq, whose sum has no fixed order; and where a pass begins early, but for tiles
+    that are merged of two parts or not. Without these two, in all."""
+    for out, lse, dq, dk, dv in run(
+        run_again_and_again, 200, options=options, deterministic=deterministic
+    ):
+        assert dq == 0 if deterministic else dq < 0.05
+        if options is OPTIONS or deterministic:
+            assert out == lse == dk == dv == 0
+        else:
+            assert max(out, dk, dv) < 0.05
+            assert lse < 1e-4

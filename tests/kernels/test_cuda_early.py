@@ -114,11 +114,26 @@ def test_the_kernel_says_that_it_can():
     assert isinstance(CudaKernel(), EarlyKernel)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
+needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs a GPU of compute capability 9.0",
 )
+
+
+def late_keys(inputs, cut, spin_cycles):
+    """The keys and values from `cut` on, which come after so many cycles, and what waits for them."""
+    far = [torch.full_like(x[cut:], torch.nan) for x in (inputs.k, inputs.v)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(spin_cycles)
+        for x, late in zip((inputs.k, inputs.v), far, strict=True):
+            late.copy_(x[cut:])
+    return far, lambda: torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.gpu
+@needs_hopper
 @pytest.mark.parametrize(
     "case",
     [
@@ -135,17 +150,27 @@ def test_matches_the_oracle(case, spin_cycles):
     cut = case.seqlen_k // 2
     slices = near_and_far(case.slices(), cut).to("cuda")
     plan = kernel.early_plan(slices, problem, cut + 1)
-    far = [torch.full_like(x[cut:], torch.nan) for x in (inputs.k, inputs.v)]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(spin_cycles)
-        for x, late in zip((inputs.k, inputs.v), far, strict=True):
-            late.copy_(x[cut:])
-
-    def arrive():
-        torch.cuda.current_stream().wait_stream(stream)
-
-    near = (inputs.k[:cut], inputs.v[:cut])
+    near, (far, arrive) = (inputs.k[:cut], inputs.v[:cut]), late_keys(inputs, cut, spin_cycles)
     out, lse = kernel.forward_early(inputs.q, *near, far, arrive, plan, problem, free_sms=FREE_SMS)
     assert_attention_close((out, lse), inputs, case.slices("cuda"), problem)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_deterministic_results_do_not_depend_on_when_far_keys_come():
+    case = replace(one(MaskType.CAUSAL, 4097), heads=Heads(16, 2, 128, 128))
+    kernel, problem = CudaKernel(), case.problem(torch.bfloat16, "cuda")
+    inputs, cut = case.inputs(torch.bfloat16, "cuda"), 1500
+    slices = near_and_far(case.slices(), cut).to("cuda")
+    plan = kernel.early_plan(slices, problem, cut + 1)
+    found = []
+    torch.use_deterministic_algorithms(True)
+    for step in range(100):
+        far, arrive = late_keys(inputs, cut, 3000 * step)
+        near = (inputs.k[:cut], inputs.v[:cut])
+        found.append(kernel.forward_early(inputs.q, *near, far, arrive, plan, problem))
+    torch.use_deterministic_algorithms(False)
+    assert_attention_close(found[0], inputs, case.slices("cuda"), problem)
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0].out)
+        assert torch.equal(lse, found[0].lse)

@@ -1,6 +1,7 @@
 """The forward kernel, as it is, on a CPU: instructions of Hopper GPUs stand in `ptx_on_a_cpu.cuh`, and the host's code
 launches it there. Slow, so masks are small; what depends on time or on registers, only a GPU can tell."""
 
+import itertools
 import struct
 from contextlib import nullcontext
 from dataclasses import replace
@@ -100,7 +101,7 @@ def run_early(compiled, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
-    def run(inputs, slices, problem, cut, first_behind=None, timing=0, free_sms=0):
+    def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
         walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
         plan = early.split_plan(walk.q_tiles, walk.q_runs, tiles.q_tile_rows, cut + 1)
@@ -125,9 +126,7 @@ def run_early(compiled, monkeypatch):
             for x in (inputs.k, inputs.v)
         ]
         with launching(monkeypatch, module, compiled, NUM_SMS, launch=launch):
-            result = early.forward_early(
-                inputs.q, *near, far, arrive, plan, problem, free_sms=free_sms
-            )
+            result = early.forward_early(inputs.q, *near, far, arrive, plan, problem, **options)
         return result, grids, plan
 
     return run
@@ -159,6 +158,17 @@ def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
         inputs, case.slices(), problem, case.seqlen_k // 3, first_behind, timing
     )
     assert_attention_close(result, inputs, case.slices(), problem)
+
+
+def test_without_parts_far_keys_may_come_whenever_they_want(run_early):
+    problem, inputs = prepared(CASES[1], "128")
+    arguments = (inputs, CASES[1].slices(), problem, 120)
+    expected, _, _ = run_early(*arguments, deterministic=True)
+    assert_attention_close(expected, inputs, CASES[1].slices(), problem)
+    for first_behind, timing in itertools.product(range(3), (1, 2)):
+        found, _, _ = run_early(*arguments, first_behind, timing, deterministic=True)
+        assert torch.equal(found.out, expected.out)
+        assert torch.equal(found.lse, expected.lse)
 
 
 def test_one_block_computes_where_all_are_to_be_left_free(run_early):

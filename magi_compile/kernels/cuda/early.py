@@ -120,6 +120,7 @@ def forward_early(
     problem: AttnProblem,
     *,
     free_sms: int = 0,
+    deterministic: bool = False,
 ) -> ForwardOutput:
     """Attention of `q` over near and far keys, on torch's current stream and on another that it then waits for.
 
@@ -132,11 +133,18 @@ def forward_early(
         plan: of the mask over near and far keys.
         problem: what `CudaKernel.refusals` finds nothing against.
         free_sms: that are left to what brings far keys; one at least computes.
+        deterministic: no tile is cut in two, so that the result does not depend on when far keys come, bit by bit.
     """
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
-            return forward_early(q, k, v, far, arrive, plan, problem, free_sms=free_sms)
+            return forward_early(
+                *(q, k, v, far, arrive, plan, problem),
+                free_sms=free_sms,
+                deterministic=deterministic,
+            )
     (total_q, nheads_q, head_dim) = q.shape
+    if deterministic:
+        plan = plan._replace(part_tiles=plan.part_tiles[:0])
     num_parts, part_rows = plan.part_tiles.shape[0], plan.num_part_rows
     out = q.new_empty((total_q, nheads_q, head_dim))
     part_out = q.new_empty((part_rows, nheads_q, head_dim), dtype=torch.float32)

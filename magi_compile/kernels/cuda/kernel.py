@@ -27,7 +27,8 @@ class CudaKernel:
     For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
     tile sizes beside our own.
 
-    dq is summed up in any order, or in one order under `torch.use_deterministic_algorithms(True)`.
+    dq is summed up in any order, and which tiles a forward that begins early merges of two parts depends on when far keys come. Under
+    `torch.use_deterministic_algorithms(True)` dq has one order, and no tile parts.
     """
 
     name = "cuda"
@@ -105,7 +106,23 @@ class CudaKernel:
         q_tiles, q_runs, *_ = self.plan(slices, problem)
         return split_plan(q_tiles, q_runs, plan_tiles(problem).q_tile_rows, far_begin)
 
-    forward_early = staticmethod(forward_early)
+    def forward_early(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: Sequence[Tensor],
+        arrive: Callable[[], object],
+        plan: SplitPlan,
+        problem: AttnProblem,
+        *,
+        free_sms: int = 0,
+    ) -> ForwardOutput:
+        return forward_early(
+            *(q, k, v, far, arrive, plan, problem),
+            free_sms=free_sms,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
 
     def backward(
         self,
