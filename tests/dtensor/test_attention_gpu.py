@@ -171,7 +171,7 @@ def in_a_graph(group, collective, deterministic):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_graph(run, deterministic):
-    run(run_in_a_graph, deterministic)
+    run(run_in_a_graph, deterministic=deterministic)
 
 
 def backward_of(group, collective, options, slices):
