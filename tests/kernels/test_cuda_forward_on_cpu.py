@@ -160,6 +160,16 @@ def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
     assert_attention_close(result, inputs, case.slices(), problem)
 
 
+@pytest.mark.parametrize("timing", [1, 2, 3])
+def test_far_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
+    monkeypatch.setattr(early, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
+    case = replace(CASES[0], heads=Heads(4, 2, 64, 64))
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    inputs = case.inputs(torch.bfloat16)
+    result, _, _ = run_early(inputs, case.slices(), problem, 100, 2, timing)
+    assert_attention_close(result, inputs, case.slices(), problem)
+
+
 def test_without_parts_far_keys_may_come_whenever_they_want(run_early):
     problem, inputs = prepared(CASES[1], "128")
     arguments = (inputs, CASES[1].slices(), problem, 120)

@@ -17,7 +17,12 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda import early, parts
 from magi_compile.kernels.cuda import forward as module
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES, is_tma_layout, load_function
+from magi_compile.kernels.cuda.launch import (
+    TENSOR_MAP_BYTES,
+    check_far_keys,
+    is_tma_layout,
+    load_function,
+)
 from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices
@@ -136,6 +141,15 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     assert first[:-4] == second[:-4]
     assert [struct.unpack("<i", x[-4:]) for x in launches] == [(2**31 - 1,), (0,)]
     assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
+
+
+def test_far_keys_that_tma_can_not_read_are_refused():
+    x = torch.zeros(101, 2, 72, dtype=torch.bfloat16)
+    check_far_keys(x[..., :64], x[1:, :, 8:])
+    with pytest.raises(ValueError, match=r"`k` .* got 2 beyond one"):
+        check_far_keys(x[..., 1:65], x)
+    with pytest.raises(ValueError, match=r"`v` .* strides of \(65, 65, 1\)"):
+        check_far_keys(x, torch.zeros(101, 1, 65, dtype=torch.bfloat16)[..., :64])
 
 
 def test_a_walk_in_parts_and_what_merges_them(launches, monkeypatch):

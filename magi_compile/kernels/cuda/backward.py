@@ -30,6 +30,7 @@ from magi_compile.kernels.cuda.backward_walks import TwoLists, turns_of_tiles
 from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
     check,
+    check_far_keys,
     current_stream,
     is_tma_layout,
     launch,
@@ -183,6 +184,7 @@ def backward_early(
     Near tiles are worked on until far keys are there, and once more when far tiles are done. The main kernel is launched twice:
     what the first one finds not there, it leaves to the second, behind their arrival.
     """
+    check_far_keys(keys.k, keys.v)
     with _current(q.device):
         tiles = [lists.near, lists.far]
         launches = _Launches(dout, dlse, q, out, lse, tiles, lists.runs, problem, False)

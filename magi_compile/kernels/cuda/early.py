@@ -22,7 +22,7 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
-from magi_compile.kernels.cuda.launch import num_sms
+from magi_compile.kernels.cuda.launch import check_far_keys, num_sms
 from magi_compile.kernels.heuristics import heads_per_section, tiles_in_sections
 from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
@@ -134,6 +134,9 @@ def forward_early(
         problem: what `CudaKernel.refusals` finds nothing against.
         free_sms: that are left to what brings far keys; one at least computes.
         deterministic: no tile is cut in two, so that the result does not depend on when far keys come, bit by bit.
+
+    Raises:
+        ValueError: if TMA can not read `far` as it lies.
     """
     if q.device.index != torch.cuda.current_device():
         with torch.cuda.device(q.device):
@@ -142,6 +145,7 @@ def forward_early(
                 free_sms=free_sms,
                 deterministic=deterministic,
             )
+    check_far_keys(*far)
     (total_q, nheads_q, head_dim) = q.shape
     if deterministic:
         plan = plan._replace(part_tiles=plan.part_tiles[:0])

@@ -60,9 +60,27 @@ def num_sms(device_index: int) -> int:
 
 def tma_compatible(x: Tensor) -> Tensor:
     """`x [rows, heads, head_dim]` itself if TMA can read it, else a copy."""
-    if x.data_ptr() % 16 == 0 and is_tma_layout(x.shape, x.stride(), x.dtype):
+    if _is_tma_compatible(x):
         return x
     return x.contiguous(memory_format=torch.contiguous_format).clone()
+
+
+def check_far_keys(k: Tensor, v: Tensor) -> None:
+    """Refuses keys and values that TMA can not read, where they may not be there yet: a copy would be of something else.
+
+    Raises:
+        ValueError: naming the tensor and its strides.
+    """
+    for name, x in (("k", k), ("v", v)):
+        if not _is_tma_compatible(x):
+            raise ValueError(
+                f"far keys: `{name}` must lie at a multiple of 16 bytes, with such strides of rows and heads and a "
+                f"stride of 1 in a head, got {x.data_ptr() % 16} beyond one and strides of {x.stride()} elements"
+            )
+
+
+def _is_tma_compatible(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0 and is_tma_layout(x.shape, x.stride(), x.dtype)
 
 
 @lru_cache(maxsize=4096)
