@@ -29,7 +29,7 @@ class ForwardConfig:
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
     `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. Consumers compute the
     scores of tiles with at least `min_blocks_in_turns` blocks in turns, if that is not 0. The producer of a launch without far
-    keys chooses between two tensor maps too if it `always_takes_far_keys`; to choose costs 1 to 2 % where the tensor cores are busy.
+    keys has a branch for their tensor maps too if it `always_takes_far_keys`, which is where that is faster, as the assembler has it.
     """
 
     num_consumers: int

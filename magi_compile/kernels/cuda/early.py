@@ -35,6 +35,7 @@ TILES_OF_A_PART = 2
 # What EarlyForwardParams has beside ForwardParams.
 _SCHEDULE, _EARLY = struct.Struct("<2Q4i"), struct.Struct("<3Q2i")
 _FAR, _NEAR, _PARTS, _NUM_BEGUN, _NUM_STORED = range(5)  # in words: the counters of a call
+_NO_BLOCK = 2**31 - 1  # begins behind the arrival
 
 _COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
     RUN_FIELDS.index(name) for name in ("col_begin", "num_blocks", "num_lead", "num_trail")
@@ -181,9 +182,6 @@ def forward_early(
         begin(0, 0)
     here.wait_stream(beside)
     return ForwardOutput(out, lse)
-
-
-_NO_BLOCK = 2**31 - 1
 
 
 def _lists(

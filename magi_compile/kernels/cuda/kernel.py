@@ -27,8 +27,8 @@ class CudaKernel:
     For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
     tile sizes beside our own.
 
-    dq is summed up in any order, and which tiles a forward that begins early merges of two parts depends on when far keys come. Under
-    `torch.use_deterministic_algorithms(True)` dq has one order, and no tile parts.
+    dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when far keys come. Under
+    `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
     """
 
     name = "cuda"
