@@ -17,7 +17,6 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import parts as module
-from magi_compile.kernels.cuda.early import NOT_A_PART
 from magi_compile.kernels.cuda.parts import PartLayout, cut_tiles, pack_cut, parts_variant
 from magi_compile.kernels.heuristics import PlanTiles, forward_parts
 from magi_compile.masks import library
@@ -37,6 +36,7 @@ from tests.kernels.part_plan import PartPlan
 
 SIZES = PlanTiles(64, 16, 64, 32)
 NUM_SMS, LEAST_BLOCKS = 16, 4
+NOT_A_PART = -(2**31)  # as in csrc/sm90/plan.cuh
 
 
 @pytest.fixture(scope="module")
