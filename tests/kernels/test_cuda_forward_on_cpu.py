@@ -162,6 +162,7 @@ def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
 
 @pytest.mark.parametrize("timing", [1, 2, 3])
 def test_far_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
+    monkeypatch.setattr(early, "_sizes", early._sizes.__wrapped__)
     monkeypatch.setattr(early, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
     case = replace(CASES[0], heads=Heads(4, 2, 64, 64))
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))

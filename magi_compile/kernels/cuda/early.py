@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,8 @@ TILES_OF_A_PART = 2
 
 # What EarlyForwardParams has beside ForwardParams.
 _SCHEDULE, _EARLY = struct.Struct("<2Q4i"), struct.Struct("<3Q2i")
-_FAR, _NEAR, _PARTS, _NUM_BEGUN, _NUM_STORED = range(5)  # in words: the counters of a call
+# In words, the counters of a call: a ticket of each list, then how many parts were begun, then how many warps have stored each.
+_NUM_BEGUN, _NUM_STORED = 3, 4
 _NO_BLOCK = 2**31 - 1  # begins behind the arrival
 
 _COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
@@ -158,8 +159,8 @@ def forward_early(
     )
     results = Results(out, lse, part_out, part_lse, part_out, part_lse)
     counters = torch.zeros(_NUM_STORED + num_parts * nheads_q, dtype=torch.int32, device=q.device)
-    lists = _lists(plan, k.shape[0], far[0].shape[0], counters, problem, num_sms(q.device.index))
-    words = counters.data_ptr()
+    words, sms = counters.data_ptr(), num_sms(q.device.index)
+    lists = _lists(plan, k.shape[0], far[0].shape[0], words, problem, sms)
 
     def begin(first_behind: int, free_sms: int) -> None:
         params = _EARLY.pack(
@@ -185,29 +186,32 @@ def forward_early(
 
 
 def _lists(
-    plan: SplitPlan,
-    total_near: int,
-    total_far: int,
-    counters: Tensor,
-    problem: AttnProblem,
-    sms: int,
+    plan: SplitPlan, total_near: int, total_far: int, words: int, problem: AttnProblem, sms: int
 ) -> bytes:
-    """The schedules of far and near tiles and of parts, in the order of csrc/sm90/fwd_shared.cuh."""
-    words = counters.data_ptr()
-
-    def schedule(tiles: Tensor, counter: int, total_k: int, in_sections: int) -> bytes:
-        num_tiles, ticket = tiles.shape[0], words + 4 * counter
-        heads = heads_per_section(problem, total_k, num_tiles, sms)
-        return _SCHEDULE.pack(
-            tiles.data_ptr(), ticket, num_tiles, problem.nheads_q, heads, in_sections
-        )
-
-    in_sections = tiles_in_sections(problem, plan.far_tiles.shape[0], sms)
-    return (
-        schedule(plan.far_tiles, _FAR, total_near + total_far, in_sections)
-        + schedule(plan.near_tiles, _NEAR, total_near, in_sections)
-        + schedule(plan.part_tiles, _PARTS, total_near, plan.part_tiles.shape[0])
+    """The schedules of the lists, in the order of csrc/sm90/fwd_shared.cuh, with their tickets in the counters at `words`."""
+    tiles = (plan.far_tiles, plan.near_tiles, plan.part_tiles)
+    sizes = _sizes(tiles[0].shape[0], tiles[2].shape[0], total_near, total_far, problem, sms)
+    return b"".join(
+        _SCHEDULE.pack(x.data_ptr(), words + 4 * counter, *of_list)
+        for counter, (x, of_list) in enumerate(zip(tiles, sizes, strict=True))
     )
+
+
+@lru_cache(maxsize=1024)
+def _sizes(
+    num_tiles: int, num_parts: int, total_near: int, total_far: int, problem: AttnProblem, sms: int
+) -> list[tuple[int, int, int, int]]:
+    """What else a Schedule has, of each list."""
+    in_sections = tiles_in_sections(problem, num_tiles, sms)
+    lists = (
+        (num_tiles, total_near + total_far, in_sections),
+        (num_tiles, total_near, in_sections),
+        (num_parts, total_near, num_parts),
+    )
+    return [
+        (num, problem.nheads_q, heads_per_section(problem, total_k, num, sms), first)
+        for num, total_k, first in lists
+    ]
 
 
 @cache
