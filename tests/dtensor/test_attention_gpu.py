@@ -128,8 +128,10 @@ def test_late_ranks(run):
 @contextmanager
 def algorithms(deterministic):
     torch.use_deterministic_algorithms(deterministic)
-    yield
-    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def run_in_a_graph(group, collective, deterministic):

@@ -165,11 +165,13 @@ def test_deterministic_results_do_not_depend_on_when_far_keys_come():
     plan = kernel.early_plan(slices, problem, cut + 1)
     found = []
     torch.use_deterministic_algorithms(True)
-    for step in range(100):
-        far, arrive = late_keys(inputs, cut, 3000 * step)
-        near = (inputs.k[:cut], inputs.v[:cut])
-        found.append(kernel.forward_early(inputs.q, *near, far, arrive, plan, problem))
-    torch.use_deterministic_algorithms(False)
+    try:
+        for step in range(100):
+            far, arrive = late_keys(inputs, cut, 3000 * step)
+            near = (inputs.k[:cut], inputs.v[:cut])
+            found.append(kernel.forward_early(inputs.q, *near, far, arrive, plan, problem))
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert_attention_close(found[0], inputs, case.slices("cuda"), problem)
     for out, lse in found[1:]:
         assert torch.equal(out, found[0].out)
