@@ -26,7 +26,7 @@ public:
             if (!is_empty) {
                 tell_producer(tile, item.head);
             }
-            const PartOfTile part = items.part(item, tile);
+            const PartOfTile part = items.part(item);
             tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(tile)}, part);
             if (!is_empty) {
                 mbarrier_wait(smem_.runs_empty, runs_phase_);

@@ -27,7 +27,7 @@ public:
 
     __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
 
-    __device__ __forceinline__ PartOfTile part(const WorkItem& item, const Tile& tile) const {
+    __device__ __forceinline__ PartOfTile part(const WorkItem& item) const {
         return {params_.part_shifts ? params_.part_shifts[item.tile] : 0, 0};
     }
 
@@ -88,7 +88,7 @@ public:
         return tile;
     }
 
-    __device__ __forceinline__ PartOfTile part(const WorkItem&, const Tile&) const { return part_; }
+    __device__ __forceinline__ PartOfTile part(const WorkItem&) const { return part_; }
 
 private:
     __device__ __forceinline__ const Schedule& list() const { return params_.lists[list_]; }

@@ -62,11 +62,7 @@ private:
         if (edge) {
             cp_async_bulk_load(&block.run, edge, sizeof(Run), full);
         }
-        if (is_far(col)) {
-            load_slabs<Config>(smem_.k[k_.slot], params_.k[1], full, col - params_.far_begin, head);
-        } else {
-            load_slabs<Config>(smem_.k[k_.slot], params_.k[0], full, col, head);
-        }
+        load(smem_.k[k_.slot], params_.k[0], params_.k[1], full, col, head);
         k_.advance();
     }
 
@@ -74,17 +70,21 @@ private:
         uint64_t& full = smem_.v_full[v_.slot];
         mbarrier_wait(smem_.v_empty[v_.slot], v_.phase ^ 1);
         mbarrier_arrive_expect_tx(full, sizeof(smem_.v[0]));
-        if (is_far(col)) {
-            load_slabs<Config>(smem_.v[v_.slot], params_.v[1], full, col - params_.far_begin, head);
-        } else {
-            load_slabs<Config>(smem_.v[v_.slot], params_.v[0], full, col, head);
-        }
+        load(smem_.v[v_.slot], params_.v[0], params_.v[1], full, col, head);
         v_.advance();
     }
 
     // Far keys lie in memory of their own; no run reaches from near ones into them. Each tensor map has a branch of its own, where
     // its address is known: chosen by an index, it makes all of the thread block 1 to 4 % slower.
-    __device__ __forceinline__ bool is_far(int col) const { return Config::kHasFarKeys && col >= params_.far_begin; }
+    template <class Slabs>
+    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& near, const TensorMap& far, uint64_t& full, int col,
+                                         int head) const {
+        if (Config::kHasFarKeys && col >= params_.far_begin) {
+            load_slabs<Config>(slabs, far, full, col - params_.far_begin, head);
+        } else {
+            load_slabs<Config>(slabs, near, full, col, head);
+        }
+    }
 
     static constexpr int kBlocksAhead = 2;   // of the end of a tile, when the next one is asked for
     static constexpr int kNoColumn = -1;

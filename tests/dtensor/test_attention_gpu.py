@@ -1,6 +1,5 @@
 """Attention across GPUs over NCCL, with every collective: against the oracle, compiled, and again and again."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops.library import problem_of
 from magi_compile.testing.cases import Heads
 from magi_compile.testing.poison import poisoned_empty
+from tests.deterministic import deterministic_algorithms
 from tests.dtensor.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.masks import SQUARE, documents
 
@@ -125,18 +125,9 @@ def test_late_ranks(run):
     run(run_late_ranks)
 
 
-@contextmanager
-def algorithms(deterministic):
-    torch.use_deterministic_algorithms(deterministic)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def run_in_a_graph(group, collective, deterministic):
     """A replay and a call outside of it; bit by bit, where nothing is to depend on when remote keys come."""
-    with algorithms(deterministic):
+    with deterministic_algorithms(deterministic):
         in_a_graph(group, collective, deterministic)
 
 
@@ -297,7 +288,7 @@ def test_backward_graph(run):
 
 def run_again_and_again(group, steps, collective, options, deterministic):
     """The largest differences between gradients and outputs of equal inputs, for alternating masks."""
-    with algorithms(deterministic):
+    with deterministic_algorithms(deterministic):
         return again_and_again(group, steps, collective, options)
 
 

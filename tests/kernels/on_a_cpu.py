@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.cuda.nvrtc import Variant
+from tests.deterministic import deterministic_algorithms
 from tests.kernels.cpp import LIBRARY, compiler_command
 
 _MAIN = """
@@ -98,9 +99,8 @@ def launching(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
     module._route.cache_clear()
     # What is not written is NaN.
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic_algorithms():
+        yield
     module._route.cache_clear()
 
 

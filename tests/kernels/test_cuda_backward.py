@@ -1,6 +1,5 @@
 """The Hopper backward kernel against the fp64 oracle."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from magi_compile.testing.cases import (
     varlen,
 )
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+from tests.deterministic import deterministic_algorithms
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -141,15 +141,6 @@ def test_dk_and_dv_of_several_sections_are_bitwise_equal(kernel):
     first = backward()
     for _ in range(20):
         assert_same(first, backward())
-
-
-@contextmanager
-def deterministic_algorithms():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])

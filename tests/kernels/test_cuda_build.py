@@ -22,7 +22,8 @@ def variant_id(variant):
     softcap = "softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else None
     order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
     has_far = (
-        "true" in defines.get("FFA_HAS_FAR_TILES", "") or defines.get("FFA_NUM_AGENDAS") == "2"
+        "true" in (defines.get("FFA_HAS_FAR_TILES"), defines.get("FFA_IS_EARLY"))
+        or defines.get("FFA_NUM_AGENDAS") == "2"
     )
     names = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"))
     parts = (*names, softcap, order, "far" if has_far else None)

@@ -14,6 +14,7 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
+from tests.deterministic import deterministic_algorithms
 
 CASES = [
     *(case for case in MASKS if case.seqlen_q and case.seqlen_k > 1),
@@ -164,14 +165,11 @@ def test_deterministic_results_do_not_depend_on_when_far_keys_come():
     slices = near_and_far(case.slices(), cut).to("cuda")
     plan = kernel.early_plan(slices, problem, cut + 1)
     found = []
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_algorithms():
         for step in range(100):
             far, arrive = late_keys(inputs, cut, 3000 * step)
             near = (inputs.k[:cut], inputs.v[:cut])
             found.append(kernel.forward_early(inputs.q, *near, far, arrive, plan, problem))
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert_attention_close(found[0], inputs, case.slices("cuda"), problem)
     for out, lse in found[1:]:
         assert torch.equal(out, found[0].out)

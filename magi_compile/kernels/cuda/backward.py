@@ -6,7 +6,6 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -36,6 +35,7 @@ from magi_compile.kernels.cuda.launch import (
     launch,
     load_function,
     num_sms,
+    on_device,
     tensor_map,
     tma_compatible,
 )
@@ -136,7 +136,7 @@ def backward(
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if q.shape[0] == 0 or k.shape[0] == 0:
         return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
-    with _current(q.device):
+    with on_device(q.device):
         # Each launch begins while the one in front of it ends.
         launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
         launches.main(KeyTensors(k, v, dk, dv), may_start_early=True)
@@ -158,7 +158,7 @@ def backward_in_phases(
     deterministic: bool = False,
 ) -> Tensor:
     """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
-    with _current(q.device):
+    with on_device(q.device):
         launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
         keys = KeyTensors(*arrive())
         launches.main(keys)
@@ -185,7 +185,7 @@ def backward_early(
     what the first one finds not there, it leaves to the second, behind their arrival.
     """
     check_far_keys(keys.k, keys.v)
-    with _current(q.device):
+    with on_device(q.device):
         tiles = [lists.near, lists.far]
         launches = _Launches(dout, dlse, q, out, lse, tiles, lists.runs, problem, False)
         launches.main(keys, signals)
@@ -194,11 +194,6 @@ def backward_early(
         # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
         depart()
         return launches.end()
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    is_current = device.index == torch.cuda.current_device()
-    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 class _Launches:

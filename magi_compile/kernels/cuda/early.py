@@ -22,7 +22,7 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
-from magi_compile.kernels.cuda.launch import check_far_keys, num_sms
+from magi_compile.kernels.cuda.launch import check_far_keys, num_sms, on_device, tma_compatible
 from magi_compile.kernels.heuristics import heads_per_section, tiles_in_sections
 from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
@@ -140,48 +140,43 @@ def forward_early(
     Raises:
         ValueError: if TMA can not read `far` as it lies.
     """
-    if q.device.index != torch.cuda.current_device():
-        with torch.cuda.device(q.device):
-            return forward_early(
-                *(q, k, v, far, arrive, plan, problem),
-                free_sms=free_sms,
-                deterministic=deterministic,
-            )
     check_far_keys(*far)
-    (total_q, nheads_q, head_dim) = q.shape
     if deterministic:
         plan = plan._replace(part_tiles=plan.part_tiles[:0])
-    num_parts, part_rows = plan.part_tiles.shape[0], plan.num_part_rows
-    out = q.new_empty((total_q, nheads_q, head_dim))
-    part_out = q.new_empty((part_rows, nheads_q, head_dim), dtype=torch.float32)
-    lse, part_lse = (
-        q.new_empty((nheads_q, rows), dtype=torch.float32) for rows in (total_q, part_rows)
-    )
-    results = Results(out, lse, part_out, part_lse, part_out, part_lse)
-    counters = torch.zeros(_NUM_STORED + num_parts * nheads_q, dtype=torch.int32, device=q.device)
-    words, sms = counters.data_ptr(), num_sms(q.device.index)
-    lists = _lists(plan, k.shape[0], far[0].shape[0], words, problem, sms)
-
-    def begin(first_behind: int, free_sms: int) -> None:
-        params = _EARLY.pack(
-            plan.far_parts.data_ptr(),
-            words + 4 * _NUM_BEGUN,
-            words + 4 * _NUM_STORED,
-            plan.tile_rows,
-            first_behind,
+    with on_device(q.device):
+        # Once for both launches.
+        q, k, v = (tma_compatible(x) for x in (q, k, v))
+        total_q, nheads_q, head_dim = q.shape
+        num_parts, part_rows = plan.part_tiles.shape[0], plan.num_part_rows
+        out = q.new_empty((total_q, nheads_q, head_dim))
+        part_out = q.new_empty((part_rows, nheads_q, head_dim), dtype=torch.float32)
+        lse, part_lse = (
+            q.new_empty((nheads_q, rows), dtype=torch.float32) for rows in (total_q, part_rows)
         )
-        keys = FarKeys(far[0], far[1], plan.far_begin, lists + params)
-        enqueue(
-            *(q, k, v, keys, Walk(plan.far_tiles, plan.runs), results, problem), free_sms=free_sms
-        )
+        results = Results(out, lse, part_out, part_lse, part_out, part_lse)
+        counters = q.new_zeros(_NUM_STORED + num_parts * nheads_q, dtype=torch.int32)
+        words, sms = counters.data_ptr(), num_sms(q.device.index)
+        lists = _lists(plan, k.shape[0], far[0].shape[0], words, problem, sms)
 
-    here, beside = torch.cuda.current_stream(q.device), _stream(q.device)
-    beside.wait_stream(here)
-    begin(_NO_BLOCK, max(free_sms, 1))
-    with torch.cuda.stream(beside):
-        arrive()
-        begin(0, 0)
-    here.wait_stream(beside)
+        def begin(first_behind: int, free_sms: int) -> None:
+            params = _EARLY.pack(
+                plan.far_parts.data_ptr(),
+                words + 4 * _NUM_BEGUN,
+                words + 4 * _NUM_STORED,
+                plan.tile_rows,
+                first_behind,
+            )
+            keys = FarKeys(far[0], far[1], plan.far_begin, lists + params)
+            walk = Walk(plan.far_tiles, plan.runs)
+            enqueue(q, k, v, keys, walk, results, problem, free_sms=free_sms)
+
+        here, beside = torch.cuda.current_stream(q.device), _stream(q.device)
+        beside.wait_stream(here)
+        begin(_NO_BLOCK, max(free_sms, 1))
+        with torch.cuda.stream(beside):
+            arrive()
+            begin(0, 0)
+        here.wait_stream(beside)
     return ForwardOutput(out, lse)
 
 

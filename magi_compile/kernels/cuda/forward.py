@@ -87,7 +87,7 @@ class Places(NamedTuple):
 
 class FarKeys(NamedTuple):
     """Keys in memory of their own, which a walk sees as the columns from `begin` on, for a launch that may begin before they
-    are there."""
+    are there. TMA can read them, see `check_far_keys`."""
 
     k: Tensor
     v: Tensor
@@ -228,8 +228,6 @@ def enqueue_at(
     route = _route(problem, config, layouts, begin, num_tiles, q.device.index, free_sms)
     if route is None or any(address % 16 for address in at):
         q, k, v = (tma_compatible(x) for x in (q, k, v))
-        if far is not None:
-            far = far._replace(k=tma_compatible(far.k), v=tma_compatible(far.v))
         enqueue_at(q, k, v, far, out, num_tiles, places, problem, config, free_sms)
         return
     stream = current_stream(q.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 
 import torch
@@ -56,6 +57,12 @@ def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
 @cache
 def num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Makes `device` the current one, if it is not."""
+    is_current = device.index == torch.cuda.current_device()
+    return nullcontext() if is_current else torch.cuda.device(device)
 
 
 def tma_compatible(x: Tensor) -> Tensor:
