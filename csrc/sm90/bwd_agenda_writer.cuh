@@ -1,7 +1,9 @@
 // How the agenda of the backward pass comes about: chapters, directions and parts of tiles.
 //
-//   Chapters. In front of the first document's other tiles may be many that see all its queries, as a prefix does. Such walks
-//   start together and end together. All heads have them first: between them, others would start at any time.
+//   Chapters. Where one document is all there is, many tiles in a row may walk the same long way: a prefix that all queries
+//   see, or the keys of other ranks. Such walks start together and end together. All heads have them first, as many as are
+//   whole waves: between others, or with some of them left to start late, each thread block would be at other queries. What
+//   is left of them comes last.
 //
 //   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
 //   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
@@ -11,8 +13,8 @@
 //   heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of work at
 //   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32.
 //
-//   Steps. Under a full mask and in the first chapter, thread blocks that start together read the same queries for long, and
-//   share them in the L2 cache if they stay together.
+//   Steps. Under a full mask and in chapters, thread blocks that start together read the same queries for long, and share
+//   them in the L2 cache if they stay together.
 #pragma once
 
 #include "block.cuh"
@@ -23,10 +25,12 @@
 namespace ffa {
 
 constexpr int kFewWaves = 3;
+constexpr int kMostChapters = 4;
 constexpr int kChapterWaves = 2;   // at least, of all heads
 constexpr float kFewTilesShare = 1.5f;
 constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
 constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
+constexpr int kLeastVisitsOfChapter = 1024;   // of a tile: what shorter walks read stays in the L2 cache anyway
 
 // Writes the agenda, by one thread block.
 template <int kBlockCols>
@@ -87,7 +91,6 @@ private:
                 params_.num_tiles, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
                 [](int, int) {}) / 2;
         }
-        tiles_of_chapter_ = params_.qhead_per_kvhead > 1 ? tiles_of_prefix() : 0;
         const int num_documents = prefix_sum(
             num_tiles_, [&](int i) { return int(starts_document(i)); },
             [&](int i, int before) {
@@ -97,24 +100,81 @@ private:
                     document_begin_[document] = i;
                 }
             });
-        const bool is_one_document = num_documents == (tiles_of_chapter_ > 0 ? 2 : 1);
-        const int items_of_section = (num_tiles_ - tiles_of_chapter_) * agenda_.heads_per_section;
-        waves_of_section_ = is_one_document ? (items_of_section + params_.num_blocks / 2) / params_.num_blocks : 0;
+        num_others_ = num_tiles_;
+        blocks_of_others_ = num_blocks_;
+        if (num_documents == 1) {
+            find_chapters();
+            const int items_of_section = num_others_ * agenda_.heads_per_section;
+            waves_of_section_ = (items_of_section + params_.num_blocks / 2) / params_.num_blocks;
+        }
     }
 
-    // How many tiles in front are as long as the first one, if enough for a chapter and others of their document follow.
-    __device__ int tiles_of_prefix() const {
-        const auto is_other = [&](int i) { return blocks_of(i) != blocks_of(0) || last_query(i) != last_query(0); };
-        const int found = first_of(num_tiles_, is_other, agenda_.counters->ticket);
-        const bool others_follow = found < num_tiles_ && last_query(found) == last_query(0);
-        return others_follow && found * agenda_.num_heads >= kChapterWaves * params_.num_blocks ? found : 0;
+    // Tiles in a row whose walks are alike.
+    struct Chapter {
+        int begin;
+        int num_tiles;
+        int blocks;   // of each
+        int num_first;   // entries that come first
+    };
+
+    // Of groups of one head none: their tiles are never in parts, and the last ones would end at different times. Where
+    // additions have the order of tiles, so have walks.
+    __device__ void find_chapters() {
+        if (params_.qhead_per_kvhead == 1 || params_.is_one_way) {
+            return;
+        }
+        const int least = (kChapterWaves * params_.num_blocks + agenda_.num_heads - 1) / agenda_.num_heads;
+        const int num_begins = max(num_tiles_ - least + 1, 0);
+        int from = 0;
+#pragma unroll
+        for (int c = 0; c < kMostChapters; ++c) {
+            const auto is_begin = [&](int i) { return i >= from && begins_chapter(i, least); };
+            const int begin = first_of(num_begins, is_begin, agenda_.counters->ticket);
+            const auto is_other = [&](int i) { return i >= begin + least && !are_alike(i, begin); };
+            const int end = first_of(num_tiles_, is_other, agenda_.counters->ticket);
+            const int num_first = begin < num_begins ? entries_of_waves(end - begin) : 0;
+            if (num_first > 0 && end - begin < num_tiles_) {
+                chapters_[c] = {begin, end - begin, blocks_of(begin), num_first};
+                num_others_ -= end - begin;
+                blocks_of_others_ -= (end - begin) * blocks_of(begin);
+            }
+            from = end;
+        }
+    }
+
+    // Of so many tiles, those that are whole waves.
+    __device__ __forceinline__ int entries_of_waves(int num_tiles) const {
+        int waves = num_tiles * agenda_.num_heads / params_.num_blocks;
+        while (waves * params_.num_blocks % agenda_.heads_per_section != 0) {
+            --waves;
+        }
+        return waves * params_.num_blocks / agenda_.heads_per_section;
+    }
+
+    __device__ __forceinline__ bool begins_chapter(int i, int num_tiles) const {
+        bool begins = blocks_of(i) * params_.qhead_per_kvhead >= kLeastVisitsOfChapter;
+        for (int k = 1; k < num_tiles && begins; ++k) {
+            begins = are_alike(i, i + k);
+        }
+        return begins;
+    }
+
+    __device__ __forceinline__ bool are_alike(int i, int j) const {
+        const Tile &one = params_.tiles[i], &other = params_.tiles[j];
+        const int num_runs = one.run_end - one.run_begin;
+        bool are = other.run_end - other.run_begin == num_runs;
+        for (int r = 0; r < num_runs && are; ++r) {
+            const Run &run = params_.runs[one.run_begin + r], &like = params_.runs[other.run_begin + r];
+            are = run.col_end == like.col_end && run.first / kBlockAlignment == like.first / kBlockAlignment;
+        }
+        return are;
     }
 
     __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before_[tile + 1] - blocks_before_[tile]; }
 
-    // Tiles that end with the same query are taken for one document; so are those of the first chapter.
+    // Tiles that end with the same query are taken for one document.
     __device__ __forceinline__ bool starts_document(int i) const {
-        return i == 0 || i == tiles_of_chapter_ || last_query(i) != last_query(i - 1);
+        return i == 0 || last_query(i) != last_query(i - 1);
     }
 
     __device__ __forceinline__ int last_query(int i) const {
@@ -122,42 +182,82 @@ private:
         return tile.run_begin < tile.run_end ? params_.runs[tile.run_end - 1].col_end : -1;
     }
 
-    // Those of the first chapter, or of all if they see as many queries, in front of the first tile in parts: thread blocks that
-    // start together on these also end together.
+    // Those that come first of chapters, or all if they see as many queries, in front of the first tile in parts: thread
+    // blocks that start together on these also end together.
     __device__ int items_in_step(int num_entries) const {
         const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
         int& scratch = agenda_.counters->ticket;
         const bool are_equal = first_of(num_tiles_, [&](int i) { return blocks_of(i) != blocks; }, scratch) == num_tiles_;
-        const int num_tiles = are_equal ? num_tiles_ : tiles_of_chapter_;
         const auto has_parts = [&](int i) { return agenda_.entries[i].num_parts > 1; };
-        const int num_whole = min(num_tiles * num_sections_, first_of(num_entries, has_parts, scratch));
-        const bool pays = blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
-        return pays ? num_whole * agenda_.heads_per_section : 0;
+        const int num_whole = first_of(num_entries, has_parts, scratch);
+        const bool pays = are_equal && blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
+        int of_chapters = 0;
+#pragma unroll
+        for (int c = 0; c < kMostChapters; ++c) {
+            of_chapters += chapters_[c].num_first;
+        }
+        return min(num_whole, pays ? num_tiles_ * num_sections_ : of_chapters) * agenda_.heads_per_section;
     }
 
-    // A tile for the heads of a section, and the tiles that its chapter has.
+    // A tile for the heads of a section.
     struct Place {
         int section;
         int tile;
-        int first_of_chapter;
-        int end_of_chapter;
+        int index;   // of those of the section that are in no chapter, or kInChapter
+        long long blocks_before;   // for one head of each section, of what comes before it
     };
 
+    static constexpr int kInChapter = -1;
+
     __device__ __forceinline__ Place place(int i) const {
-        const int in_first = tiles_of_chapter_ * num_sections_;
-        const int first = i < in_first ? 0 : tiles_of_chapter_;
-        const int end = i < in_first ? tiles_of_chapter_ : num_tiles_;
-        const int in_chapter = i < in_first ? i : i - in_first;
-        return {in_chapter / (end - first), first + in_chapter % (end - first), first, end};
+        long long before = 0;
+#pragma unroll
+        for (int c = 0; c < kMostChapters; ++c) {
+            const Chapter& chapter = chapters_[c];
+            if (i < chapter.num_first) {
+                return in_chapter(chapter, i, before);
+            }
+            i -= chapter.num_first;
+            before += 1ll * chapter.num_first * chapter.blocks;
+        }
+        const int num_others = num_others_ * num_sections_;
+        if (i < num_others) {
+            return in_no_chapter(i / num_others_, i % num_others_, before);
+        }
+        i -= num_others;
+        before += 1ll * num_sections_ * blocks_of_others_;
+#pragma unroll
+        for (int c = 0; c < kMostChapters; ++c) {
+            const Chapter& chapter = chapters_[c];
+            const int num_last = chapter.num_tiles * num_sections_ - chapter.num_first;
+            if (i < num_last) {
+                return in_chapter(chapter, chapter.num_first + i, before - 1ll * chapter.num_first * chapter.blocks);
+            }
+            i -= num_last;
+            before += 1ll * num_last * chapter.blocks;
+        }
+        return {};   // there are no more
     }
 
-    // For one head of each section, from this place on, with what comes behind these tiles.
-    __device__ __forceinline__ float blocks_left(const Place& place) const {
-        const int before_chapter = blocks_before_[place.first_of_chapter];
-        const float of_chapter = blocks_before_[place.end_of_chapter] - before_chapter;
-        const float behind = num_blocks_ - blocks_before_[place.end_of_chapter];
-        return of_chapter - (blocks_before_[place.tile] - before_chapter) + (num_sections_ - 1 - place.section) * of_chapter +
-               num_sections_ * (behind + blocks_behind_);
+    // `before` is what comes before the chapter.
+    __device__ __forceinline__ static Place in_chapter(const Chapter& chapter, int i, long long before) {
+        const int section = i / chapter.num_tiles, tile = chapter.begin + i % chapter.num_tiles;
+        return {section, tile, kInChapter, before + 1ll * i * chapter.blocks};
+    }
+
+    // `before` is what comes before the first one.
+    __device__ __forceinline__ Place in_no_chapter(int section, int index, long long before) const {
+        int tile = index, of_chapters = 0;
+#pragma unroll
+        for (int c = 0; c < kMostChapters; ++c) {
+            const Chapter& chapter = chapters_[c];
+            if (chapter.num_tiles > 0 && tile >= chapter.begin) {
+                tile += chapter.num_tiles;
+                of_chapters += chapter.num_tiles * chapter.blocks;
+            }
+        }
+        before += 1ll * section * blocks_of_others_ + blocks_before_[tile] - of_chapters;
+        return {section, tile, index, before};
     }
 
     __device__ int list_tiles() {
@@ -179,9 +279,9 @@ private:
 
     __device__ __forceinline__ AgendaEntry entry(int i, int part, int num_parts, int slot) const {
         const Place at = place(i);
-        const int in_document = at.tile - document_begin_[document_of_[at.tile]];
+        const int in_document = at.index - document_begin_[document_of_[at.tile]];
         const int wave = at.section * waves_of_section_ + in_document * agenda_.heads_per_section / params_.num_blocks;
-        const bool is_ascending = !params_.is_one_way && at.tile >= tiles_of_chapter_ && wave % 2 != 0;
+        const bool is_ascending = !params_.is_one_way && at.index != kInChapter && wave % 2 != 0;
         return {at.tile,
                 at.section * agenda_.heads_per_section,
                 static_cast<short>(part),
@@ -198,7 +298,8 @@ private:
         const float blocks = blocks_of(at.tile);
         const float all = num_blocks_;
         const bool is_few = num_tiles_ * agenda_.num_heads < kFewWaves * params_.num_blocks;
-        const float left = is_few ? kFewTilesShare * num_sections_ * (all + blocks_behind_) : blocks_left(at);
+        const long long behind = 1ll * num_sections_ * (num_blocks_ + blocks_behind_) - at.blocks_before;
+        const float left = is_few ? kFewTilesShare * num_sections_ * (all + blocks_behind_) : behind;
         const float shares = blocks * params_.num_blocks;   // of left * heads_per_section
         int parts = 1;
         while (parts < group && (parts * left * agenda_.heads_per_section < shares || group % parts != 0)) {
@@ -217,8 +318,9 @@ private:
     int num_tiles_ = 0;    // that have rows
     int num_blocks_ = 0;   // of queries, in all of them, for one head
     int blocks_behind_ = 0;   // the same of what comes behind them
-    int tiles_of_chapter_ = 0;   // of the first one, if there are two
-    int waves_of_section_ = 0;   // of the last chapter, where one document is all there is
+    Chapter chapters_[kMostChapters] = {};
+    int num_others_, blocks_of_others_;   // of tiles in none of them
+    int waves_of_section_ = 0;   // of these, where one document is all there is
 };
 
 }  // namespace ffa

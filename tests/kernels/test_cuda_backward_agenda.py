@@ -1,6 +1,7 @@
 """The agenda of the backward kernel, written and read: the source, compiled for the threads of a CPU."""
 
 import ctypes
+import math
 import struct
 from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
-LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
+LEAST_VISITS, LEAST_VISITS_IN_STEP, LEAST_VISITS_OF_CHAPTER = 24, 512, 1024
 FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ6iQ")
@@ -176,19 +177,47 @@ def is_few(num_tiles: int, sizes: Sizes) -> bool:
     return num_tiles * sizes.nheads_kv < 3 * sizes.num_blocks
 
 
-def tiles_of_chapter(plan, sizes: Sizes) -> int:
-    """Those in front that are equally long, two waves of them, if there are others of their document."""
-    blocks, document = blocks_of_tiles(plan), next(iter(lengths_of_documents(plan)), 0)
-    equal = len(list(takewhile(lambda x: x == blocks[0], blocks[:document])))
-    is_chapter = equal < document and equal * sizes.nheads_kv >= 2 * sizes.num_blocks
-    return equal if is_chapter and sizes.group > 1 else 0
+class Chapter(NamedTuple):
+    """Tiles that walk alike, and how many of its entries, for the heads of a section each, come first."""
+
+    tiles: range
+    num_first: int
+
+    def places(self, sizes: Sizes) -> list[tuple[int, int]]:
+        return [(section, tile) for section in sizes.sections for tile in self.tiles]
+
+
+def chapters(plan, sizes: Sizes) -> list[Chapter]:
+    """Under one document, four groups at most of tiles in a row that walk alike, two waves of them or more."""
+    all_runs = tiles_with_rows(plan)
+    if sizes.group == 1 or sizes.is_one_way or len(lengths_of_documents(plan)) != 1:
+        return []
+    walks = [[(run[FIRST] // ALIGNMENT, run[COL_END]) for run in runs] for runs in all_runs]
+    blocks, found, end = blocks_of_tiles(plan), [], 0
+    for _, tiles in groupby(walks):
+        begin, end = end, end + len(list(tiles))
+        num_items = (end - begin) * sizes.nheads_kv
+        is_long = blocks[begin] * sizes.group >= LEAST_VISITS_OF_CHAPTER
+        if not is_long or num_items < 2 * sizes.num_blocks or end - begin == len(walks):
+            continue
+        whole_waves = range(0, num_items + 1, math.lcm(sizes.num_blocks, sizes.heads_per_section))
+        found.append(Chapter(range(begin, end), whole_waves[-1] // sizes.heads_per_section))
+    return found[:4]
+
+
+def others(plan, sizes: Sizes) -> list[int]:
+    """The tiles in no chapter."""
+    of_chapters = {tile for chapter in chapters(plan, sizes) for tile in chapter.tiles}
+    return [tile for tile in range(len(tiles_with_rows(plan))) if tile not in of_chapters]
 
 
 def expected_places(plan, sizes: Sizes) -> list[tuple[int, int]]:
-    """The section and the tile, chapter by chapter."""
-    num_tiles, first = len(tiles_with_rows(plan)), tiles_of_chapter(plan, sizes)
-    chapters = (range(first), range(first, num_tiles))
-    return [(x, tile) for tiles in chapters for x in sizes.sections for tile in tiles]
+    """The section and the tile: whole waves of each chapter, all others, the rest of each chapter."""
+    found = chapters(plan, sizes)
+    first = [place for x in found for place in x.places(sizes)[: x.num_first]]
+    last = [place for x in found for place in x.places(sizes)[x.num_first :]]
+    middle = [(section, tile) for section in sizes.sections for tile in others(plan, sizes)]
+    return first + middle + last
 
 
 def expected_parts(plan, sizes: Sizes) -> list[int]:
@@ -215,31 +244,37 @@ def expected_parts(plan, sizes: Sizes) -> list[int]:
 
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
     """For each place: every other wave of its document is ascending, where one document is all there is those of all
-    sections in a row. Waves of a chapter in front are not counted, they descend."""
-    first, heads = tiles_of_chapter(plan, sizes), sizes.heads_per_section
-    documents = lengths_of_documents(plan)
-    documents[:1] = [n - first for n in documents[:1]]
-    of_section = int(documents[0] * heads / sizes.num_blocks + 0.5) if len(documents) == 1 else 0
+    sections in a row. Tiles of chapters are not counted, they descend."""
+    heads, documents, not_in_chapters = (
+        sizes.heads_per_section,
+        lengths_of_documents(plan),
+        others(plan, sizes),
+    )
+    of_section = 0
+    if len(documents) == 1:
+        documents = [len(not_in_chapters)]
+        of_section = int(documents[0] * heads / sizes.num_blocks + 0.5)
     place_in_document = [place for length in documents for place in range(length)]
+    waves = {
+        tile: place * heads // sizes.num_blocks
+        for tile, place in zip(not_in_chapters, place_in_document, strict=True)
+    }
     return [
-        not sizes.is_one_way
-        and tile >= first
-        and (section * of_section + place_in_document[tile - first] * heads // sizes.num_blocks) % 2
-        == 1
+        not sizes.is_one_way and tile in waves and (section * of_section + waves[tile]) % 2 == 1
         for section, tile in expected_places(plan, sizes)
     ]
 
 
 def expected_in_step(plan, sizes: Sizes, entries: list[Entry]) -> int:
     """Whole waves of items in front of the first tile in parts, where long walks are equally long: under a full mask
-    all, else those of a chapter."""
+    all, else those of chapters that come first."""
     blocks = blocks_of_tiles(plan)
-    equal = len(blocks) if len(set(blocks)) == 1 else tiles_of_chapter(plan, sizes)
-    if equal == 0 or blocks[0] * sizes.group < LEAST_VISITS_IN_STEP:
-        return 0
+    in_step = sum(chapter.num_first for chapter in chapters(plan, sizes))
+    if len(set(blocks)) == 1 and blocks[0] * sizes.group >= LEAST_VISITS_IN_STEP:
+        in_step = len(blocks) * len(sizes.sections)
     whole = len(list(takewhile(lambda entry: entry.num_parts == 1, entries)))
-    whole = min(whole, equal * len(sizes.sections))
-    return whole * sizes.heads_per_section // sizes.num_blocks * sizes.num_blocks
+    items = min(whole, in_step) * sizes.heads_per_section
+    return items // sizes.num_blocks * sizes.num_blocks
 
 
 def check(library, case: Case, sizes: Sizes) -> list[Entry]:
@@ -342,7 +377,7 @@ def prefix_lm() -> Case:
 @pytest.mark.parametrize("heads_per_section", [1, 2, 4])
 def test_a_prefix_is_the_first_chapter(heads_per_section, library):
     """Its 8 tiles for all heads, in two waves."""
-    sizes = Sizes(8, 16, heads_per_section=heads_per_section)
+    sizes = Sizes(16, 16, heads_per_section=heads_per_section)
     entries = check(library, prefix_lm(), sizes)
     prefix, others = entries[: 8 * len(sizes.sections)], entries[8 * len(sizes.sections) :]
     assert [x.tile for x in prefix] == [*range(8)] * len(sizes.sections)
@@ -350,9 +385,39 @@ def test_a_prefix_is_the_first_chapter(heads_per_section, library):
     assert all(x.tile >= 8 for x in others)
 
 
-def test_a_small_prefix_is_none(library):
-    entries = check(library, prefix_lm(), Sizes(8, 17, heads_per_section=1))
+@pytest.mark.parametrize(
+    "sizes",
+    [Sizes(16, 17), Sizes(8, 16), Sizes(1, 16), Sizes(16, 16, is_one_way=True)],
+    ids=["few_items", "short_walks", "groups_of_one_head", "ordered_additions"],
+)
+def test_no_chapter_of(sizes, library):
+    entries = check(library, prefix_lm(), sizes._replace(heads_per_section=1))
     assert [x.tile for x in entries[:32]] == list(range(32))
+
+
+def rank_of_causal() -> Case:
+    """The second and the seventh eighth of the queries, which see the keys of others in front of both."""
+    slices = [(0, 2048, 0, 4096, MaskType.CAUSAL), (2048, 4096, 0, 14336, MaskType.CAUSAL)]
+    return Case("rank_of_causal", 4096, 14336, slices)
+
+
+@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
+def test_keys_of_other_ranks_are_chapters(heads_per_section, library):
+    """16 tiles of 64 blocks and 65 of 32: whole waves of them come first, what is left last."""
+    sizes = Sizes(32, 12, heads_per_section=heads_per_section)
+    plan = plan_of(rank_of_causal())
+    assert [(x.tiles, x.num_first * heads_per_section) for x in chapters(plan, sizes)] == [
+        (range(17), 60),
+        (range(32, 97), 252),
+    ]
+    entries = check(library, rank_of_causal(), sizes)
+    whole = [x.tile for x in entries if x.part == 0]
+    num_first, num_last = 312 // heads_per_section, 16 // heads_per_section
+    assert not set(whole[num_first:-num_last]) & {*range(17), *range(32, 97)}
+    assert (
+        whole[-num_last:]
+        == [*range(17)][-8 // heads_per_section :] + [*range(32, 97)][-8 // heads_per_section :]
+    )
 
 
 @pytest.mark.parametrize("mask_type", [MaskType.FULL, MaskType.CAUSAL])
@@ -373,7 +438,7 @@ def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
     assert agenda.num_in_step == 8 * waves
 
 
-@pytest.mark.parametrize(("group", "waves"), [(4, 0), (8, 5)])
+@pytest.mark.parametrize(("group", "waves"), [(8, 0), (16, 5)])
 def test_a_chapter_keeps_step(group, waves, library):
     """8 tiles of 64 blocks for 4 heads, and 6 thread blocks."""
     sizes = Sizes(group, 6, heads_per_section=1)

@@ -161,11 +161,6 @@ def test_parts_of_a_tile(launches):
     assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
 
 
-def test_a_prefix_comes_first_for_all_heads(launches):
-    entries = check(launches, replace(PREFIX, heads=Heads(4, 2, 64, 64)), deterministic=True)
-    assert [tile for tile, *_ in entries] == [0, 1, 2, 3] * 2 + [4] * 2
-
-
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", [PREFIX, WINDOW, TWO_WAYS], ids=lambda case: case.id)
 def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
