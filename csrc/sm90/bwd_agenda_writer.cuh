@@ -59,7 +59,7 @@ public:
           blocks_before_(params.scratch),
           document_of_(blocks_before_ + params.num_tiles + 1),
           document_begin_(document_of_ + params.num_tiles),
-          slot_of_(document_begin_ + params.num_tiles) {}
+          parts_of_(reinterpret_cast<Parts*>(document_begin_ + params.num_tiles)) {}
 
     __device__ void write() {
         measure();
@@ -109,6 +109,11 @@ private:
         }
     }
 
+    // Of a tile, and the slot of the first one.
+    struct alignas(4) Parts {
+        short slot, num;
+    };
+
     // Tiles in a row whose walks are alike.
     struct Chapter {
         int begin;
@@ -126,15 +131,17 @@ private:
         const int least = (kChapterWaves * params_.num_blocks + agenda_.num_heads - 1) / agenda_.num_heads;
         const int num_begins = max(num_tiles_ - least + 1, 0);
         int from = 0;
-#pragma unroll
-        for (int c = 0; c < kMostChapters; ++c) {
+        while (num_chapters_ < kMostChapters) {
             const auto is_begin = [&](int i) { return i >= from && begins_chapter(i, least); };
             const int begin = first_of(num_begins, is_begin, agenda_.counters->ticket);
+            if (begin == num_begins) {
+                break;
+            }
             const auto is_other = [&](int i) { return i >= begin + least && !are_alike(i, begin); };
             const int end = first_of(num_tiles_, is_other, agenda_.counters->ticket);
-            const int num_first = begin < num_begins ? entries_of_waves(end - begin) : 0;
+            const int num_first = entries_of_waves(end - begin);
             if (num_first > 0 && end - begin < num_tiles_) {
-                chapters_[c] = {begin, end - begin, blocks_of(begin), num_first};
+                chapters_[num_chapters_++] = {begin, end - begin, blocks_of(begin), num_first};
                 num_others_ -= end - begin;
                 blocks_of_others_ -= (end - begin) * blocks_of(begin);
             }
@@ -192,8 +199,8 @@ private:
         const int num_whole = first_of(num_entries, has_parts, scratch);
         const bool pays = are_equal && blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
         int of_chapters = 0;
-#pragma unroll
-        for (int c = 0; c < kMostChapters; ++c) {
+#pragma unroll 1
+        for (int c = 0; c < num_chapters_; ++c) {
             of_chapters += chapters_[c].num_first;
         }
         return min(num_whole, pays ? num_tiles_ * num_sections_ : of_chapters) * agenda_.heads_per_section;
@@ -211,8 +218,8 @@ private:
 
     __device__ __forceinline__ Place place(int i) const {
         long long before = 0;
-#pragma unroll
-        for (int c = 0; c < kMostChapters; ++c) {
+#pragma unroll 1
+        for (int c = 0; c < num_chapters_; ++c) {
             const Chapter& chapter = chapters_[c];
             if (i < chapter.num_first) {
                 return in_chapter(chapter, i, before);
@@ -226,8 +233,8 @@ private:
         }
         i -= num_others;
         before += 1ll * num_sections_ * blocks_of_others_;
-#pragma unroll
-        for (int c = 0; c < kMostChapters; ++c) {
+#pragma unroll 1
+        for (int c = 0; c < num_chapters_; ++c) {
             const Chapter& chapter = chapters_[c];
             const int num_last = chapter.num_tiles * num_sections_ - chapter.num_first;
             if (i < num_last) {
@@ -248,10 +255,10 @@ private:
     // `before` is what comes before the first one.
     __device__ __forceinline__ Place in_no_chapter(int section, int index, long long before) const {
         int tile = index, of_chapters = 0;
-#pragma unroll
-        for (int c = 0; c < kMostChapters; ++c) {
+#pragma unroll 1
+        for (int c = 0; c < num_chapters_; ++c) {
             const Chapter& chapter = chapters_[c];
-            if (chapter.num_tiles > 0 && tile >= chapter.begin) {
+            if (tile >= chapter.begin) {
                 tile += chapter.num_tiles;
                 of_chapters += chapter.num_tiles * chapter.blocks;
             }
@@ -261,30 +268,38 @@ private:
     }
 
     __device__ int list_tiles() {
-        for_each(num_sections_ * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 0, 1, 0); });
+        for_each(num_sections_ * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
         return num_sections_ * num_tiles_;
     }
 
     __device__ int list_parts() {
-        const auto slots = [&](int i) { return wanted_parts(i) > 1 ? wanted_parts(i) : 0; };
-        prefix_sum(num_sections_ * num_tiles_, slots, [&](int i, int slot) { slot_of_[i] = slot; });
-        const auto parts = [&](int i) { return slot_of_[i] + slots(i) <= params_.num_slots ? wanted_parts(i) : 1; };
-        return prefix_sum(num_sections_ * num_tiles_, parts, [&](int i, int first) {
-            const int num_parts = parts(i);
-            for (int part = 0; part < num_parts; ++part) {
-                agenda_.entries[first + part] = entry(i, part, num_parts, slot_of_[i]);
+        const int num_places = num_sections_ * num_tiles_;
+        for_each(num_places, [&](int i) { parts_of_[i] = {0, static_cast<short>(wanted_parts(i))}; });
+        const auto slots = [&](int i) { return parts_of_[i].num > 1 ? parts_of_[i].num : 0; };
+        prefix_sum(num_places, slots, [&](int i, int slot) {
+            Parts& parts = parts_of_[i];
+            const bool have_room = slot + parts.num <= params_.num_slots;
+            parts = have_room ? Parts{static_cast<short>(slot), parts.num} : Parts{0, 1};
+        });
+        return prefix_sum(num_places, [&](int i) { return int(parts_of_[i].num); }, [&](int i, int first) {
+            const Parts parts = parts_of_[i];
+            const AgendaEntry of_place = entry(i, parts.num, parts.slot);
+            for (int part = 0; part < parts.num; ++part) {
+                agenda_.entries[first + part] = of_place;
+                agenda_.entries[first + part].part = static_cast<short>(part);
             }
         });
     }
 
-    __device__ __forceinline__ AgendaEntry entry(int i, int part, int num_parts, int slot) const {
+    // The first part of so many.
+    __device__ __forceinline__ AgendaEntry entry(int i, int num_parts, int slot) const {
         const Place at = place(i);
         const int in_document = at.index - document_begin_[document_of_[at.tile]];
         const int wave = at.section * waves_of_section_ + in_document * agenda_.heads_per_section / params_.num_blocks;
         const bool is_ascending = !params_.is_one_way && at.index != kInChapter && wave % 2 != 0;
         return {at.tile,
                 at.section * agenda_.heads_per_section,
-                static_cast<short>(part),
+                0,
                 static_cast<short>(num_parts),
                 static_cast<short>(num_parts > 1 ? params_.first_slot + slot : 0),
                 static_cast<short>(is_ascending)};
@@ -314,11 +329,13 @@ private:
     const Params& params_;
     const Agenda& agenda_;
     const int num_sections_;
-    int *const blocks_before_, *const document_of_, *const document_begin_, *const slot_of_;
+    int *const blocks_before_, *const document_of_, *const document_begin_;
+    Parts* const parts_of_;   // of the tile at each place
     int num_tiles_ = 0;    // that have rows
     int num_blocks_ = 0;   // of queries, in all of them, for one head
     int blocks_behind_ = 0;   // the same of what comes behind them
-    Chapter chapters_[kMostChapters] = {};
+    Chapter chapters_[kMostChapters];
+    int num_chapters_ = 0;
     int num_others_, blocks_of_others_;   // of tiles in none of them
     int waves_of_section_ = 0;   // of these, where one document is all there is
 };

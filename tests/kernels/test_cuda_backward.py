@@ -116,6 +116,37 @@ def test_matches_the_oracle(kernel, case, dtype):
     assert_attention_close(grads, backward.inputs, backward.slices, backward.problem)
 
 
+def test_chapters_give_what_their_keys_alone_give(kernel):
+    """A rank's queries see the keys of another one, which makes a chapter, and behind them their own."""
+    rows, others = 8192, 5120
+    heads = Heads(64, 8, 128, 128)
+    both = Case("both", rows, others + rows, [(0, rows, 0, others + rows, MaskType.CAUSAL)], heads)
+    others_alone = Case("others", rows, others, [(0, rows, 0, others, MaskType.FULL)], heads)
+    own = replace(one(MaskType.CAUSAL, rows), heads=heads)
+    q, k, v, dout, dlse = both.inputs(torch.bfloat16, "cuda")
+    problem, slices = both.problem(torch.bfloat16, "cuda"), both.slices("cuda")
+    out, lse = kernel.forward(q, k, v, slices, kernel.plan(slices, problem), problem)
+
+    def gradients(case, keys):
+        slices = case.slices("cuda")
+        plan = kernel.plan(slices, problem)
+        return kernel.backward(dout, dlse, q, k[keys], v[keys], out, lse, slices, plan, problem)
+
+    found = gradients(both, slice(None))
+    first, second = gradients(others_alone, slice(others)), gradients(own, slice(others, None))
+    expected = (
+        first.dq.float() + second.dq.float(),
+        torch.cat((first.dk, second.dk)),
+        torch.cat((first.dv, second.dv)),
+    )
+    for one_call, two_calls in zip(found, expected, strict=True):
+        error = (one_call.float() - two_calls.float()).norm() / two_calls.float().norm()
+        assert error < 5e-3
+    again = gradients(both, slice(None))
+    assert torch.equal(found.dk, again.dk)
+    assert torch.equal(found.dv, again.dv)
+
+
 def test_without_a_gradient_of_lse(kernel):
     backward = Backward(kernel, replace(SHORT[0], heads=HEADS[2]))
     grads = AttentionResults(None, None, *backward(with_dlse=False))
