@@ -1,6 +1,6 @@
 """A Llama-shaped model on packed documents: backend="magi" beside compiled FlexAttention.
 
-    python benchmarks/train_llama.py --output benchmarks/results/training_h200_2026-11-21
+    python benchmarks/train_llama.py --output benchmarks/results/training_h200_2026-11-22
 
 One model for each contender, from the same seed, of about 1B parameters with random weights, AdamW. Every step
 packs other documents, so a layout never comes twice; a step is mask, forward, backward and optimizer. Contenders take
