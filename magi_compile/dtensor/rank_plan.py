@@ -34,7 +34,11 @@ from magi_compile.dtensor.comm_plan import (
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
-from magi_compile.dtensor.stages import backward_begins_early, choose_degree
+from magi_compile.dtensor.stages import (
+    backward_begins_early,
+    choose_degree,
+    forward_begins_early,
+)
 from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -51,8 +55,8 @@ class ContextParallelOptions:
         slack: how far above the mean a rank's area may lie in favour of less communication.
         degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
         backward_degree: the same of the backward pass.
-        early: whether a pass without stages may begin before remote keys are there: forward where `cost` says that the kernel
-            can, backward where it also says that this pays. A kernel that can not waits for them.
+        early: whether a pass without stages may begin before remote keys are there, where `cost` says that the kernel can and
+            that it pays. A kernel that can not waits for them.
         cost: what compute and communication cost.
     """
 
@@ -239,7 +243,7 @@ def _plan(
             backward_degree = choose_degree(
                 loads, options.cost, backward=True, early=early_backward
             )
-        if early and degree == 0:
+        if early and degree == 0 and forward_begins_early(loads, options.cost):
             degree, is_early = 1, True
         if early_backward and backward_degree == 0:
             is_backward_early = backward_begins_early(loads, options.cost)

@@ -31,6 +31,7 @@ from magi_compile.dtensor.stages import (
     choose_degree,
     early_backward_seconds,
     early_seconds,
+    forward_begins_early,
     forward_seconds,
 )
 from magi_compile.masks import library
@@ -106,8 +107,9 @@ def simulate(
         early, early_bwd = cost.starts_early, cost.backward_starts_early
         degree_fwd = choose_degree(loads, cost, early=early)
         degree_bwd = choose_degree(loads, cost, backward=True, early=early_bwd)
+        is_early = early and degree_fwd == 0 and forward_begins_early(loads, cost)
         # A forward pass that begins early is cut in two like one stage.
-        degrees = {1 if early and degree_fwd == 0 else degree_fwd, degree_bwd}
+        degrees = {1 if is_early else degree_fwd, degree_bwd}
         plan_communication(rows, sorted(degrees)).stages(0)
         seconds.append(time.thread_time() - start)
     area, local = loads.area.double(), where.seqlen_local
@@ -115,7 +117,7 @@ def simulate(
     ideal_bwd = ideal * cost.backward_area_factor
     forward, backward = (
         early_seconds(loads, cost)
-        if early and degree_fwd == 0
+        if is_early
         else forward_seconds(loads, degree_fwd, cost),
         early_backward_seconds(loads, cost)
         if early_bwd and degree_bwd == 0 and backward_begins_early(loads, cost)

@@ -7,7 +7,7 @@ attention call over everything.
 
 A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call. Forward it does another pass over
 as few rows as it takes, backward its work on local keys also hides the way home. It takes a little longer over all keys: that pays
-where much moves for what is computed, and where it does not, a stage hides as much.
+where much moves for what is computed, and where it does not, a pass waits, or a stage hides as much.
 """
 
 from __future__ import annotations
@@ -62,6 +62,19 @@ def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     return (computing + (cast - local).clamp(min=0)).amax().item()
 
 
+def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
+    """Whether a forward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same.
+
+    That is where it hides more than it costs. What parts of tiles cost is left out: where rows have few keys, tiles
+    without remote ones keep a rank busy for most of the time, and have none.
+    """
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    area, local = _areas(loads, cost.seconds_per_area)
+    waiting = area + cast
+    early = area * (1 + EARLY_FORWARD_COST) + (cast - local).clamp(min=0)
+    return bool(early.amax() < waiting.amax())
+
+
 def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
     """The same of a backward pass: local keys keep the kernel busy while remote ones arrive, and while their gradients leave."""
     cast = _cast_seconds(loads, _column([1]), cost)[0]
@@ -101,7 +114,7 @@ def choose_degree(
     predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
     if early and backward:
         predicted[0] = min(predicted[0], early_backward_seconds(loads, cost))
-    elif early:
+    elif early and forward_begins_early(loads, cost):
         predicted[0] = early_seconds(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 

@@ -16,11 +16,13 @@ from magi_compile.dtensor.documents import document_packs
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
 from magi_compile.dtensor.stages import (
     EARLY_BACKWARD_COST,
+    TIE,
     backward_begins_early,
     backward_seconds,
     choose_degree,
     early_backward_seconds,
     early_seconds,
+    forward_begins_early,
     forward_seconds,
 )
 from magi_compile.kernels.base import AttnProblem
@@ -212,15 +214,32 @@ def loads_of(slices, cp_size):
 
 
 @pytest.mark.parametrize(
-    ("slices", "degree"),
-    [(documents([9000, 7000, 384], True), 0), (AttnSlices.full(131072), 1)],
-    ids=["packed", "full"],
+    ("slices", "cp_size", "degree", "is_early"),
+    [
+        (documents([9000, 7000, 384], True), 2, 0, True),
+        (AttnSlices.full(131072), 2, 0, False),
+        (AttnSlices.full(131072), 8, 1, False),
+    ],
+    ids=["packed", "full", "full_8"],
 )
-def test_a_forward_begins_early_where_much_moves_for_what_is_computed(slices, degree):
-    loads = loads_of(slices, 2)
+def test_a_forward_begins_early_where_much_moves_for_what_is_computed(
+    slices, cp_size, degree, is_early
+):
+    loads = loads_of(slices, cp_size)
     assert choose_degree(loads, DEFAULT_COST, early=True) == degree
-    others = (forward_seconds(loads, degree, DEFAULT_COST) for degree in range(5))
-    assert (early_seconds(loads, DEFAULT_COST) < min(others)) == (degree == 0)
+    assert forward_begins_early(loads, DEFAULT_COST) == is_early
+    assert plan_rank(slices, cp_size, 0).forward_is_early == is_early
+    others = [forward_seconds(loads, degree, DEFAULT_COST) for degree in range(5)]
+    if is_early:
+        assert early_seconds(loads, DEFAULT_COST) < min(others)
+    else:
+        assert others[degree] <= min(others) * (1 + TIE)
+
+
+def test_a_rank_without_local_keys_hides_nothing():
+    each = (torch.full((2,), x) for x in (10**9, 0, 10**4, 10**4))
+    loads = StageLoads(*each, 8192)
+    assert not forward_begins_early(loads, DEFAULT_COST)
 
 
 def test_a_backward_begins_early_where_much_moves_for_what_is_computed():
