@@ -116,9 +116,7 @@ def simulate(
     ideal = area.mean().item() * cost.seconds_per_area
     ideal_bwd = ideal * cost.backward_area_factor
     forward, backward = (
-        early_seconds(loads, cost)
-        if is_early
-        else forward_seconds(loads, degree_fwd, cost),
+        early_seconds(loads, cost) if is_early else forward_seconds(loads, degree_fwd, cost),
         early_backward_seconds(loads, cost)
         if early_bwd and degree_bwd == 0 and backward_begins_early(loads, cost)
         else backward_seconds(loads, degree_bwd, cost),
