@@ -245,12 +245,8 @@ def expected_parts(plan, sizes: Sizes) -> list[int]:
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
     """For each place: every other wave of its document is ascending, where one document is all there is those of all
     sections in a row. Tiles of chapters are not counted, they descend."""
-    heads, documents, not_in_chapters = (
-        sizes.heads_per_section,
-        lengths_of_documents(plan),
-        others(plan, sizes),
-    )
-    of_section = 0
+    heads, not_in_chapters = sizes.heads_per_section, others(plan, sizes)
+    documents, of_section = lengths_of_documents(plan), 0
     if len(documents) == 1:
         documents = [len(not_in_chapters)]
         of_section = int(documents[0] * heads / sizes.num_blocks + 0.5)
@@ -414,10 +410,18 @@ def test_keys_of_other_ranks_are_chapters(heads_per_section, library):
     whole = [x.tile for x in entries if x.part == 0]
     num_first, num_last = 312 // heads_per_section, 16 // heads_per_section
     assert not set(whole[num_first:-num_last]) & {*range(17), *range(32, 97)}
-    assert (
-        whole[-num_last:]
-        == [*range(17)][-8 // heads_per_section :] + [*range(32, 97)][-8 // heads_per_section :]
-    )
+    last_of_each = [*range(17)][-num_last // 2 :], [*range(32, 97)][-num_last // 2 :]
+    assert whole[-num_last:] == [tile for tiles in last_of_each for tile in tiles]
+
+
+def test_all_tiles_may_be_in_chapters(library):
+    """Two blocks, of which the second sees both: 16 tiles of 64 blocks and 16 of 32."""
+    slices = [(0, 4096, 0, 2048, MaskType.FULL), (2048, 4096, 2048, 4096, MaskType.FULL)]
+    case, sizes = Case("block_causal", 4096, 4096, slices), Sizes(32, 12)
+    assert others(plan_of(case), sizes) == []
+    entries = check(library, case, sizes)
+    assert {x.tile for x in entries} == {*range(32)}
+    assert not any(x.is_ascending for x in entries)
 
 
 @pytest.mark.parametrize("mask_type", [MaskType.FULL, MaskType.CAUSAL])
