@@ -34,11 +34,7 @@ from magi_compile.dtensor.comm_plan import (
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
-from magi_compile.dtensor.stages import (
-    backward_begins_early,
-    choose_degree,
-    forward_begins_early,
-)
+from magi_compile.dtensor.stages import backward_begins_early, choose_degree, forward_begins_early
 from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
 

@@ -53,13 +53,11 @@ def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
 
 def early_seconds(loads: StageLoads, cost: CostModel) -> float:
     """A forward pass with degree 0 of the slowest rank, by a kernel that begins before remote keys are there."""
+    area, local = _areas(loads, cost.seconds_per_area)
     cast = _cast_seconds(loads, _column([1]), cost)[0]
-    area = loads.area.double() * cost.seconds_per_area
-    local = loads.local_area.double() * cost.seconds_per_area
     parts = torch.minimum(cast, local) / area.clamp(min=1e-9)
     stage = parts.clamp(max=1) * loads.query_rows * cost.stage_seconds_per_row
-    computing = area * (1 + EARLY_FORWARD_COST) + stage
-    return (computing + (cast - local).clamp(min=0)).amax().item()
+    return (_early_forward(area, local, cast) + stage).amax().item()
 
 
 def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
@@ -68,11 +66,9 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     That is where it hides more than it costs. What parts of tiles cost is left out: where rows have few keys, tiles
     without remote ones keep a rank busy for most of the time, and have none.
     """
-    cast = _cast_seconds(loads, _column([1]), cost)[0]
     area, local = _areas(loads, cost.seconds_per_area)
-    waiting = area + cast
-    early = area * (1 + EARLY_FORWARD_COST) + (cast - local).clamp(min=0)
-    return bool(early.amax() < waiting.amax())
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    return bool(_early_forward(area, local, cast).amax() < (area + cast).amax())
 
 
 def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
@@ -152,6 +148,11 @@ def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
 def _areas(loads: StageLoads, seconds_per_area: float) -> tuple[Tensor, Tensor]:
     """Seconds of all keys and of the local ones on each rank, float64 `[cp_size]`."""
     return loads.area.double() * seconds_per_area, loads.local_area.double() * seconds_per_area
+
+
+def _early_forward(area: Tensor, local: Tensor, cast: Tensor) -> Tensor:
+    """Seconds of a forward pass that begins early on each rank, but for those that parts of tiles cost."""
+    return area * (1 + EARLY_FORWARD_COST) + (cast - local).clamp(min=0)
 
 
 def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
