@@ -6,13 +6,14 @@
 // transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
 // leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup, which computes dQ =
 // dS K and adds it to a sum in global memory: so the consumers wait for nobody. Warps that are free make dq of the sums that
-// are complete.
+// are complete. Where heads are wide, consumers share keys, and thread blocks may share tiles: see bwd_wide.cuh.
 #pragma once
 
 #include "bwd_consumer.cuh"
 #include "bwd_dq.cuh"
 #include "bwd_dq_rows.cuh"
 #include "bwd_producer.cuh"
+#include "bwd_wide.cuh"
 
 namespace ffa {
 
@@ -27,11 +28,19 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
     }
     init_stats(smem);
     __syncthreads();
+    if constexpr (Config::kCtas > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     if (warpgroup < Config::kConsumers) {
         setmaxnreg_inc<Config::kConsumerRegisters>();
-        Consumer<Config>(params, smem, warpgroup).run();
+        if constexpr (Config::kIsWide) {
+            consume_wide(params, smem, warpgroup);
+        } else {
+            Consumer<Config>(params, smem, warpgroup).run();
+        }
     } else if (warpgroup == Config::kConsumers) {
         setmaxnreg_dec<Config::kDqRegisters>();
         DqWarpgroup<Config>(params, smem).run();
@@ -44,8 +53,14 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
         }
         __syncwarp();
     }
+    if constexpr (Config::kCtas > 1) {
+        cluster_arrive();
+    }
     if constexpr (Config::kRoundsDq) {
         DqRows<Config>(params, smem).run();
+    }
+    if constexpr (Config::kCtas > 1) {
+        cluster_wait();   // the other thread block writes here until it is through
     }
 }
 

@@ -1,8 +1,10 @@
 // The warpgroup of the backward kernel that computes dQ = dS K of each block, from the gradients of scores that the others
-// leave in shared memory, and adds it to the sum in global memory: by bulk reductions, in any order or, for sums that repeat
-// bit for bit, in that of the plan's tiles. It counts what has been added, so that others know when a sum is complete.
+// leave in shared memory, and adds it to the sum in global memory: in any order or, for sums that repeat bit for bit, in that of
+// the plan's tiles. It counts what has been added, so that others know when a sum is complete.
 #pragma once
 
+#include "bwd_dq_operand.cuh"
+#include "bwd_dq_wide.cuh"
 #include "bwd_shared.cuh"
 #include "ring.cuh"
 
@@ -16,7 +18,7 @@ public:
           smem_(smem),
           warp_(uniform(threadIdx.x / 32 % Config::kDqWarps)),
           lane_(threadIdx.x % 32),
-          staging_(uniform(shared_address(smem.dq[0][warp_]))) {}
+          staging_(staging(smem)) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -72,14 +74,6 @@ private:
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
 
-    // Where 16 rows of this warp go.
-    struct Rows {
-        float* sum;
-        int head;
-        int first;
-        bool are_in_run;
-    };
-
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[kv_.phase]; }
 
     // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
@@ -88,7 +82,7 @@ private:
         if (wave != kNoWave && warp_ == 0) {
             int* const steps = list_of<Config>(params_, work()).agenda.counters->steps(wave);
             add_relaxed_if(lane_ == 0, steps, 1);
-            const int least = (step - kStepsAhead) * int(gridDim.x);
+            const int least = (step - kStepsAhead) * int(gridDim.x / Config::kCtas);
 #pragma unroll 1
             for (int i = 0; i < kMostWaits && __any_sync(0xffffffff, load_acquire(steps) < least); ++i) {
                 nanosleep(kNsOfWait);
@@ -105,6 +99,21 @@ private:
         release(smem_.q_empty[block_.slot]);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
+        if constexpr (Config::kIsWide) {
+            const DqTarget rows = target(head, first, end);
+            WideDq<Config>(smem_, warp_, lane_).differentiate(rows, dscores_, [&] {
+                if constexpr (Config::kIsDeterministic) {
+                    publish();   // of the last block: its additions have had the time since
+                    await_turn(rows, visits_[0]);
+                }
+            });
+        } else {
+            differentiate(head, first, end);
+        }
+        dscores_.advance();
+    }
+
+    __device__ __forceinline__ void differentiate(int head, int first, int end) {
 #pragma unroll
         for (int part = 0; part < Config::kDqParts; ++part) {
             Dq dq;
@@ -122,13 +131,11 @@ private:
             }
             store(dq, part);
         }
-        dscores_.advance();
         fence_proxy_async_shared();
         __syncwarp();
 #pragma unroll
         for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
-            const int row = first + row_part * Config::kDqRows;
-            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
+            const DqTarget rows = target(head, first + row_part * Config::kDqRows, end);
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_part]);
             }
@@ -136,9 +143,13 @@ private:
         }
     }
 
+    __device__ __forceinline__ DqTarget target(int head, int row, int end) const {
+        return {dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
+    }
+
     __device__ __forceinline__ void issue(Dq& dq, int part) {
-        const uint32_t a = operand(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
-        const uint32_t b = operand(smem_.k[part % Config::kDqColParts], kKSlabBytes);
+        const uint32_t a = dq_operand<Config>(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
+        const uint32_t b = dq_operand<Config>(smem_.k[part % Config::kDqColParts], kKSlabBytes);
         pin(dq);
         wgmma_fence();
 #pragma unroll
@@ -147,12 +158,6 @@ private:
             Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
         }
         wgmma_commit_group();
-    }
-
-    // The wait for a turn diverges, and the compiler no longer knows that the descriptor is that of all lanes.
-    __device__ __forceinline__ static uint32_t operand(const Element* tile, uint32_t leading_bytes) {
-        const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
-        return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
     }
 
     // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the assembler
@@ -175,7 +180,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
+    __device__ __forceinline__ void add(const DqTarget& rows, uint32_t staging) {
         if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
                 cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
@@ -185,12 +190,12 @@ private:
     }
 
     // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
-    __device__ __forceinline__ void await_turn(const Rows& rows, int*& visits) {
+    __device__ __forceinline__ void await_turn(const DqTarget& rows, int*& visits) {
         const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
         if (lane_ == 0 && rows.are_in_run) {
             visits = params_.visits.done + rows.head * num_groups + group;
-            const int turn = params_.visits.turns[work().tile_index * num_groups + group];
+            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group];
             while (load_acquire(visits) < turn) {
             }
         }
@@ -198,11 +203,13 @@ private:
         __syncwarp();
     }
 
-    // Until this warp's additions have arrived, but for those of so many blocks.
+    // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of any release.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
-        cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
-        fence_proxy_async_global();
+        if constexpr (!Config::kIsWide) {
+            cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
+            fence_proxy_async_global();
+        }
         __syncwarp();
     }
 
@@ -241,6 +248,14 @@ private:
     __device__ __forceinline__ void release(uint64_t& empty) const {
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, empty);
+    }
+
+    __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
+        if constexpr (!Config::kIsWide) {
+            return uniform(shared_address(smem.dq[0][warp_]));
+        } else {
+            return 0;
+        }
     }
 
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);

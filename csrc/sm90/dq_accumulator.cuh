@@ -17,12 +17,21 @@ struct DqSums {
 
 static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/backward.py");
 
-// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them.
+// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by one thread
+// block: where a cluster shares a tile, each of its blocks counts as `done`.
 struct DqVisits {
     int* done;           // [nheads_q][row_groups]; zero at launch
     const int* wanted;   // [row_groups]: how many there will be, for each head; null where rows are rounded behind the kernel
     const int* turns;    // [num_tiles][row_groups], where additions have an order, which is that of the plan's tiles: how
                          // many come from the tiles before
+};
+
+// Where 16 rows of a warp go.
+struct DqTarget {
+    float* sum;
+    int head;
+    int first;
+    bool are_in_run;
 };
 
 // The group of rows that `row` is the first of.

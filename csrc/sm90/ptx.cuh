@@ -167,6 +167,53 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- clusters of two thread blocks
+
+// Read again each time: no register keeps it.
+__device__ __forceinline__ int num_clusters() {
+    int count;
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+    return count;
+}
+
+// Where the other one has what this one has at a place in shared memory.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, int peer) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(peer));
+    return there;
+}
+
+// At the other one's barrier. Orders no memory between the two: with a release at the scope of the cluster it would wait until all
+// that this thread has written and added is everywhere.
+__device__ __forceinline__ void mbarrier_arrive_at_peer_if(bool condition, uint64_t& barrier, int peer) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
+            uint32_t(condition)),
+        "r"(peer_address(shared_address(&barrier), peer))
+        : "memory");
+}
+
+// To the same place in the other one's shared memory, as bulk loads arrive; all are multiples of 16 bytes.
+__device__ __forceinline__ void cp_async_bulk_to_peer(uint32_t destination, uint32_t source, uint32_t bytes,
+                                                      uint64_t& barrier, int peer) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     peer_address(destination, peer)),
+                 "r"(source), "r"(bytes), "r"(peer_address(shared_address(&barrier), peer))
+                 : "memory");
+}
+
+// A word, likewise.
+__device__ __forceinline__ void st_async_to_peer(int& destination, int word, uint64_t& barrier, int peer) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+                     peer_address(shared_address(&destination), peer)),
+                 "r"(word), "r"(peer_address(shared_address(&barrier), peer))
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // ---- between thread blocks
 
 // Lets the next kernel of the stream start as soon as there is room. It sees what this one writes after its own
@@ -202,6 +249,15 @@ __device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.s32 [%0], %1;\n}" ::"l"(pointer),
                  "r"(value), "r"(uint32_t(condition))
                  : "memory");
+}
+
+// Adds four numbers at a multiple of 16 bytes.
+__device__ __forceinline__ void add_relaxed_if(bool condition, float* pointer, float4 value) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(pointer),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(uint32_t(condition))
+        : "memory");
 }
 
 // What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one reads what a
@@ -276,6 +332,23 @@ __device__ __forceinline__ uint32_t pack<float16>(float low, float high) {
     return packed;
 }
 
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<bfloat16>(uint32_t packed) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<float16>(uint32_t packed) {
+    float2 pair;
+    asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+    return pair;
+}
+
 // x.low * y.low + x.high * y.high
 template <class Element>
 __device__ __forceinline__ float dot_pair(uint32_t x, uint32_t y);
@@ -301,6 +374,13 @@ __device__ __forceinline__ float dot_pair<float16>(uint32_t x, uint32_t y) {
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                  "r"(c), "r"(d)
+                 : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&rows)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(rows[0]), "=r"(rows[1]), "=r"(rows[2]), "=r"(rows[3])
+                 : "r"(address)
                  : "memory");
 }
 

@@ -69,11 +69,11 @@ _SECTION_WAVES = 20
 # So often the shortest tiles of all heads keep the SMs busy at the end, when the long ones of all sections are over.
 _LAST_WAVES = 12
 
-FORWARD_HEAD_DIMS = tuple(_FORWARD)
+CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
 
 def forward_config(problem: AttnProblem) -> ForwardConfig:
-    """The Hopper forward kernel for `problem`, whose `head_dim` is one of `FORWARD_HEAD_DIMS`."""
+    """The Hopper forward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
     return _FORWARD[problem.head_dim]
 
 
@@ -81,32 +81,45 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
 class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd_shared.cuh`.
 
-    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups of 64 keys each.
-    `block_cols` are the queries of a block, `stages` the buffers of Q and of dO. With `rounds_dq` it makes dq of sums that
-    are complete while it is at work on others, which pays where the loop leaves the issue slots for it, and where sums have no
-    order.
+    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups: of 64 keys each, or, where
+    heads are too wide for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas` of them share a
+    tile of `tile_rows` keys. `block_cols` are the queries of a block, `stages` the buffers of Q, `dout_stages` those of dO and
+    `score_stages` those of dS. With `rounds_dq` it makes dq of sums that are complete while it is at work on others, which
+    pays where the loop leaves the issue slots for it, and where sums have no order.
     """
 
     block_cols: int
     stages: int
+    dout_stages: int
+    score_stages: int
     producer_registers: int
     dq_registers: int
     consumer_registers: int
     rounds_dq: bool
+    tile_rows: int = 128
+    num_ctas: int = 1
 
-    tile_rows = 128
     num_threads = 128 * 4
+
+    @property
+    def tile_warps(self) -> int:
+        """The warps that have gradients of a tile's keys."""
+        return 8 * self.num_ctas
 
 
 # By head_dim: dk and dv are sums in registers, which is what limits the blocks.
 _BACKWARD = {
-    64: BackwardConfig(128, 2, 32, 64, 208, False),
-    96: BackwardConfig(64, 3, 32, 80, 200, True),
-    128: BackwardConfig(64, 3, 32, 64, 208, True),
+    64: BackwardConfig(128, 2, 2, 2, 32, 64, 208, False),
+    96: BackwardConfig(64, 3, 3, 2, 32, 80, 200, True),
+    128: BackwardConfig(64, 3, 3, 2, 32, 64, 208, True),
+    192: BackwardConfig(64, 3, 2, 2, 32, 64, 208, True, num_ctas=2),
+    256: BackwardConfig(64, 2, 2, 2, 32, 64, 208, True, tile_rows=64),
 }
-_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 32, 64, 208, False)}  # with soft-cap
+_BACKWARD_CAPPED = {  # with soft-cap
+    **_BACKWARD,
+    64: BackwardConfig(64, 3, 3, 2, 32, 64, 208, False),
+}
 
-BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
@@ -119,7 +132,7 @@ _BACKWARD_MANY_WAVES = 3
 
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
-    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `BACKWARD_HEAD_DIMS`."""
+    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
     return (_BACKWARD_CAPPED if problem.softcap else _BACKWARD)[problem.head_dim]
 
 
@@ -201,9 +214,7 @@ def forward_parts(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: 
 def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
     """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda" or "triton")."""
     if kernel == "cuda":
-        forward = forward_config(problem)
-        has_backward = problem.head_dim in BACKWARD_HEAD_DIMS  # beyond them nobody walks by k
-        backward = backward_config(problem) if has_backward else _BACKWARD[128]
+        forward, backward = forward_config(problem), backward_config(problem)
         return PlanTiles(
             forward.tile_rows, forward.block_cols, backward.tile_rows, backward.block_cols
         )

@@ -14,7 +14,7 @@ from magi_compile.kernels.base import KeyTensors, Signals
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.backward_walks import two_lists
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
-from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.heuristics import backward_config, plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -59,12 +59,20 @@ class Launches:
         self.left = {}  # how many of these are for the last kernel, by timing
 
     def launch(
-        self, function, grid, block, params, stream, shared_bytes=None, may_start_early=False
+        self,
+        function,
+        grid,
+        block,
+        params,
+        stream,
+        shared_bytes=None,
+        may_start_early=False,
+        cluster=1,
     ):
         is_main = shared_bytes is None
         if is_main:
             self.entries = entries(params)
-        function(grid, block, params, self.num_at_once if is_main else 1, self.timing)
+        function(grid, block, params, self.num_at_once if is_main else 1, self.timing, cluster)
         if is_main:
             self.look_at_dq(params)
 
@@ -124,10 +132,11 @@ def check(launches, case, with_dlse=False, deterministic=False):
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
         row_groups = len(launches.done) // problem.nheads_q
         wanted = tuple(additions_of_tiles(plan, row_groups).sum(0).tolist())
-        is_rounded = problem.head_dim in (96, 128) and not deterministic
+        is_rounded = problem.head_dim > 64 and not deterministic
         assert launches.wanted == (wanted if is_rounded else ())
         if is_rounded or deterministic:
-            assert launches.done == wanted * problem.nheads_q
+            per_tile = backward_config(problem).num_ctas
+            assert launches.done == tuple(per_tile * x for x in wanted) * problem.nheads_q
         runs.append((grads, launches.dq_sums))
     (first, first_sums), (second, second_sums) = runs
     assert torch.equal(first.dk, second.dk)
@@ -137,7 +146,7 @@ def check(launches, case, with_dlse=False, deterministic=False):
     return launches.entries
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads_q", [1, 4])
 def test_documents(heads_q, head_dim, launches):
     check(launches, replace(DOCUMENTS, heads=Heads(heads_q, 1, head_dim, head_dim)))
@@ -156,18 +165,19 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     assert launches.left == {LATE: count, AT_RANDOM: count}
 
 
-def test_parts_of_a_tile(launches):
-    parts = check(launches, replace(SINK, heads=Heads(8, 1, 128, 128)))
-    assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
+@pytest.mark.parametrize(("head_dim", "num_parts"), [(128, 4), (192, 2), (256, 4)])
+def test_parts_of_a_tile(head_dim, num_parts, launches):
+    parts = check(launches, replace(SINK, heads=Heads(8, 1, head_dim, head_dim)))
+    assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("case", [PREFIX, WINDOW, TWO_WAYS], ids=lambda case: case.id)
 def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
     check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 def test_a_window_head_by_head(head_dim, launches):
     """Tiles tell what they have added after each of three heads."""
     check(launches, replace(sliding_window(290, 60), heads=Heads(3, 1, head_dim, head_dim)))
@@ -176,16 +186,19 @@ def test_a_window_head_by_head(head_dim, launches):
     assert launches.more_head_by_head < 0
 
 
-def test_a_window_where_dq_has_an_order(launches):
-    check(launches, replace(WINDOW, heads=Heads(1, 1, 64, 64)), deterministic=True)
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_a_window_where_dq_has_an_order(head_dim, launches):
+    check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
 
 
-def test_rows_that_see_nothing_and_dlse(launches):
-    check(launches, replace(HOLES, heads=Heads(2, 1, 128, 128)), with_dlse=True)
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_rows_that_see_nothing_and_dlse(head_dim, launches):
+    check(launches, replace(HOLES, heads=Heads(2, 1, head_dim, head_dim)), with_dlse=True)
 
 
-def test_softcap(launches):
-    check(launches, replace(DOCUMENTS, heads=Heads(1, 1, 64, 64), softcap=5.0))
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_softcap(head_dim, launches):
+    check(launches, replace(DOCUMENTS, heads=Heads(1, 1, head_dim, head_dim), softcap=5.0))
 
 
 def test_keys_arrive_and_gradients_leave_between_launches(launches):
@@ -267,6 +280,9 @@ FAR_CASES = [
     (replace(SINK, heads=Heads(8, 1, 128, 128)), 128),
     (replace(PREFIX, heads=Heads(4, 2, 96, 96)), 128),
     (replace(WINDOW, heads=Heads(2, 2, 128, 128)), 150),
+    (replace(NEIGHBOURS, heads=Heads(2, 1, 192, 192)), 150),
+    (replace(SINK, heads=Heads(8, 1, 192, 192)), 128),
+    (replace(NEIGHBOURS, heads=Heads(2, 1, 256, 256)), 150),
     (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128)), ALL),
     (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128)), NONE),
 ]
@@ -283,10 +299,11 @@ def test_far_keys(case, block, are_there, launches):
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     is_near = near_keys(block, slices.seqlen_k)
-    lists = two_lists(plan.k_tiles, plan.k_runs, is_near)
+    rows = plan_tiles(problem).k_tile_rows
+    lists = two_lists(plan.k_tiles, plan.k_runs, is_near, rows)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
-    loaded = [is_near[x[0] : x[0] + 128] for part in lists[:2] for x in part if x[0] < x[1]]
+    loaded = [is_near[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]
     num_near = int((lists.near[:, 0] < lists.near[:, 1]).sum())
     assert all(near.all() for near in loaded[:num_near])
     assert not any(near.all() for near in loaded[num_near:])
