@@ -1,7 +1,7 @@
 // The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
 #pragma once
 
-#include "bwd_items.cuh"
+#include "bwd_block_items.cuh"
 #include "bwd_shared.cuh"
 #include "bwd_walk.cuh"
 #include "ring.cuh"

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "bwd_agenda.cuh"
+#include "bwd_cluster.cuh"
 #include "bwd_stats.cuh"
 #include "bwd_walk.cuh"
 #include "dq_accumulator.cuh"
@@ -139,29 +140,6 @@ struct alignas(64) TileOfHead {
 
     static constexpr int kNoMoreWork = -1;   // as num_visits
 };
-
-// This block's number among those that share a tile, and the other one's. No register keeps it.
-template <class Config>
-__device__ __forceinline__ int rank_in_cluster() {
-    return Config::kCtas > 1 ? opaque(blockIdx.x) % Config::kCtas : 0;
-}
-
-template <class Config>
-__device__ __forceinline__ int peer_rank() {
-    return rank_in_cluster<Config>() ^ 1;
-}
-
-// The first key of this block, of its tile.
-template <class Config>
-__device__ __forceinline__ int first_row_of_block() {
-    return rank_in_cluster<Config>() * Config::kRows;
-}
-
-// Of the keys of the other thread block, the first slab of columns that this one needs.
-template <class Config>
-__device__ __forceinline__ int first_peer_slab() {
-    return rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
-}
 
 template <class Config>
 __device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {

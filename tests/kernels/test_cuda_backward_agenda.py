@@ -32,6 +32,7 @@ inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 
 struct Config {
     static constexpr bool kHasFarTiles = false;
+    static constexpr int kCtas = 1;
     struct Params {
         struct {
             ffa::Agenda agenda;
@@ -39,7 +40,7 @@ struct Config {
     };
 };
 
-using Writer = ffa::AgendaWriter<64>;
+using Writer = ffa::AgendaWriter<64, 8>;
 
 extern "C" void write_agenda(const Writer::Params* params) {
     launch(1, 64, [=] { Writer(*params).write(); });
