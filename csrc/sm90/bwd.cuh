@@ -13,6 +13,7 @@
 #include "bwd_dq.cuh"
 #include "bwd_dq_rows.cuh"
 #include "bwd_producer.cuh"
+#include "bwd_wide.cuh"
 
 namespace ffa {
 
@@ -31,7 +32,11 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
     griddepcontrol_wait();
     if (warpgroup < Config::kConsumers) {
         setmaxnreg_inc<Config::kConsumerRegisters>();
-        Consumer<Config>(params, smem, warpgroup).run();
+        if constexpr (Config::kIsWide) {
+            consume_wide(params, smem, warpgroup);
+        } else {
+            Consumer<Config>(params, smem, warpgroup).run();
+        }
     } else if (warpgroup == Config::kConsumers) {
         setmaxnreg_dec<Config::kDqRegisters>();
         DqWarpgroup<Config>(params, smem).run();

@@ -11,8 +11,9 @@
 #pragma once
 
 #include "bwd_gradients.cuh"
+#include "bwd_matmuls.cuh"
+#include "bwd_scores.cuh"
 #include "bwd_shared.cuh"
-#include "mask.cuh"
 #include "ring.cuh"
 
 namespace ffa {
@@ -28,10 +29,8 @@ public:
           warpgroup_(warpgroup),
           lane_(threadIdx.x % 32),
           gradients_(params, lane_),
-          q_operands_(smem.q),
-          dout_operands_(smem.dout),
-          stats_operands_(smem.stats),
-          selector_operands_(smem.selectors) {}
+          matmuls_(smem),
+          math_(params, smem, lane_) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -47,11 +46,11 @@ public:
 
 private:
     using Element = typename Config::Element;
-    static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
-    static constexpr int kGrad = Config::kHeadDim / 2;
-    using Scores = float[kScores];
-    using Operand = uint32_t[kScores / 2];
-    using Grad = float[kGrad];
+    static constexpr int kScores = Matmuls<Config>::kScores;
+    static constexpr int kGrad = Matmuls<Config>::kGrad;
+    using Scores = typename Matmuls<Config>::Scores;
+    using Operand = typename Matmuls<Config>::Operand;
+    using Grad = typename Matmuls<Config>::Grad;
 
     // Measured: it pays where products are short beside the exponentials.
     static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
@@ -76,7 +75,7 @@ private:
         const TileOfHead& work = this->work();
         int store_end = work.tile.row_end;
         if (__any_sync(0xffffffff, work.num_parts > 1)) {
-            store_end = gradients_.join_parts(dk, dv, work);
+            store_end = gradients_.join_parts(work, dv, dk);
         }
 #pragma unroll
         for (int i = 0; i < kGrad; ++i) {
@@ -96,8 +95,8 @@ private:
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (true) {
             const Position<Config::kStages> done = block_;
-            announce(dscores, [&] { issue_dv(dv, probs); });
-            issue_dk(dk, dscores);
+            announce(dscores, [&] { matmuls_.issue_dv(dv, probs, block_.slot); });
+            matmuls_.issue_dk(dk, dscores, block_.slot);
             block_.advance();
             if (--left_ == 0) {
                 release(smem_.kv_empty);   // the next ones may come while these gradients leave
@@ -126,7 +125,7 @@ private:
         if constexpr (!kBufferIsAwaitedBefore) {
             await_buffer();
         }
-        store_dscores(dscores, smem_.dscores[at.slot][0]);
+        math_.store_dscores(dscores, smem_.dscores[at.slot][0], gradients_.row_in_tile());
         between();
         fence_proxy_async_shared();
         release(smem_.dscores_full[at.slot]);
@@ -152,26 +151,25 @@ private:
     __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, Meanwhile meanwhile) {
         Scores scores, dprobs;
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, smem_.k[0],
-                                         q_operands_[block_.slot]);   // S^T = K Q^T
+        matmuls_.issue_scores(scores, smem_.k[0] + first_key(), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
         wgmma_wait_group<0>();
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
-            cap(scores);
-            mask(scores, mask_row);
+            math_.cap(scores);
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
         } else {
-            mask(scores, mask_row);
-            scale(scores);
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            math_.scale(scores);
         }
         if constexpr (!Config::kHasSoftcap && !kExponentialsBesideDprobs) {
-            exponentiate(scores);
+            math_.exponentiate(scores);
         }
         mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-        issue_rows<true>(dprobs, Statistic::kOfDprobs, smem_.v[0], dout_operands_[block_.slot]);   // dP^T = V dO^T
+        matmuls_.issue_dprobs(dprobs, smem_.v[0] + first_key(), block_.slot);
         if constexpr (kExponentialsBesideDprobs) {
-            exponentiate(scores);
+            math_.exponentiate(scores);
             stay_in_front_of_wait(scores);
         }
         wgmma_wait_group<0>();
@@ -183,92 +181,12 @@ private:
         }
     }
 
+    __device__ __forceinline__ int first_key() const { return warpgroup_ * Config::kRows * Config::kSlabCols; }
+
     // No register keeps the address.
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[opaque(kv_.phase)]; }
 
-    // ---- the matmuls
-
-    template <bool kHasStart>
-    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys, uint32_t queries) {
-        const uint32_t a = wgmma_descriptor(keys + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
-        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
-        constexpr int kStepBytes = 32;
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
-        }
-        pin(product);
-        wgmma_fence();
-        if constexpr (kHasStart) {
-            Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
-                                                             kStatsDescriptorHigh>(
-                product, selector_operands_[static_cast<int>(start)], stats_operands_[block_.slot], 0);
-        }
-#pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            const int slab = step / kStepsPerSlab;
-            const int within = step % kStepsPerSlab * kStepBytes;
-            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                product, a + ((slab * kKSlabBytes + within) >> 4), queries + ((slab * kQSlabBytes + within) >> 4),
-                kHasStart || step != 0);
-        }
-        wgmma_commit_group();
-    }
-
-    // dV += P^T dO
-    __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs) {
-        accumulate(dv, probs, dout_operands_[block_.slot]);
-    }
-
-    // dK += dS^T Q
-    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores) {
-        accumulate(dk, dscores, q_operands_[block_.slot]);
-    }
-
-    __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, uint32_t queries) {
-        const uint32_t b = queries + leading_stride(kQSlabBytes);
-        pin(sum);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Config::kBlockCols / 16; ++step) {
-            Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(sum, a + 4 * step,
-                                                                     b + ((step * kSixteenRowsBytes) >> 4), 1);
-        }
-        wgmma_commit_group();
-    }
-
     // ---- scores to probabilities and to their gradients
-
-    __device__ __forceinline__ void mask(Scores& scores, int mask_row) const {
-        if (__any_sync(0xffffffff, mask_row != kNoMask)) {
-            const Block& block = smem_.blocks[block_.slot];
-            apply_mask(scores, block.run, mask_row + gradients_.row_in_tile() + lane_ / 4,
-                       block.first + 2 * (lane_ % 4));
-        }
-    }
-
-    // The exponents of P to base 2.
-    __device__ __forceinline__ void scale(Scores& scores) const {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            scores[i] *= params_.scale_log2;
-        }
-        pin(scores);
-    }
-
-    __device__ __forceinline__ void exponentiate(Scores& exponents) const {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            exponents[i] = ex2(exponents[i]);
-        }
-    }
-
-    __device__ __forceinline__ void cap(Scores& scores) const {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            scores[i] = tanh_approx(scores[i] * params_.cap_scale);
-        }
-    }
 
     // The assembler moves a wait for wgmma up to the last memory operation in front of it, over arithmetic that should
     // run meanwhile. This is one, and depends on every other score; the others follow.
@@ -303,30 +221,16 @@ private:
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
             const uint32_t zero = i < kLoadsAhead ? 0 : zero_after(__uint_as_float(probs[2 * (i - kLoadsAhead)]));
-            const float2 minus_lse = statistic_of_pair(stats[i + zero], Statistic::kOfScores, lane_ % 4);
+            const float2 minus_lse = math_.minus_lse(stats[i + zero]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const float* const pair = capped + 4 * i + 2 * half;
                 const float* const dp = dprobs + 4 * i + 2 * half;
-                const float first = ex2(pair[0] * params_.scale_log2 + minus_lse.x);
-                const float second = ex2(pair[1] * params_.scale_log2 + minus_lse.y);
-                probs[2 * i + half] = pack<Element>(first, second);
-                dscores[2 * i + half] = pack<Element>(first * slope(pair[0]) * dp[0], second * slope(pair[1]) * dp[1]);
+                const float2 p = math_.exponentiate_capped(pair, minus_lse);
+                probs[2 * i + half] = pack<Element>(p.x, p.y);
+                dscores[2 * i + half] =
+                    pack<Element>(p.x * math_.slope(pair[0]) * dp[0], p.y * math_.slope(pair[1]) * dp[1]);
             }
-        }
-    }
-
-    // Of the cap. Hidden scores are -inf, and their slope must not be.
-    __device__ __forceinline__ static float slope(float capped) { return fmaxf(1.f - capped * capped, 0.f); }
-
-    __device__ __forceinline__ void store_dscores(const Operand& dscores, const Element* slabs) const {
-        const int row = lane_ % 16;
-        const uint32_t address = shared_address(slabs) + (gradients_.row_in_tile() + row) * 128;
-#pragma unroll
-        for (int i = 0; i < kScores / 8; ++i) {
-            const int chunk = 2 * (i % 4) + lane_ / 16;
-            stmatrix_x4(address + i / 4 * kKSlabBytes + ((chunk ^ (row % 8)) << 4), dscores[4 * i], dscores[4 * i + 1],
-                        dscores[4 * i + 2], dscores[4 * i + 3]);
         }
     }
 
@@ -335,19 +239,13 @@ private:
         mbarrier_arrive_if(lane_ == 0, empty);
     }
 
-    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
-    static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
-    static constexpr int kSixteenRowsBytes = 16 * 128;
-
     const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int warpgroup_;
     const int lane_;
     const KeyGradients<Config> gradients_;
-    const SlotDescriptors<sizeof(SharedStorage<Config>::q[0])> q_operands_;
-    const SlotDescriptors<sizeof(SharedStorage<Config>::dout[0])> dout_operands_;
-    const SlotDescriptors<sizeof(SharedStorage<Config>::stats[0])> stats_operands_;
-    const SlotDescriptors<sizeof(SharedStorage<Config>::selectors[0])> selector_operands_;
+    const Matmuls<Config> matmuls_;
+    const ScoreMath<Config> math_;
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;   // unless it is that of the block

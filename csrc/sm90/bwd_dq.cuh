@@ -1,6 +1,6 @@
 // The warpgroup of the backward kernel that computes dQ = dS K of each block, from the gradients of scores that the others
-// leave in shared memory, and adds it to the sum in global memory: by bulk reductions, in any order or, for sums that repeat
-// bit for bit, in that of the plan's tiles. It counts what has been added, so that others know when a sum is complete.
+// leave in shared memory, and adds it to the sum in global memory: in any order or, for sums that repeat bit for bit, in that of
+// the plan's tiles. It counts what has been added, so that others know when a sum is complete.
 #pragma once
 
 #include "bwd_shared.cuh"
@@ -16,7 +16,7 @@ public:
           smem_(smem),
           warp_(uniform(threadIdx.x / 32 % Config::kDqWarps)),
           lane_(threadIdx.x % 32),
-          staging_(uniform(shared_address(smem.dq[0][warp_]))) {}
+          staging_(staging(smem)) {}
 
     __device__ __forceinline__ void run() {
         while (true) {
@@ -72,6 +72,9 @@ private:
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
 
+    // Whether what is added goes by way of shared memory, which costs the warps less; else it leaves from their registers.
+    static constexpr bool kStages = !Config::kIsWide;
+
     // Where 16 rows of this warp go.
     struct Rows {
         float* sum;
@@ -117,23 +120,36 @@ private:
             if (part == Config::kDqParts - 1) {
                 release(smem_.dscores_empty[dscores_.slot]);
             }
-            if (part == 0) {
-                await_staging();
+            if constexpr (kStages) {
+                if (part == 0) {
+                    await_staging();
+                }
+                store(dq, part);
+            } else {
+                const Rows rows = rows_of(head, first, end);
+                if (Config::kIsDeterministic && part == 0) {
+                    await_turn(rows, visits_[0]);
+                }
+                add(rows, dq, part);
             }
-            store(dq, part);
         }
         dscores_.advance();
-        fence_proxy_async_shared();
-        __syncwarp();
+        if constexpr (kStages) {
+            fence_proxy_async_shared();
+            __syncwarp();
 #pragma unroll
-        for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
-            const int row = first + row_part * Config::kDqRows;
-            const Rows rows{dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
-            if constexpr (Config::kIsDeterministic) {
-                await_turn(rows, visits_[row_part]);
+            for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
+                const Rows rows = rows_of(head, first + row_part * Config::kDqRows, end);
+                if constexpr (Config::kIsDeterministic) {
+                    await_turn(rows, visits_[row_part]);
+                }
+                add(rows, staging_ + row_part * uint32_t(sizeof(smem_.out.dq[0])));
             }
-            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.dq[0])));
         }
+    }
+
+    __device__ __forceinline__ Rows rows_of(int head, int row, int end) const {
+        return {dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
     }
 
     __device__ __forceinline__ void issue(Dq& dq, int part) {
@@ -166,7 +182,7 @@ private:
     }
 
     __device__ __forceinline__ void store(const Dq& dq, int part) {
-        float* const staging = smem_.dq[part / Config::kDqColParts][warp_] +
+        float* const staging = smem_.out.dq[part / Config::kDqColParts][warp_] +
                                part % Config::kDqColParts * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
@@ -178,9 +194,17 @@ private:
     __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
         if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
-                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
+                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.out.dq[0][0]));
             }
             cp_async_bulk_commit_group();
+        }
+    }
+
+    __device__ __forceinline__ void add(const Rows& rows, const Dq& dq, int part) {
+        float* const sum = rows.sum + part * kWarpRows * Config::kDqCols + 4 * lane_;
+#pragma unroll
+        for (int i = 0; i < kValues / 4; ++i) {
+            add_relaxed_if(rows.are_in_run, sum + 128 * i, {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
         }
     }
 
@@ -198,11 +222,13 @@ private:
         __syncwarp();
     }
 
-    // Until this warp's additions have arrived, but for those of so many blocks.
+    // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of any release.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
-        cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
-        fence_proxy_async_global();
+        if constexpr (kStages) {
+            cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
+            fence_proxy_async_global();
+        }
         __syncwarp();
     }
 
@@ -241,6 +267,14 @@ private:
     __device__ __forceinline__ void release(uint64_t& empty) const {
         __syncwarp();
         mbarrier_arrive_if(lane_ == 0, empty);
+    }
+
+    __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
+        if constexpr (kStages) {
+            return uniform(shared_address(smem.out.dq[0][warp_]));
+        } else {
+            return 0;
+        }
     }
 
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);

@@ -1,5 +1,5 @@
-// How a warp of the backward kernel gets rid of dk or dv of its 16 keys: to the output, by way of what the other parts
-// have where the tile is in parts.
+// How a warp of the backward kernel gets rid of dk or dv of its 16 keys, or of both: to the output, by way of what the other
+// parts have where the tile is in parts.
 #pragma once
 
 #include "bwd_shared.cuh"
@@ -16,19 +16,24 @@ public:
     __device__ __forceinline__ KeyGradients(const typename Config::Params& params, int lane) : params_(params), lane_(lane) {}
 
     // The first of the warp.
-    __device__ __forceinline__ int row_in_tile() const { return warp() * kWarpRows; }
+    __device__ __forceinline__ int row_in_tile() const {
+        return (Config::kIsWide ? warp() % (Config::kRows / kWarpRows) : warp()) * kWarpRows;
+    }
 
     // Leaves what this part of a tile has, each warp for itself. The last one to arrive then has the sums of all, in fp32
     // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
     // there is something to store: those others have nothing.
-    __device__ __forceinline__ int join_parts(Grad& dk, Grad& dv, const TileOfHead& work) const {
+    template <class... Grads>
+    __device__ __forceinline__ int join_parts(const TileOfHead& work, Grads&... grads) const {
+        constexpr int kPartialsOfGrad = kGrad / 4 * 32;   // float4
+        constexpr int kPartialsOfWarp = sizeof...(Grads) * kPartialsOfGrad;
         const Agenda& agenda = params_.lists[kNear].agenda;   // parts of all lists lie together
         const int heads = agenda.heads_per_section;
         float4* const partials = reinterpret_cast<float4*>(agenda.partials) +
                                  static_cast<long long>(work.slot * kAgendaArrivals + warp()) * kPartialsOfWarp + lane_;
         const int part_stride = heads * kAgendaArrivals * kPartialsOfWarp;
-        leave(dv, partials + work.part * part_stride);
-        leave(dk, partials + work.part * part_stride + kPartialsOfWarp / 2);
+        int first = 0;   // of a gradient
+        ((leave(grads, partials + work.part * part_stride + first), first += kPartialsOfGrad), ...);
         __threadfence();
         __syncwarp();
         int num_arrived = 0;
@@ -39,8 +44,8 @@ public:
         __threadfence();
 #pragma unroll 1
         for (int part = 0; part < (is_last ? work.num_parts : 0); ++part) {
-            add(dv, partials + part * part_stride);
-            add(dk, partials + part * part_stride + kPartialsOfWarp / 2);
+            first = 0;
+            ((add(grads, partials + part * part_stride + first), first += kPartialsOfGrad), ...);
         }
         return is_last ? work.tile.row_end : work.tile.row_begin;
     }
@@ -49,25 +54,10 @@ public:
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
                                           const TileOfHead& work, int store_end) const {
         Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
-        stage_rows<Element, kKSlabBytes>(grad, staging, lane_);
-        const int warp_row = work.tile.row_begin + row_in_tile();
-        if (warp_row + kWarpRows <= store_end) {
-            fence_proxy_async_shared();
-            __syncwarp();
-            if (lane_ == 0) {
-#pragma unroll
-                for (int slab = 0; slab < Config::kSlabs; ++slab) {
-                    tma_store_3d(map, staging + slab * Config::kKSlab, slab * Config::kSlabCols, warp_row,
-                                 work.kv_head);
-                }
-                cp_async_bulk_commit_group();
-                cp_async_bulk_wait_group_read<0>();
-            }
-        } else {
-            __syncwarp();
-            store_rows(staging, warp_row, rows, work.kv_head, store_end);
+        store_slabs<0>(grad, staging, map, rows, work, store_end);
+        if constexpr (kSlabsAtOnce < Config::kSlabs) {
+            store_slabs<kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
         }
-        __syncwarp();   // others may be written there
     }
 
     // Counts what this warp has stored of far tiles. Who comes last says that all of it is there.
@@ -107,9 +97,39 @@ private:
         }
     }
 
+    // As many slabs from `kFirst` on as there is room for.
+    template <int kFirst>
+    __device__ __forceinline__ void store_slabs(const Grad& grad, Element* staging, const TensorMap& map, void* rows,
+                                                const TileOfHead& work, int store_end) const {
+        constexpr int kEnd = kFirst + kSlabsAtOnce < Config::kSlabs ? kFirst + kSlabsAtOnce : Config::kSlabs;
+        constexpr int kFirstCol = kFirst * Config::kSlabCols;
+        constexpr int kEndCol = kEnd < Config::kSlabs ? kEnd * Config::kSlabCols : Config::kHeadDim;
+        stage_rows<Element, kKSlabBytes, kFirstCol / 2, kEndCol / 2>(grad, staging, lane_);
+        const int warp_row = work.tile.row_begin + row_in_tile();
+        if (warp_row + kWarpRows <= store_end) {
+            fence_proxy_async_shared();
+            __syncwarp();
+            if (lane_ == 0) {
+#pragma unroll
+                for (int slab = kFirst; slab < kEnd; ++slab) {
+                    tma_store_3d(map, staging + (slab - kFirst) * Config::kKSlab, slab * Config::kSlabCols, warp_row,
+                                 work.kv_head);
+                }
+                cp_async_bulk_commit_group();
+                cp_async_bulk_wait_group_read<0>();
+            }
+        } else {
+            __syncwarp();
+            store_rows<kFirstCol, kEndCol>(staging, warp_row, rows, work.kv_head, store_end);
+        }
+        __syncwarp();   // others may be written there
+    }
+
+    template <int kFirstCol, int kEndCol>
     __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, void* rows, int kv_head,
                                                int store_end) const {
-        constexpr int kChunks = Config::kHeadDim / 8;
+        constexpr int kChunksOfRow = Config::kHeadDim / 8;
+        constexpr int kChunks = (kEndCol - kFirstCol) / 8;
         const int4* const chunks = reinterpret_cast<const int4*>(staging);
         for (int i = lane_; i < kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
@@ -117,14 +137,15 @@ private:
             if (warp_row + row < store_end) {
                 const long long index =
                     static_cast<long long>(warp_row + row) * params_.lists[kNear].agenda.num_heads + kv_head;
-                static_cast<int4*>(rows)[index * kChunks + chunk] =
+                static_cast<int4*>(rows)[index * kChunksOfRow + kFirstCol / 8 + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }
         }
     }
 
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
-    static constexpr int kPartialsOfWarp = 2 * kGrad / 4 * 32;   // float4
+    static constexpr int kSlabsAtOnce = Config::kStagingSlabs;
+    static_assert(Config::kSlabs <= 2 * kSlabsAtOnce, "two steps at most");
 
     const typename Config::Params& params_;
     const int lane_;

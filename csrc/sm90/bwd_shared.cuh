@@ -63,11 +63,13 @@ struct BackwardConfig {
     static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
     using Params = BackwardParams<kHasFarTiles ? 2 : 1>;
 
+    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see bwd_wide.cuh.
+    static constexpr bool kIsWide = kHeadDim > 128;
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
-    static constexpr int kTileRows = kConsumers * kRows;
+    static constexpr int kTileRows = kIsWide ? kRows : kConsumers * kRows;
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kKSlab = kTileRows * kSlabCols;    // elements
@@ -76,7 +78,7 @@ struct BackwardConfig {
     static constexpr int kScoreStages = 2;
     // dQ of a block is computed in parts: a wgmma high, and as wide as there are registers.
     static constexpr int kDqRows = 64;
-    static constexpr int kDqCols = kHeadDim == 128 ? 64 : kHeadDim;
+    static constexpr int kDqCols = kHeadDim > 96 ? 64 : kHeadDim;
     static constexpr int kDqRowParts = kBlockCols / kDqRows;
     static constexpr int kDqColParts = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
@@ -86,11 +88,13 @@ struct BackwardConfig {
 
     static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
-    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 128, "dk and dv are sums in registers");
+    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
     static_assert(kSlabCols == kDqRows, "a slab of dS is one part of dQ");
     static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
-    static_assert(kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
+    // dV and dK leave from the buffers of dS, so many slabs at a time.
+    static constexpr int kStagingSlabs = kIsWide ? kScoreStages * kScoreSlabs : kSlabs;
+    static_assert(kScoreStages * kScoreSlabs >= kStagingSlabs, "they fit");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
 };
 
@@ -132,8 +136,32 @@ __device__ __forceinline__ const TileList& list_of(const typename Config::Params
     return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
 }
 
+// Where heads are wide, the warps that have probabilities leave what gradients of them are multiplied with for the warps that have
+// those, of 16 keys each, as they hold it.
+template <class Config, bool kIsWide = Config::kIsWide>
+struct FactorStorage {};
+
 template <class Config>
-struct alignas(1024) SharedStorage {
+struct FactorStorage<Config, true> {
+    static constexpr int kWarps = Config::kRows / kWarpRows;
+    static constexpr int kSlabs = Config::kRows * Config::kBlockCols * sizeof(float) / (Config::kKSlab * 2);
+
+    float factors[kSlabs][kWarps][kWarpRows * Config::kBlockCols / kSlabs];   // as many bytes as slabs of dV have; later dV
+};
+
+// dQ on the way out, of each warp; where heads are wide it leaves from registers.
+template <class Config, bool kIsWide = Config::kIsWide>
+struct DqStorage {
+    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
+};
+
+template <class Config>
+struct DqStorage<Config, true> {
+    uint64_t factors_full, factors_empty;
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage : FactorStorage<Config> {
     using Element = typename Config::Element;
 
     Element k[Config::kSlabs][Config::kKSlab];
@@ -143,7 +171,7 @@ struct alignas(1024) SharedStorage {
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
-    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];   // on the way out, of each warp
+    DqStorage<Config> out;
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
@@ -155,7 +183,7 @@ struct alignas(1024) SharedStorage {
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
 };
 
-// 0 is __syncthreads. Nobody reads dS of a tile any more.
+// 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it.
 enum NamedBarrier : uint32_t { kScoresAreRead = 1 };
 
 // Whether this is the lane that does what one lane of a warp does; all of them ask.
@@ -176,8 +204,12 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
         mbarrier_init(smem.dout_empty[i], kConsumerWarps);
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {
-        mbarrier_init(smem.dscores_full[i], kConsumerWarps);
+        mbarrier_init(smem.dscores_full[i], Config::kIsWide ? kConsumerWarps / 2 : kConsumerWarps);
         mbarrier_init(smem.dscores_empty[i], Config::kDqWarps);
+    }
+    if constexpr (Config::kIsWide) {
+        mbarrier_init(smem.out.factors_full, kConsumerWarps / 2);
+        mbarrier_init(smem.out.factors_empty, kConsumerWarps / 2);
     }
     smem.kv_phase = 0;
     smem.is_over = 0;

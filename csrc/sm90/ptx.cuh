@@ -204,6 +204,15 @@ __device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int
                  : "memory");
 }
 
+// Adds four numbers at a multiple of 16 bytes.
+__device__ __forceinline__ void add_relaxed_if(bool condition, float* pointer, float4 value) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}" ::"l"(pointer),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(uint32_t(condition))
+        : "memory");
+}
+
 // What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one reads what a
 // relaxed write behind this one wrote.
 __device__ __forceinline__ void fence_acq_rel() {

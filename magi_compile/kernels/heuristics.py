@@ -94,7 +94,8 @@ class BackwardConfig:
     consumer_registers: int
     rounds_dq: bool
 
-    tile_rows = 128
+    tile_rows: int = 128
+
     num_threads = 128 * 4
 
 
@@ -103,6 +104,8 @@ _BACKWARD = {
     64: BackwardConfig(128, 2, 32, 64, 208, False),
     96: BackwardConfig(64, 3, 32, 80, 200, True),
     128: BackwardConfig(64, 3, 32, 64, 208, True),
+    192: BackwardConfig(64, 2, 32, 64, 208, True, tile_rows=64),
+    256: BackwardConfig(64, 2, 32, 64, 208, True, tile_rows=64),
 }
 _BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 32, 64, 208, False)}  # with soft-cap
 

@@ -565,6 +565,16 @@ inline void add_relaxed_if(bool condition, int* pointer, int value) {
     }
 }
 
+inline void add_relaxed_if(bool condition, float* pointer, const float4& value) {
+    if (condition) {
+        const float values[] = {value.x, value.y, value.z, value.w};
+        for (int i = 0; i < 4; ++i) {
+            pointer[i] += values[i];
+        }
+        ++turns::progress;
+    }
+}
+
 // ---- registers and conversions
 
 template <int>

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import BackwardConfig
+from magi_compile.kernels.heuristics import BackwardConfig, backward_config
 
 DQ_GROUP_ROWS = 16
 STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
@@ -53,6 +53,7 @@ class Scratch(NamedTuple):
         grid: int,
     ) -> Scratch:
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
+        tile_rows = backward_config(problem).tile_rows
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
@@ -60,7 +61,7 @@ class Scratch(NamedTuple):
         num_partials = num_lists * num_slots * heads_per_section
         stats = nheads_q * padded_q * problem.head_dim
         partials = stats + nheads_q * padded_q * STATS_BYTES // 4
-        end = partials + num_partials * 2 * BackwardConfig.tile_rows * problem.head_dim
+        end = partials + num_partials * 2 * tile_rows * problem.head_dim
         words = (
             (num_items + num_slots) * _ENTRY_BYTES // 4,
             3 + num_tiles * problem.nheads_kv // grid,

@@ -1,0 +1,103 @@
+// The matmuls of a warpgroup of the backward kernel that owns 64 keys. Scores and their gradients are transposed, keys by
+// queries, so that they are operands of the next matmul as they lie in registers.
+#pragma once
+
+#include "bwd_shared.cuh"
+#include "ring.cuh"
+
+namespace ffa {
+
+template <class Config>
+class Matmuls {
+public:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
+    static constexpr int kGrad = Config::kHeadDim / 2;
+    using Scores = float[kScores];
+    using Operand = uint32_t[kScores / 2];
+    using Grad = float[kGrad];
+
+    __device__ __forceinline__ explicit Matmuls(const SharedStorage<Config>& smem)
+        : q_operands_(smem.q),
+          dout_operands_(smem.dout),
+          stats_operands_(smem.stats),
+          selector_operands_(smem.selectors) {}
+
+    // S^T = K Q^T, from -lse / scale on, unless scores are capped.
+    __device__ __forceinline__ void issue_scores(Scores& scores, const Element* k, int slot) const {
+        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
+    }
+
+    // dP^T = V dO^T, from -delta on.
+    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Element* v, int slot) const {
+        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], slot);
+    }
+
+    // dV += P^T dO
+    __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs, int slot) const {
+        accumulate(dv, probs, dout_operands_[slot]);
+    }
+
+    // dK += dS^T Q
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, int slot) const {
+        accumulate(dk, dscores, q_operands_[slot]);
+    }
+
+private:
+    template <bool kHasStart>
+    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys, uint32_t queries,
+                                               int slot) const {
+        const uint32_t a = wgmma_descriptor(keys, 0);
+        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
+        constexpr int kStepBytes = 32;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
+        }
+        pin(product);
+        wgmma_fence();
+        if constexpr (kHasStart) {
+            Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
+                                                             kStatsDescriptorHigh>(
+                product, selector_operands_[static_cast<int>(start)], stats_operands_[slot], 0);
+        }
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int slab = step / kStepsPerSlab;
+            const int within = step % kStepsPerSlab * kStepBytes;
+            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
+                product, a + ((slab * kKSlabBytes + within) >> 4), queries + ((slab * kQSlabBytes + within) >> 4),
+                kHasStart || step != 0);
+        }
+        wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, uint32_t queries) const {
+        const uint32_t b = queries + leading_stride(kQSlabBytes);
+        pin(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kBlockCols / 16; ++step) {
+#pragma unroll
+            for (int part = 0; part < Config::kHeadDim / kGradCols; ++part) {
+                auto& part_of_sum = *reinterpret_cast<float (*)[kGradCols / 2]>(sum + part * kGradCols / 2);
+                const int within = step * kSixteenRowsBytes + part * kGradCols / Config::kSlabCols * kQSlabBytes;
+                Wgmma<Element, kGradCols>::template rs<Major::MN>(part_of_sum, a + 4 * step, b + (within >> 4), 1);
+            }
+        }
+        wgmma_commit_group();
+    }
+
+    // The assembler takes no instruction with more registers than all threads have on average.
+    static constexpr int kGradCols = Config::kHeadDim > 192 ? Config::kHeadDim / 2 : Config::kHeadDim;
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+    static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
+    static constexpr int kSixteenRowsBytes = 16 * 128;
+
+    const SlotDescriptors<sizeof(SharedStorage<Config>::q[0])> q_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::dout[0])> dout_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::stats[0])> stats_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::selectors[0])> selector_operands_;
+};
+
+}  // namespace ffa

@@ -1,0 +1,119 @@
+// The warpgroup of the backward kernel that has the scores of a tile where heads are wide, and sums up dV. A turn of its loop,
+// " is the next block:
+//
+//     dV and S" are issued; dV is done; S" is done: P" = exp2(scale S"), of which the warpgroup of dK gets what it needs
+#pragma once
+
+#include "bwd_matmuls.cuh"
+#include "bwd_scores.cuh"
+#include "bwd_wide_factors.cuh"
+
+namespace ffa {
+
+template <class Config>
+class DvWalk {
+public:
+    using Grad = typename Matmuls<Config>::Grad;
+
+    __device__ __forceinline__ DvWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane, int row)
+        : params_(params), smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane_), factors_(smem) {}
+
+    // Over so many blocks, one at least.
+    __device__ __forceinline__ void walk(Grad& dv, int left) {
+        Operand probs;
+        exponentiate_scores(probs, [] {});
+        // No matmul is in flight where the loop closes: the compiler moves registers there.
+        while (true) {
+            const Position<Config::kStages> done = block_;
+            mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
+            matmuls_.issue_dv(dv, probs, block_.slot);
+            block_.advance();
+            if (--left == 0) {
+                release(smem_.kv_empty);   // the next ones may come while the gradient leaves
+                wgmma_wait_group<0>();
+                pin(dv);
+                release(smem_.dout_empty[done.slot]);
+                break;
+            }
+            exponentiate_scores(probs, [&] {
+                wgmma_wait_group<1>();
+                pin(dv);
+                release(smem_.dout_empty[done.slot]);
+            });
+        }
+    }
+
+    // From where dV leaves, when nobody needs what is there any more.
+    __device__ __forceinline__ auto staging() const {
+        return reinterpret_cast<typename Config::Element*>(smem_.factors);
+    }
+
+private:
+    using Scores = typename Matmuls<Config>::Scores;
+    using Operand = typename Matmuls<Config>::Operand;
+
+    // P of the present block. `meanwhile` is done while the scores are computed.
+    template <class Meanwhile>
+    __device__ __forceinline__ void exponentiate_scores(Operand& probs, Meanwhile meanwhile) {
+        Scores scores;
+        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
+        matmuls_.issue_scores(scores, smem_.k[0], block_.slot);
+        meanwhile();
+        const int mask_row = smem_.blocks[block_.slot].mask_row;
+        wgmma_wait_group<0>();
+        pin(scores);
+        if constexpr (Config::kHasSoftcap) {
+            math_.cap(scores);
+            math_.mask(scores, block_.slot, mask_row, row_);
+            exponentiate_capped(scores, probs);
+        } else {
+            math_.mask(scores, block_.slot, mask_row, row_);
+            math_.scale(scores);
+            math_.exponentiate(scores);
+            round(scores, probs);
+        }
+        release(smem_.q_empty[block_.slot]);
+        factors_.leave(scores, block_.slot, lane_);
+    }
+
+    __device__ __forceinline__ static void round(const Scores& p, Operand& probs) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+            probs[i] = pack<typename Config::Element>(p[2 * i], p[2 * i + 1]);
+        }
+    }
+
+    // What gradients of probabilities are multiplied with takes the place of the scores.
+    __device__ __forceinline__ void exponentiate_capped(Scores& capped, Operand& probs) const {
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            const float2 minus_lse = math_.minus_lse(smem_.stats[block_.slot][i]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float* const pair = capped + 4 * i + 2 * half;
+                const float2 p = math_.exponentiate_capped(pair, minus_lse);
+                probs[2 * i + half] = pack<typename Config::Element>(p.x, p.y);
+                pair[0] = p.x * math_.slope(pair[0]);
+                pair[1] = p.y * math_.slope(pair[1]);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void release(uint64_t& empty) const {
+        __syncwarp();
+        mbarrier_arrive_if(lane_ == 0, empty);
+    }
+
+    static constexpr int kScores = Matmuls<Config>::kScores;
+
+    const typename Config::Params& params_;
+    SharedStorage<Config>& smem_;
+    const int lane_;
+    const int row_;   // the first of the warp in its tile
+    const Matmuls<Config> matmuls_;
+    const ScoreMath<Config> math_;
+    const Factors<Config> factors_;
+    Position<Config::kStages> block_;
+};
+
+}  // namespace ffa
