@@ -72,9 +72,6 @@ private:
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
 
-    // Whether what is added goes by way of shared memory, which costs the warps less; else it leaves from their registers.
-    static constexpr bool kStages = !Config::kIsWide;
-
     // Where 16 rows of this warp go.
     struct Rows {
         float* sum;
@@ -120,7 +117,7 @@ private:
             if (part == Config::kDqParts - 1) {
                 release(smem_.dscores_empty[dscores_.slot]);
             }
-            if constexpr (kStages) {
+            if constexpr (Config::kStagesDq) {
                 if (part == 0) {
                     await_staging();
                 }
@@ -134,7 +131,7 @@ private:
             }
         }
         dscores_.advance();
-        if constexpr (kStages) {
+        if constexpr (Config::kStagesDq) {
             fence_proxy_async_shared();
             __syncwarp();
 #pragma unroll
@@ -225,7 +222,7 @@ private:
     // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of any release.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
-        if constexpr (kStages) {
+        if constexpr (Config::kStagesDq) {
             cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
             fence_proxy_async_global();
         }
@@ -270,7 +267,7 @@ private:
     }
 
     __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
-        if constexpr (kStages) {
+        if constexpr (Config::kStagesDq) {
             return uniform(shared_address(smem.out.dq[0][warp_]));
         } else {
             return 0;

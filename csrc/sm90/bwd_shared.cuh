@@ -82,6 +82,8 @@ struct BackwardConfig {
     static constexpr int kDqRowParts = kBlockCols / kDqRows;
     static constexpr int kDqColParts = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
+    // Whether what is added goes by way of shared memory, which costs the warps less, if there is room; else it leaves from registers.
+    static constexpr bool kStagesDq = kHeadDim <= 192;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
     // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
     static constexpr bool kElects = kIsDeterministic;
@@ -149,15 +151,21 @@ struct FactorStorage<Config, true> {
     float factors[kSlabs][kWarps][kWarpRows * Config::kBlockCols / kSlabs];   // as many bytes as slabs of dV have; later dV
 };
 
-// dQ on the way out, of each warp; where heads are wide it leaves from registers.
 template <class Config, bool kIsWide = Config::kIsWide>
-struct DqStorage {
-    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
+struct FactorBarriers {};
+
+template <class Config>
+struct FactorBarriers<Config, true> {
+    uint64_t full, empty;
 };
+
+// dQ on the way out, of each warp, unless it leaves from registers.
+template <class Config, bool kStagesDq = Config::kStagesDq>
+struct DqStorage {};
 
 template <class Config>
 struct DqStorage<Config, true> {
-    uint64_t factors_full, factors_empty;
+    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
 };
 
 template <class Config>
@@ -181,6 +189,7 @@ struct alignas(1024) SharedStorage : FactorStorage<Config> {
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
+    FactorBarriers<Config> factors_barriers;
 };
 
 // 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it.
@@ -208,8 +217,8 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
         mbarrier_init(smem.dscores_empty[i], Config::kDqWarps);
     }
     if constexpr (Config::kIsWide) {
-        mbarrier_init(smem.out.factors_full, kConsumerWarps / 2);
-        mbarrier_init(smem.out.factors_empty, kConsumerWarps / 2);
+        mbarrier_init(smem.factors_barriers.full, kConsumerWarps / 2);
+        mbarrier_init(smem.factors_barriers.empty, kConsumerWarps / 2);
     }
     smem.kv_phase = 0;
     smem.is_over = 0;

@@ -17,24 +17,24 @@ public:
     __device__ __forceinline__ explicit Factors(SharedStorage<Config>& smem) : smem_(smem) {}
 
     __device__ __forceinline__ void leave(const Scores& factors, int slot, int lane) const {
-        mbarrier_wait_together(smem_.out.factors_empty, slot ^ 1);
+        mbarrier_wait_together(smem_.factors_barriers.empty, slot ^ 1);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             four(i, lane) = {factors[4 * i], factors[4 * i + 1], factors[4 * i + 2], factors[4 * i + 3]};
         }
-        pass(smem_.out.factors_full, lane);
+        pass(smem_.factors_barriers.full, lane);
     }
 
     // The gradients of scores, rounded.
     __device__ __forceinline__ void take(const Scores& dprobs, Operand& dscores, int slot, int lane) const {
-        mbarrier_wait_together(smem_.out.factors_full, slot);
+        mbarrier_wait_together(smem_.factors_barriers.full, slot);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             const float4 factors = four(i, lane);
             dscores[2 * i] = pack<Element>(dprobs[4 * i] * factors.x, dprobs[4 * i + 1] * factors.y);
             dscores[2 * i + 1] = pack<Element>(dprobs[4 * i + 2] * factors.z, dprobs[4 * i + 3] * factors.w);
         }
-        pass(smem_.out.factors_empty, lane);
+        pass(smem_.factors_barriers.empty, lane);
     }
 
 private:
