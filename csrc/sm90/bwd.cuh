@@ -28,6 +28,10 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
     }
     init_stats(smem);
     __syncthreads();
+    if constexpr (Config::kCtas > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
     griddepcontrol_launch_dependents();
     griddepcontrol_wait();
     if (warpgroup < Config::kConsumers) {
@@ -49,8 +53,14 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
         }
         __syncwarp();
     }
+    if constexpr (Config::kCtas > 1) {
+        cluster_arrive();
+    }
     if constexpr (Config::kRoundsDq) {
         DqRows<Config>(params, smem).run();
+    }
+    if constexpr (Config::kCtas > 1) {
+        cluster_wait();   // the other thread block writes here until it is through
     }
 }
 

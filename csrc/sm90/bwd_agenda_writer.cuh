@@ -32,8 +32,8 @@ constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less d
 constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
 constexpr int kLeastVisitsOfChapter = 1024;   // of a tile: what shorter walks read stays in the L2 cache anyway
 
-// Writes the agenda, by one thread block.
-template <int kBlockCols>
+// Writes the agenda, by one thread block; `kTileWarps` see warps_of_tile.
+template <int kBlockCols, int kTileWarps>
 class AgendaWriter {
 public:
     struct Params {
@@ -45,7 +45,7 @@ public:
         int first_slot;   // of these tiles; those in front are other tiles'
         int num_slots;   // a part each
         int qhead_per_kvhead;
-        int num_blocks;   // of threads, that will draw from the agenda
+        int num_blocks;   // of threads, or clusters of them, that will draw from the agenda
         int is_one_way;   // all walks are from the last queries to the first
         const Tile* tiles_behind;   // [num_tiles], of which about half are left when these are over; or null
     };
@@ -64,15 +64,15 @@ public:
     __device__ void write() {
         measure();
         const int num_entries = params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
-        const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kAgendaArrivals;
-        const int first_arrival = params_.first_slot * agenda_.heads_per_section * kAgendaArrivals;
+        const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kTileWarps;
+        const int first_arrival = params_.first_slot * agenda_.heads_per_section * kTileWarps;
         for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
         const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
         for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
         for_each(1, [&](int) {
             agenda_.counters->ticket = 0;
             agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
-            agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kAgendaArrivals;
+            agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kTileWarps;
             *agenda_.num_entries = num_entries;
         });
     }

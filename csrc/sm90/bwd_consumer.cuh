@@ -125,7 +125,7 @@ private:
         if constexpr (!kBufferIsAwaitedBefore) {
             await_buffer();
         }
-        math_.store_dscores(dscores, smem_.dscores[at.slot][0], gradients_.row_in_tile());
+        math_.store_dscores(dscores, smem_.dscores[at.slot][0], gradients_.row_in_block());
         between();
         fence_proxy_async_shared();
         release(smem_.dscores_full[at.slot]);

@@ -88,7 +88,7 @@ private:
         if (wave != kNoWave && warp_ == 0) {
             int* const steps = list_of<Config>(params_, work()).agenda.counters->steps(wave);
             add_relaxed_if(lane_ == 0, steps, 1);
-            const int least = (step - kStepsAhead) * int(gridDim.x);
+            const int least = (step - kStepsAhead) * int(gridDim.x / Config::kCtas);
 #pragma unroll 1
             for (int i = 0; i < kMostWaits && __any_sync(0xffffffff, load_acquire(steps) < least); ++i) {
                 nanosleep(kNsOfWait);
@@ -105,6 +105,16 @@ private:
         release(smem_.q_empty[block_.slot]);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
+        if constexpr (Config::kIsWide) {
+            differentiate_half(head, first, end);
+        } else {
+            differentiate_all(head, first, end);
+        }
+        dscores_.advance();
+    }
+
+    // All columns, by way of shared memory.
+    __device__ __forceinline__ void differentiate_all(int head, int first, int end) {
 #pragma unroll
         for (int part = 0; part < Config::kDqParts; ++part) {
             Dq dq;
@@ -117,32 +127,88 @@ private:
             if (part == Config::kDqParts - 1) {
                 release(smem_.dscores_empty[dscores_.slot]);
             }
-            if constexpr (Config::kStagesDq) {
-                if (part == 0) {
-                    await_staging();
-                }
-                store(dq, part);
-            } else {
-                const Rows rows = rows_of(head, first, end);
-                if (Config::kIsDeterministic && part == 0) {
-                    await_turn(rows, visits_[0]);
-                }
-                add(rows, dq, part);
+            if (part == 0) {
+                await_staging();
             }
+            store(dq, part);
         }
-        dscores_.advance();
-        if constexpr (Config::kStagesDq) {
-            fence_proxy_async_shared();
-            __syncwarp();
+        fence_proxy_async_shared();
+        __syncwarp();
 #pragma unroll
-            for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
-                const Rows rows = rows_of(head, first + row_part * Config::kDqRows, end);
-                if constexpr (Config::kIsDeterministic) {
-                    await_turn(rows, visits_[row_part]);
-                }
-                add(rows, staging_ + row_part * uint32_t(sizeof(smem_.out.dq[0])));
+        for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
+            const Rows rows = rows_of(head, first + row_part * Config::kDqRows, end);
+            if constexpr (Config::kIsDeterministic) {
+                await_turn(rows, visits_[row_part]);
             }
+            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.out.dq[0])));
         }
+    }
+
+    // Half of the columns, for the keys of both thread blocks of the cluster, from registers: 64 of them, which are a slab, and what
+    // is left of the half, which may be half a slab.
+    __device__ __forceinline__ void differentiate_half(int head, int first, int end) {
+        constexpr int kRest = Config::kHeadDim / 2 - Config::kSlabCols;
+        const int rank = rank_in_cluster<Config>();
+        const Rows rows = rows_of(head, first, end);
+        mbarrier_wait_together(smem_.wide.from_peer[dscores_.slot], dscores_.phase);
+        const int whole_slab = rank * (kRest < Config::kSlabCols ? 2 : Config::kSlabs / 2);
+        differentiate_cols<Config::kSlabCols, true>(rows, whole_slab * Config::kSlabCols);
+        differentiate_cols<kRest, false>(rows, kRest < Config::kSlabCols ? Config::kSlabCols + rank * kRest
+                                                                         : (whole_slab + 1) * Config::kSlabCols);
+    }
+
+    // From column `col` on, which is of the slab that they end in.
+    template <int kCols, bool kIsFirst>
+    __device__ __forceinline__ void differentiate_cols(const Rows& rows, int col) {
+        float dq[kCols / 2];
+        const int slab = col / Config::kSlabCols;
+        const int first_peer_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
+        const uint32_t within = col % Config::kSlabCols * sizeof(Element) >> 4;
+        const int slot = dscores_.slot;
+        pin(dq);
+        wgmma_fence();
+        accumulate<kCols>(dq, operand(smem_.dscores[slot][0], 0), operand(smem_.k[slab], kKSlabBytes) + within, false);
+        accumulate<kCols>(dq, operand(smem_.peer_dscores[slot], 0),
+                          operand(smem_.peer_k[slab - first_peer_slab], kKSlabBytes) + within, true);
+        wgmma_commit_group();
+        if constexpr (kIsFirst && Config::kIsDeterministic) {
+            publish();   // of the last block: its additions have had the time since
+        }
+        wgmma_wait_group<0>();
+        pin(dq);
+        if constexpr (kIsFirst) {
+            if constexpr (Config::kIsDeterministic) {
+                await_turn(rows, visits_[0]);
+            }
+        } else {
+            release(smem_.dscores_empty[slot]);
+            if (warp_ == 0) {
+                expect_peer(slot);
+            }
+            mbarrier_arrive_at_peer_if(lane_ == 0, smem_.wide.to_peer[slot], peer_rank<Config>());
+        }
+        float* const sum = rows.sum + col * kWarpRows + 4 * lane_;
+#pragma unroll
+        for (int i = 0; i < kCols / 8; ++i) {
+            add_relaxed_if(rows.are_in_run, sum + 128 * i, {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
+        }
+    }
+
+    template <int kCols>
+    __device__ __forceinline__ static void accumulate(float (&dq)[kCols / 2], uint32_t a, uint32_t b, bool adds) {
+#pragma unroll
+        for (int step = 0; step < Config::kRows / 16; ++step) {
+            const int within = (step * kSixteenRowsBytes) >> 4;
+            Wgmma<Element, kCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, adds || step != 0);
+        }
+    }
+
+    // The next gradients of scores from the other block; it sends nothing to a slot that it has not been told of.
+    __device__ __forceinline__ void expect_peer(int slot) const {
+        if (lane_ == 0) {
+            mbarrier_arrive_expect_tx(smem_.wide.from_peer[slot], sizeof(smem_.peer_dscores[0]));
+        }
+        __syncwarp();
     }
 
     __device__ __forceinline__ Rows rows_of(int head, int row, int end) const {
@@ -197,21 +263,13 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add(const Rows& rows, const Dq& dq, int part) {
-        float* const sum = rows.sum + part * kWarpRows * Config::kDqCols + 4 * lane_;
-#pragma unroll
-        for (int i = 0; i < kValues / 4; ++i) {
-            add_relaxed_if(rows.are_in_run, sum + 128 * i, {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
-        }
-    }
-
     // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
     __device__ __forceinline__ void await_turn(const Rows& rows, int*& visits) {
         const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
         if (lane_ == 0 && rows.are_in_run) {
             visits = params_.visits.done + rows.head * num_groups + group;
-            const int turn = params_.visits.turns[work().tile_index * num_groups + group];
+            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group];
             while (load_acquire(visits) < turn) {
             }
         }

@@ -55,7 +55,7 @@ private:
     __device__ __forceinline__ bool await_visits(int head, int group) const {
         int is_complete = 0;
         if (is_first_lane()) {
-            const int wanted = params_.visits.wanted[group];
+            const int wanted = Config::kCtas * params_.visits.wanted[group];
             const int* const done =
                 params_.visits.done + static_cast<long long>(head) * params_.dq.sums.row_groups + group;
             for (int waits = 0; (is_complete = load_acquire(done) >= wanted) == 0 && waits < kMostWaits;) {

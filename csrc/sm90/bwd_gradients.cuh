@@ -15,10 +15,12 @@ public:
 
     __device__ __forceinline__ KeyGradients(const typename Config::Params& params, int lane) : params_(params), lane_(lane) {}
 
-    // The first of the warp.
-    __device__ __forceinline__ int row_in_tile() const {
+    // The first of the warp, of those of its thread block.
+    __device__ __forceinline__ int row_in_block() const {
         return (Config::kIsWide ? warp() % (Config::kRows / kWarpRows) : warp()) * kWarpRows;
     }
+
+    __device__ __forceinline__ int row_in_tile() const { return first_row_of_block<Config>() + row_in_block(); }
 
     // Leaves what this part of a tile has, each warp for itself. The last one to arrive then has the sums of all, in fp32
     // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
@@ -30,15 +32,15 @@ public:
         const Agenda& agenda = params_.lists[kNear].agenda;   // parts of all lists lie together
         const int heads = agenda.heads_per_section;
         float4* const partials = reinterpret_cast<float4*>(agenda.partials) +
-                                 static_cast<long long>(work.slot * kAgendaArrivals + warp()) * kPartialsOfWarp + lane_;
-        const int part_stride = heads * kAgendaArrivals * kPartialsOfWarp;
+                                 static_cast<long long>(work.slot * Config::kTileWarps + warp_of_tile()) * kPartialsOfWarp + lane_;
+        const int part_stride = heads * Config::kTileWarps * kPartialsOfWarp;
         int first = 0;   // of a gradient
         ((leave(grads, partials + work.part * part_stride + first), first += kPartialsOfGrad), ...);
         __threadfence();
         __syncwarp();
         int num_arrived = 0;
         if (lane_ == 0) {
-            num_arrived = atomicAdd(agenda.arrivals + work.slot * kAgendaArrivals + warp(), 1);
+            num_arrived = atomicAdd(agenda.arrivals + work.slot * Config::kTileWarps + warp_of_tile(), 1);
         }
         const bool is_last = __shfl_sync(0xffffffff, num_arrived, 0) + 1 == work.num_parts;
         __threadfence();
@@ -53,7 +55,7 @@ public:
     // By way of shared memory to `rows`.
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
                                           const TileOfHead& work, int store_end) const {
-        Element* const staging = tile_rows + row_in_tile() * Config::kSlabCols;
+        Element* const staging = tile_rows + row_in_block() * Config::kSlabCols;
         store_slabs<0>(grad, staging, map, rows, work, store_end);
         if constexpr (kSlabsAtOnce < Config::kSlabs) {
             store_slabs<kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
@@ -75,6 +77,10 @@ public:
     }
 
 private:
+    __device__ __forceinline__ static int warp_of_tile() {
+        return rank_in_cluster<Config>() * (Config::kTileWarps / Config::kCtas) + warp();
+    }
+
     // Of the consumers, which are the first ones. No register keeps it.
     __device__ __forceinline__ static int warp() { return opaque(threadIdx.x) / 32; }
 

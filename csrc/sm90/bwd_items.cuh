@@ -6,6 +6,7 @@
 #pragma once
 
 #include "bwd_agenda.cuh"
+#include "bwd_shared.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
@@ -18,7 +19,11 @@ template <class Config>
 class Items<Config, false> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params)
-        : agenda_(params.lists[kNear].agenda), item_(blockIdx.x) {}
+        : agenda_(params.lists[kNear].agenda), item_(blockIdx.x / Config::kCtas) {}
+
+    // What another block has drawn, as it tells.
+    __device__ __forceinline__ void set(int2 drawn) { item_ = drawn.x; }
+    __device__ __forceinline__ int2 drawn() const { return {item_, 0}; }
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
@@ -33,15 +38,17 @@ public:
     __device__ __forceinline__ int head_in_section() const { return item_ % agenda_.heads_per_section; }
 
     __device__ __forceinline__ void advance() {
-        item_ = gridDim.x < num_items() ? gridDim.x + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
+        item_ = num_drawing() < num_items() ? num_drawing() + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
     }
 
     // The item's, or kNoWave where nobody waits for others.
     __device__ __forceinline__ int wave_in_step() const {
-        return item_ < agenda_.counters->num_in_step ? item_ / int(gridDim.x) : kNoWave;
+        return item_ < agenda_.counters->num_in_step ? item_ / num_drawing() : kNoWave;
     }
 
 private:
+    __device__ __forceinline__ static int num_drawing() { return gridDim.x / Config::kCtas; }
+
     __device__ __forceinline__ int num_items() const { return *agenda_.num_entries * agenda_.heads_per_section; }
 
     const Agenda& agenda_;
@@ -57,8 +64,21 @@ public:
         if (blockIdx.x == 0 && num_items() == 0 && params_.are_complete != nullptr) {
             store_release_system(params_.are_complete, 1);   // no warp will store what there is none of
         }
-        advance();
+        if (rank_in_cluster<Config>() == 0) {
+            advance();
+        }
     }
+
+    // What another block has drawn, as it tells.
+    __device__ __forceinline__ void set(int2 drawn) {
+        item_ = drawn.x;
+        list_ = drawn.y & 1;
+        are_there_ = drawn.y >> 1;
+        if (are_there_) {
+            have_arrived();   // for this block too
+        }
+    }
+    __device__ __forceinline__ int2 drawn() const { return {item_, list_ | are_there_ << 1}; }
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
@@ -85,7 +105,7 @@ public:
 
     // Waves of near items are torn apart when far keys arrive.
     __device__ __forceinline__ int wave_in_step() const {
-        return list_ == kFar && item_ < agenda().counters->num_in_step ? item_ / int(gridDim.x) : kNoWave;
+        return list_ == kFar && item_ < agenda().counters->num_in_step ? item_ / int(gridDim.x / Config::kCtas) : kNoWave;
     }
 
 private:
@@ -104,6 +124,44 @@ private:
     const typename Config::Params& params_;
     int item_, list_;
     bool are_there_;   // far keys, when this item was drawn
+};
+
+// The items of a thread block: its own, or those that the first block of its cluster draws for both.
+template <class Config>
+class ItemsOfBlock {
+public:
+    __device__ __forceinline__ ItemsOfBlock(const typename Config::Params& params, SharedStorage<Config>& smem)
+        : smem_(smem), items_(params) {
+        share();
+    }
+
+    __device__ __forceinline__ const Items<Config>& operator*() const { return items_; }
+
+    __device__ __forceinline__ void advance() {
+        if (rank_in_cluster<Config>() == 0) {
+            items_.advance();
+        }
+        share();
+    }
+
+private:
+    // The phase of keys is that of items too, and takes no register.
+    __device__ __forceinline__ void share() {
+        if constexpr (Config::kCtas > 1) {
+            if (rank_in_cluster<Config>() == 0) {
+                mbarrier_wait(smem_.wide.item_empty, smem_.kv_phase ^ 1);
+                st_async_to_peer(smem_.wide.item, items_.drawn(), smem_.wide.item_full, peer_rank<Config>());
+            } else {
+                mbarrier_arrive_expect_tx(smem_.wide.item_full, sizeof(int2));
+                mbarrier_wait(smem_.wide.item_full, smem_.kv_phase);
+                items_.set(smem_.wide.item);
+                mbarrier_arrive_at_peer_if(true, smem_.wide.item_empty, peer_rank<Config>());
+            }
+        }
+    }
+
+    SharedStorage<Config>& smem_;
+    Items<Config> items_;
 };
 
 }  // namespace ffa

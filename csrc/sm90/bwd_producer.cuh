@@ -16,11 +16,11 @@ public:
         : params_(params), smem_(smem) {}
 
     __device__ __forceinline__ void run() {
-        Items<Config> items(params_);
-        for (; items.has_work(); items.advance()) {
-            load_tile(items);
+        ItemsOfBlock<Config> items(params_, smem_);
+        for (; (*items).has_work(); items.advance()) {
+            load_tile(*items);
         }
-        store_shared(smem_.is_over, items.is_all() ? 1 : kNobodyWaits);
+        store_shared(smem_.is_over, (*items).is_all() ? 1 : kNobodyWaits);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
@@ -41,7 +41,7 @@ private:
         }
         work.tile = tile;
         work.tile_index = entry.tile;
-        work.wave_in_step = wave_in_step;
+        work.wave_in_step = rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.is_ascending = entry.is_ascending;
@@ -54,14 +54,32 @@ private:
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else {
-            mbarrier_arrive_expect_tx(smem_.kv_full, sizeof(smem_.k) + sizeof(smem_.v));
-            load(smem_.k, params_.k, smem_.kv_full, work.tile.row_begin, work.kv_head);
-            load(smem_.v, params_.v, smem_.kv_full, work.tile.row_begin, work.kv_head);
+            load_keys(work);
         }
         smem_.kv_phase ^= 1;
         for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
             const Tile& tile = this->work().tile;
             load_run(params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
+        }
+    }
+
+    __device__ __forceinline__ void load_keys(const TileOfHead& work) {
+        const int row = work.tile.row_begin + first_row_of_block<Config>();
+        uint32_t bytes = sizeof(smem_.k) + sizeof(smem_.v);
+        if constexpr (Config::kCtas > 1) {
+            bytes += sizeof(smem_.peer_k);
+        }
+        mbarrier_arrive_expect_tx(smem_.kv_full, bytes);
+        load(smem_.k, params_.k, smem_.kv_full, row, work.kv_head);
+        load(smem_.v, params_.v, smem_.kv_full, row, work.kv_head);
+        if constexpr (Config::kCtas > 1) {
+            const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
+            const int first_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
+#pragma unroll
+            for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
+                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full, (first_slab + slab) * Config::kSlabCols, peer_row,
+                            work.kv_head);
+            }
         }
     }
 

@@ -69,10 +69,15 @@ struct BackwardConfig {
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
-    static constexpr int kTileRows = kIsWide ? kRows : kConsumers * kRows;
+    // Then a tile may be that of a cluster of two, of 64 keys each. Each computes one half of the columns of dQ for all keys: so
+    // half as much is added up in global memory, which is what limits them.
+    static constexpr int kCtas = kIsWide ? 2 : 1;
+    static constexpr int kTileRows = 2 * kRows;
+    static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
+    static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
-    static constexpr int kKSlab = kTileRows * kSlabCols;    // elements
+    static constexpr int kKSlab = kTileRows / kCtas * kSlabCols;    // elements
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
     static constexpr int kScoreSlabs = kBlockCols / kSlabCols;
     static constexpr int kScoreStages = 2;
@@ -83,7 +88,7 @@ struct BackwardConfig {
     static constexpr int kDqColParts = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
     // Whether what is added goes by way of shared memory, which costs the warps less, if there is room; else it leaves from registers.
-    static constexpr bool kStagesDq = kHeadDim <= 192;
+    static constexpr bool kStagesDq = !kIsWide;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
     // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
     static constexpr bool kElects = kIsDeterministic;
@@ -133,30 +138,53 @@ struct alignas(64) TileOfHead {
     static constexpr int kNoMoreWork = -1;   // as num_visits
 };
 
+// This block's number among those that share a tile, and the other one's. No register keeps it.
+template <class Config>
+__device__ __forceinline__ int rank_in_cluster() {
+    return Config::kCtas > 1 ? opaque(blockIdx.x) % Config::kCtas : 0;
+}
+
+template <class Config>
+__device__ __forceinline__ int peer_rank() {
+    return rank_in_cluster<Config>() ^ 1;
+}
+
+// The first key of this block, of its tile.
+template <class Config>
+__device__ __forceinline__ int first_row_of_block() {
+    return rank_in_cluster<Config>() * Config::kRows;
+}
+
 template <class Config>
 __device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
     return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
 }
 
-// Where heads are wide, the warps that have probabilities leave what gradients of them are multiplied with for the warps that have
-// those, of 16 keys each, as they hold it.
+// Where heads are wide: what the gradients of probabilities are multiplied with, left by the warps that have the probabilities for
+// those that have the gradients, of 16 keys each, as they hold it; and what the other block of the cluster has.
 template <class Config, bool kIsWide = Config::kIsWide>
-struct FactorStorage {};
+struct WideStorage {};
 
 template <class Config>
-struct FactorStorage<Config, true> {
+struct WideStorage<Config, true> {
     static constexpr int kWarps = Config::kRows / kWarpRows;
     static constexpr int kSlabs = Config::kRows * Config::kBlockCols * sizeof(float) / (Config::kKSlab * 2);
 
     float factors[kSlabs][kWarps][kWarpRows * Config::kBlockCols / kSlabs];   // as many bytes as slabs of dV have; later dV
+    typename Config::Element peer_dscores[Config::kScoreStages][Config::kKSlab];
+    typename Config::Element peer_k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
 };
 
 template <class Config, bool kIsWide = Config::kIsWide>
-struct FactorBarriers {};
+struct WideBarriers {};
 
 template <class Config>
-struct FactorBarriers<Config, true> {
-    uint64_t full, empty;
+struct WideBarriers<Config, true> {
+    uint64_t factors_full, factors_empty;
+    uint64_t from_peer[Config::kScoreStages];   // what it has sent is there
+    uint64_t to_peer[Config::kScoreStages];     // the other one has no more use for what this one has sent
+    uint64_t item_full, item_empty;
+    int2 item;   // that the other one has drawn
 };
 
 // dQ on the way out, of each warp, unless it leaves from registers.
@@ -169,7 +197,7 @@ struct DqStorage<Config, true> {
 };
 
 template <class Config>
-struct alignas(1024) SharedStorage : FactorStorage<Config> {
+struct alignas(1024) SharedStorage : WideStorage<Config> {
     using Element = typename Config::Element;
 
     Element k[Config::kSlabs][Config::kKSlab];
@@ -189,7 +217,7 @@ struct alignas(1024) SharedStorage : FactorStorage<Config> {
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
-    FactorBarriers<Config> factors_barriers;
+    WideBarriers<Config> wide;
 };
 
 // 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it.
@@ -217,8 +245,15 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
         mbarrier_init(smem.dscores_empty[i], Config::kDqWarps);
     }
     if constexpr (Config::kIsWide) {
-        mbarrier_init(smem.factors_barriers.full, kConsumerWarps / 2);
-        mbarrier_init(smem.factors_barriers.empty, kConsumerWarps / 2);
+        mbarrier_init(smem.wide.factors_full, kConsumerWarps / 2);
+        mbarrier_init(smem.wide.factors_empty, kConsumerWarps / 2);
+        for (int i = 0; i < Config::kScoreStages; ++i) {
+            mbarrier_init(smem.wide.from_peer[i], 1);
+            mbarrier_arrive_expect_tx(smem.wide.from_peer[i], sizeof(smem.peer_dscores[0]));
+            mbarrier_init(smem.wide.to_peer[i], Config::kDqWarps);
+        }
+        mbarrier_init(smem.wide.item_full, 1);
+        mbarrier_init(smem.wide.item_empty, 1);
     }
     smem.kv_phase = 0;
     smem.is_over = 0;

@@ -19,7 +19,7 @@ public:
           smem_(smem),
           lane_(threadIdx.x % 32),
           gradients_(params, lane_),
-          walk_(params, smem, lane_, gradients_.row_in_tile()) {}
+          walk_(params, smem, lane_, gradients_.row_in_block()) {}
 
     // `map` and `rows` are those of the gradient, `scale` what it is multiplied with.
     __device__ __forceinline__ void run(const TensorMap& map, void* rows, float scale) {

@@ -33,6 +33,7 @@ public:
                 wgmma_wait_group<0>();
                 pin(dk);
                 release(smem_.q_empty[done.slot]);
+                await_peer();
                 break;
             }
             differentiate_scores(dscores, [&] {
@@ -50,13 +51,31 @@ private:
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
 
-    // Leaves dS of the present block to the warpgroup of dQ; it has the slot of its queries.
+    // Leaves dS of the present block to the warpgroups of dQ, here and in the other thread block; it has the slot of its queries.
     __device__ __forceinline__ void announce(const Operand& dscores) {
         static_assert(Config::kScoreStages == Config::kStages, "one position for both");
-        mbarrier_wait_together(smem_.dscores_empty[block_.slot], block_.phase ^ 1);
-        math_.store_dscores(dscores, smem_.dscores[block_.slot][0], row_);
+        const int slot = block_.slot;
+        mbarrier_wait_together(smem_.dscores_empty[slot], block_.phase ^ 1);
+        mbarrier_wait_together(smem_.wide.to_peer[slot], block_.phase ^ 1);
+        math_.store_dscores(dscores, smem_.dscores[slot][0], row_);
         fence_proxy_async_shared();
-        release(smem_.dscores_full[block_.slot]);
+        release(smem_.dscores_full[slot]);
+        if (lane_ == 0) {
+            const uint32_t offset = row_ * Config::kSlabCols * sizeof(typename Config::Element);
+            cp_async_bulk_to_peer(shared_address(smem_.peer_dscores[slot]) + offset,
+                                  shared_address(smem_.dscores[slot][0]) + offset, kBytesOfWarp,
+                                  smem_.wide.from_peer[slot], peer_rank<Config>());
+        }
+        __syncwarp();
+    }
+
+    // Until what has been sent to the other thread block has been read: dK leaves from there.
+    __device__ __forceinline__ void await_peer() const {
+#pragma unroll
+        for (int slot = 0; slot < Config::kScoreStages; ++slot) {
+            const uint32_t phase = block_.phase ^ (slot < block_.slot ? 1 : 0);   // of the next block there
+            mbarrier_wait_together(smem_.wide.to_peer[slot], phase ^ 1);
+        }
     }
 
     // dS of the present block. `meanwhile` is done while gradients of probabilities are computed.
@@ -78,9 +97,11 @@ private:
         mbarrier_arrive_if(lane_ == 0, empty);
     }
 
+    static constexpr uint32_t kBytesOfWarp = kWarpRows * Config::kSlabCols * sizeof(typename Config::Element);
+
     SharedStorage<Config>& smem_;
     const int lane_;
-    const int row_;   // the first of the warp in its tile
+    const int row_;   // the first of the warp, of those of its thread block
     const Matmuls<Config> matmuls_;
     const ScoreMath<Config> math_;
     const Factors<Config> factors_;

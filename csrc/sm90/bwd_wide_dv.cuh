@@ -64,10 +64,10 @@ private:
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
             math_.cap(scores);
-            math_.mask(scores, block_.slot, mask_row, row_);
+            math_.mask(scores, block_.slot, mask_row, first_row_of_block<Config>() + row_);
             exponentiate_capped(scores, probs);
         } else {
-            math_.mask(scores, block_.slot, mask_row, row_);
+            math_.mask(scores, block_.slot, mask_row, first_row_of_block<Config>() + row_);
             math_.scale(scores);
             math_.exponentiate(scores);
             round(scores, probs);
@@ -109,7 +109,7 @@ private:
     const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int lane_;
-    const int row_;   // the first of the warp in its tile
+    const int row_;   // the first of the warp, of those of its thread block
     const Matmuls<Config> matmuls_;
     const ScoreMath<Config> math_;
     const Factors<Config> factors_;

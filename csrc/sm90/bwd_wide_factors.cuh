@@ -17,28 +17,28 @@ public:
     __device__ __forceinline__ explicit Factors(SharedStorage<Config>& smem) : smem_(smem) {}
 
     __device__ __forceinline__ void leave(const Scores& factors, int slot, int lane) const {
-        mbarrier_wait_together(smem_.factors_barriers.empty, slot ^ 1);
+        mbarrier_wait_together(smem_.wide.factors_empty, slot ^ 1);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             four(i, lane) = {factors[4 * i], factors[4 * i + 1], factors[4 * i + 2], factors[4 * i + 3]};
         }
-        pass(smem_.factors_barriers.full, lane);
+        pass(smem_.wide.factors_full, lane);
     }
 
     // The gradients of scores, rounded.
     __device__ __forceinline__ void take(const Scores& dprobs, Operand& dscores, int slot, int lane) const {
-        mbarrier_wait_together(smem_.factors_barriers.full, slot);
+        mbarrier_wait_together(smem_.wide.factors_full, slot);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             const float4 factors = four(i, lane);
             dscores[2 * i] = pack<Element>(dprobs[4 * i] * factors.x, dprobs[4 * i + 1] * factors.y);
             dscores[2 * i + 1] = pack<Element>(dprobs[4 * i + 2] * factors.z, dprobs[4 * i + 3] * factors.w);
         }
-        pass(smem_.factors_barriers.empty, lane);
+        pass(smem_.wide.factors_empty, lane);
     }
 
 private:
-    using Storage = FactorStorage<Config>;
+    using Storage = WideStorage<Config>;
     static_assert(Config::kStages == 2, "the slot of a block is the phase of what there is one of for each");
     static constexpr int kFours = Matmuls<Config>::kScores / 4;
     static constexpr int kFoursOfSlab = kFours / Storage::kSlabs;

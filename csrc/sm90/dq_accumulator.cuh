@@ -17,7 +17,8 @@ struct DqSums {
 
 static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/backward.py");
 
-// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them.
+// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by one thread
+// block: where a cluster shares a tile, each of its blocks counts as `done`.
 struct DqVisits {
     int* done;           // [nheads_q][row_groups]; zero at launch
     const int* wanted;   // [row_groups]: how many there will be, for each head; null where rows are rounded behind the kernel

@@ -167,6 +167,45 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
     asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// ---- clusters of two thread blocks
+
+// Where the other one has what this one has at a place in shared memory.
+__device__ __forceinline__ uint32_t peer_address(uint32_t address, int peer) {
+    uint32_t there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(peer));
+    return there;
+}
+
+// At the other one's barrier.
+__device__ __forceinline__ void mbarrier_arrive_at_peer_if(bool condition, uint64_t& barrier, int peer) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%1];\n}" ::"r"(
+            uint32_t(condition)),
+        "r"(peer_address(shared_address(&barrier), peer))
+        : "memory");
+}
+
+// To the same place in the other one's shared memory, as bulk loads arrive; all are multiples of 16 bytes.
+__device__ __forceinline__ void cp_async_bulk_to_peer(uint32_t destination, uint32_t source, uint32_t bytes,
+                                                      uint64_t& barrier, int peer) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     peer_address(destination, peer)),
+                 "r"(source), "r"(bytes), "r"(peer_address(shared_address(&barrier), peer))
+                 : "memory");
+}
+
+// Two words, likewise.
+__device__ __forceinline__ void st_async_to_peer(int2& destination, int2 words, uint64_t& barrier, int peer) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];" ::"r"(
+                     peer_address(shared_address(&destination), peer)),
+                 "r"(words.x), "r"(words.y), "r"(peer_address(shared_address(&barrier), peer))
+                 : "memory");
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+
 // ---- between thread blocks
 
 // Lets the next kernel of the stream start as soon as there is room. It sees what this one writes after its own

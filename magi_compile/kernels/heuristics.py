@@ -94,9 +94,15 @@ class BackwardConfig:
     consumer_registers: int
     rounds_dq: bool
 
-    tile_rows: int = 128
+    num_ctas: int = 1
 
+    tile_rows = 128
     num_threads = 128 * 4
+
+    @property
+    def tile_warps(self) -> int:
+        """The warps that have gradients of a tile's keys."""
+        return 8 * self.num_ctas
 
 
 # By head_dim: dk and dv are sums in registers, which is what limits the blocks.
@@ -104,8 +110,8 @@ _BACKWARD = {
     64: BackwardConfig(128, 2, 32, 64, 208, False),
     96: BackwardConfig(64, 3, 32, 80, 200, True),
     128: BackwardConfig(64, 3, 32, 64, 208, True),
-    192: BackwardConfig(64, 2, 32, 64, 208, True, tile_rows=64),
-    256: BackwardConfig(64, 2, 32, 64, 208, True, tile_rows=64),
+    192: BackwardConfig(64, 2, 40, 64, 200, True, num_ctas=2),
+    256: BackwardConfig(64, 2, 32, 64, 208, True, num_ctas=2),
 }
 _BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 32, 64, 208, False)}  # with soft-cap
 

@@ -24,12 +24,14 @@ _MAIN = """
 #include "ptx.cuh"
 #include "{source}"
 template <class Params>
-bool launch(void (*kernel)(Params), const void* params, Index grid, int num_threads, int num_at_once, unsigned timing) {{
-    return turns::launch(grid, num_threads, ffa::memory, num_at_once, timing,
+bool launch(void (*kernel)(Params), const void* params, Index grid, int num_threads, int num_at_once, unsigned timing,
+            int cluster) {{
+    return turns::launch(grid, num_threads, ffa::memory, num_at_once, timing, cluster,
                          [=] {{ kernel(*static_cast<const Params*>(params)); }});
 }}
-extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads, int num_at_once, unsigned timing) {{
-    return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing);
+extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads, int num_at_once, unsigned timing,
+                    int cluster) {{
+    return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing, cluster);
 }}
 """
 _OPTIONS = "-O2 -fno-unroll-loops -fno-tree-vectorize -fno-strict-aliasing"
@@ -62,13 +64,14 @@ class CompiledKernel:
         params: bytes,
         num_at_once: int = 1,
         timing: int = 0,
+        cluster: int = 1,
     ) -> None:
         memory = bytearray(len(params) + 64)
         at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
         at += -at % 64
         ctypes.memmove(at, params, len(params))
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        ended = self._run(ctypes.c_void_p(at), x, y, num_threads, num_at_once, timing)
+        ended = self._run(ctypes.c_void_p(at), x, y, num_threads, num_at_once, timing, cluster)
         assert ended, "some threads wait for what never comes"
 
 

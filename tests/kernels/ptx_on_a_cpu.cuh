@@ -40,6 +40,10 @@ struct alignas(16) int4 {
     int x, y, z, w;
 };
 
+struct alignas(8) int2 {
+    int x, y;
+};
+
 struct alignas(8) uint2 {
     unsigned x, y;
 };
@@ -107,11 +111,14 @@ struct Groups {
 struct Thread {
     ucontext_t context;
     bool is_done = false;
+    long cluster_arrivals = 0;
     Groups matmuls, reads, writes;
 };
 
 struct Block {
     Index index;
+    Block* peer = nullptr;   // of a cluster of two
+    std::shared_ptr<long> cluster_arrivals;   // of all threads of both
     std::vector<Thread> threads;
     std::unique_ptr<char[]> stacks;
     std::vector<char> memory;   // while others are at work
@@ -221,8 +228,9 @@ inline bool go_on() {
 
 // Runs kernel() in all threads of a grid, so many blocks side by side; `memory` is what the threads of each share.
 // False where threads wait for what never comes.
+// Clusters are of one block or of two, which begin together.
 template <class Kernel>
-bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once, unsigned seed, Kernel kernel) {
+bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once, unsigned seed, int cluster, Kernel kernel) {
     static Kernel* running;
     running = &kernel;
     is_late = seed == 0;
@@ -238,10 +246,17 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
     };
     std::list<Block> resident;
     for (unsigned next = 0; next < grid.x * grid.y || !resident.empty();) {
-        while (next < grid.x * grid.y && resident.size() < num_at_once) {
-            resident.emplace_back();
-            start(resident.back(), {next % grid.x, next / grid.x}, num_threads, body);
-            ++next;
+        while (next < grid.x * grid.y && resident.size() + cluster <= max(num_at_once, cluster)) {
+            for (int rank = 0; rank < cluster; ++rank, ++next) {
+                resident.emplace_back();
+                start(resident.back(), {next % grid.x, next / grid.x}, num_threads, body);
+            }
+            if (cluster == 2) {
+                Block &second = resident.back(), &first = *std::prev(resident.end(), 2);
+                first.peer = &second;
+                second.peer = &first;
+                first.cluster_arrivals = second.cluster_arrivals = std::make_shared<long>(0);
+            }
         }
         if (!is_late) {
             resident.splice(resident.end(), resident, resident.begin(),
@@ -255,6 +270,9 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
         if (is_left) {
             resident.splice(resident.end(), resident, resident.begin());
         } else {
+            if (block->peer) {
+                block->peer->peer = nullptr;
+            }
             resident.pop_front();
         }
         if (!resident.empty() &&
@@ -535,6 +553,48 @@ void cp_async_bulk_wait_group() {
 
 inline void fence_proxy_async_shared() {}
 inline void fence_proxy_async_global() {}
+
+// ---- clusters of two thread blocks
+
+// Of the block that is not at work, whose memory lies elsewhere meanwhile.
+inline char* at_peer(uint32_t address) { return turns::block->peer->memory.data() + (address - 1024); }
+
+inline uint64_t& barrier_at_peer(uint64_t& barrier) {
+    return *reinterpret_cast<uint64_t*>(at_peer(shared_address(&barrier)));
+}
+
+inline void mbarrier_arrive_at_peer_if(bool condition, uint64_t& barrier, int) {
+    if (condition) {
+        mbarrier_arrive(barrier_at_peer(barrier));
+    }
+}
+
+inline void cp_async_bulk_to_peer(uint32_t destination, uint32_t source, uint32_t bytes, uint64_t& barrier, int) {
+    turns::copy([=, &barrier] {
+        std::memcpy(at_peer(destination), shared(source), bytes);
+        complete(barrier_at_peer(barrier), bytes);
+    });
+}
+
+inline void st_async_to_peer(int2& destination, int2 words, uint64_t& barrier, int) {
+    turns::copy([=, &destination, &barrier] {
+        std::memcpy(at_peer(shared_address(&destination)), &words, sizeof(words));
+        complete(barrier_at_peer(barrier), sizeof(words));
+    });
+}
+
+inline void cluster_arrive() {
+    ++*turns::block->cluster_arrivals;
+    ++turns::thread->cluster_arrivals;
+    ++turns::progress;
+}
+
+inline void cluster_wait() {
+    const long all = 2 * turns::block->threads.size() * turns::thread->cluster_arrivals;
+    while (*turns::block->cluster_arrivals < all) {
+        turns::yield();
+    }
+}
 
 // ---- between thread blocks
 

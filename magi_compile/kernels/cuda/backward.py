@@ -102,9 +102,10 @@ def _route(
         score_scale * math.log2(math.e),
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
-    # A tile has a part for each query head at most.
-    grid = min(num_tiles * problem.nheads_q, sms)
-    heads = backward_heads_per_section(problem, num_tiles, sms, num_lists)
+    # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
+    places = sms // config.num_ctas
+    grid = min(num_tiles * problem.nheads_q, places)
+    heads = backward_heads_per_section(problem, num_tiles, places, num_lists)
     scratch = Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, num_lists, heads, grid)
     rounds = rounds_dq(config, deterministic)
     return _Route(before, main, after, config, rounds, grid, sms, heads, scalars, scratch, {})
@@ -323,11 +324,12 @@ class _Launches:
         )
         launch(
             route.main,
-            route.grid,
+            route.grid * route.config.num_ctas,
             route.config.num_threads,
             params.ljust(-(-len(params) // _ALIGNMENT) * _ALIGNMENT, b"\0"),
             self._stream,
             may_start_early=may_start_early,
+            cluster=route.config.num_ctas,
         )
 
     def end(self, *, may_start_early: bool = False) -> Tensor:
@@ -364,8 +366,8 @@ def _tensor_maps(
         (
             tensor_map(q, config.block_cols),
             tensor_map(dout, config.block_cols),
-            tensor_map(k, config.tile_rows),
-            tensor_map(v, config.tile_rows),
+            tensor_map(k, config.tile_rows // config.num_ctas),
+            tensor_map(v, config.tile_rows // config.num_ctas),
             stats_map,
             tensor_map(dk, _STORE_ROWS),
             tensor_map(dv, _STORE_ROWS),

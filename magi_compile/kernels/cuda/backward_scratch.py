@@ -10,7 +10,7 @@ from magi_compile.kernels.heuristics import BackwardConfig, backward_config
 
 DQ_GROUP_ROWS = 16
 STATS_BYTES = 12  # of a query, in csrc/sm90/bwd_stats.cuh
-_ENTRY_BYTES, _ARRIVALS = 16, 8  # of csrc/sm90/bwd_agenda.cuh
+_ENTRY_BYTES = 16  # of csrc/sm90/bwd_agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items at most, of a launch
 
@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
         grid: int,
     ) -> Scratch:
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
-        tile_rows = backward_config(problem).tile_rows
+        config = backward_config(problem)
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
         num_partials = num_lists * num_slots * heads_per_section
         stats = nheads_q * padded_q * problem.head_dim
         partials = stats + nheads_q * padded_q * STATS_BYTES // 4
-        end = partials + num_partials * 2 * tile_rows * problem.head_dim
+        end = partials + num_partials * 2 * config.tile_rows * problem.head_dim
         words = (
             (num_items + num_slots) * _ENTRY_BYTES // 4,
             3 + num_tiles * problem.nheads_kv // grid,
@@ -74,10 +74,10 @@ class Scratch(NamedTuple):
             agendas.append(AgendaPlace(*(4 * x for x in places)))
             end += -end % (_ENTRY_BYTES // 4)
         words = (
-            num_partials * _ARRIVALS,
+            num_partials * config.tile_warps,
             nheads_q * padded_q // DQ_GROUP_ROWS,
             padded_q // DQ_GROUP_ROWS + 1,
-            3 + num_lists * 2 * _WARPS * grid,
+            3 + num_lists * 2 * _WARPS * config.num_ctas * grid,
         )
         arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
         return Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)

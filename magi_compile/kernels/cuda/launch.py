@@ -144,18 +144,19 @@ def launch(
     stream: int,
     shared_bytes: int = SHARED_BYTES,
     may_start_early: bool = False,
+    cluster: int = 1,
 ) -> None:
     """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies.
 
     With `may_start_early` it starts when the kernel in front of it lets it, and is to wait for its results itself
-    (`griddepcontrol`).
+    (`griddepcontrol`). So many thread blocks in a row are a `cluster`.
     """
     bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     pointers = _Pointers(bytes(params))
     arguments = ctypes.addressof(pointers)
-    if may_start_early:
-        config = _early_start(grid_x, grid_y, block, shared_bytes, stream)
+    if may_start_early or cluster > 1:
+        config = _config(grid_x, grid_y, block, shared_bytes, stream, may_start_early, cluster)
         check(driver.cuLaunchKernelEx(config, function, arguments, 0))
     else:
         dims = (grid_x, grid_y, 1, block, 1, 1)
@@ -163,19 +164,35 @@ def launch(
 
 
 @lru_cache(maxsize=1024)
-def _early_start(
-    grid_x: int, grid_y: int, block: int, shared_bytes: int, stream: int
+def _config(
+    grid_x: int,
+    grid_y: int,
+    block: int,
+    shared_bytes: int,
+    stream: int,
+    may_start_early: bool,
+    cluster: int,
 ) -> driver.CUlaunchConfig:
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
+    ids = driver.CUlaunchAttributeID
+    attributes = []
+    if may_start_early:
+        early = driver.CUlaunchAttribute()
+        early.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        early.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(early)
+    if cluster > 1:
+        dimension = driver.CUlaunchAttribute()
+        dimension.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dims = dimension.value.clusterDim
+        dims.x, dims.y, dims.z = cluster, 1, 1
+        attributes.append(dimension)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = stream
-    config.attrs = [attribute]
-    config.numAttrs = 1
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config
 
 
