@@ -12,9 +12,6 @@ enum TilePlace : int { kNear, kFar };
 
 constexpr int kNoWave = -1;
 
-// That have gradients of a tile's keys: where heads are wide, some have dk and others dv.
-__device__ constexpr int warps_of_tile(int head_dim) { return head_dim > 128 ? 16 : 8; }
-
 // An item for each head of its section.
 struct alignas(16) AgendaEntry {
     int tile;
@@ -41,7 +38,7 @@ struct Agenda {
     AgendaEntry* entries;
     int* num_entries;   // [1]
     AgendaCounters* counters;
-    int* arrivals;      // [num_slots][heads_per_section][warps_of_tile]: parts of a tile that have come to their end
+    int* arrivals;      // [num_slots][heads_per_section][warps of a tile]: parts of a tile that have come to their end
     float* partials;    // [num_slots][heads_per_section][warp][dv, dk or one of them]: 16 rows, as the warp's lanes hold them
     int num_heads;      // of keys
     int heads_per_section;   // divides num_heads

@@ -32,7 +32,7 @@ constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less d
 constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
 constexpr int kLeastVisitsOfChapter = 1024;   // of a tile: what shorter walks read stays in the L2 cache anyway
 
-// Writes the agenda, by one thread block; `kTileWarps` see warps_of_tile.
+// Writes the agenda, by one thread block; so many warps have gradients of a tile's keys.
 template <int kBlockCols, int kTileWarps>
 class AgendaWriter {
 public:

@@ -81,8 +81,8 @@ private:
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.dq.softmax_scale;
         }
-        gradients_.store(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
-        gradients_.store(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
+        gradients_.template store<Config::kSlabs>(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
+        gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
         if constexpr (Config::kHasFarTiles) {
             gradients_.tell(work, store_end);
         }
@@ -167,7 +167,7 @@ private:
             math_.exponentiate(scores);
         }
         mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-        matmuls_.issue_dprobs(dprobs, smem_.v[0] + first_key(), block_.slot);
+        matmuls_.issue_dprobs(dprobs, smem_.v[0] + first_key(), block_.slot, block_.slot);
         if constexpr (kExponentialsBesideDprobs) {
             math_.exponentiate(scores);
             stay_in_front_of_wait(scores);

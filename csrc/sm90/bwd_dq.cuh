@@ -105,8 +105,10 @@ private:
         release(smem_.q_empty[block_.slot]);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
-        if constexpr (Config::kIsWide) {
-            differentiate_half(head, first, end);
+        if constexpr (Config::kCtas > 1) {
+            differentiate_half(rows_of(head, first, end));
+        } else if constexpr (Config::kIsWide) {
+            differentiate_slabs(rows_of(head, first, end));
         } else {
             differentiate_all(head, first, end);
         }
@@ -140,53 +142,78 @@ private:
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_part]);
             }
-            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.out.dq[0])));
+            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.dq[0])));
         }
     }
 
-    // Half of the columns, for the keys of both thread blocks of the cluster, from registers: 64 of them, which are a slab, and what
-    // is left of the half, which may be half a slab.
-    __device__ __forceinline__ void differentiate_half(int head, int first, int end) {
+    // All columns, slab by slab, from registers.
+    __device__ __forceinline__ void differentiate_slabs(const Rows& rows) {
+#pragma unroll
+        for (int slab = 0; slab < Config::kSlabs; ++slab) {
+            float dq[Config::kSlabCols / 2];
+            issue_cols<Config::kSlabCols>(dq, slab * Config::kSlabCols);
+            if (slab == 0) {
+                take_turn(rows);
+            }
+            wgmma_wait_group<0>();
+            pin(dq);
+            if (slab == Config::kSlabs - 1) {
+                release(smem_.dscores_empty[dscores_.slot]);
+            }
+            add_cols<Config::kSlabCols>(rows, dq, slab * Config::kSlabCols);
+        }
+    }
+
+    // Half of the columns, for the keys of both thread blocks of the cluster: a slab, and what is left of the half, which may be
+    // half a slab.
+    __device__ __forceinline__ void differentiate_half(const Rows& rows) {
         constexpr int kRest = Config::kHeadDim / 2 - Config::kSlabCols;
         const int rank = rank_in_cluster<Config>();
-        const Rows rows = rows_of(head, first, end);
-        mbarrier_wait_together(smem_.wide.from_peer[dscores_.slot], dscores_.phase);
-        const int whole_slab = rank * (kRest < Config::kSlabCols ? 2 : Config::kSlabs / 2);
-        differentiate_cols<Config::kSlabCols, true>(rows, whole_slab * Config::kSlabCols);
-        differentiate_cols<kRest, false>(rows, kRest < Config::kSlabCols ? Config::kSlabCols + rank * kRest
-                                                                         : (whole_slab + 1) * Config::kSlabCols);
+        const int slab = rank * (kRest < Config::kSlabCols ? 2 : Config::kSlabs / 2);
+        const int rest = kRest < Config::kSlabCols ? Config::kSlabCols + rank * kRest : (slab + 1) * Config::kSlabCols;
+        float dq[Config::kSlabCols / 2], dq_of_rest[kRest / 2];
+        mbarrier_wait_together(smem_.cluster.from_peer[dscores_.slot], dscores_.phase);
+        issue_cols<Config::kSlabCols>(dq, slab * Config::kSlabCols);
+        issue_cols<kRest>(dq_of_rest, rest);
+        take_turn(rows);
+        wgmma_wait_group<1>();
+        pin(dq);
+        add_cols<Config::kSlabCols>(rows, dq, slab * Config::kSlabCols);
+        wgmma_wait_group<0>();
+        pin(dq_of_rest);
+        release(smem_.dscores_empty[dscores_.slot]);
+        if (warp_ == 0) {
+            expect_peer(dscores_.slot);
+        }
+        mbarrier_arrive_at_peer_if(lane_ == 0, smem_.cluster.to_peer[dscores_.slot], peer_rank<Config>());
+        add_cols<kRest>(rows, dq_of_rest, rest);
     }
 
-    // From column `col` on, which is of the slab that they end in.
-    template <int kCols, bool kIsFirst>
-    __device__ __forceinline__ void differentiate_cols(const Rows& rows, int col) {
-        float dq[kCols / 2];
+    __device__ __forceinline__ void take_turn(const Rows& rows) {
+        if constexpr (Config::kIsDeterministic) {
+            publish();   // of the last block: its additions have had the time since
+            await_turn(rows, visits_[0]);
+        }
+    }
+
+    // From column `col` on, all in one slab.
+    template <int kCols>
+    __device__ __forceinline__ void issue_cols(float (&dq)[kCols / 2], int col) const {
         const int slab = col / Config::kSlabCols;
-        const int first_peer_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
         const uint32_t within = col % Config::kSlabCols * sizeof(Element) >> 4;
-        const int slot = dscores_.slot;
         pin(dq);
         wgmma_fence();
-        accumulate<kCols>(dq, operand(smem_.dscores[slot][0], 0), operand(smem_.k[slab], kKSlabBytes) + within, false);
-        accumulate<kCols>(dq, operand(smem_.peer_dscores[slot], 0),
-                          operand(smem_.peer_k[slab - first_peer_slab], kKSlabBytes) + within, true);
+        accumulate<kCols>(dq, operand(smem_.dscores[dscores_.slot][0], 0), operand(smem_.k[slab], kKSlabBytes) + within, false);
+        if constexpr (Config::kCtas > 1) {
+            const int first_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
+            accumulate<kCols>(dq, operand(smem_.peer_dscores[dscores_.slot], 0),
+                              operand(smem_.peer_k[slab - first_slab], kKSlabBytes) + within, true);
+        }
         wgmma_commit_group();
-        if constexpr (kIsFirst && Config::kIsDeterministic) {
-            publish();   // of the last block: its additions have had the time since
-        }
-        wgmma_wait_group<0>();
-        pin(dq);
-        if constexpr (kIsFirst) {
-            if constexpr (Config::kIsDeterministic) {
-                await_turn(rows, visits_[0]);
-            }
-        } else {
-            release(smem_.dscores_empty[slot]);
-            if (warp_ == 0) {
-                expect_peer(slot);
-            }
-            mbarrier_arrive_at_peer_if(lane_ == 0, smem_.wide.to_peer[slot], peer_rank<Config>());
-        }
+    }
+
+    template <int kCols>
+    __device__ __forceinline__ void add_cols(const Rows& rows, const float (&dq)[kCols / 2], int col) const {
         float* const sum = rows.sum + col * kWarpRows + 4 * lane_;
 #pragma unroll
         for (int i = 0; i < kCols / 8; ++i) {
@@ -206,7 +233,7 @@ private:
     // The next gradients of scores from the other block; it sends nothing to a slot that it has not been told of.
     __device__ __forceinline__ void expect_peer(int slot) const {
         if (lane_ == 0) {
-            mbarrier_arrive_expect_tx(smem_.wide.from_peer[slot], sizeof(smem_.peer_dscores[0]));
+            mbarrier_arrive_expect_tx(smem_.cluster.from_peer[slot], sizeof(smem_.peer_dscores[0]));
         }
         __syncwarp();
     }
@@ -245,7 +272,7 @@ private:
     }
 
     __device__ __forceinline__ void store(const Dq& dq, int part) {
-        float* const staging = smem_.out.dq[part / Config::kDqColParts][warp_] +
+        float* const staging = smem_.dq[part / Config::kDqColParts][warp_] +
                                part % Config::kDqColParts * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
@@ -257,7 +284,7 @@ private:
     __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
         if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
-                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.out.dq[0][0]));
+                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
             }
             cp_async_bulk_commit_group();
         }
@@ -326,7 +353,7 @@ private:
 
     __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
         if constexpr (Config::kStagesDq) {
-            return uniform(shared_address(smem.out.dq[0][warp_]));
+            return uniform(shared_address(smem.dq[0][warp_]));
         } else {
             return 0;
         }

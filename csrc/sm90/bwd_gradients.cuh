@@ -52,14 +52,12 @@ public:
         return is_last ? work.tile.row_end : work.tile.row_begin;
     }
 
-    // By way of shared memory to `rows`.
+    // By way of shared memory, where there is room for so many slabs, to `rows`.
+    template <int kSlabsAtOnce>
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
                                           const TileOfHead& work, int store_end) const {
         Element* const staging = tile_rows + row_in_block() * Config::kSlabCols;
-        store_slabs<0>(grad, staging, map, rows, work, store_end);
-        if constexpr (kSlabsAtOnce < Config::kSlabs) {
-            store_slabs<kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
-        }
+        store_slabs<0, kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
     }
 
     // Counts what this warp has stored of far tiles. Who comes last says that all of it is there.
@@ -103,8 +101,8 @@ private:
         }
     }
 
-    // As many slabs from `kFirst` on as there is room for.
-    template <int kFirst>
+    // From slab `kFirst` on, so many at a time.
+    template <int kFirst, int kSlabsAtOnce>
     __device__ __forceinline__ void store_slabs(const Grad& grad, Element* staging, const TensorMap& map, void* rows,
                                                 const TileOfHead& work, int store_end) const {
         constexpr int kEnd = kFirst + kSlabsAtOnce < Config::kSlabs ? kFirst + kSlabsAtOnce : Config::kSlabs;
@@ -129,6 +127,9 @@ private:
             store_rows<kFirstCol, kEndCol>(staging, warp_row, rows, work.kv_head, store_end);
         }
         __syncwarp();   // others may be written there
+        if constexpr (kEnd < Config::kSlabs) {
+            store_slabs<kEnd, kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
+        }
     }
 
     template <int kFirstCol, int kEndCol>
@@ -150,8 +151,6 @@ private:
     }
 
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
-    static constexpr int kSlabsAtOnce = Config::kStagingSlabs;
-    static_assert(Config::kSlabs <= 2 * kSlabsAtOnce, "two steps at most");
 
     const typename Config::Params& params_;
     const int lane_;

@@ -22,8 +22,8 @@ public:
         : agenda_(params.lists[kNear].agenda), item_(blockIdx.x / Config::kCtas) {}
 
     // What another block has drawn, as it tells.
-    __device__ __forceinline__ void set(int2 drawn) { item_ = drawn.x; }
-    __device__ __forceinline__ int2 drawn() const { return {item_, 0}; }
+    __device__ __forceinline__ void set(int drawn) { item_ = drawn; }
+    __device__ __forceinline__ int drawn() const { return item_; }
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
@@ -70,15 +70,15 @@ public:
     }
 
     // What another block has drawn, as it tells.
-    __device__ __forceinline__ void set(int2 drawn) {
-        item_ = drawn.x;
-        list_ = drawn.y & 1;
-        are_there_ = drawn.y >> 1;
+    __device__ __forceinline__ void set(int drawn) {
+        item_ = drawn >> 2;
+        list_ = drawn & 1;
+        are_there_ = drawn >> 1 & 1;
         if (are_there_) {
             have_arrived();   // for this block too
         }
     }
-    __device__ __forceinline__ int2 drawn() const { return {item_, list_ | are_there_ << 1}; }
+    __device__ __forceinline__ int drawn() const { return item_ << 2 | are_there_ << 1 | list_; }
 
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
@@ -149,13 +149,13 @@ private:
     __device__ __forceinline__ void share() {
         if constexpr (Config::kCtas > 1) {
             if (rank_in_cluster<Config>() == 0) {
-                mbarrier_wait(smem_.wide.item_empty, smem_.kv_phase ^ 1);
-                st_async_to_peer(smem_.wide.item, items_.drawn(), smem_.wide.item_full, peer_rank<Config>());
+                mbarrier_wait(smem_.cluster.item_empty, smem_.kv_phase ^ 1);
+                st_async_to_peer(smem_.item, items_.drawn(), smem_.cluster.item_full, peer_rank<Config>());
             } else {
-                mbarrier_arrive_expect_tx(smem_.wide.item_full, sizeof(int2));
-                mbarrier_wait(smem_.wide.item_full, smem_.kv_phase);
-                items_.set(smem_.wide.item);
-                mbarrier_arrive_at_peer_if(true, smem_.wide.item_empty, peer_rank<Config>());
+                mbarrier_arrive_expect_tx(smem_.cluster.item_full, sizeof(smem_.item));
+                mbarrier_wait(smem_.cluster.item_full, smem_.kv_phase);
+                items_.set(smem_.item);
+                mbarrier_arrive_at_peer_if(true, smem_.cluster.item_empty, peer_rank<Config>());
             }
         }
     }

@@ -28,9 +28,9 @@ public:
         issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
     }
 
-    // dP^T = V dO^T, from -delta on.
-    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Element* v, int slot) const {
-        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], slot);
+    // dP^T = V dO^T, from -delta on, which travels with Q.
+    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Element* v, int slot, int stats_slot) const {
+        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
     }
 
     // dV += P^T dO

@@ -12,7 +12,7 @@ namespace ffa {
 
 constexpr int kThreads = 256;
 constexpr int kNumAgendas = FFA_NUM_AGENDAS;
-using Writer = AgendaWriter<FFA_BLOCK_COLS, warps_of_tile(FFA_HEAD_DIM)>;
+using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
 
 struct PreprocessParams {
     const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim], rows of 16-byte multiples

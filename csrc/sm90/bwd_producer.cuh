@@ -110,11 +110,21 @@ private:
             cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
         }
 
-        uint64_t& dout_full = smem_.dout_full[block_.slot];
-        mbarrier_wait(smem_.dout_empty[block_.slot], block_.phase ^ 1);
+        const auto dout = dout_position();
+        uint64_t& dout_full = smem_.dout_full[dout.slot];
+        mbarrier_wait(smem_.dout_empty[dout.slot], dout.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load(smem_.dout[block_.slot], params_.dout, dout_full, visit.col, block.head);
+        load(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.head);
         block_.advance();
+        dout_.advance();
+    }
+
+    __device__ __forceinline__ auto dout_position() const {
+        if constexpr (Config::kDoutStages == Config::kStages) {
+            return block_;
+        } else {
+            return dout_;
+        }
     }
 
     template <class Slabs>
@@ -131,6 +141,7 @@ private:
     const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     Position<Config::kStages> block_;
+    Position<Config::kDoutStages> dout_;   // unless it is that of the block
 };
 
 }  // namespace ffa

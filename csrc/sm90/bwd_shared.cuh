@@ -46,14 +46,16 @@ struct BackwardParams {
 static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/backward.py");
 static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/backward.py");
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kStages_, int kProducerRegisters_,
-          int kDqRegisters_, int kConsumerRegisters_,
+template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
+          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
           bool kHasSoftcap_, bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr int kScoreStages = kScoreStages_;
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kDqRegisters = kDqRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
@@ -70,9 +72,9 @@ struct BackwardConfig {
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
     // Then a tile may be that of a cluster of two, of 64 keys each. Each computes one half of the columns of dQ for all keys: so
-    // half as much is added up in global memory, which is what limits them.
-    static constexpr int kCtas = kIsWide ? 2 : 1;
-    static constexpr int kTileRows = 2 * kRows;
+    // half as much is added up in global memory, which would limit them.
+    static constexpr int kCtas = kCtas_;
+    static constexpr int kTileRows = (kIsWide ? kCtas : kConsumers) * kRows;
     static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
     static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
@@ -80,7 +82,6 @@ struct BackwardConfig {
     static constexpr int kKSlab = kTileRows / kCtas * kSlabCols;    // elements
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
     static constexpr int kScoreSlabs = kBlockCols / kSlabCols;
-    static constexpr int kScoreStages = 2;
     // dQ of a block is computed in parts: a wgmma high, and as wide as there are registers.
     static constexpr int kDqRows = 64;
     static constexpr int kDqCols = kHeadDim > 96 ? 64 : kHeadDim;
@@ -99,10 +100,10 @@ struct BackwardConfig {
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
     static_assert(kSlabCols == kDqRows, "a slab of dS is one part of dQ");
     static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
-    // dV and dK leave from the buffers of dS, so many slabs at a time.
-    static constexpr int kStagingSlabs = kIsWide ? kScoreStages * kScoreSlabs : kSlabs;
-    static_assert(kScoreStages * kScoreSlabs >= kStagingSlabs, "they fit");
+    static_assert(kIsWide || kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
+    static_assert(kIsWide || kDoutStages == kStages, "Q and dO go together");
+    static_assert(kIsWide || kCtas == 1, "each thread block has tiles of its own");
 };
 
 constexpr int kNoMask = -1;
@@ -160,31 +161,36 @@ __device__ __forceinline__ const TileList& list_of(const typename Config::Params
     return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
 }
 
-// Where heads are wide: what the gradients of probabilities are multiplied with, left by the warps that have the probabilities for
-// those that have the gradients, of 16 keys each, as they hold it; and what the other block of the cluster has.
+// Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the probabilities for
+// those that have the gradients, of 16 keys each, as they hold it.
 template <class Config, bool kIsWide = Config::kIsWide>
-struct WideStorage {};
+struct FactorStorage {};
 
 template <class Config>
-struct WideStorage<Config, true> {
+struct FactorStorage<Config, true> {
     static constexpr int kWarps = Config::kRows / kWarpRows;
-    static constexpr int kSlabs = Config::kRows * Config::kBlockCols * sizeof(float) / (Config::kKSlab * 2);
 
-    float factors[kSlabs][kWarps][kWarpRows * Config::kBlockCols / kSlabs];   // as many bytes as slabs of dV have; later dV
+    typename Config::Element factors[kWarps][kWarpRows * Config::kBlockCols];   // as many as slabs of dV have; later dV
+};
+
+// What the other thread block of a cluster has.
+template <class Config, bool kIsShared = (Config::kCtas > 1)>
+struct PeerStorage {};
+
+template <class Config>
+struct PeerStorage<Config, true> {
     typename Config::Element peer_dscores[Config::kScoreStages][Config::kKSlab];
     typename Config::Element peer_k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
 };
 
-template <class Config, bool kIsWide = Config::kIsWide>
-struct WideBarriers {};
+template <class Config, bool kIsShared = (Config::kCtas > 1)>
+struct PeerBarriers {};
 
 template <class Config>
-struct WideBarriers<Config, true> {
-    uint64_t factors_full, factors_empty;
+struct PeerBarriers<Config, true> {
     uint64_t from_peer[Config::kScoreStages];   // what it has sent is there
     uint64_t to_peer[Config::kScoreStages];     // the other one has no more use for what this one has sent
     uint64_t item_full, item_empty;
-    int2 item;   // that the other one has drawn
 };
 
 // dQ on the way out, of each warp, unless it leaves from registers.
@@ -196,32 +202,41 @@ struct DqStorage<Config, true> {
     float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
 };
 
+// What TMA and matmuls use.
 template <class Config>
-struct alignas(1024) SharedStorage : WideStorage<Config> {
+struct OperandStorage {
     using Element = typename Config::Element;
 
     Element k[Config::kSlabs][Config::kKSlab];
     Element v[Config::kSlabs][Config::kKSlab];
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
-    Element dout[Config::kStages][Config::kSlabs][Config::kQSlab];
+    Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
-    DqStorage<Config> out;
+};
+
+// Parts that a kernel does without take no room, as bases.
+template <class Config>
+struct alignas(1024) SharedStorage
+    : FactorStorage<Config>, PeerStorage<Config>, OperandStorage<Config>, DqStorage<Config> {
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
     int is_over;   // 1 when there will be no more tiles, kNobodyWaits if other tiles are for another launch
-    uint32_t never_written;
+    union {
+        uint32_t never_written;
+        int item;   // that the first thread block of a cluster has drawn for this one
+    };
     uint64_t kv_full, kv_empty;
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
-    uint64_t dout_full[Config::kStages], dout_empty[Config::kStages];   // the same slot as q
+    uint64_t dout_full[Config::kDoutStages], dout_empty[Config::kDoutStages];
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
-    WideBarriers<Config> wide;
+    PeerBarriers<Config> cluster;
 };
 
 // 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it.
-enum NamedBarrier : uint32_t { kScoresAreRead = 1 };
+enum NamedBarrier : uint32_t { kScoresAreRead = 1, kFactorsAreThere, kFactorsAreTaken };
 
 // Whether this is the lane that does what one lane of a warp does; all of them ask.
 template <class Config>
@@ -237,23 +252,23 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     for (int i = 0; i < Config::kStages; ++i) {
         mbarrier_init(smem.q_full[i], 1);
         mbarrier_init(smem.q_empty[i], kConsumerWarps + Config::kDqWarps);
-        mbarrier_init(smem.dout_full[i], 1);
-        mbarrier_init(smem.dout_empty[i], kConsumerWarps);
+        if (i < Config::kDoutStages) {
+            mbarrier_init(smem.dout_full[i], 1);
+            mbarrier_init(smem.dout_empty[i], kConsumerWarps);
+        }
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {
         mbarrier_init(smem.dscores_full[i], Config::kIsWide ? kConsumerWarps / 2 : kConsumerWarps);
         mbarrier_init(smem.dscores_empty[i], Config::kDqWarps);
     }
-    if constexpr (Config::kIsWide) {
-        mbarrier_init(smem.wide.factors_full, kConsumerWarps / 2);
-        mbarrier_init(smem.wide.factors_empty, kConsumerWarps / 2);
+    if constexpr (Config::kCtas > 1) {
         for (int i = 0; i < Config::kScoreStages; ++i) {
-            mbarrier_init(smem.wide.from_peer[i], 1);
-            mbarrier_arrive_expect_tx(smem.wide.from_peer[i], sizeof(smem.peer_dscores[0]));
-            mbarrier_init(smem.wide.to_peer[i], Config::kDqWarps);
+            mbarrier_init(smem.cluster.from_peer[i], 1);
+            mbarrier_arrive_expect_tx(smem.cluster.from_peer[i], sizeof(smem.peer_dscores[0]));
+            mbarrier_init(smem.cluster.to_peer[i], Config::kDqWarps);
         }
-        mbarrier_init(smem.wide.item_full, 1);
-        mbarrier_init(smem.wide.item_empty, 1);
+        mbarrier_init(smem.cluster.item_full, 1);
+        mbarrier_init(smem.cluster.item_empty, 1);
     }
     smem.kv_phase = 0;
     smem.is_over = 0;

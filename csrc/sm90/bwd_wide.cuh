@@ -56,7 +56,7 @@ private:
         for (float& x : grad) {
             x *= scale;
         }
-        gradients_.store(grad, walk_.staging(), map, rows, work, store_end);
+        gradients_.template store<Walk<Config>::kStagingSlabs>(grad, walk_.staging(), map, rows, work, store_end);
         if constexpr (Config::kHasFarTiles) {
             gradients_.tell(work, store_end);
         }

@@ -7,6 +7,7 @@
 #include "bwd_matmuls.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_wide_factors.cuh"
+#include "bwd_wide_position.cuh"
 
 namespace ffa {
 
@@ -16,7 +17,9 @@ public:
     using Grad = typename Matmuls<Config>::Grad;
 
     __device__ __forceinline__ DkWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane, int row)
-        : smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane_), factors_(smem) {}
+        : smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {
+        factors_.open();
+    }
 
     // Over so many blocks, one at least.
     __device__ __forceinline__ void walk(Grad& dk, int left) {
@@ -24,25 +27,29 @@ public:
         differentiate_scores(dscores, [] {});
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (true) {
-            const Position<Config::kStages> done = block_;
+            const int done = block_.q().slot;
             announce(dscores);
-            matmuls_.issue_dk(dk, dscores, block_.slot);
+            matmuls_.issue_dk(dk, dscores, done);
             block_.advance();
             if (--left == 0) {
                 release(smem_.kv_empty);   // the next ones may come while the gradient leaves
                 wgmma_wait_group<0>();
                 pin(dk);
-                release(smem_.q_empty[done.slot]);
-                await_peer();
+                release(smem_.q_empty[done]);
+                if constexpr (Config::kCtas > 1) {
+                    await_peer();
+                }
                 break;
             }
             differentiate_scores(dscores, [&] {
                 wgmma_wait_group<1>();
                 pin(dk);
-                release(smem_.q_empty[done.slot]);
+                release(smem_.q_empty[done]);
             });
         }
     }
+
+    static constexpr int kStagingSlabs = Config::kScoreStages * Config::kScoreSlabs;
 
     // From where dK leaves, when nobody needs what is there any more.
     __device__ __forceinline__ auto staging() const { return smem_.dscores[0][0]; }
@@ -51,30 +58,38 @@ private:
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
 
-    // Leaves dS of the present block to the warpgroups of dQ, here and in the other thread block; it has the slot of its queries.
+    // Leaves dS of the present block to the warpgroups of dQ, here and in the other thread block.
     __device__ __forceinline__ void announce(const Operand& dscores) {
-        static_assert(Config::kScoreStages == Config::kStages, "one position for both");
-        const int slot = block_.slot;
-        mbarrier_wait_together(smem_.dscores_empty[slot], block_.phase ^ 1);
-        mbarrier_wait_together(smem_.wide.to_peer[slot], block_.phase ^ 1);
+        const auto [slot, phase] = block_.scores();
+        mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);
+        if constexpr (Config::kCtas > 1) {
+            mbarrier_wait_together(smem_.cluster.to_peer[slot], phase ^ 1);
+        }
         math_.store_dscores(dscores, smem_.dscores[slot][0], row_);
         fence_proxy_async_shared();
         release(smem_.dscores_full[slot]);
+        if constexpr (Config::kCtas > 1) {
+            send(slot);
+        }
+    }
+
+    __device__ __forceinline__ void send(int slot) const {
         if (lane_ == 0) {
             const uint32_t offset = row_ * Config::kSlabCols * sizeof(typename Config::Element);
             cp_async_bulk_to_peer(shared_address(smem_.peer_dscores[slot]) + offset,
                                   shared_address(smem_.dscores[slot][0]) + offset, kBytesOfWarp,
-                                  smem_.wide.from_peer[slot], peer_rank<Config>());
+                                  smem_.cluster.from_peer[slot], peer_rank<Config>());
         }
         __syncwarp();
     }
 
     // Until what has been sent to the other thread block has been read: dK leaves from there.
     __device__ __forceinline__ void await_peer() const {
+        auto next = block_.scores();
 #pragma unroll
-        for (int slot = 0; slot < Config::kScoreStages; ++slot) {
-            const uint32_t phase = block_.phase ^ (slot < block_.slot ? 1 : 0);   // of the next block there
-            mbarrier_wait_together(smem_.wide.to_peer[slot], phase ^ 1);
+        for (int i = 0; i < Config::kScoreStages; ++i) {
+            mbarrier_wait_together(smem_.cluster.to_peer[next.slot], next.phase ^ 1);
+            next.advance();
         }
     }
 
@@ -82,14 +97,15 @@ private:
     template <class Meanwhile>
     __device__ __forceinline__ void differentiate_scores(Operand& dscores, Meanwhile meanwhile) {
         Scores dprobs;
-        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);   // for what they start from
-        mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-        matmuls_.issue_dprobs(dprobs, smem_.v[0], block_.slot);
+        const auto [dout, dout_phase] = block_.dout();
+        mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);   // for what they start from
+        mbarrier_wait_together(smem_.dout_full[dout], dout_phase);
+        matmuls_.issue_dprobs(dprobs, smem_.v[0], dout, block_.q().slot);
         meanwhile();
         wgmma_wait_group<0>();
         pin(dprobs);
-        release(smem_.dout_empty[block_.slot]);
-        factors_.take(dprobs, dscores, block_.slot, lane_);
+        release(smem_.dout_empty[dout]);
+        factors_.take(dprobs, dscores, lane_);
     }
 
     __device__ __forceinline__ void release(uint64_t& empty) const {
@@ -105,7 +121,7 @@ private:
     const Matmuls<Config> matmuls_;
     const ScoreMath<Config> math_;
     const Factors<Config> factors_;
-    Position<Config::kStages> block_;
+    WidePosition<Config> block_;
 };
 
 }  // namespace ffa

@@ -7,6 +7,7 @@
 #include "bwd_matmuls.cuh"
 #include "bwd_scores.cuh"
 #include "bwd_wide_factors.cuh"
+#include "bwd_wide_position.cuh"
 
 namespace ffa {
 
@@ -16,7 +17,7 @@ public:
     using Grad = typename Matmuls<Config>::Grad;
 
     __device__ __forceinline__ DvWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane, int row)
-        : params_(params), smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane_), factors_(smem) {}
+        : params_(params), smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {}
 
     // Over so many blocks, one at least.
     __device__ __forceinline__ void walk(Grad& dv, int left) {
@@ -24,24 +25,26 @@ public:
         exponentiate_scores(probs, [] {});
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (true) {
-            const Position<Config::kStages> done = block_;
-            mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-            matmuls_.issue_dv(dv, probs, block_.slot);
+            const int done = block_.dout().slot;
+            mbarrier_wait_together(smem_.dout_full[done], block_.dout().phase);
+            matmuls_.issue_dv(dv, probs, done);
             block_.advance();
             if (--left == 0) {
                 release(smem_.kv_empty);   // the next ones may come while the gradient leaves
                 wgmma_wait_group<0>();
                 pin(dv);
-                release(smem_.dout_empty[done.slot]);
+                release(smem_.dout_empty[done]);
                 break;
             }
             exponentiate_scores(probs, [&] {
                 wgmma_wait_group<1>();
                 pin(dv);
-                release(smem_.dout_empty[done.slot]);
+                release(smem_.dout_empty[done]);
             });
         }
     }
+
+    static constexpr int kStagingSlabs = 1;
 
     // From where dV leaves, when nobody needs what is there any more.
     __device__ __forceinline__ auto staging() const {
@@ -56,24 +59,27 @@ private:
     template <class Meanwhile>
     __device__ __forceinline__ void exponentiate_scores(Operand& probs, Meanwhile meanwhile) {
         Scores scores;
-        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        matmuls_.issue_scores(scores, smem_.k[0], block_.slot);
+        mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
+        matmuls_.issue_scores(scores, smem_.k[0], block_.q().slot);
         meanwhile();
-        const int mask_row = smem_.blocks[block_.slot].mask_row;
+        const int mask_row = smem_.blocks[block_.q().slot].mask_row;
         wgmma_wait_group<0>();
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
             math_.cap(scores);
-            math_.mask(scores, block_.slot, mask_row, first_row_of_block<Config>() + row_);
-            exponentiate_capped(scores, probs);
+            math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
+            Operand factors;
+            exponentiate_capped(scores, probs, factors);
+            release(smem_.q_empty[block_.q().slot]);
+            factors_.leave(factors, lane_);
         } else {
-            math_.mask(scores, block_.slot, mask_row, first_row_of_block<Config>() + row_);
+            math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
             math_.scale(scores);
             math_.exponentiate(scores);
             round(scores, probs);
+            release(smem_.q_empty[block_.q().slot]);
+            factors_.leave(probs, lane_);
         }
-        release(smem_.q_empty[block_.slot]);
-        factors_.leave(scores, block_.slot, lane_);
     }
 
     __device__ __forceinline__ static void round(const Scores& p, Operand& probs) {
@@ -83,18 +89,18 @@ private:
         }
     }
 
-    // What gradients of probabilities are multiplied with takes the place of the scores.
-    __device__ __forceinline__ void exponentiate_capped(Scores& capped, Operand& probs) const {
+    // And what gradients of probabilities are multiplied with.
+    __device__ __forceinline__ void exponentiate_capped(const Scores& capped, Operand& probs, Operand& factors) const {
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
-            const float2 minus_lse = math_.minus_lse(smem_.stats[block_.slot][i]);
+            const float2 minus_lse = math_.minus_lse(smem_.stats[block_.q().slot][i]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                float* const pair = capped + 4 * i + 2 * half;
+                const float* const pair = capped + 4 * i + 2 * half;
                 const float2 p = math_.exponentiate_capped(pair, minus_lse);
                 probs[2 * i + half] = pack<typename Config::Element>(p.x, p.y);
-                pair[0] = p.x * math_.slope(pair[0]);
-                pair[1] = p.y * math_.slope(pair[1]);
+                factors[2 * i + half] =
+                    pack<typename Config::Element>(p.x * math_.slope(pair[0]), p.y * math_.slope(pair[1]));
             }
         }
     }
@@ -113,7 +119,7 @@ private:
     const Matmuls<Config> matmuls_;
     const ScoreMath<Config> math_;
     const Factors<Config> factors_;
-    Position<Config::kStages> block_;
+    WidePosition<Config> block_;
 };
 
 }  // namespace ffa

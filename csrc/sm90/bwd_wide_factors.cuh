@@ -1,9 +1,8 @@
 // What the gradients of probabilities are multiplied with, P or what a cap makes of it, on the way from the warpgroup that has
-// the scores to the one that needs it, thread by thread.
+// the scores to the one that needs it, thread by thread. It is rounded as P is for dV: there is no room for more.
 #pragma once
 
 #include "bwd_matmuls.cuh"
-#include "ring.cuh"
 
 namespace ffa {
 
@@ -16,41 +15,39 @@ public:
 
     __device__ __forceinline__ explicit Factors(SharedStorage<Config>& smem) : smem_(smem) {}
 
-    __device__ __forceinline__ void leave(const Scores& factors, int slot, int lane) const {
-        mbarrier_wait_together(smem_.wide.factors_empty, slot ^ 1);
+    // By the one that takes them, to begin with.
+    __device__ __forceinline__ static void open() { barrier_arrive(kFactorsAreTaken, 2 * Config::kWarpgroup); }
+
+    __device__ __forceinline__ void leave(const Operand& factors, int lane) const {
+        barrier_sync(kFactorsAreTaken, 2 * Config::kWarpgroup);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
             four(i, lane) = {factors[4 * i], factors[4 * i + 1], factors[4 * i + 2], factors[4 * i + 3]};
         }
-        pass(smem_.wide.factors_full, lane);
+        barrier_arrive(kFactorsAreThere, 2 * Config::kWarpgroup);
     }
 
     // The gradients of scores, rounded.
-    __device__ __forceinline__ void take(const Scores& dprobs, Operand& dscores, int slot, int lane) const {
-        mbarrier_wait_together(smem_.wide.factors_full, slot);
+    __device__ __forceinline__ void take(const Scores& dprobs, Operand& dscores, int lane) const {
+        barrier_sync(kFactorsAreThere, 2 * Config::kWarpgroup);
 #pragma unroll
         for (int i = 0; i < kFours; ++i) {
-            const float4 factors = four(i, lane);
-            dscores[2 * i] = pack<Element>(dprobs[4 * i] * factors.x, dprobs[4 * i + 1] * factors.y);
-            dscores[2 * i + 1] = pack<Element>(dprobs[4 * i + 2] * factors.z, dprobs[4 * i + 3] * factors.w);
+            const uint4 factors = four(i, lane);
+            const uint32_t words[] = {factors.x, factors.y, factors.z, factors.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float2 pair = unpack<Element>(words[j]);
+                dscores[4 * i + j] = pack<Element>(dprobs[8 * i + 2 * j] * pair.x, dprobs[8 * i + 2 * j + 1] * pair.y);
+            }
         }
-        pass(smem_.wide.factors_empty, lane);
+        barrier_arrive(kFactorsAreTaken, 2 * Config::kWarpgroup);
     }
 
 private:
-    using Storage = WideStorage<Config>;
-    static_assert(Config::kStages == 2, "the slot of a block is the phase of what there is one of for each");
-    static constexpr int kFours = Matmuls<Config>::kScores / 4;
-    static constexpr int kFoursOfSlab = kFours / Storage::kSlabs;
+    static constexpr int kFours = Matmuls<Config>::kScores / 8;
 
-    __device__ __forceinline__ float4& four(int i, int lane) const {
-        float* const numbers = smem_.factors[i / kFoursOfSlab][threadIdx.x / 32 % Storage::kWarps];
-        return *reinterpret_cast<float4*>(numbers + 128 * (i % kFoursOfSlab) + 4 * lane);
-    }
-
-    __device__ __forceinline__ void pass(uint64_t& barrier, int lane) const {
-        __syncwarp();
-        mbarrier_arrive_if(lane == 0, barrier);
+    __device__ __forceinline__ uint4& four(int i, int lane) const {
+        return reinterpret_cast<uint4*>(smem_.factors[threadIdx.x / 32 % FactorStorage<Config>::kWarps])[32 * i + lane];
     }
 
     SharedStorage<Config>& smem_;

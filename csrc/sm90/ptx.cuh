@@ -194,11 +194,11 @@ __device__ __forceinline__ void cp_async_bulk_to_peer(uint32_t destination, uint
                  : "memory");
 }
 
-// Two words, likewise.
-__device__ __forceinline__ void st_async_to_peer(int2& destination, int2 words, uint64_t& barrier, int peer) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.s32 [%0], {%1, %2}, [%3];" ::"r"(
+// A word, likewise.
+__device__ __forceinline__ void st_async_to_peer(int& destination, int word, uint64_t& barrier, int peer) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
                      peer_address(shared_address(&destination), peer)),
-                 "r"(words.x), "r"(words.y), "r"(peer_address(shared_address(&barrier), peer))
+                 "r"(word), "r"(peer_address(shared_address(&barrier), peer))
                  : "memory");
 }
 
@@ -322,6 +322,23 @@ __device__ __forceinline__ uint32_t pack<float16>(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
+}
+
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed);
+
+template <>
+__device__ __forceinline__ float2 unpack<bfloat16>(uint32_t packed) {
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000)};
+}
+
+template <>
+__device__ __forceinline__ float2 unpack<float16>(uint32_t packed) {
+    float2 pair;
+    asm("{\n.reg .b16 x, y;\nmov.b32 {x, y}, %2;\ncvt.f32.f16 %0, x;\ncvt.f32.f16 %1, y;\n}"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(packed));
+    return pair;
 }
 
 // x.low * y.low + x.high * y.high

@@ -81,22 +81,24 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
 class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd_shared.cuh`.
 
-    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups of 64 keys each.
-    `block_cols` are the queries of a block, `stages` the buffers of Q and of dO. With `rounds_dq` it makes dq of sums that
-    are complete while it is at work on others, which pays where the loop leaves the issue slots for it, and where sums have no
-    order.
+    A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups: of 64 keys each, or, where
+    heads are too wide for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas` of them share a
+    tile of `tile_rows` keys. `block_cols` are the queries of a block, `stages` the buffers of Q, `dout_stages` those of dO and
+    `score_stages` those of dS. With `rounds_dq` it makes dq of sums that are complete while it is at work on others, which
+    pays where the loop leaves the issue slots for it, and where sums have no order.
     """
 
     block_cols: int
     stages: int
+    dout_stages: int
+    score_stages: int
     producer_registers: int
     dq_registers: int
     consumer_registers: int
     rounds_dq: bool
-
+    tile_rows: int = 128
     num_ctas: int = 1
 
-    tile_rows = 128
     num_threads = 128 * 4
 
     @property
@@ -107,13 +109,16 @@ class BackwardConfig:
 
 # By head_dim: dk and dv are sums in registers, which is what limits the blocks.
 _BACKWARD = {
-    64: BackwardConfig(128, 2, 32, 64, 208, False),
-    96: BackwardConfig(64, 3, 32, 80, 200, True),
-    128: BackwardConfig(64, 3, 32, 64, 208, True),
-    192: BackwardConfig(64, 2, 40, 64, 200, True, num_ctas=2),
-    256: BackwardConfig(64, 2, 32, 64, 208, True, num_ctas=2),
+    64: BackwardConfig(128, 2, 2, 2, 32, 64, 208, False),
+    96: BackwardConfig(64, 3, 3, 2, 32, 80, 200, True),
+    128: BackwardConfig(64, 3, 3, 2, 32, 64, 208, True),
+    192: BackwardConfig(64, 3, 2, 2, 40, 88, 192, True, num_ctas=2),
+    256: BackwardConfig(64, 2, 2, 2, 32, 64, 208, True, tile_rows=64),
 }
-_BACKWARD_CAPPED = {**_BACKWARD, 64: BackwardConfig(64, 3, 32, 64, 208, False)}  # with soft-cap
+_BACKWARD_CAPPED = {  # with soft-cap
+    **_BACKWARD,
+    64: BackwardConfig(64, 3, 3, 2, 32, 64, 208, False),
+}
 
 BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams

@@ -40,10 +40,6 @@ struct alignas(16) int4 {
     int x, y, z, w;
 };
 
-struct alignas(8) int2 {
-    int x, y;
-};
-
 struct alignas(8) uint2 {
     unsigned x, y;
 };
@@ -576,10 +572,10 @@ inline void cp_async_bulk_to_peer(uint32_t destination, uint32_t source, uint32_
     });
 }
 
-inline void st_async_to_peer(int2& destination, int2 words, uint64_t& barrier, int) {
+inline void st_async_to_peer(int& destination, int word, uint64_t& barrier, int) {
     turns::copy([=, &destination, &barrier] {
-        std::memcpy(at_peer(shared_address(&destination)), &words, sizeof(words));
-        complete(barrier_at_peer(barrier), sizeof(words));
+        std::memcpy(at_peer(shared_address(&destination)), &word, sizeof(word));
+        complete(barrier_at_peer(barrier), sizeof(word));
     });
 }
 
@@ -656,6 +652,12 @@ template <class Element>
 uint32_t pack(float low, float high) {
     static_assert(__is_same(Element, bfloat16), "the other one is not here");
     return rounded(high) << 16 | rounded(low);
+}
+
+template <class Element>
+float2 unpack(uint32_t packed) {
+    static_assert(__is_same(Element, bfloat16), "the other one is not here");
+    return {widened(packed), widened(packed >> 16)};
 }
 
 template <class Element>

@@ -146,7 +146,7 @@ def check(launches, case, with_dlse=False, deterministic=False):
     return launches.entries
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("heads_q", [1, 4])
 def test_documents(heads_q, head_dim, launches):
     check(launches, replace(DOCUMENTS, heads=Heads(heads_q, 1, head_dim, head_dim)))
@@ -170,7 +170,7 @@ def test_parts_of_a_tile(launches):
     assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("case", [PREFIX, WINDOW, TWO_WAYS], ids=lambda case: case.id)
 def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
     check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))

@@ -19,12 +19,15 @@ def backward_variants(
     """The kernels to compile for `problem`: before, main, after."""
     config = backward_config(problem)
     element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
-    rows = {**element, "FFA_ROWS": BACKWARD_ROWS}
+    rows = {**element, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
     cols = {"FFA_BLOCK_COLS": config.block_cols}
     main = {
         **element,
         **cols,
+        "FFA_CTAS": config.num_ctas,
         "FFA_STAGES": config.stages,
+        "FFA_DOUT_STAGES": config.dout_stages,
+        "FFA_SCORE_STAGES": config.score_stages,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_DQ_REGISTERS": config.dq_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,

@@ -1,0 +1,43 @@
+// Where a consumer of wide heads stands in the rings of a block. Rings that are as long share a position, and so registers.
+#pragma once
+
+#include "ring.cuh"
+
+namespace ffa {
+
+template <class Config>
+class WidePosition {
+public:
+    __device__ __forceinline__ auto q() const { return q_; }
+
+    __device__ __forceinline__ auto dout() const {
+        if constexpr (Config::kDoutStages == Config::kStages) {
+            return q_;
+        } else {
+            return dout_;
+        }
+    }
+
+    // Of dS.
+    __device__ __forceinline__ auto scores() const {
+        if constexpr (Config::kScoreStages == Config::kDoutStages) {
+            return dout();
+        } else {
+            return scores_;
+        }
+    }
+
+    __device__ __forceinline__ void advance() {
+        q_.advance();
+        dout_.advance();
+        scores_.advance();
+    }
+
+private:
+
+    Position<Config::kStages> q_;
+    Position<Config::kDoutStages> dout_;
+    Position<Config::kScoreStages> scores_;
+};
+
+}  // namespace ffa
