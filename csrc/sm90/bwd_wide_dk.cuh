@@ -1,7 +1,7 @@
 // The warpgroup of the backward kernel that has the gradients of a tile's scores where heads are wide, and sums up dK. A turn of
 // its loop, " is the next block:
 //
-//     dS is stored and announced; dK and dP" are issued; dK is done; dP" is done: dS" = P" dP", with P" from its neighbour
+//     dP" and dK are issued; dP" is done: dS" = P" dP", with P" from its neighbour, is stored and announced; dK is done
 #pragma once
 
 #include "bwd_matmuls.cuh"
@@ -23,29 +23,35 @@ public:
 
     // Over so many blocks, one at least.
     __device__ __forceinline__ void walk(Grad& dk, int left) {
+        Scores dprobs;
         Operand dscores;
-        differentiate_scores(dscores, [] {});
+        await_block();
+        matmuls_.issue_dprobs(dprobs, smem_.v[0], block_.dout().slot, block_.q().slot);
+        wgmma_wait_group<0>();
+        differentiate_scores(dprobs, dscores);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
-        while (true) {
+        while (--left > 0) {
             const int done = block_.q().slot;
-            announce(dscores);
-            matmuls_.issue_dk(dk, dscores, done);
             block_.advance();
-            if (--left == 0) {
-                release(smem_.kv_empty);   // the next ones may come while the gradient leaves
-                wgmma_wait_group<0>();
-                pin(dk);
-                release(smem_.q_empty[done]);
-                if constexpr (Config::kCtas > 1) {
-                    await_peer();
-                }
-                break;
-            }
-            differentiate_scores(dscores, [&] {
-                wgmma_wait_group<1>();
-                pin(dk);
-                release(smem_.q_empty[done]);
-            });
+            await_block();
+            matmuls_.issue_dprobs(dprobs, smem_.v[0], block_.dout().slot, block_.q().slot);
+            matmuls_.issue_dk(dk, dscores, done);
+            wgmma_wait_group<1>();
+            Operand next;
+            differentiate_scores(dprobs, next);
+            wgmma_wait_group<0>();
+            pin(dk);
+            release(smem_.q_empty[done]);
+            matmuls_.take_over(dscores, next, dk[0]);
+        }
+        matmuls_.issue_dk(dk, dscores, block_.q().slot);
+        release(smem_.kv_empty);   // the next ones may come while the gradient leaves
+        wgmma_wait_group<0>();
+        pin(dk);
+        release(smem_.q_empty[block_.q().slot]);
+        block_.advance();
+        if constexpr (Config::kCtas > 1) {
+            await_peer();
         }
     }
 
@@ -58,8 +64,16 @@ private:
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
 
-    // Leaves dS of the present block to the warpgroups of dQ, here and in the other thread block.
-    __device__ __forceinline__ void announce(const Operand& dscores) {
+    __device__ __forceinline__ void await_block() const {
+        mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);   // for what dP starts from
+        mbarrier_wait_together(smem_.dout_full[block_.dout().slot], block_.dout().phase);
+    }
+
+    // dS of the present block, which is left to the warpgroups of dQ, here and in the other thread block.
+    __device__ __forceinline__ void differentiate_scores(Scores& dprobs, Operand& dscores) const {
+        pin(dprobs);
+        release(smem_.dout_empty[block_.dout().slot]);
+        factors_.take(dprobs, dscores, lane_);
         const auto [slot, phase] = block_.scores();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);
         if constexpr (Config::kCtas > 1) {
@@ -91,21 +105,6 @@ private:
             mbarrier_wait_together(smem_.cluster.to_peer[next.slot], next.phase ^ 1);
             next.advance();
         }
-    }
-
-    // dS of the present block. `meanwhile` is done while gradients of probabilities are computed.
-    template <class Meanwhile>
-    __device__ __forceinline__ void differentiate_scores(Operand& dscores, Meanwhile meanwhile) {
-        Scores dprobs;
-        const auto [dout, dout_phase] = block_.dout();
-        mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);   // for what they start from
-        mbarrier_wait_together(smem_.dout_full[dout], dout_phase);
-        matmuls_.issue_dprobs(dprobs, smem_.v[0], dout, block_.q().slot);
-        meanwhile();
-        wgmma_wait_group<0>();
-        pin(dprobs);
-        release(smem_.dout_empty[dout]);
-        factors_.take(dprobs, dscores, lane_);
     }
 
     __device__ __forceinline__ void release(uint64_t& empty) const {

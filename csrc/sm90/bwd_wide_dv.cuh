@@ -1,7 +1,7 @@
 // The warpgroup of the backward kernel that has the scores of a tile where heads are wide, and sums up dV. A turn of its loop,
 // " is the next block:
 //
-//     dV and S" are issued; dV is done; S" is done: P" = exp2(scale S"), of which the warpgroup of dK gets what it needs
+//     S" and dV are issued; S" is done: P" = exp2(scale S"), of which the warpgroup of dK gets what it needs; dV is done
 #pragma once
 
 #include "bwd_matmuls.cuh"
@@ -21,27 +21,33 @@ public:
 
     // Over so many blocks, one at least.
     __device__ __forceinline__ void walk(Grad& dv, int left) {
+        Scores scores;
         Operand probs;
-        exponentiate_scores(probs, [] {});
+        mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
+        matmuls_.issue_scores(scores, smem_.k[0], block_.q().slot);
+        wgmma_wait_group<0>();
+        exponentiate(scores, probs);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
-        while (true) {
-            const int done = block_.dout().slot;
-            mbarrier_wait_together(smem_.dout_full[done], block_.dout().phase);
-            matmuls_.issue_dv(dv, probs, done);
+        while (--left > 0) {
+            const auto done = block_.dout();
             block_.advance();
-            if (--left == 0) {
-                release(smem_.kv_empty);   // the next ones may come while the gradient leaves
-                wgmma_wait_group<0>();
-                pin(dv);
-                release(smem_.dout_empty[done]);
-                break;
-            }
-            exponentiate_scores(probs, [&] {
-                wgmma_wait_group<1>();
-                pin(dv);
-                release(smem_.dout_empty[done]);
-            });
+            mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
+            matmuls_.issue_scores(scores, smem_.k[0], block_.q().slot);
+            issue_dv(dv, probs, done);
+            wgmma_wait_group<1>();
+            Operand next;
+            exponentiate(scores, next);
+            wgmma_wait_group<0>();
+            pin(dv);
+            release(smem_.dout_empty[done.slot]);
+            matmuls_.take_over(probs, next, dv[0]);
         }
+        issue_dv(dv, probs, block_.dout());
+        release(smem_.kv_empty);   // the next ones may come while the gradient leaves
+        wgmma_wait_group<0>();
+        pin(dv);
+        release(smem_.dout_empty[block_.dout().slot]);
+        block_.advance();
     }
 
     static constexpr int kStagingSlabs = 1;
@@ -55,15 +61,15 @@ private:
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
 
-    // P of the present block. `meanwhile` is done while the scores are computed.
-    template <class Meanwhile>
-    __device__ __forceinline__ void exponentiate_scores(Operand& probs, Meanwhile meanwhile) {
-        Scores scores;
-        mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
-        matmuls_.issue_scores(scores, smem_.k[0], block_.q().slot);
-        meanwhile();
+    template <class Position>
+    __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs, const Position& dout) const {
+        mbarrier_wait_together(smem_.dout_full[dout.slot], dout.phase);
+        matmuls_.issue_dv(dv, probs, dout.slot);
+    }
+
+    // P of the present block, and what others need of it.
+    __device__ __forceinline__ void exponentiate(Scores& scores, Operand& probs) const {
         const int mask_row = smem_.blocks[block_.q().slot].mask_row;
-        wgmma_wait_group<0>();
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
             math_.cap(scores);
@@ -82,21 +88,21 @@ private:
         }
     }
 
-    __device__ __forceinline__ static void round(const Scores& p, Operand& probs) {
+    __device__ __forceinline__ static void round(const Scores& p, Operand& rounded) {
 #pragma unroll
         for (int i = 0; i < kScores / 2; ++i) {
-            probs[i] = pack<typename Config::Element>(p[2 * i], p[2 * i + 1]);
+            rounded[i] = pack<typename Config::Element>(p[2 * i], p[2 * i + 1]);
         }
     }
 
     // And what gradients of probabilities are multiplied with.
-    __device__ __forceinline__ void exponentiate_capped(const Scores& capped, Operand& probs, Operand& factors) const {
+    __device__ __forceinline__ void exponentiate_capped(const Scores& scores, Operand& probs, Operand& factors) const {
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
             const float2 minus_lse = math_.minus_lse(smem_.stats[block_.q().slot][i]);
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                const float* const pair = capped + 4 * i + 2 * half;
+                const float* const pair = scores + 4 * i + 2 * half;
                 const float2 p = math_.exponentiate_capped(pair, minus_lse);
                 probs[2 * i + half] = pack<typename Config::Element>(p.x, p.y);
                 factors[2 * i + half] =
