@@ -33,6 +33,28 @@ public:
         issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
     }
 
+    // Keys as an operand in registers.
+    using Keys = uint32_t[Config::kHeadDim / 16][4];
+
+    // Those of a warp, from its first row on.
+    __device__ __forceinline__ static void load_keys(Keys& keys, const Element* rows) {
+        const int lane = threadIdx.x % 32, row = lane % 16;
+        const uint32_t address = shared_address(rows) + row * 128;
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int chunk = 2 * (step % 4) + lane / 16;
+            ldmatrix_x4(address + step / 4 * kKSlabBytes + ((chunk ^ (row % 8)) << 4), keys[step]);
+        }
+    }
+
+    __device__ __forceinline__ void issue_scores(Scores& scores, const Keys& k, int slot) const {
+        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
+    }
+
+    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Keys& v, int slot, int stats_slot) const {
+        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
+    }
+
     // dV += P^T dO
     __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs, int slot) const {
         accumulate(dv, probs, dout_operands_[slot]);
@@ -53,6 +75,28 @@ public:
     }
 
 private:
+    template <bool kHasStart>
+    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Keys& keys, uint32_t queries,
+                                               int slot) const {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
+        }
+        pin(product);
+        wgmma_fence();
+        if constexpr (kHasStart) {
+            Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
+                                                             kStatsDescriptorHigh>(
+                product, selector_operands_[static_cast<int>(start)], stats_operands_[slot], 0);
+        }
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            Wgmma<Element, Config::kBlockCols>::template rs<Major::K>(
+                product, keys[step], queries + ((step / 4 * kQSlabBytes + step % 4 * 32) >> 4), kHasStart || step != 0);
+        }
+        wgmma_commit_group();
+    }
+
     template <bool kHasStart>
     __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys, uint32_t queries,
                                                int slot) const {

@@ -25,24 +25,24 @@ public:
     __device__ __forceinline__ void walk(Grad& dk, int left) {
         Scores dprobs;
         Operand dscores;
+        typename Matmuls<Config>::Keys values;
+        matmuls_.load_keys(values, smem_.v[0] + row_ * Config::kSlabCols);
         await_block();
-        matmuls_.issue_dprobs(dprobs, smem_.v[0], block_.dout().slot, block_.q().slot);
+        matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
         wgmma_wait_group<0>();
         differentiate_scores(dprobs, dscores);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (--left > 0) {
             const int done = block_.q().slot;
             block_.advance();
-            await_block();
-            matmuls_.issue_dprobs(dprobs, smem_.v[0], block_.dout().slot, block_.q().slot);
             matmuls_.issue_dk(dk, dscores, done);
-            wgmma_wait_group<1>();
-            Operand next;
-            differentiate_scores(dprobs, next);
             wgmma_wait_group<0>();
             pin(dk);
             release(smem_.q_empty[done]);
-            matmuls_.take_over(dscores, next, dk[0]);
+            await_block();
+            matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
+            wgmma_wait_group<0>();
+            differentiate_scores(dprobs, dscores);
         }
         matmuls_.issue_dk(dk, dscores, block_.q().slot);
         release(smem_.kv_empty);   // the next ones may come while the gradient leaves

@@ -23,24 +23,24 @@ public:
     __device__ __forceinline__ void walk(Grad& dv, int left) {
         Scores scores;
         Operand probs;
+        typename Matmuls<Config>::Keys keys;
+        matmuls_.load_keys(keys, smem_.k[0] + row_ * Config::kSlabCols);
         mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
-        matmuls_.issue_scores(scores, smem_.k[0], block_.q().slot);
+        matmuls_.issue_scores(scores, keys, block_.q().slot);
         wgmma_wait_group<0>();
         exponentiate(scores, probs);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (--left > 0) {
             const auto done = block_.dout();
             block_.advance();
-            mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
-            matmuls_.issue_scores(scores, smem_.k[0], block_.q().slot);
             issue_dv(dv, probs, done);
-            wgmma_wait_group<1>();
-            Operand next;
-            exponentiate(scores, next);
             wgmma_wait_group<0>();
             pin(dv);
             release(smem_.dout_empty[done.slot]);
-            matmuls_.take_over(probs, next, dv[0]);
+            mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
+            matmuls_.issue_scores(scores, keys, block_.q().slot);
+            wgmma_wait_group<0>();
+            exponentiate(scores, probs);
         }
         issue_dv(dv, probs, block_.dout());
         release(smem_.kv_empty);   // the next ones may come while the gradient leaves

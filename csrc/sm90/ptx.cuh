@@ -369,6 +369,13 @@ __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32
                  : "memory");
 }
 
+__device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&rows)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(rows[0]), "=r"(rows[1]), "=r"(rows[2]), "=r"(rows[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 // ---- wgmma
 
 __device__ __forceinline__ void wgmma_fence() {

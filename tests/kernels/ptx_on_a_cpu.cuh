@@ -675,6 +675,14 @@ inline void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, ui
     }
 }
 
+inline void ldmatrix_x4(uint32_t address, uint32_t (&values)[4]) {
+    const int lane = threadIdx.x % 32;
+    const auto* const rows = turns::meet_warp(address);
+    for (int i = 0; i < 4; ++i) {
+        std::memcpy(&values[i], shared(static_cast<uint32_t>(rows[8 * i + lane / 4]) + lane % 4 * 4), 4);
+    }
+}
+
 inline int uniform(int number) {
     const auto* const numbers = turns::meet_warp(static_cast<uint32_t>(number));
     int largest = number;
