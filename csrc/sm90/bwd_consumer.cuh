@@ -151,7 +151,7 @@ private:
     __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, Meanwhile meanwhile) {
         Scores scores, dprobs;
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
-        matmuls_.issue_scores(scores, smem_.k[0] + first_key(), block_.slot);
+        matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
         wgmma_wait_group<0>();
@@ -167,7 +167,7 @@ private:
             math_.exponentiate(scores);
         }
         mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
-        matmuls_.issue_dprobs(dprobs, smem_.v[0] + first_key(), block_.slot, block_.slot);
+        matmuls_.issue_dprobs(dprobs, matmuls_.keys(smem_.v[0] + first_key(), 0), block_.slot, block_.slot);
         if constexpr (kExponentialsBesideDprobs) {
             math_.exponentiate(scores);
             stay_in_front_of_wait(scores);

@@ -174,11 +174,11 @@ private:
         float dq[Config::kSlabCols / 2], dq_of_rest[kRest / 2];
         mbarrier_wait_together(smem_.cluster.from_peer[dscores_.slot], dscores_.phase);
         issue_cols<Config::kSlabCols>(dq, slab * Config::kSlabCols);
-        issue_cols<kRest>(dq_of_rest, rest);
         take_turn(rows);
-        wgmma_wait_group<1>();
+        wgmma_wait_group<0>();
         pin(dq);
         add_cols<Config::kSlabCols>(rows, dq, slab * Config::kSlabCols);
+        issue_cols<kRest>(dq_of_rest, rest);
         wgmma_wait_group<0>();
         pin(dq_of_rest);
         release(smem_.dscores_empty[dscores_.slot]);

@@ -47,7 +47,7 @@ public:
     }
 
 private:
-    __device__ __forceinline__ static int num_drawing() { return gridDim.x / Config::kCtas; }
+    __device__ __forceinline__ static int num_drawing() { return Config::kCtas > 1 ? num_clusters() : gridDim.x; }
 
     __device__ __forceinline__ int num_items() const { return *agenda_.num_entries * agenda_.heads_per_section; }
 
@@ -60,7 +60,7 @@ template <class Config>
 class Items<Config, true> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params) : params_(params) {
-        list_ = kFar;
+        drawn_ = kFar;
         if (blockIdx.x == 0 && num_items() == 0 && params_.are_complete != nullptr) {
             store_release_system(params_.are_complete, 1);   // no warp will store what there is none of
         }
@@ -71,49 +71,51 @@ public:
 
     // What another block has drawn, as it tells.
     __device__ __forceinline__ void set(int drawn) {
-        item_ = drawn >> 2;
-        list_ = drawn & 1;
-        are_there_ = drawn >> 1 & 1;
-        if (are_there_) {
+        drawn_ = drawn;
+        if (is_all()) {
             have_arrived();   // for this block too
         }
     }
-    __device__ __forceinline__ int drawn() const { return item_ << 2 | are_there_ << 1 | list_; }
+    __device__ __forceinline__ int drawn() const { return drawn_; }
 
-    __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
+    __device__ __forceinline__ bool has_work() const { return item() < num_items(); }
 
     // Whether nothing is left for another launch.
-    __device__ __forceinline__ bool is_all() const { return are_there_; }
+    __device__ __forceinline__ bool is_all() const { return (drawn_ & kAreThere) != 0; }
 
-    __device__ __forceinline__ int list() const { return list_; }
+    __device__ __forceinline__ int list() const { return drawn_ & 1; }
 
     __device__ __forceinline__ const AgendaEntry& entry() const {
-        return agenda().entries[item_ / agenda().heads_per_section];
+        return agenda().entries[item() / agenda().heads_per_section];
     }
 
-    __device__ __forceinline__ int head_in_section() const { return item_ % agenda().heads_per_section; }
+    __device__ __forceinline__ int head_in_section() const { return item() % agenda().heads_per_section; }
 
     __device__ __forceinline__ void advance() {
-        are_there_ = have_arrived();
-        list_ = are_there_ ? kFar : kNear;
-        draw();
-        if (list_ == kFar && !has_work()) {
-            list_ = kNear;
-            draw();
+        const int are_there = have_arrived() ? kAreThere : 0;
+        draw(are_there ? kFar : kNear, are_there);
+        if (list() == kFar && !has_work()) {
+            draw(kNear, are_there);
         }
     }
 
     // Waves of near items are torn apart when far keys arrive.
     __device__ __forceinline__ int wave_in_step() const {
-        return list_ == kFar && item_ < agenda().counters->num_in_step ? item_ / int(gridDim.x / Config::kCtas) : kNoWave;
+        return list() == kFar && item() < agenda().counters->num_in_step ? item() / num_drawing() : kNoWave;
     }
 
 private:
-    __device__ __forceinline__ const Agenda& agenda() const { return params_.lists[list_].agenda; }
+    __device__ __forceinline__ static int num_drawing() { return Config::kCtas > 1 ? num_clusters() : gridDim.x; }
+
+    __device__ __forceinline__ const Agenda& agenda() const { return params_.lists[list()].agenda; }
 
     __device__ __forceinline__ int num_items() const { return *agenda().num_entries * agenda().heads_per_section; }
 
-    __device__ __forceinline__ void draw() { item_ = atomicAdd(&agenda().counters->ticket, 1); }
+    __device__ __forceinline__ void draw(int list, int are_there) {
+        drawn_ = atomicAdd(&params_.lists[list].agenda.counters->ticket, 1) << 2 | are_there | list;
+    }
+
+    __device__ __forceinline__ int item() const { return drawn_ >> 2; }
 
     __device__ __forceinline__ bool have_arrived() const {
         const bool they_have = params_.have_arrived == nullptr || load_acquire_system(params_.have_arrived) != 0;
@@ -121,9 +123,10 @@ private:
         return they_have;
     }
 
+    static constexpr int kAreThere = 2;   // far keys, when this item was drawn
+
     const typename Config::Params& params_;
-    int item_, list_;
-    bool are_there_;   // far keys, when this item was drawn
+    int drawn_;   // the item and its list, in one register
 };
 
 // The items of a thread block: its own, or those that the first block of its cluster draws for both.

@@ -23,34 +23,34 @@ public:
           stats_operands_(smem.stats),
           selector_operands_(smem.selectors) {}
 
-    // S^T = K Q^T, from -lse / scale on, unless scores are capped.
-    __device__ __forceinline__ void issue_scores(Scores& scores, const Element* k, int slot) const {
-        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
-    }
+    // 64 keys as an operand: in registers, or where they lie.
+    static constexpr int kKeySteps = Config::kHasKeysInRegisters ? Config::kHeadDim / 16 : 1;
+    struct Keys {
+        const Element* rows;
+        uint32_t steps[kKeySteps][4];
+    };
 
-    // dP^T = V dO^T, from -delta on, which travels with Q.
-    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Element* v, int slot, int stats_slot) const {
-        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
-    }
-
-    // Keys as an operand in registers.
-    using Keys = uint32_t[Config::kHeadDim / 16][4];
-
-    // Those of a warp, from its first row on.
-    __device__ __forceinline__ static void load_keys(Keys& keys, const Element* rows) {
-        const int lane = threadIdx.x % 32, row = lane % 16;
-        const uint32_t address = shared_address(rows) + row * 128;
+    // Those from `rows` on, of which this warp's begin at `row`.
+    __device__ __forceinline__ static Keys keys(const Element* rows, int row) {
+        Keys keys{rows};
+        if constexpr (Config::kHasKeysInRegisters) {
+            const int lane = threadIdx.x % 32;
+            const uint32_t address = shared_address(rows) + (row + lane % 16) * 128;
 #pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            const int chunk = 2 * (step % 4) + lane / 16;
-            ldmatrix_x4(address + step / 4 * kKSlabBytes + ((chunk ^ (row % 8)) << 4), keys[step]);
+            for (int step = 0; step < kKeySteps; ++step) {
+                const int chunk = 2 * (step % 4) + lane / 16;
+                ldmatrix_x4(address + step / 4 * kKSlabBytes + ((chunk ^ (lane % 8)) << 4), keys.steps[step]);
+            }
         }
+        return keys;
     }
 
+    // S^T = K Q^T, from -lse / scale on, unless scores are capped.
     __device__ __forceinline__ void issue_scores(Scores& scores, const Keys& k, int slot) const {
         issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
     }
 
+    // dP^T = V dO^T, from -delta on, which travels with Q.
     __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Keys& v, int slot, int stats_slot) const {
         issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
     }
@@ -78,29 +78,7 @@ private:
     template <bool kHasStart>
     __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Keys& keys, uint32_t queries,
                                                int slot) const {
-#pragma unroll
-        for (int i = 0; i < kScores; ++i) {
-            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
-        }
-        pin(product);
-        wgmma_fence();
-        if constexpr (kHasStart) {
-            Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
-                                                             kStatsDescriptorHigh>(
-                product, selector_operands_[static_cast<int>(start)], stats_operands_[slot], 0);
-        }
-#pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
-            Wgmma<Element, Config::kBlockCols>::template rs<Major::K>(
-                product, keys[step], queries + ((step / 4 * kQSlabBytes + step % 4 * 32) >> 4), kHasStart || step != 0);
-        }
-        wgmma_commit_group();
-    }
-
-    template <bool kHasStart>
-    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Element* keys, uint32_t queries,
-                                               int slot) const {
-        const uint32_t a = wgmma_descriptor(keys, 0);
+        const uint32_t a = Config::kHasKeysInRegisters ? 0 : wgmma_descriptor(keys.rows, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
         constexpr int kStepBytes = 32;
 #pragma unroll
@@ -118,9 +96,14 @@ private:
         for (int step = 0; step < Config::kHeadDim / 16; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
-            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                product, a + ((slab * kKSlabBytes + within) >> 4), queries + ((slab * kQSlabBytes + within) >> 4),
-                kHasStart || step != 0);
+            const uint32_t b = queries + ((slab * kQSlabBytes + within) >> 4);
+            const bool accumulates = kHasStart || step != 0;
+            using Multiply = Wgmma<Element, Config::kBlockCols>;
+            if constexpr (Config::kHasKeysInRegisters) {
+                Multiply::template rs<Major::K>(product, keys.steps[step], b, accumulates);
+            } else {
+                Multiply::template ss<Major::K, Major::K>(product, a + ((slab * kKSlabBytes + within) >> 4), b, accumulates);
+            }
         }
         wgmma_commit_group();
     }

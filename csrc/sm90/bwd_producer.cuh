@@ -75,7 +75,7 @@ private:
         if constexpr (Config::kCtas > 1) {
             const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
             const int first_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
-#pragma unroll
+#pragma unroll 1
             for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
                 tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full, (first_slab + slab) * Config::kSlabCols, peer_row,
                             work.kv_head);
@@ -116,14 +116,15 @@ private:
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
         load(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.head);
         block_.advance();
-        dout_.advance();
+        ++num_blocks_;
     }
 
     __device__ __forceinline__ auto dout_position() const {
         if constexpr (Config::kDoutStages == Config::kStages) {
             return block_;
         } else {
-            return dout_;
+            constexpr int kStages = Config::kDoutStages;
+            return Position<kStages>{num_blocks_ % kStages, uint32_t(num_blocks_) / kStages % 2};
         }
     }
 
@@ -141,7 +142,7 @@ private:
     const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     Position<Config::kStages> block_;
-    Position<Config::kDoutStages> dout_;   // unless it is that of the block
+    int num_blocks_ = 0;
 };
 
 }  // namespace ffa

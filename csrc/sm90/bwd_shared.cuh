@@ -74,6 +74,8 @@ struct BackwardConfig {
     // Then a tile may be that of a cluster of two, of 64 keys each. Each computes one half of the columns of dQ for all keys: so
     // half as much is added up in global memory, which would limit them.
     static constexpr int kCtas = kCtas_;
+    // Then matmuls read half as much of shared memory, where there are registers for it.
+    static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
     static constexpr int kTileRows = (kIsWide ? kCtas : kConsumers) * kRows;
     static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
     static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs

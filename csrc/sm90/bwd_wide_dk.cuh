@@ -25,8 +25,7 @@ public:
     __device__ __forceinline__ void walk(Grad& dk, int left) {
         Scores dprobs;
         Operand dscores;
-        typename Matmuls<Config>::Keys values;
-        matmuls_.load_keys(values, smem_.v[0] + row_ * Config::kSlabCols);
+        const auto values = matmuls_.keys(smem_.v[0], row_);
         await_block();
         matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
         wgmma_wait_group<0>();

@@ -23,8 +23,7 @@ public:
     __device__ __forceinline__ void walk(Grad& dv, int left) {
         Scores scores;
         Operand probs;
-        typename Matmuls<Config>::Keys keys;
-        matmuls_.load_keys(keys, smem_.k[0] + row_ * Config::kSlabCols);
+        const auto keys = matmuls_.keys(smem_.k[0], row_);
         mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
         matmuls_.issue_scores(scores, keys, block_.q().slot);
         wgmma_wait_group<0>();

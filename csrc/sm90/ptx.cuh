@@ -169,6 +169,13 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
 
 // ---- clusters of two thread blocks
 
+// Read again each time: no register keeps it.
+__device__ __forceinline__ int num_clusters() {
+    int count;
+    asm volatile("mov.u32 %0, %%nclusterid.x;" : "=r"(count));
+    return count;
+}
+
 // Where the other one has what this one has at a place in shared memory.
 __device__ __forceinline__ uint32_t peer_address(uint32_t address, int peer) {
     uint32_t there;
@@ -176,10 +183,11 @@ __device__ __forceinline__ uint32_t peer_address(uint32_t address, int peer) {
     return there;
 }
 
-// At the other one's barrier.
+// At the other one's barrier. Orders no memory between the two: with a release at the scope of the cluster it would wait until all
+// that this thread has written and added is everywhere.
 __device__ __forceinline__ void mbarrier_arrive_at_peer_if(bool condition, uint64_t& barrier, int peer) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%1];\n}" ::"r"(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
             uint32_t(condition)),
         "r"(peer_address(shared_address(&barrier), peer))
         : "memory");

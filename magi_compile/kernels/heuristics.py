@@ -112,7 +112,7 @@ _BACKWARD = {
     64: BackwardConfig(128, 2, 2, 2, 32, 64, 208, False),
     96: BackwardConfig(64, 3, 3, 2, 32, 80, 200, True),
     128: BackwardConfig(64, 3, 3, 2, 32, 64, 208, True),
-    192: BackwardConfig(64, 3, 2, 2, 32, 64, 208, True, tile_rows=64),
+    192: BackwardConfig(64, 3, 2, 2, 32, 64, 208, True, num_ctas=2),
     256: BackwardConfig(64, 2, 2, 2, 32, 64, 208, True, tile_rows=64),
 }
 _BACKWARD_CAPPED = {  # with soft-cap

@@ -552,6 +552,8 @@ inline void fence_proxy_async_global() {}
 
 // ---- clusters of two thread blocks
 
+inline int num_clusters() { return gridDim.x / 2; }
+
 // Of the block that is not at work, whose memory lies elsewhere meanwhile.
 inline char* at_peer(uint32_t address) { return turns::block->peer->memory.data() + (address - 1024); }
 
