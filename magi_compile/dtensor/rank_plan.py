@@ -296,7 +296,7 @@ class DeviceStage:
             assert self.route is not None
             plan = self.kernel_plan(kernel, problem)
             is_near = self.route.derive(_is_from, rank)
-            self._early_plans[key] = kernel.early_backward_plan(plan, is_near)
+            self._early_plans[key] = kernel.early_backward_plan(plan, is_near, problem)
         return self._early_plans[key]
 
 

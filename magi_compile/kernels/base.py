@@ -163,7 +163,7 @@ class EarlyKernel(Kernel, Protocol):
         """Whether `backward_early` can be called, as torch's settings are now."""
         ...
 
-    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor) -> Any:
+    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem) -> Any:
         """How `backward_early` walks what `plan` walks. Keys are near where `is_near`, bool `[total_k]`, is set."""
         ...
 

@@ -17,26 +17,24 @@ from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_varia
 from magi_compile.kernels.cuda.parts import merge_variant, parts_variant
 from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import (
-    BACKWARD_HEAD_DIMS,
-    FORWARD_HEAD_DIMS,
+    CUDA_HEAD_DIMS,
     forward_config,
 )
 
 
 def variants() -> Iterator[Variant]:
     """Every variant that some problem needs."""
-    for head_dim, dtype, softcap in itertools.product(FORWARD_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
+    for head_dim, dtype, softcap in itertools.product(CUDA_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
         config = forward_config(problem)
         yield from (forward_variant(problem, config, is_early=x) for x in (False, True))
         if not softcap:
             yield merge_variant(head_dim, dtype)
-        if head_dim in BACKWARD_HEAD_DIMS:
-            preprocess, main, postprocess = backward_variants(problem)
-            far_preprocess, far_main, _ = backward_variants(problem, has_far_tiles=True)
-            yield from (main, backward_variants(problem, deterministic=True)[1], far_main)
-            if not softcap:  # the others do not depend on it
-                yield from (preprocess, far_preprocess, postprocess)
+        preprocess, main, postprocess = backward_variants(problem)
+        far_preprocess, far_main, _ = backward_variants(problem, has_far_tiles=True)
+        yield from (main, backward_variants(problem, deterministic=True)[1], far_main)
+        if not softcap:  # the others do not depend on it
+            yield from (preprocess, far_preprocess, postprocess)
     yield planner_variant()
     yield parts_variant()
 

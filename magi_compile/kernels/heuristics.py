@@ -69,11 +69,11 @@ _SECTION_WAVES = 20
 # So often the shortest tiles of all heads keep the SMs busy at the end, when the long ones of all sections are over.
 _LAST_WAVES = 12
 
-FORWARD_HEAD_DIMS = tuple(_FORWARD)
+CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
 
 def forward_config(problem: AttnProblem) -> ForwardConfig:
-    """The Hopper forward kernel for `problem`, whose `head_dim` is one of `FORWARD_HEAD_DIMS`."""
+    """The Hopper forward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
     return _FORWARD[problem.head_dim]
 
 
@@ -120,7 +120,6 @@ _BACKWARD_CAPPED = {  # with soft-cap
     64: BackwardConfig(64, 3, 3, 2, 32, 64, 208, False),
 }
 
-BACKWARD_HEAD_DIMS = tuple(_BACKWARD)
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
@@ -133,7 +132,7 @@ _BACKWARD_MANY_WAVES = 3
 
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
-    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `BACKWARD_HEAD_DIMS`."""
+    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
     return (_BACKWARD_CAPPED if problem.softcap else _BACKWARD)[problem.head_dim]
 
 
@@ -215,9 +214,7 @@ def forward_parts(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: 
 def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
     """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda" or "triton")."""
     if kernel == "cuda":
-        forward = forward_config(problem)
-        has_backward = problem.head_dim in BACKWARD_HEAD_DIMS  # beyond them nobody walks by k
-        backward = backward_config(problem) if has_backward else _BACKWARD[128]
+        forward, backward = forward_config(problem), backward_config(problem)
         return PlanTiles(
             forward.tile_rows, forward.block_cols, backward.tile_rows, backward.block_cols
         )

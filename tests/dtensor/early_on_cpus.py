@@ -45,7 +45,7 @@ class EarlyCpuKernel(CpuKernel):
     def backward_may_be_early(self, problem):
         return may_be_early
 
-    def early_backward_plan(self, plan, is_near):
+    def early_backward_plan(self, plan, is_near, problem):
         return plan, is_near
 
     def backward_early(self, dout, dlse, q, keys, signals, arrive, depart, out, lse, plan, problem):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from magi_compile.kernels.base import BackwardOutput
+from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import (
@@ -32,7 +33,10 @@ HEADS = [
     Heads(8, 1, 96, 96),
     Heads(4, 1, 128, 128),
     Heads(3, 3, 128, 128),
+    Heads(4, 2, 192, 192),
+    Heads(6, 2, 256, 256),
 ]
+WIDE = HEADS[4:]
 RAGGED = [1, 63, 129, 300, 7, 128, 1, 52]
 SHORT = [
     varlen("varlen_causal", RAGGED, MaskType.CAUSAL),
@@ -66,16 +70,19 @@ GROUPS = [
     Heads(64, 1, 64, 64),
 ]
 CASES = [
-    *(replace(case, heads=heads) for case in MASKS for heads in (HEADS[0], HEADS[2])),
+    *(replace(case, heads=heads) for case in MASKS for heads in (HEADS[0], HEADS[2], *WIDE)),
     *(replace(case, heads=heads) for case in SHORT for heads in HEADS),
-    *(replace(case, heads=heads, softcap=5.0) for case in SHORT for heads in HEADS[:3]),
+    *(replace(case, heads=heads, softcap=5.0) for case in SHORT for heads in (*HEADS[:3], *WIDE)),
     *(replace(case, heads=heads) for case in SHORT for heads in GROUPS),
     replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
     replace(TINY, heads=Heads(8, 2, 128, 128)),
+    replace(TINY, heads=Heads(2, 1, 192, 192)),
     *(replace(QUESTION, heads=Heads(group, 1, 128, 128)) for group in (5, 6, 8, 24)),
+    *(replace(QUESTION, heads=Heads(8, 1, head_dim, head_dim)) for head_dim in (192, 256)),
     replace(QUESTION, heads=Heads(16, 2, 64, 64), softcap=5.0),
     *SECTIONS,
     replace(IN_STEP, heads=Heads(8, 1, 128, 128)),
+    replace(IN_STEP, heads=Heads(2, 1, 192, 192)),
 ]
 
 
@@ -158,7 +165,7 @@ def test_without_a_gradient_of_lse(kernel):
 MANY = varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
 @pytest.mark.parametrize("case", [MANY, QUESTION], ids=lambda case: case.id)
 def test_dk_and_dv_are_bitwise_equal(kernel, case, head_dim):
     backward = Backward(kernel, replace(case, heads=Heads(16, 2, head_dim, head_dim)))
@@ -174,7 +181,7 @@ def test_dk_and_dv_of_several_sections_are_bitwise_equal(kernel):
         assert_same(first, backward())
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
 @pytest.mark.parametrize(
     "case",
     [MANY, QUESTION, one(MaskType.FULL, 3000), sliding_window(2500, 600)],
@@ -191,8 +198,9 @@ def test_deterministic_dq_is_bitwise_equal(kernel, case, head_dim):
 
 @pytest.mark.parametrize("case", SHORT, ids=lambda case: case.id)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
-def test_deterministic_matches_the_oracle(kernel, case, softcap):
-    backward = Backward(kernel, replace(case, heads=HEADS[2], softcap=softcap))
+@pytest.mark.parametrize("heads", [HEADS[2], *WIDE], ids=str)
+def test_deterministic_matches_the_oracle(kernel, case, softcap, heads):
+    backward = Backward(kernel, replace(case, heads=heads, softcap=softcap))
     with deterministic_algorithms():
         grads = AttentionResults(None, None, *backward())
     assert_attention_close(grads, backward.inputs, backward.slices, backward.problem)

@@ -165,9 +165,10 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     assert launches.left == {LATE: count, AT_RANDOM: count}
 
 
-def test_parts_of_a_tile(launches):
-    parts = check(launches, replace(SINK, heads=Heads(8, 1, 128, 128)))
-    assert [x for x in parts if x[2] > 1] == [(0, i, 4) for i in range(4)]
+@pytest.mark.parametrize(("head_dim", "num_parts"), [(128, 4), (192, 2), (256, 4)])
+def test_parts_of_a_tile(head_dim, num_parts, launches):
+    parts = check(launches, replace(SINK, heads=Heads(8, 1, head_dim, head_dim)))
+    assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
@@ -176,7 +177,7 @@ def test_tiles_that_add_to_the_same_rows(case, head_dim, launches):
     check(launches, replace(case, heads=Heads(2, 2, head_dim, head_dim)))
 
 
-@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
 def test_a_window_head_by_head(head_dim, launches):
     """Tiles tell what they have added after each of three heads."""
     check(launches, replace(sliding_window(290, 60), heads=Heads(3, 1, head_dim, head_dim)))
@@ -185,16 +186,19 @@ def test_a_window_head_by_head(head_dim, launches):
     assert launches.more_head_by_head < 0
 
 
-def test_a_window_where_dq_has_an_order(launches):
-    check(launches, replace(WINDOW, heads=Heads(1, 1, 64, 64)), deterministic=True)
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_a_window_where_dq_has_an_order(head_dim, launches):
+    check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
 
 
-def test_rows_that_see_nothing_and_dlse(launches):
-    check(launches, replace(HOLES, heads=Heads(2, 1, 128, 128)), with_dlse=True)
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_rows_that_see_nothing_and_dlse(head_dim, launches):
+    check(launches, replace(HOLES, heads=Heads(2, 1, head_dim, head_dim)), with_dlse=True)
 
 
-def test_softcap(launches):
-    check(launches, replace(DOCUMENTS, heads=Heads(1, 1, 64, 64), softcap=5.0))
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_softcap(head_dim, launches):
+    check(launches, replace(DOCUMENTS, heads=Heads(1, 1, head_dim, head_dim), softcap=5.0))
 
 
 def test_keys_arrive_and_gradients_leave_between_launches(launches):
@@ -276,6 +280,9 @@ FAR_CASES = [
     (replace(SINK, heads=Heads(8, 1, 128, 128)), 128),
     (replace(PREFIX, heads=Heads(4, 2, 96, 96)), 128),
     (replace(WINDOW, heads=Heads(2, 2, 128, 128)), 150),
+    (replace(NEIGHBOURS, heads=Heads(2, 1, 192, 192)), 150),
+    (replace(SINK, heads=Heads(8, 1, 192, 192)), 128),
+    (replace(NEIGHBOURS, heads=Heads(2, 1, 256, 256)), 150),
     (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128)), ALL),
     (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128)), NONE),
 ]
@@ -292,10 +299,11 @@ def test_far_keys(case, block, are_there, launches):
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     is_near = near_keys(block, slices.seqlen_k)
-    lists = two_lists(plan.k_tiles, plan.k_runs, is_near)
+    rows = plan_tiles(problem).k_tile_rows
+    lists = two_lists(plan.k_tiles, plan.k_runs, is_near, rows)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
-    loaded = [is_near[x[0] : x[0] + 128] for part in lists[:2] for x in part if x[0] < x[1]]
+    loaded = [is_near[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]
     num_near = int((lists.near[:, 0] < lists.near[:, 1]).sum())
     assert all(near.all() for near in loaded[:num_near])
     assert not any(near.all() for near in loaded[num_near:])

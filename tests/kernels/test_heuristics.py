@@ -5,7 +5,7 @@ import torch
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
-    BACKWARD_HEAD_DIMS,
+    CUDA_HEAD_DIMS,
     backward_config,
     backward_heads_per_section,
     plan_tiles,
@@ -58,7 +58,7 @@ def test_sections_of_two_lists_keep_the_sms_busy(num_tiles, heads):
     assert backward_heads_per_section(problem(64, 8), num_tiles, 132, num_lists=2) == heads
 
 
-@pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
 def test_the_backward_walks_its_own_tiles(head_dim):
     tiles = plan_tiles(problem(head_dim=head_dim))
     config = backward_config(problem(head_dim=head_dim))

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.cuda.backward_scratch import DQ_GROUP_ROWS
-from magi_compile.kernels.heuristics import BackwardConfig
 from magi_compile.plan.tiles import RUN_FIELDS
 
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
@@ -25,17 +24,18 @@ class TwoLists(NamedTuple):
     runs: Tensor
 
 
-def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor) -> TwoLists:
+def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor, tile_rows: int) -> TwoLists:
     """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
 
     Args:
         k_tiles: int32 `[num_tiles, 4]`.
         k_runs: int32 `[num_runs, 12]`.
         is_near: bool `[total_k]`.
+        tile_rows: keys that are loaded for a tile.
     """
     row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
     before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
-    load_end = (row_begin + BackwardConfig.tile_rows).clamp(max=is_near.shape[0])
+    load_end = (row_begin + tile_rows).clamp(max=is_near.shape[0])
     num_far = load_end - row_begin - (before[load_end] - before[row_begin])
     is_filled = row_end > row_begin
 

@@ -15,8 +15,7 @@ from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
 from magi_compile.kernels.cuda.planner import plan_on_device
-from magi_compile.kernels.heuristics import BACKWARD_HEAD_DIMS, FORWARD_HEAD_DIMS, plan_tiles
-from magi_compile.kernels.triton import TritonKernel
+from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 
@@ -24,18 +23,12 @@ from magi_compile.plan.tiles import build_tile_plan
 class CudaKernel:
     """Warp-specialised attention for sm_90a; see `Kernel`, `EarlyKernel` and `PhasedKernel` for the interface.
 
-    For a head_dim beyond `BACKWARD_HEAD_DIMS` the backward pass is the Triton kernel's, on a plan with that kernel's
-    tile sizes beside our own.
-
     dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when far keys come. Under
     `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
     """
 
     name = "cuda"
     plans_in_graph = True
-
-    def __init__(self) -> None:
-        self._triton = TritonKernel()
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         if problem.device_type != "cuda":
@@ -45,25 +38,18 @@ class CudaKernel:
             reasons.append(f"needs compute capability 9.0, got {problem.device_arch}")
         if problem.dtype not in ELEMENTS:
             reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
-        if problem.head_dim not in FORWARD_HEAD_DIMS:
-            reasons.append(f"needs a head_dim of {FORWARD_HEAD_DIMS}, got {problem.head_dim}")
+        if problem.head_dim not in CUDA_HEAD_DIMS:
+            reasons.append(f"needs a head_dim of {CUDA_HEAD_DIMS}, got {problem.head_dim}")
         if problem.head_dim_v != problem.head_dim:
             reasons.append(
                 f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
             )
         if not problem.softmax_scale > 0:
             reasons.append(f"needs a positive softmax_scale, got {problem.softmax_scale}")
-        if problem.head_dim not in BACKWARD_HEAD_DIMS:
-            reasons.extend(f"backward: {reason}" for reason in self._triton.refusals(problem))
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
-        if problem.head_dim in BACKWARD_HEAD_DIMS:
-            return []
-        return [
-            f"backward by triton: dk and dv of head_dim {problem.head_dim} do not fit in registers, "
-            f"those of {BACKWARD_HEAD_DIMS} do"
-        ]
+        return []
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)
@@ -74,15 +60,10 @@ class CudaKernel:
             plan = build_tile_plan(slices, **sizes._asdict())
         q_walk = (plan.q_tiles, plan.q_runs)
         parts = cut_tiles(*q_walk, slices.seqlen_k, sizes, problem)
-        if problem.head_dim in BACKWARD_HEAD_DIMS:
-            return [*q_walk, parts, plan.k_tiles, plan.k_runs]
-        return [*q_walk, parts, *self._triton.plan(slices, problem)]
+        return [*q_walk, parts, plan.k_tiles, plan.k_runs]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
-        key = plan_tiles(problem), problem.nheads_q
-        if problem.head_dim in BACKWARD_HEAD_DIMS:
-            return key
-        return *key, self._triton.plan_key(problem)
+        return plan_tiles(problem), problem.nheads_q
 
     def forward(
         self,
@@ -137,21 +118,20 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        if problem.head_dim in BACKWARD_HEAD_DIMS:
-            *_, k_tiles, k_runs = plan
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            return backward(
-                dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
-            )
-        return self._triton.backward(dout, dlse, q, k, v, out, lse, slices, plan[3:], problem)
+        *_, k_tiles, k_runs = plan
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return backward(
+            dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+        )
 
     def backward_may_be_early(self, problem: AttnProblem) -> bool:
-        has_order = torch.are_deterministic_algorithms_enabled()
-        return problem.head_dim in BACKWARD_HEAD_DIMS and not has_order
+        return not torch.are_deterministic_algorithms_enabled()
 
-    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor) -> TwoLists:
+    def early_backward_plan(
+        self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem
+    ) -> TwoLists:
         *_, k_tiles, k_runs = plan
-        return two_lists(k_tiles, k_runs, is_near)
+        return two_lists(k_tiles, k_runs, is_near, plan_tiles(problem).k_tile_rows)
 
     backward_early = staticmethod(backward_early)
 
@@ -168,13 +148,8 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> Tensor:
-        if problem.head_dim in BACKWARD_HEAD_DIMS:
-            *_, k_tiles, k_runs = plan
-            return backward_in_phases(
-                *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-            )
-        k, v, *_ = arrive()
-        dq, dk, dv = self.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
-        depart(dk, dv)
-        return dq
+        *_, k_tiles, k_runs = plan
+        return backward_in_phases(
+            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
