@@ -3,6 +3,8 @@
 // the plan's tiles. It counts what has been added, so that others know when a sum is complete.
 #pragma once
 
+#include "bwd_dq_operand.cuh"
+#include "bwd_dq_wide.cuh"
 #include "bwd_shared.cuh"
 #include "ring.cuh"
 
@@ -72,14 +74,6 @@ private:
     static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
     static constexpr int kMostWaits = 16, kNsOfWait = 250;
 
-    // Where 16 rows of this warp go.
-    struct Rows {
-        float* sum;
-        int head;
-        int first;
-        bool are_in_run;
-    };
-
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[kv_.phase]; }
 
     // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
@@ -105,18 +99,21 @@ private:
         release(smem_.q_empty[block_.slot]);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
-        if constexpr (Config::kCtas > 1) {
-            differentiate_half(rows_of(head, first, end));
-        } else if constexpr (Config::kIsWide) {
-            differentiate_slabs(rows_of(head, first, end));
+        if constexpr (Config::kIsWide) {
+            const DqTarget rows = target(head, first, end);
+            WideDq<Config>(smem_, warp_, lane_).differentiate(rows, dscores_, [&] {
+                if constexpr (Config::kIsDeterministic) {
+                    publish();   // of the last block: its additions have had the time since
+                    await_turn(rows, visits_[0]);
+                }
+            });
         } else {
-            differentiate_all(head, first, end);
+            differentiate(head, first, end);
         }
         dscores_.advance();
     }
 
-    // All columns, by way of shared memory.
-    __device__ __forceinline__ void differentiate_all(int head, int first, int end) {
+    __device__ __forceinline__ void differentiate(int head, int first, int end) {
 #pragma unroll
         for (int part = 0; part < Config::kDqParts; ++part) {
             Dq dq;
@@ -138,7 +135,7 @@ private:
         __syncwarp();
 #pragma unroll
         for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
-            const Rows rows = rows_of(head, first + row_part * Config::kDqRows, end);
+            const DqTarget rows = target(head, first + row_part * Config::kDqRows, end);
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_part]);
             }
@@ -146,105 +143,13 @@ private:
         }
     }
 
-    // All columns, slab by slab, from registers.
-    __device__ __forceinline__ void differentiate_slabs(const Rows& rows) {
-#pragma unroll
-        for (int slab = 0; slab < Config::kSlabs; ++slab) {
-            float dq[Config::kSlabCols / 2];
-            issue_cols<Config::kSlabCols>(dq, slab * Config::kSlabCols);
-            if (slab == 0) {
-                take_turn(rows);
-            }
-            wgmma_wait_group<0>();
-            pin(dq);
-            if (slab == Config::kSlabs - 1) {
-                release(smem_.dscores_empty[dscores_.slot]);
-            }
-            add_cols<Config::kSlabCols>(rows, dq, slab * Config::kSlabCols);
-        }
-    }
-
-    // Half of the columns, for the keys of both thread blocks of the cluster: a slab, and what is left of the half, which may be
-    // half a slab.
-    __device__ __forceinline__ void differentiate_half(const Rows& rows) {
-        constexpr int kRest = Config::kHeadDim / 2 - Config::kSlabCols;
-        const int rank = rank_in_cluster<Config>();
-        const int slab = rank * (kRest < Config::kSlabCols ? 2 : Config::kSlabs / 2);
-        const int rest = kRest < Config::kSlabCols ? Config::kSlabCols + rank * kRest : (slab + 1) * Config::kSlabCols;
-        float dq[Config::kSlabCols / 2], dq_of_rest[kRest / 2];
-        mbarrier_wait_together(smem_.cluster.from_peer[dscores_.slot], dscores_.phase);
-        issue_cols<Config::kSlabCols>(dq, slab * Config::kSlabCols);
-        take_turn(rows);
-        wgmma_wait_group<0>();
-        pin(dq);
-        add_cols<Config::kSlabCols>(rows, dq, slab * Config::kSlabCols);
-        issue_cols<kRest>(dq_of_rest, rest);
-        wgmma_wait_group<0>();
-        pin(dq_of_rest);
-        release(smem_.dscores_empty[dscores_.slot]);
-        if (warp_ == 0) {
-            expect_peer(dscores_.slot);
-        }
-        mbarrier_arrive_at_peer_if(lane_ == 0, smem_.cluster.to_peer[dscores_.slot], peer_rank<Config>());
-        add_cols<kRest>(rows, dq_of_rest, rest);
-    }
-
-    __device__ __forceinline__ void take_turn(const Rows& rows) {
-        if constexpr (Config::kIsDeterministic) {
-            publish();   // of the last block: its additions have had the time since
-            await_turn(rows, visits_[0]);
-        }
-    }
-
-    // From column `col` on, all in one slab.
-    template <int kCols>
-    __device__ __forceinline__ void issue_cols(float (&dq)[kCols / 2], int col) const {
-        const int slab = col / Config::kSlabCols;
-        const uint32_t within = col % Config::kSlabCols * sizeof(Element) >> 4;
-        pin(dq);
-        wgmma_fence();
-        accumulate<kCols>(dq, operand(smem_.dscores[dscores_.slot][0], 0), operand(smem_.k[slab], kKSlabBytes) + within, false);
-        if constexpr (Config::kCtas > 1) {
-            const int first_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
-            accumulate<kCols>(dq, operand(smem_.peer_dscores[dscores_.slot], 0),
-                              operand(smem_.peer_k[slab - first_slab], kKSlabBytes) + within, true);
-        }
-        wgmma_commit_group();
-    }
-
-    template <int kCols>
-    __device__ __forceinline__ void add_cols(const Rows& rows, const float (&dq)[kCols / 2], int col) const {
-        float* const sum = rows.sum + col * kWarpRows + 4 * lane_;
-#pragma unroll
-        for (int i = 0; i < kCols / 8; ++i) {
-            add_relaxed_if(rows.are_in_run, sum + 128 * i, {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]});
-        }
-    }
-
-    template <int kCols>
-    __device__ __forceinline__ static void accumulate(float (&dq)[kCols / 2], uint32_t a, uint32_t b, bool adds) {
-#pragma unroll
-        for (int step = 0; step < Config::kRows / 16; ++step) {
-            const int within = (step * kSixteenRowsBytes) >> 4;
-            Wgmma<Element, kCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, adds || step != 0);
-        }
-    }
-
-    // The next gradients of scores from the other block; it sends nothing to a slot that it has not been told of.
-    __device__ __forceinline__ void expect_peer(int slot) const {
-        if (lane_ == 0) {
-            mbarrier_arrive_expect_tx(smem_.cluster.from_peer[slot], sizeof(smem_.peer_dscores[0]));
-        }
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ Rows rows_of(int head, int row, int end) const {
+    __device__ __forceinline__ DqTarget target(int head, int row, int end) const {
         return {dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
     }
 
     __device__ __forceinline__ void issue(Dq& dq, int part) {
-        const uint32_t a = operand(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
-        const uint32_t b = operand(smem_.k[part % Config::kDqColParts], kKSlabBytes);
+        const uint32_t a = dq_operand<Config>(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
+        const uint32_t b = dq_operand<Config>(smem_.k[part % Config::kDqColParts], kKSlabBytes);
         pin(dq);
         wgmma_fence();
 #pragma unroll
@@ -253,12 +158,6 @@ private:
             Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
         }
         wgmma_commit_group();
-    }
-
-    // The wait for a turn diverges, and the compiler no longer knows that the descriptor is that of all lanes.
-    __device__ __forceinline__ static uint32_t operand(const Element* tile, uint32_t leading_bytes) {
-        const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
-        return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
     }
 
     // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the assembler
@@ -281,7 +180,7 @@ private:
         }
     }
 
-    __device__ __forceinline__ void add(const Rows& rows, uint32_t staging) {
+    __device__ __forceinline__ void add(const DqTarget& rows, uint32_t staging) {
         if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
                 cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
@@ -291,7 +190,7 @@ private:
     }
 
     // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
-    __device__ __forceinline__ void await_turn(const Rows& rows, int*& visits) {
+    __device__ __forceinline__ void await_turn(const DqTarget& rows, int*& visits) {
         const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
         if (lane_ == 0 && rows.are_in_run) {
@@ -307,7 +206,7 @@ private:
     // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of any release.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
-        if constexpr (Config::kStagesDq) {
+        if constexpr (!Config::kIsWide) {
             cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
             fence_proxy_async_global();
         }
@@ -352,7 +251,7 @@ private:
     }
 
     __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
-        if constexpr (Config::kStagesDq) {
+        if constexpr (!Config::kIsWide) {
             return uniform(shared_address(smem.dq[0][warp_]));
         } else {
             return 0;

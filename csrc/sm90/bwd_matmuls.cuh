@@ -65,15 +65,6 @@ public:
         accumulate(dk, dscores, q_operands_[slot]);
     }
 
-    // Of an operand that a matmul was still reading until `done` was there: otherwise the compiler would compute it in place.
-    __device__ __forceinline__ static void take_over(Operand& operand, const Operand& next, float done) {
-        const uint32_t zero = zero_after(done);
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) {
-            operand[i] = next[i] | zero;
-        }
-    }
-
 private:
     template <bool kHasStart>
     __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Keys& keys, uint32_t queries,

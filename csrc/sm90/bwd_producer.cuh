@@ -74,11 +74,10 @@ private:
         load(smem_.v, params_.v, smem_.kv_full, row, work.kv_head);
         if constexpr (Config::kCtas > 1) {
             const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
-            const int first_slab = rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
 #pragma unroll 1
             for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
-                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full, (first_slab + slab) * Config::kSlabCols, peer_row,
-                            work.kv_head);
+                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full, (first_peer_slab<Config>() + slab) * Config::kSlabCols,
+                            peer_row, work.kv_head);
             }
         }
     }

@@ -67,15 +67,15 @@ struct BackwardConfig {
 
     // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see bwd_wide.cuh.
     static constexpr bool kIsWide = kHeadDim > 128;
+    // Then a tile may be that of a cluster of two, of 64 keys each. Each computes one half of the columns of dQ for all keys: so
+    // half as much is added up in global memory, which would limit them.
+    static constexpr int kCtas = kCtas_;
+    // S and dP then read half as much of shared memory, where there are registers for it.
+    static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
-    // Then a tile may be that of a cluster of two, of 64 keys each. Each computes one half of the columns of dQ for all keys: so
-    // half as much is added up in global memory, which would limit them.
-    static constexpr int kCtas = kCtas_;
-    // Then matmuls read half as much of shared memory, where there are registers for it.
-    static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
     static constexpr int kTileRows = (kIsWide ? kCtas : kConsumers) * kRows;
     static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
     static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs
@@ -90,8 +90,6 @@ struct BackwardConfig {
     static constexpr int kDqRowParts = kBlockCols / kDqRows;
     static constexpr int kDqColParts = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
-    // Whether what is added goes by way of shared memory, which costs the warps less, if there is room; else it leaves from registers.
-    static constexpr bool kStagesDq = !kIsWide;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
     // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
     static constexpr bool kElects = kIsDeterministic;
@@ -106,6 +104,7 @@ struct BackwardConfig {
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
     static_assert(kIsWide || kDoutStages == kStages, "Q and dO go together");
     static_assert(kIsWide || kCtas == 1, "each thread block has tiles of its own");
+    static_assert(!kIsWide || kScoreStages == kDoutStages, "they share a position");
 };
 
 constexpr int kNoMask = -1;
@@ -158,6 +157,12 @@ __device__ __forceinline__ int first_row_of_block() {
     return rank_in_cluster<Config>() * Config::kRows;
 }
 
+// Of the keys of the other thread block, the first slab of columns that this one needs.
+template <class Config>
+__device__ __forceinline__ int first_peer_slab() {
+    return rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
+}
+
 template <class Config>
 __device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
     return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
@@ -172,7 +177,7 @@ template <class Config>
 struct FactorStorage<Config, true> {
     static constexpr int kWarps = Config::kRows / kWarpRows;
 
-    typename Config::Element factors[kWarps][kWarpRows * Config::kBlockCols];   // as many as slabs of dV have; later dV
+    typename Config::Element factors[kWarps][kWarpRows * Config::kBlockCols];   // as many as a slab of dV has; later dV
 };
 
 // What the other thread block of a cluster has.
@@ -195,12 +200,12 @@ struct PeerBarriers<Config, true> {
     uint64_t item_full, item_empty;
 };
 
-// dQ on the way out, of each warp, unless it leaves from registers.
-template <class Config, bool kStagesDq = Config::kStagesDq>
+// dQ on the way out, of each warp; where heads are wide it leaves from registers.
+template <class Config, bool kIsWide = Config::kIsWide>
 struct DqStorage {};
 
 template <class Config>
-struct DqStorage<Config, true> {
+struct DqStorage<Config, false> {
     float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
 };
 

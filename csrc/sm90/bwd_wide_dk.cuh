@@ -1,7 +1,9 @@
 // The warpgroup of the backward kernel that has the gradients of a tile's scores where heads are wide, and sums up dK. A turn of
 // its loop, " is the next block:
 //
-//     dP" and dK are issued; dP" is done: dS" = P" dP", with P" from its neighbour, is stored and announced; dK is done
+//     dK; dP"; dS" = P" dP", with P" from its neighbour, is stored and announced
+//
+// Its matmuls follow one another: those of the others fill the gaps.
 #pragma once
 
 #include "bwd_matmuls.cuh"
@@ -73,7 +75,7 @@ private:
         pin(dprobs);
         release(smem_.dout_empty[block_.dout().slot]);
         factors_.take(dprobs, dscores, lane_);
-        const auto [slot, phase] = block_.scores();
+        const auto [slot, phase] = block_.dout();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);
         if constexpr (Config::kCtas > 1) {
             mbarrier_wait_together(smem_.cluster.to_peer[slot], phase ^ 1);
@@ -98,7 +100,7 @@ private:
 
     // Until what has been sent to the other thread block has been read: dK leaves from there.
     __device__ __forceinline__ void await_peer() const {
-        auto next = block_.scores();
+        auto next = block_.dout();
 #pragma unroll
         for (int i = 0; i < Config::kScoreStages; ++i) {
             mbarrier_wait_together(smem_.cluster.to_peer[next.slot], next.phase ^ 1);

@@ -1,7 +1,7 @@
 // The warpgroup of the backward kernel that has the scores of a tile where heads are wide, and sums up dV. A turn of its loop,
 // " is the next block:
 //
-//     S" and dV are issued; S" is done: P" = exp2(scale S"), of which the warpgroup of dK gets what it needs; dV is done
+//     dV; S"; P" = exp2(scale S"), of which the warpgroup of dK gets what it needs
 #pragma once
 
 #include "bwd_matmuls.cuh"
@@ -17,7 +17,7 @@ public:
     using Grad = typename Matmuls<Config>::Grad;
 
     __device__ __forceinline__ DvWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane, int row)
-        : params_(params), smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {}
+        : smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {}
 
     // Over so many blocks, one at least.
     __device__ __forceinline__ void walk(Grad& dv, int left) {
@@ -117,7 +117,6 @@ private:
 
     static constexpr int kScores = Matmuls<Config>::kScores;
 
-    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int lane_;
     const int row_;   // the first of the warp, of those of its thread block

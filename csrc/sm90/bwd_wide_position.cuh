@@ -10,6 +10,7 @@ class WidePosition {
 public:
     __device__ __forceinline__ auto q() const { return q_; }
 
+    // And of dS.
     __device__ __forceinline__ auto dout() const {
         if constexpr (Config::kDoutStages == Config::kStages) {
             return q_;
@@ -18,26 +19,14 @@ public:
         }
     }
 
-    // Of dS.
-    __device__ __forceinline__ auto scores() const {
-        if constexpr (Config::kScoreStages == Config::kDoutStages) {
-            return dout();
-        } else {
-            return scores_;
-        }
-    }
-
     __device__ __forceinline__ void advance() {
         q_.advance();
         dout_.advance();
-        scores_.advance();
     }
 
 private:
-
     Position<Config::kStages> q_;
     Position<Config::kDoutStages> dout_;
-    Position<Config::kScoreStages> scores_;
 };
 
 }  // namespace ffa

@@ -26,6 +26,14 @@ struct DqVisits {
                          // many come from the tiles before
 };
 
+// Where 16 rows of a warp go.
+struct DqTarget {
+    float* sum;
+    int head;
+    int first;
+    bool are_in_run;
+};
+
 // The group of rows that `row` is the first of.
 template <int kHeadDim>
 __device__ __forceinline__ float* dq_rows(const DqSums& sums, int head, int row) {
