@@ -6,7 +6,7 @@
 // transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
 // leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup, which computes dQ =
 // dS K and adds it to a sum in global memory: so the consumers wait for nobody. Warps that are free make dq of the sums that
-// are complete.
+// are complete. Where heads are wide, consumers share keys, and thread blocks may share tiles: see bwd_wide.cuh.
 #pragma once
 
 #include "bwd_consumer.cuh"

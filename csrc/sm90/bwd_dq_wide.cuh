@@ -46,14 +46,15 @@ private:
         }
     }
 
-    // For the keys of both thread blocks of the cluster: a slab, and what is left of the half, which may be half a slab.
+    // For the keys of both thread blocks of the cluster. Each has a slab at one end of the head, and a half of the slab between.
     template <class TakeTurn>
     __device__ __forceinline__ void half_of_columns(const DqTarget& rows, const Position<Config::kScoreStages>& scores,
                                                     TakeTurn take_turn) const {
-        constexpr int kRest = Config::kHeadDim / 2 - Config::kSlabCols;
+        static_assert(Config::kSlabs == 3 && Config::kHeadDim % Config::kSlabCols == 0, "one slab between");
+        constexpr int kRest = Config::kSlabCols / 2;
         const int rank = rank_in_cluster<Config>();
-        const int first = rank * (kRest < Config::kSlabCols ? 2 : Config::kSlabs / 2) * Config::kSlabCols;
-        const int rest = kRest < Config::kSlabCols ? Config::kSlabCols + rank * kRest : first + Config::kSlabCols;
+        const int first = rank * 2 * Config::kSlabCols;
+        const int rest = Config::kSlabCols + rank * kRest;
         float dq[Config::kSlabCols / 2], dq_of_rest[kRest / 2];
         mbarrier_wait_together(smem_.cluster.from_peer[scores.slot], scores.phase);
         issue<Config::kSlabCols>(dq, first, scores.slot);

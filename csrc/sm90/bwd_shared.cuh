@@ -182,10 +182,10 @@ struct FactorStorage<Config, true> {
 
 // What the other thread block of a cluster has.
 template <class Config, bool kIsShared = (Config::kCtas > 1)>
-struct PeerStorage {};
+struct PeerStorage : FactorStorage<Config> {};
 
 template <class Config>
-struct PeerStorage<Config, true> {
+struct PeerStorage<Config, true> : FactorStorage<Config> {
     typename Config::Element peer_dscores[Config::kScoreStages][Config::kKSlab];
     typename Config::Element peer_k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
 };
@@ -200,18 +200,9 @@ struct PeerBarriers<Config, true> {
     uint64_t item_full, item_empty;
 };
 
-// dQ on the way out, of each warp; where heads are wide it leaves from registers.
-template <class Config, bool kIsWide = Config::kIsWide>
-struct DqStorage {};
-
-template <class Config>
-struct DqStorage<Config, false> {
-    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
-};
-
 // What TMA and matmuls use.
 template <class Config>
-struct OperandStorage {
+struct OperandStorage : PeerStorage<Config> {
     using Element = typename Config::Element;
 
     Element k[Config::kSlabs][Config::kKSlab];
@@ -223,10 +214,18 @@ struct OperandStorage {
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
 };
 
-// Parts that a kernel does without take no room, as bases.
+// dQ on the way out, of each warp; where heads are wide it leaves from registers.
+template <class Config, bool kIsWide = Config::kIsWide>
+struct DqStorage : OperandStorage<Config> {};
+
 template <class Config>
-struct alignas(1024) SharedStorage
-    : FactorStorage<Config>, PeerStorage<Config>, OperandStorage<Config>, DqStorage<Config> {
+struct DqStorage<Config, false> : OperandStorage<Config> {
+    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
+};
+
+// What some kernels do without takes no room there, as a base.
+template <class Config>
+struct alignas(1024) SharedStorage : DqStorage<Config> {
     Block blocks[Config::kStages];          // travel with q
     TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's

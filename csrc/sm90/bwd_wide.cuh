@@ -2,6 +2,9 @@
 // computes the scores and sums up dV, the other one computes their gradients and sums up dK, and gets P through shared memory.
 // So each has one sum in its registers, whose operand it has there as well, and the matmuls of the three warpgroups fill each
 // other's gaps.
+//
+// What tiles of 64 keys add to dq is as much as the way to the L2 cache takes. Where there is room, two thread blocks, a cluster,
+// share a tile of 128: they send each other dS, and each adds one half of the columns of dQ, of all keys.
 #pragma once
 
 #include "bwd_gradients.cuh"
