@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
-from magi_compile.kernels.cuda import early, parts
+from magi_compile.kernels.cuda import early, launch, parts
 from magi_compile.kernels.cuda import forward as module
 from magi_compile.kernels.cuda.launch import (
     TENSOR_MAP_BYTES,
@@ -228,3 +228,19 @@ def test_the_first_call_in_a_thread_of_autograd_is_our_backward():
     """In a process of its own: nothing else has given that thread a context."""
     done = subprocess.run([sys.executable, "-c", FIRST_BACKWARD], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("may_start_early", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_what_a_launch_says_of_its_grid(may_start_early, cluster):
+    ids = launch.driver.CUlaunchAttributeID
+    config = launch._config(6, 1, 512, 1024, 0, may_start_early, cluster)
+    found = {attribute.id: attribute.value for attribute in config.attrs}
+    early = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    dimension = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+    assert config.numAttrs == len(found) == may_start_early + (cluster > 1)
+    assert (early in found) == may_start_early
+    assert (dimension in found) == (cluster > 1)
+    if cluster > 1:
+        dims = found[dimension].clusterDim
+        assert (dims.x, dims.y, dims.z) == (cluster, 1, 1)
