@@ -71,7 +71,7 @@ class _Route(NamedTuple):
     postprocess: driver.CUfunction
     config: BackwardConfig
     rounds_dq: bool
-    grid: int
+    grid: int  # of thread blocks, or of clusters of them
     num_sms: int
     heads_per_section: int
     scalars: bytes
