@@ -70,7 +70,7 @@ private:
             walk(dk, dv);
             barrier_sync(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
         } else {
-            release(smem_.kv_empty);
+            release(smem_.kv_empty, lane_);
         }
         const TileOfHead& work = this->work();
         int store_end = work.tile.row_end;
@@ -99,21 +99,21 @@ private:
             matmuls_.issue_dk(dk, dscores, block_.slot);
             block_.advance();
             if (--left_ == 0) {
-                release(smem_.kv_empty);   // the next ones may come while these gradients leave
+                release(smem_.kv_empty, lane_);   // the next ones may come while these gradients leave
                 wgmma_wait_group<0>();
                 pin(dv);
                 pin(dk);
-                release(smem_.dout_empty[done.slot]);
-                release(smem_.q_empty[done.slot]);
+                release(smem_.dout_empty[done.slot], lane_);
+                release(smem_.q_empty[done.slot], lane_);
                 break;
             }
             wgmma_wait_group<1>();
             pin(dv);
-            release(smem_.dout_empty[done.slot]);
+            release(smem_.dout_empty[done.slot], lane_);
             differentiate_scores(probs, dscores, [&] {
                 wgmma_wait_group<1>();
                 pin(dk);
-                release(smem_.q_empty[done.slot]);
+                release(smem_.q_empty[done.slot], lane_);
             });
         }
     }
@@ -128,7 +128,7 @@ private:
         math_.store_dscores(dscores, smem_.dscores[at.slot][0], gradients_.row_in_block());
         between();
         fence_proxy_async_shared();
-        release(smem_.dscores_full[at.slot]);
+        release(smem_.dscores_full[at.slot], lane_);
         dscores_.advance();
     }
 
@@ -232,11 +232,6 @@ private:
                     pack<Element>(p.x * math_.slope(pair[0]) * dp[0], p.y * math_.slope(pair[1]) * dp[1]);
             }
         }
-    }
-
-    __device__ __forceinline__ void release(uint64_t& empty) const {
-        __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     const typename Config::Params& params_;

@@ -55,7 +55,7 @@ public:
                 barrier_arrive(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
             }
             const TileOfHead done = work();   // what of it is needed below is read here
-            release(smem_.kv_empty);
+            release(smem_.kv_empty, lane_);
             kv_.advance();
             if constexpr (Config::kRoundsDq) {
                 await_additions<0>();
@@ -96,7 +96,7 @@ private:
         const int first = uniform(smem_.blocks[block_.slot].first) + warp_ * kWarpRows;
         const int end = uniform(smem_.blocks[block_.slot].end);
         const int head = uniform(smem_.blocks[block_.slot].head);
-        release(smem_.q_empty[block_.slot]);
+        release(smem_.q_empty[block_.slot], lane_);
         block_.advance();
         mbarrier_wait_together(smem_.dscores_full[dscores_.slot], dscores_.phase);
         if constexpr (Config::kIsWide) {
@@ -124,7 +124,7 @@ private:
             wgmma_wait_group<0>();
             pin(dq);
             if (part == Config::kDqParts - 1) {
-                release(smem_.dscores_empty[dscores_.slot]);
+                release(smem_.dscores_empty[dscores_.slot], lane_);
             }
             if (part == 0) {
                 await_staging();
@@ -243,11 +243,6 @@ private:
                 }
             }
         }
-    }
-
-    __device__ __forceinline__ void release(uint64_t& empty) const {
-        __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {

@@ -40,7 +40,7 @@ private:
             wgmma_wait_group<0>();
             pin(dq);
             if (slab == Config::kSlabs - 1) {
-                release(smem_.dscores_empty[scores.slot]);
+                release(smem_.dscores_empty[scores.slot], lane_);
             }
             add<Config::kSlabCols>(rows, dq, slab * Config::kSlabCols);
         }
@@ -65,7 +65,7 @@ private:
         issue<kRest>(dq_of_rest, rest, scores.slot);
         wgmma_wait_group<0>();
         pin(dq_of_rest);
-        release(smem_.dscores_empty[scores.slot]);
+        release(smem_.dscores_empty[scores.slot], lane_);
         if (warp_ == 0) {
             expect_peer(scores.slot);
         }
@@ -114,11 +114,6 @@ private:
             mbarrier_arrive_expect_tx(smem_.cluster.from_peer[slot], sizeof(smem_.peer_dscores[0]));
         }
         __syncwarp();
-    }
-
-    __device__ __forceinline__ void release(uint64_t& empty) const {
-        __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     static constexpr int kSixteenRowsBytes = 16 * 128;

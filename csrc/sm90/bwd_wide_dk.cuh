@@ -39,17 +39,17 @@ public:
             matmuls_.issue_dk(dk, dscores, done);
             wgmma_wait_group<0>();
             pin(dk);
-            release(smem_.q_empty[done]);
+            release(smem_.q_empty[done], lane_);
             await_block();
             matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
             wgmma_wait_group<0>();
             differentiate_scores(dprobs, dscores);
         }
         matmuls_.issue_dk(dk, dscores, block_.q().slot);
-        release(smem_.kv_empty);   // the next ones may come while the gradient leaves
+        release(smem_.kv_empty, lane_);   // the next ones may come while the gradient leaves
         wgmma_wait_group<0>();
         pin(dk);
-        release(smem_.q_empty[block_.q().slot]);
+        release(smem_.q_empty[block_.q().slot], lane_);
         block_.advance();
         if constexpr (Config::kCtas > 1) {
             await_peer();
@@ -73,7 +73,7 @@ private:
     // dS of the present block, which is left to the warpgroups of dQ, here and in the other thread block.
     __device__ __forceinline__ void differentiate_scores(Scores& dprobs, Operand& dscores) const {
         pin(dprobs);
-        release(smem_.dout_empty[block_.dout().slot]);
+        release(smem_.dout_empty[block_.dout().slot], lane_);
         factors_.take(dprobs, dscores, lane_);
         const auto [slot, phase] = block_.dout();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);
@@ -82,7 +82,7 @@ private:
         }
         math_.store_dscores(dscores, smem_.dscores[slot][0], row_);
         fence_proxy_async_shared();
-        release(smem_.dscores_full[slot]);
+        release(smem_.dscores_full[slot], lane_);
         if constexpr (Config::kCtas > 1) {
             send(slot);
         }
@@ -106,11 +106,6 @@ private:
             mbarrier_wait_together(smem_.cluster.to_peer[next.slot], next.phase ^ 1);
             next.advance();
         }
-    }
-
-    __device__ __forceinline__ void release(uint64_t& empty) const {
-        __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     static constexpr uint32_t kBytesOfWarp = kWarpRows * Config::kSlabCols * sizeof(typename Config::Element);

@@ -300,16 +300,16 @@ private:
 
     __device__ __forceinline__ void release_q() {
         wait_for_store();
-        release(smem_.q_empty);
+        release(smem_.q_empty, lane_);
     }
 
     __device__ __forceinline__ void release_k(uint32_t zero = 0) {
-        release(smem_.k_empty[scored_.slot + zero]);
+        release(smem_.k_empty[scored_.slot + zero], lane_);
         scored_.advance();
     }
 
     __device__ __forceinline__ void release_v() {
-        release(smem_.v_empty[v_.slot]);
+        release(smem_.v_empty[v_.slot], lane_);
         v_.advance();
     }
 
@@ -320,11 +320,6 @@ private:
         release_k();
         wait_for_v(false);
         release_v();
-    }
-
-    __device__ __forceinline__ void release(uint64_t& empty) {
-        __syncwarp();
-        mbarrier_arrive_if(lane_ == 0, empty);
     }
 
     __device__ __forceinline__ int first_row(const TileOfHead& tile) const {

@@ -22,6 +22,12 @@ struct Position {
     }
 };
 
+// By all lanes of a warp: it has no more use for a buffer, or has filled it.
+__device__ __forceinline__ void release(uint64_t& barrier, int lane) {
+    __syncwarp();
+    mbarrier_arrive_if(lane == 0, barrier);
+}
+
 // The descriptors for wgmma of what lies in the slots of a ring. That of the first one stays in a uniform register, from which one
 // multiplication leads to the others.
 template <int kSlotBytes>
