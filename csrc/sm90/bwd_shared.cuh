@@ -188,8 +188,8 @@ struct OperandStorage : PeerStorage<Config> {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
+    Selector selectors[kStatistics];   // end with terms 0 and 1 of the first queries, which must be finite
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
-    Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
 };
 
 // dQ on the way out, of each warp; where heads are wide it leaves from registers.
