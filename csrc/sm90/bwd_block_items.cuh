@@ -34,7 +34,7 @@ private:
                 mbarrier_arrive_expect_tx(smem_.cluster.item_full, sizeof(smem_.item));
                 mbarrier_wait(smem_.cluster.item_full, smem_.kv_phase);
                 items_.set(smem_.item);
-                mbarrier_arrive_at_peer_if(true, smem_.cluster.item_empty, peer_rank<Config>());
+                mbarrier_arrive_at_rank_if(true, smem_.cluster.item_empty, peer_rank<Config>());
             }
         }
     }

@@ -69,7 +69,7 @@ private:
         if (warp_ == 0) {
             expect_peer(scores.slot);
         }
-        mbarrier_arrive_at_peer_if(lane_ == 0, smem_.cluster.to_peer[scores.slot], peer_rank<Config>());
+        mbarrier_arrive_at_rank_if(lane_ == 0, smem_.cluster.to_peer[scores.slot], peer_rank<Config>());
         add<kRest>(rows, dq_of_rest, rest);
     }
 

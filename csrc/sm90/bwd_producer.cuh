@@ -102,7 +102,7 @@ private:
         block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
         const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
         mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
-        load(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
+        load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
         tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,
                     block.head);
         if (is_masked) {
@@ -113,7 +113,7 @@ private:
         uint64_t& dout_full = smem_.dout_full[dout.slot];
         mbarrier_wait(smem_.dout_empty[dout.slot], dout.phase ^ 1);
         mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
-        load(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.head);
+        load_for_all<1>(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.head);
         block_.advance();
         ++num_blocks_;
     }
@@ -132,6 +132,21 @@ private:
 #pragma unroll
         for (int slab = 0; slab < Config::kSlabs; ++slab) {
             tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+        }
+    }
+
+    // What all thread blocks of a cluster need: each loads some slabs, the first one those from slab `kFirst` on.
+    template <int kFirst, class Slabs>
+    __device__ __forceinline__ void load_for_all(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+        if constexpr (Config::kCtas == 1) {
+            load(slabs, map, full, row, head);
+        } else {
+#pragma unroll
+            for (int slab = 0; slab < Config::kSlabs; ++slab) {
+                if ((slab ^ kFirst) % Config::kCtas == rank_in_cluster<Config>()) {
+                    tma_load_3d_to_both(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+                }
+            }
         }
     }
 

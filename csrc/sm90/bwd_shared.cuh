@@ -235,10 +235,10 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     mbarrier_init(smem.kv_empty, kConsumerWarps + Config::kDqWarps);
     for (int i = 0; i < Config::kStages; ++i) {
         mbarrier_init(smem.q_full[i], 1);
-        mbarrier_init(smem.q_empty[i], kConsumerWarps + Config::kDqWarps);
+        mbarrier_init(smem.q_empty[i], Config::kCtas * kConsumerWarps + Config::kDqWarps);
         if (i < Config::kDoutStages) {
             mbarrier_init(smem.dout_full[i], 1);
-            mbarrier_init(smem.dout_empty[i], kConsumerWarps);
+            mbarrier_init(smem.dout_empty[i], Config::kCtas * kConsumerWarps);
         }
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {

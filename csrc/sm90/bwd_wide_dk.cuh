@@ -39,7 +39,7 @@ public:
             matmuls_.issue_dk(dk, dscores, done);
             wgmma_wait_group<0>();
             pin(dk);
-            release(smem_.q_empty[done], lane_);
+            release_for_all<Config>(smem_.q_empty[done], lane_);
             await_block();
             matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
             wgmma_wait_group<0>();
@@ -49,7 +49,7 @@ public:
         release(smem_.kv_empty, lane_);   // the next ones may come while the gradient leaves
         wgmma_wait_group<0>();
         pin(dk);
-        release(smem_.q_empty[block_.q().slot], lane_);
+        release_for_all<Config>(smem_.q_empty[block_.q().slot], lane_);
         block_.advance();
         if constexpr (Config::kCtas > 1) {
             await_peer();
@@ -73,7 +73,7 @@ private:
     // dS of the present block, which is left to the warpgroups of dQ, here and in the other thread block.
     __device__ __forceinline__ void differentiate_scores(Scores& dprobs, Operand& dscores) const {
         pin(dprobs);
-        release(smem_.dout_empty[block_.dout().slot], lane_);
+        release_for_all<Config>(smem_.dout_empty[block_.dout().slot], lane_);
         factors_.take(dprobs, dscores, lane_);
         const auto [slot, phase] = block_.dout();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);

@@ -177,19 +177,19 @@ __device__ __forceinline__ int num_clusters() {
 }
 
 // Where the other one has what this one has at a place in shared memory.
-__device__ __forceinline__ uint32_t peer_address(uint32_t address, int peer) {
+__device__ __forceinline__ uint32_t address_at_rank(uint32_t address, int peer) {
     uint32_t there;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(peer));
     return there;
 }
 
-// At the other one's barrier. Orders no memory between the two: with a release at the scope of the cluster it would wait until all
+// At the barrier of one of the two. Orders no memory between them: with a release at the scope of the cluster it would wait until all
 // that this thread has written and added is everywhere.
-__device__ __forceinline__ void mbarrier_arrive_at_peer_if(bool condition, uint64_t& barrier, int peer) {
+__device__ __forceinline__ void mbarrier_arrive_at_rank_if(bool condition, uint64_t& barrier, int rank) {
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
             uint32_t(condition)),
-        "r"(peer_address(shared_address(&barrier), peer))
+        "r"(address_at_rank(shared_address(&barrier), rank))
         : "memory");
 }
 
@@ -197,16 +197,26 @@ __device__ __forceinline__ void mbarrier_arrive_at_peer_if(bool condition, uint6
 __device__ __forceinline__ void cp_async_bulk_to_peer(uint32_t destination, uint32_t source, uint32_t bytes,
                                                       uint64_t& barrier, int peer) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     peer_address(destination, peer)),
-                 "r"(source), "r"(bytes), "r"(peer_address(shared_address(&barrier), peer))
+                     address_at_rank(destination, peer)),
+                 "r"(source), "r"(bytes), "r"(address_at_rank(shared_address(&barrier), peer))
                  : "memory");
+}
+
+// To the same place in the shared memory of both, each of which has a barrier there.
+__device__ __forceinline__ void tma_load_3d_to_both(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y,
+                                                    int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
+        "l"(&map), "r"(shared_address(&barrier)), "r"(x), "r"(y), "r"(z), "h"(uint16_t(3))
+        : "memory");
 }
 
 // A word, likewise.
 __device__ __forceinline__ void st_async_to_peer(int& destination, int word, uint64_t& barrier, int peer) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
-                     peer_address(shared_address(&destination), peer)),
-                 "r"(word), "r"(peer_address(shared_address(&barrier), peer))
+                     address_at_rank(shared_address(&destination), peer)),
+                 "r"(word), "r"(address_at_rank(shared_address(&barrier), peer))
                  : "memory");
 }
 

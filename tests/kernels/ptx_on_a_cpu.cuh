@@ -488,13 +488,18 @@ void for_each_in_box(const TensorMap& map, uint32_t shared_begin, int x, int y, 
 
 inline uint32_t box_bytes(const TensorMap& map) { return map.box_rows * map.box_cols * map.element_bytes; }
 
+// A box that will lie at that address; `destination` is where it is meanwhile.
+inline void load_box(char* destination, uint32_t address, const TensorMap& map, uint64_t& barrier, int x, int y, int z) {
+    for_each_in_box(map, address, x, y, z, [&](uint32_t offset, const char* from) {
+        char* const to = destination + offset;
+        from ? std::memcpy(to, from, map.element_bytes) : std::memset(to, 0, map.element_bytes);
+    });
+    complete(barrier, box_bytes(map));
+}
+
 inline void tma_load_3d(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y, int z) {
     turns::copy([=, &barrier] {
-        for_each_in_box(map, shared_address(destination), x, y, z, [&](uint32_t offset, const char* from) {
-            char* const to = static_cast<char*>(destination) + offset;
-            from ? std::memcpy(to, from, map.element_bytes) : std::memset(to, 0, map.element_bytes);
-        });
-        complete(barrier, box_bytes(map));
+        load_box(static_cast<char*>(destination), shared_address(destination), map, barrier, x, y, z);
     });
 }
 
@@ -561,9 +566,9 @@ inline uint64_t& barrier_at_peer(uint64_t& barrier) {
     return *reinterpret_cast<uint64_t*>(at_peer(shared_address(&barrier)));
 }
 
-inline void mbarrier_arrive_at_peer_if(bool condition, uint64_t& barrier, int) {
+inline void mbarrier_arrive_at_rank_if(bool condition, uint64_t& barrier, int rank) {
     if (condition) {
-        mbarrier_arrive(barrier_at_peer(barrier));
+        mbarrier_arrive(rank == static_cast<int>(blockIdx.x % 2) ? barrier : barrier_at_peer(barrier));
     }
 }
 
@@ -571,6 +576,14 @@ inline void cp_async_bulk_to_peer(uint32_t destination, uint32_t source, uint32_
     turns::copy([=, &barrier] {
         std::memcpy(at_peer(destination), shared(source), bytes);
         complete(barrier_at_peer(barrier), bytes);
+    });
+}
+
+inline void tma_load_3d_to_both(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y, int z) {
+    tma_load_3d(destination, map, barrier, x, y, z);
+    turns::copy([=, &barrier] {
+        const uint32_t address = shared_address(destination);
+        load_box(at_peer(address), address, map, barrier_at_peer(barrier), x, y, z);
     });
 }
 
