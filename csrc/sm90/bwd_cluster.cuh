@@ -1,7 +1,7 @@
 // Which part of a tile is that of a thread block of the backward kernel, where a cluster of two shares it.
 #pragma once
 
-#include "ring.cuh"
+#include "ptx.cuh"
 
 namespace ffa {
 
@@ -26,17 +26,6 @@ __device__ __forceinline__ int first_row_of_block() {
 template <class Config>
 __device__ __forceinline__ int first_peer_slab() {
     return rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
-}
-
-// By all lanes of a warp: it has no more use for a buffer that is filled for all thread blocks at a time.
-template <class Config>
-__device__ __forceinline__ void release_for_all(uint64_t& barrier, int lane) {
-    if constexpr (Config::kCtas > 1) {
-        __syncwarp();
-        mbarrier_arrive_at_rank_if(lane < Config::kCtas, barrier, lane);
-    } else {
-        release(barrier, lane);
-    }
 }
 
 }  // namespace ffa

@@ -57,12 +57,20 @@ public:
 
     // dV += P^T dO
     __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs, int slot) const {
-        accumulate(dv, probs, dout_operands_[slot]);
+        accumulate_registers(dv, probs, dout_operands_[slot]);
     }
 
     // dK += dS^T Q
     __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, int slot) const {
-        accumulate(dk, dscores, q_operands_[slot]);
+        accumulate_registers(dk, dscores, q_operands_[slot]);
+    }
+
+    // With dS^T from shared memory.
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Element* dscores, int slot) const {
+        const uint32_t a = wgmma_descriptor(dscores, 0);
+        accumulate(dk, q_operands_[slot], [a](GradPart& part, int step, uint32_t b) {
+            Wgmma<Element, kGradCols>::template ss<Major::K, Major::MN>(part, a + (step * kStepBytes >> 4), b, 1);
+        });
     }
 
 private:
@@ -71,7 +79,6 @@ private:
                                                int slot) const {
         const uint32_t a = Config::kHasKeysInRegisters ? 0 : wgmma_descriptor(keys.rows, 0);
         constexpr int kStepsPerSlab = Config::kSlabCols / 16;
-        constexpr int kStepBytes = 32;
 #pragma unroll
         for (int i = 0; i < kScores; ++i) {
             product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
@@ -99,7 +106,15 @@ private:
         wgmma_commit_group();
     }
 
-    __device__ __forceinline__ void accumulate(Grad& sum, const Operand& a, uint32_t queries) const {
+    __device__ __forceinline__ void accumulate_registers(Grad& sum, const Operand& a, uint32_t queries) const {
+        accumulate(sum, queries, [&a](GradPart& part, int step, uint32_t b) {
+            Wgmma<Element, kGradCols>::template rs<Major::MN>(part, a + 4 * step, b, 1);
+        });
+    }
+
+    // `multiply` adds the products of 16 queries to some columns.
+    template <class Multiply>
+    __device__ __forceinline__ void accumulate(Grad& sum, uint32_t queries, Multiply multiply) const {
         const uint32_t b = queries + leading_stride(kQSlabBytes);
         pin(sum);
         wgmma_fence();
@@ -107,9 +122,8 @@ private:
         for (int step = 0; step < Config::kBlockCols / 16; ++step) {
 #pragma unroll
             for (int part = 0; part < Config::kHeadDim / kGradCols; ++part) {
-                auto& part_of_sum = *reinterpret_cast<float (*)[kGradCols / 2]>(sum + part * kGradCols / 2);
                 const int within = step * kSixteenRowsBytes + part * kGradCols / Config::kSlabCols * kQSlabBytes;
-                Wgmma<Element, kGradCols>::template rs<Major::MN>(part_of_sum, a + 4 * step, b + (within >> 4), 1);
+                multiply(reinterpret_cast<GradPart&>(sum[part * kGradCols / 2]), step, b + (within >> 4));
             }
         }
         wgmma_commit_group();
@@ -117,6 +131,8 @@ private:
 
     // The assembler takes no instruction with more registers than all threads have on average.
     static constexpr int kGradCols = Config::kHeadDim > 192 ? Config::kHeadDim / 2 : Config::kHeadDim;
+    using GradPart = float[kGradCols / 2];
+    static constexpr int kStepBytes = 32;   // 16 columns
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kSixteenRowsBytes = 16 * 128;

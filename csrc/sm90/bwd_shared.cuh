@@ -73,6 +73,8 @@ struct BackwardConfig {
     static constexpr int kCtas = kCtas_;
     // S and dP then read half as much of shared memory, where there are registers for it.
     static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
+    // And dK takes dS from there, so that it is computed beside the next dS. (Where dq has an order, that loses.)
+    static constexpr bool kHasDscoresOfDkInShared = kHasKeysInRegisters && !kIsDeterministic;
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
@@ -231,6 +233,7 @@ __device__ __forceinline__ bool is_chosen(int lane) {
 template <class Config>
 __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
+    constexpr int kReadersOfDscores = Config::kDqWarps + (Config::kHasDscoresOfDkInShared ? kConsumerWarps / 2 : 0);
     mbarrier_init(smem.kv_full, 1);
     mbarrier_init(smem.kv_empty, kConsumerWarps + Config::kDqWarps);
     for (int i = 0; i < Config::kStages; ++i) {
@@ -243,7 +246,7 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     }
     for (int i = 0; i < Config::kScoreStages; ++i) {
         mbarrier_init(smem.dscores_full[i], Config::kIsWide ? kConsumerWarps / 2 : kConsumerWarps);
-        mbarrier_init(smem.dscores_empty[i], Config::kDqWarps);
+        mbarrier_init(smem.dscores_empty[i], kReadersOfDscores);
     }
     if constexpr (Config::kCtas > 1) {
         for (int i = 0; i < Config::kScoreStages; ++i) {

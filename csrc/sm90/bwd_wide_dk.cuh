@@ -3,7 +3,9 @@
 //
 //     dK; dP"; dS" = P" dP", with P" from its neighbour, is stored and announced
 //
-// Its matmuls follow one another: those of the others fill the gaps.
+// Its matmuls follow one another: those of the others fill the gaps. Or, where dK takes dS from shared memory:
+//
+//     dP"; beside dK, dS" is computed, stored and announced
 #pragma once
 
 #include "bwd_matmuls.cuh"
@@ -34,22 +36,25 @@ public:
         differentiate_scores(dprobs, dscores);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (--left > 0) {
-            const int done = block_.q().slot;
             block_.advance();
-            matmuls_.issue_dk(dk, dscores, done);
-            wgmma_wait_group<0>();
-            pin(dk);
-            release_for_all<Config>(smem_.q_empty[done], lane_);
+            if constexpr (!kOverlaps) {
+                issue_dk(dk, dscores, block_.before());
+                finish_dk(dk, block_.before());
+            }
             await_block();
             matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
-            wgmma_wait_group<0>();
+            if constexpr (kOverlaps) {
+                issue_dk(dk, dscores, block_.before());
+            }
+            wgmma_wait_group<kOverlaps>();
             differentiate_scores(dprobs, dscores);
+            if constexpr (kOverlaps) {
+                finish_dk(dk, block_.before());
+            }
         }
-        matmuls_.issue_dk(dk, dscores, block_.q().slot);
+        issue_dk(dk, dscores, block_);
         release(smem_.kv_empty, lane_);   // the next ones may come while the gradient leaves
-        wgmma_wait_group<0>();
-        pin(dk);
-        release_for_all<Config>(smem_.q_empty[block_.q().slot], lane_);
+        finish_dk(dk, block_);
         block_.advance();
         if constexpr (Config::kCtas > 1) {
             await_peer();
@@ -65,6 +70,27 @@ private:
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
 
+    static constexpr bool kOverlaps = Config::kHasDscoresOfDkInShared;
+    using At = WidePosition<Config>;
+
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, const At& block) const {
+        if constexpr (kOverlaps) {
+            mbarrier_wait_together(smem_.dscores_full[block.dout().slot], block.dout().phase);   // those of the other warps
+            matmuls_.issue_dk(dk, smem_.dscores[block.dout().slot][0], block.q().slot);
+        } else {
+            matmuls_.issue_dk(dk, dscores, block.q().slot);
+        }
+    }
+
+    __device__ __forceinline__ void finish_dk(Grad& dk, const At& block) const {
+        wgmma_wait_group<0>();
+        pin(dk);
+        release_in_all<Config::kCtas>(smem_.q_empty[block.q().slot], lane_);
+        if constexpr (kOverlaps) {
+            release(smem_.dscores_empty[block.dout().slot], lane_);
+        }
+    }
+
     __device__ __forceinline__ void await_block() const {
         mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);   // for what dP starts from
         mbarrier_wait_together(smem_.dout_full[block_.dout().slot], block_.dout().phase);
@@ -73,7 +99,7 @@ private:
     // dS of the present block, which is left to the warpgroups of dQ, here and in the other thread block.
     __device__ __forceinline__ void differentiate_scores(Scores& dprobs, Operand& dscores) const {
         pin(dprobs);
-        release_for_all<Config>(smem_.dout_empty[block_.dout().slot], lane_);
+        release_in_all<Config::kCtas>(smem_.dout_empty[block_.dout().slot], lane_);
         factors_.take(dprobs, dscores, lane_);
         const auto [slot, phase] = block_.dout();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);

@@ -35,7 +35,7 @@ public:
             issue_dv(dv, probs, done);
             wgmma_wait_group<0>();
             pin(dv);
-            release_for_all<Config>(smem_.dout_empty[done.slot], lane_);
+            release_in_all<Config::kCtas>(smem_.dout_empty[done.slot], lane_);
             mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
             matmuls_.issue_scores(scores, keys, block_.q().slot);
             wgmma_wait_group<0>();
@@ -45,7 +45,7 @@ public:
         release(smem_.kv_empty, lane_);   // the next ones may come while the gradient leaves
         wgmma_wait_group<0>();
         pin(dv);
-        release_for_all<Config>(smem_.dout_empty[block_.dout().slot], lane_);
+        release_in_all<Config::kCtas>(smem_.dout_empty[block_.dout().slot], lane_);
         block_.advance();
     }
 
@@ -75,14 +75,14 @@ private:
             math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
             Operand factors;
             exponentiate_capped(scores, probs, factors);
-            release_for_all<Config>(smem_.q_empty[block_.q().slot], lane_);
+            release_in_all<Config::kCtas>(smem_.q_empty[block_.q().slot], lane_);
             factors_.leave(factors, lane_);
         } else {
             math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
             math_.scale(scores);
             math_.exponentiate(scores);
             round(scores, probs);
-            release_for_all<Config>(smem_.q_empty[block_.q().slot], lane_);
+            release_in_all<Config::kCtas>(smem_.q_empty[block_.q().slot], lane_);
             factors_.leave(probs, lane_);
         }
     }

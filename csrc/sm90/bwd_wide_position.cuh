@@ -19,6 +19,13 @@ public:
         }
     }
 
+    __device__ __forceinline__ WidePosition before() const {
+        WidePosition block;
+        block.q_ = q_.before();
+        block.dout_ = dout_.before();
+        return block;
+    }
+
     __device__ __forceinline__ void advance() {
         q_.advance();
         dout_.advance();

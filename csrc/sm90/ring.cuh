@@ -20,12 +20,27 @@ struct Position {
             phase ^= 1;
         }
     }
+
+    __device__ __forceinline__ Position before() const {
+        return slot == 0 ? Position{kStages - 1, phase ^ 1} : Position{slot - 1, phase};
+    }
 };
 
 // By all lanes of a warp: it has no more use for a buffer, or has filled it.
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     __syncwarp();
     mbarrier_arrive_if(lane == 0, barrier);
+}
+
+// Likewise, of a buffer that is filled for all thread blocks of a cluster at a time.
+template <int kCtas>
+__device__ __forceinline__ void release_in_all(uint64_t& barrier, int lane) {
+    if constexpr (kCtas > 1) {
+        __syncwarp();
+        mbarrier_arrive_at_rank_if(lane < kCtas, barrier, lane);
+    } else {
+        release(barrier, lane);
+    }
 }
 
 // The descriptors for wgmma of what lies in the slots of a ring. That of the first one stays in a uniform register, from which one

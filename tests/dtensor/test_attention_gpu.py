@@ -83,7 +83,15 @@ def test_every_strategy_and_degree(run, strategy, degree):
 
 
 @pytest.mark.parametrize(
-    "heads", [Heads(2, 2, 128, 128), Heads(8, 1, 128, 128), Heads(4, 2, 64, 64)], ids=lambda h: h.id
+    "heads",
+    [
+        Heads(2, 2, 128, 128),
+        Heads(8, 1, 128, 128),
+        Heads(4, 2, 64, 64),
+        Heads(4, 2, 192, 192),
+        Heads(4, 2, 256, 256),
+    ],
+    ids=lambda h: h.id,
 )
 def test_heads(run, heads):
     check(run, replace(SQUARE["varlen_full"], heads=heads))
@@ -94,9 +102,9 @@ def test_compiled(run, name):
     check(run, replace(SQUARE[name], heads=GQA), is_compiled=True)
 
 
-def inputs_of(rows, device, seed):
+def inputs_of(rows, device, seed, head_dim=128):
     generator = torch.Generator(device).manual_seed(seed)
-    shapes = [(rows, heads, 128) for heads in (8, 2, 2)]
+    shapes = [(rows, heads, head_dim) for heads in (8, 2, 2)]
     return [torch.randn(x, device=device, generator=generator).bfloat16() for x in shapes]
 
 
@@ -167,19 +175,19 @@ def test_graph(run, deterministic):
     run(run_in_a_graph, deterministic=deterministic)
 
 
-def backward_of(group, collective, options, slices):
+def backward_of(group, collective, options, slices, head_dim=128):
     """`run(inputs, kernel)`, the gradients of this rank's rows, and how to make inputs."""
     device, rank = torch.device("cuda", group.rank()), group.rank()
     plan = plan_rank(slices, group.size(), rank, options)
     ready = unpack(*plan.tensors(device))
-    q, k, v = inputs_of(ready.rows, device, rank)
-    problem = problem_of(q, k, v, 128**-0.5, 0.0)
+    q, k, v = inputs_of(ready.rows, device, rank, head_dim)
+    problem = problem_of(q, k, v, head_dim**-0.5, 0.0)
     moving = select(collective, group, device)
     rest = (ready, kernels.select(problem), problem, moving, group)
 
     def inputs(seed):
-        q, k, v = inputs_of(ready.rows, device, 100 * rank + seed)
-        dout, _, _ = inputs_of(ready.rows, device, 100 * rank + seed + 50)
+        q, k, v = inputs_of(ready.rows, device, 100 * rank + seed, head_dim)
+        dout, _, _ = inputs_of(ready.rows, device, 100 * rank + seed + 50, head_dim)
         return (dout, None, q, k, v, *attention.forward(q, k, v, *rest))
 
     def run(tensors, kernel=rest[1]):
@@ -203,10 +211,10 @@ def assert_close(grads, expected):
         torch.testing.assert_close(grad, right, rtol=2.0**-6, atol=atol)
 
 
-def run_phases(group, options, collective):
+def run_phases(group, options, head_dim, collective):
     """Late ranks, whose gradients are to be those of a kernel that waits for keys before it begins."""
     slices, rank, size = documents([700, 1, 90, 1257, 2048], True), group.rank(), group.size()
-    run, inputs, kernel = backward_of(group, collective, options, slices)
+    run, inputs, kernel = backward_of(group, collective, options, slices, head_dim)
     given = [inputs(step) for step in range(12)]
     found = []
     for step, tensors in enumerate(given):
@@ -224,16 +232,16 @@ def run_phases(group, options, collective):
             torch.testing.assert_close(dq, expected.dq)
 
 
-@pytest.mark.parametrize("degree", [0, 1, 2])
-def test_phases(run, degree):
-    run(run_phases, replace(OPTIONS, backward_degree=degree, early=False))
+@pytest.mark.parametrize("degree, head_dim", [(0, 128), (1, 128), (2, 128), (1, 192), (1, 256)])
+def test_phases(run, degree, head_dim):
+    run(run_phases, replace(OPTIONS, backward_degree=degree, early=False), head_dim)
 
 
-def run_early_backward(group, collective):
+def run_early_backward(group, head_dim, collective):
     """Late ranks, as above. Whatever keys a kernel finds there, near and far ones have tiles of their own. Memory that
     nothing was written to is no number."""
     slices, rank, size = documents([700, 1, 90, 1257, 2048], True), group.rank(), group.size()
-    run, inputs, kernel = backward_of(group, collective, MERGED, slices)
+    run, inputs, kernel = backward_of(group, collective, MERGED, slices, head_dim)
     given = [inputs(step) for step in range(20)]
     found = []
     for step, tensors in enumerate(given):
@@ -248,8 +256,9 @@ def run_early_backward(group, collective):
         assert_close(grads, expected)
 
 
-def test_a_backward_that_begins_early(run):
-    run(run_early_backward)
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+def test_a_backward_that_begins_early(run, head_dim):
+    run(run_early_backward, head_dim)
 
 
 def run_backward_in_a_graph(group, collective):

@@ -125,8 +125,7 @@ class CudaKernel:
         )
 
     def backward_may_be_early(self, problem: AttnProblem) -> bool:
-        is_measured = problem.head_dim <= 128
-        return is_measured and not torch.are_deterministic_algorithms_enabled()
+        return not torch.are_deterministic_algorithms_enabled()
 
     def early_backward_plan(
         self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem
