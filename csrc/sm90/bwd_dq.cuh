@@ -108,12 +108,12 @@ private:
                 }
             });
         } else {
-            differentiate(head, first, end);
+            differentiate_by_parts(head, first, end);
         }
         dscores_.advance();
     }
 
-    __device__ __forceinline__ void differentiate(int head, int first, int end) {
+    __device__ __forceinline__ void differentiate_by_parts(int head, int first, int end) {
 #pragma unroll
         for (int part = 0; part < Config::kDqParts; ++part) {
             Dq dq;

@@ -4,7 +4,8 @@
 // other's gaps.
 //
 // What tiles of 64 keys add to dq is as much as the way to the L2 cache takes. Where there is room, two thread blocks, a cluster,
-// share a tile of 128: they send each other dS, and each adds one half of the columns of dQ, of all keys.
+// share a tile of 128: they load Q and dO for each other, send each other dS, and each adds one half of the columns of dQ, of
+// all keys.
 #pragma once
 
 #include "bwd_gradients.cuh"

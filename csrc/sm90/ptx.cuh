@@ -176,10 +176,10 @@ __device__ __forceinline__ int num_clusters() {
     return count;
 }
 
-// Where the other one has what this one has at a place in shared memory.
-__device__ __forceinline__ uint32_t address_at_rank(uint32_t address, int peer) {
+// Where one of the two has what this one has at a place in shared memory.
+__device__ __forceinline__ uint32_t address_at_rank(uint32_t address, int rank) {
     uint32_t there;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(peer));
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
