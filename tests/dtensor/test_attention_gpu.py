@@ -232,9 +232,7 @@ def run_phases(group, options, head_dim, collective):
             torch.testing.assert_close(dq, expected.dq)
 
 
-@pytest.mark.parametrize(
-    ("degree", "head_dim"), [(0, 128), (1, 128), (2, 128), (1, 192), (1, 256)]
-)
+@pytest.mark.parametrize(("degree", "head_dim"), [(0, 128), (1, 128), (2, 128), (1, 192), (1, 256)])
 def test_phases(run, degree, head_dim):
     run(run_phases, replace(OPTIONS, backward_degree=degree, early=False), head_dim)
 
