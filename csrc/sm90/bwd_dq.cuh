@@ -153,7 +153,7 @@ private:
         pin(dq);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < Config::kTileRows / 16; ++step) {
+        for (int step = 0; step < Config::kBlockRows / 16; ++step) {
             const int within = (step * kSixteenRowsBytes) >> 4;
             Wgmma<Element, Config::kDqCols>::template ss<Major::MN, Major::MN>(dq, a + within, b + within, step != 0);
         }
@@ -195,7 +195,9 @@ private:
         const int group = rows.first / kDqGroupRows;
         if (lane_ == 0 && rows.are_in_run) {
             visits = params_.visits.done + rows.head * num_groups + group;
-            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group];
+            // Thread blocks of a cluster that add to the same columns come one after the other.
+            const int turn_in_cluster = Config::kSharesDq ? 0 : rank_in_cluster<Config>();
+            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group] + turn_in_cluster;
             while (load_acquire(visits) < turn) {
             }
         }

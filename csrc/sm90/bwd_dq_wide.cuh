@@ -17,7 +17,7 @@ public:
     template <class TakeTurn>
     __device__ __forceinline__ void differentiate(const DqTarget& rows, const Position<Config::kScoreStages>& scores,
                                                   TakeTurn take_turn) const {
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             half_of_columns(rows, scores, take_turn);
         } else {
             all_columns(rows, scores, take_turn);
@@ -81,7 +81,7 @@ private:
         pin(dq);
         wgmma_fence();
         accumulate<kCols>(dq, smem_.dscores[slot][0], smem_.k[slab], within, false);
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             accumulate<kCols>(dq, smem_.peer_dscores[slot], smem_.peer_k[slab - first_peer_slab<Config>()], within, true);
         }
         wgmma_commit_group();

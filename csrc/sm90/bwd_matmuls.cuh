@@ -20,7 +20,7 @@ public:
     __device__ __forceinline__ explicit Matmuls(const SharedStorage<Config>& smem)
         : q_operands_(smem.q),
           dout_operands_(smem.dout),
-          stats_operands_(stats_operand(smem.stats[0])),
+          stats_operands_(smem.stats),
           selector_operands_(smem.selectors) {}
 
     // 64 keys as an operand: in registers, or where they lie.

@@ -66,13 +66,13 @@ private:
     __device__ __forceinline__ void load_keys(const TileOfHead& work) {
         const int row = work.tile.row_begin + first_row_of_block<Config>();
         uint32_t bytes = sizeof(smem_.k) + sizeof(smem_.v);
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             bytes += sizeof(smem_.peer_k);
         }
         mbarrier_arrive_expect_tx(smem_.kv_full, bytes);
         load(smem_.k, params_.k, smem_.kv_full, row, work.kv_head);
         load(smem_.v, params_.v, smem_.kv_full, row, work.kv_head);
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
 #pragma unroll 1
             for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {

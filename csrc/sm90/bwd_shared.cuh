@@ -68,9 +68,11 @@ struct BackwardConfig {
 
     // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see bwd_wide.cuh.
     static constexpr bool kIsWide = kHeadDim > 128;
-    // Then a tile may be that of a cluster of two, of 64 keys each. Each computes one half of the columns of dQ for all keys: so
-    // half as much is added up in global memory, which would limit them.
+    // Then a tile is that of a cluster of two, of 64 keys each, which load Q and dO for each other.
     static constexpr int kCtas = kCtas_;
+    // Where there is room for what it needs of the other's, each computes one half of the columns of dQ for all keys: so half as
+    // much is added up in global memory, which would limit them.
+    static constexpr bool kSharesDq = kCtas > 1 && kHeadDim <= 192;
     // S and dP then read half as much of shared memory, where there are registers for it.
     static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
     // And dK takes dS from there, so that it is computed beside the next dS. (Where dq has an order, that loses.)
@@ -79,12 +81,13 @@ struct BackwardConfig {
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
     static constexpr int kRows = 64;   // keys of a warpgroup
-    static constexpr int kTileRows = (kIsWide ? kCtas : kConsumers) * kRows;
+    static constexpr int kBlockRows = (kIsWide ? 1 : kConsumers) * kRows;   // of a thread block
+    static constexpr int kTileRows = kCtas * kBlockRows;
     static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
     static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
-    static constexpr int kKSlab = kTileRows / kCtas * kSlabCols;    // elements
+    static constexpr int kKSlab = kBlockRows * kSlabCols;   // elements
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
     static constexpr int kScoreSlabs = kBlockCols / kSlabCols;
     // dQ of a block is computed in parts: a wgmma high, and as wide as there are registers.
@@ -106,7 +109,7 @@ struct BackwardConfig {
     static_assert(kIsWide || kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
     static_assert(kIsWide || kDoutStages == kStages, "Q and dO go together");
-    static_assert(kIsWide || kCtas == 1, "each thread block has tiles of its own");
+    static_assert(kCtas == (kIsWide ? 2 : 1), "only wide heads share tiles");
     static_assert(!kIsWide || kScoreStages == kDoutStages, "they share a position");
 };
 
@@ -161,7 +164,7 @@ struct FactorStorage<Config, true> {
 };
 
 // What the other thread block of a cluster has.
-template <class Config, bool kIsShared = (Config::kCtas > 1)>
+template <class Config, bool kIsShared = Config::kSharesDq>
 struct PeerStorage : FactorStorage<Config> {};
 
 template <class Config>
@@ -170,13 +173,20 @@ struct PeerStorage<Config, true> : FactorStorage<Config> {
     typename Config::Element peer_k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
 };
 
-template <class Config, bool kIsShared = (Config::kCtas > 1)>
+template <class Config, bool kIsShared = Config::kSharesDq>
 struct PeerBarriers {};
 
 template <class Config>
 struct PeerBarriers<Config, true> {
     uint64_t from_peer[Config::kScoreStages];   // what it has sent is there
     uint64_t to_peer[Config::kScoreStages];     // the other one has no more use for what this one has sent
+};
+
+template <class Config, bool kIsCluster = (Config::kCtas > 1)>
+struct ClusterBarriers {};
+
+template <class Config>
+struct ClusterBarriers<Config, true> : PeerBarriers<Config> {
     uint64_t item_full, item_empty;
 };
 
@@ -190,8 +200,8 @@ struct OperandStorage : PeerStorage<Config> {
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
     Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
-    Selector selectors[kStatistics];   // end with terms 0 and 1 of the first queries, which must be finite
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
+    Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
 };
 
 // dQ on the way out, of each warp; where heads are wide it leaves from registers.
@@ -218,7 +228,7 @@ struct alignas(1024) SharedStorage : DqStorage<Config> {
     uint64_t q_full[Config::kStages], q_empty[Config::kStages];
     uint64_t dout_full[Config::kDoutStages], dout_empty[Config::kDoutStages];
     uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
-    PeerBarriers<Config> cluster;
+    ClusterBarriers<Config> cluster;
 };
 
 // 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it.
@@ -248,12 +258,14 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
         mbarrier_init(smem.dscores_full[i], Config::kIsWide ? kConsumerWarps / 2 : kConsumerWarps);
         mbarrier_init(smem.dscores_empty[i], kReadersOfDscores);
     }
-    if constexpr (Config::kCtas > 1) {
+    if constexpr (Config::kSharesDq) {
         for (int i = 0; i < Config::kScoreStages; ++i) {
             mbarrier_init(smem.cluster.from_peer[i], 1);
             mbarrier_arrive_expect_tx(smem.cluster.from_peer[i], sizeof(smem.peer_dscores[0]));
             mbarrier_init(smem.cluster.to_peer[i], Config::kDqWarps);
         }
+    }
+    if constexpr (Config::kCtas > 1) {
         mbarrier_init(smem.cluster.item_full, 1);
         mbarrier_init(smem.cluster.item_empty, 1);
     }

@@ -1,8 +1,8 @@
 // What the sums of the backward start from: -lse / scale of a query where a score begins, -delta where the gradient of a
 // probability does. A matmul adds them, so that no thread has to load what all keys have in common.
 //
-// Of its 16 terms, 2 to 4 make up one statistic and 5 to 7 the other. Its B operand holds queries: the terms of 8 of them are 6
-// rows of 16 bytes, and the last two rows of the queries before stand for terms 0 and 1. Its A operand holds keys, all alike:
+// Of its 16 terms, 3 make up one statistic and the next 3 the other. Its B operand holds queries: the terms of 8 of them are 6
+// rows of 16 bytes, and the first two rows of the next queries stand for terms 6 and 7. Its A operand holds keys, all alike:
 // halves where a term counts, zeros where it does not. Terms 8 to 15 are terms 0 to 7 once more, in both.
 #pragma once
 
@@ -15,7 +15,6 @@ constexpr int kStatistics = 2;
 constexpr int kTerms = 3;           // of a statistic
 constexpr int kStatsQueries = 8;    // whose statistics lie together
 constexpr int kStatsRows = kStatistics * kTerms;
-constexpr int kOtherRows = 8 - kStatsRows;   // of the queries before
 
 // The statistics of some queries that lie together.
 struct alignas(16) Stats {
@@ -29,18 +28,12 @@ struct alignas(16) Selector {
     uint16_t rows[8][8];
 };
 
-// Where the B operand begins.
-__device__ __forceinline__ const void* stats_operand(const Stats* stats) {
-    return stats->terms[0] - kOtherRows * kStatsQueries;
-}
-
 constexpr uint32_t kStatsDescriptorHigh = plain_descriptor_high(sizeof(Stats));   // to the next queries
 constexpr uint32_t kSelectorDescriptorHigh = plain_descriptor_high(0);            // to the same keys
 
 __device__ __forceinline__ void fill(Selector& selector, int element, Statistic statistic) {
     constexpr uint16_t kHalf = 0x3f00;
-    const int term = element % 8 - kOtherRows;
-    const bool counts = term >= 0 && term / kTerms == static_cast<int>(statistic);
+    const bool counts = element % 8 / kTerms == static_cast<int>(statistic);
     selector.rows[element / 8][element % 8] = counts ? kHalf : 0;
 }
 

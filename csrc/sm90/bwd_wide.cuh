@@ -3,9 +3,9 @@
 // So each has one sum in its registers, whose operand it has there as well, and the matmuls of the three warpgroups fill each
 // other's gaps.
 //
-// What tiles of 64 keys add to dq is as much as the way to the L2 cache takes. Where there is room, two thread blocks, a cluster,
-// share a tile of 128: they load Q and dO for each other, send each other dS, and each adds one half of the columns of dQ, of
-// all keys.
+// Two thread blocks, a cluster, share a tile of 128 keys: they load Q and dO for each other. What 64 keys add to dq is as much as
+// the way to the L2 cache takes. So where there is room, they also send each other dS, and each adds one half of the columns of
+// dQ, of all keys.
 #pragma once
 
 #include "bwd_gradients.cuh"

@@ -30,33 +30,31 @@ public:
         Scores dprobs;
         Operand dscores;
         const auto values = matmuls_.keys(smem_.v[0], row_);
-        await_block();
-        matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
+        issue_dprobs(dprobs, values);
         wgmma_wait_group<0>();
         differentiate_scores(dprobs, dscores);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (--left > 0) {
             block_.advance();
-            if constexpr (!kOverlaps) {
+            if constexpr (kOverlaps) {
+                issue_dprobs(dprobs, values);
+                issue_dk(dk, dscores, block_.before());
+                wgmma_wait_group<1>();
+                differentiate_scores(dprobs, dscores);
+                finish_dk(dk, block_.before());
+            } else {
                 issue_dk(dk, dscores, block_.before());
                 finish_dk(dk, block_.before());
-            }
-            await_block();
-            matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
-            if constexpr (kOverlaps) {
-                issue_dk(dk, dscores, block_.before());
-            }
-            wgmma_wait_group<kOverlaps>();
-            differentiate_scores(dprobs, dscores);
-            if constexpr (kOverlaps) {
-                finish_dk(dk, block_.before());
+                issue_dprobs(dprobs, values);
+                wgmma_wait_group<0>();
+                differentiate_scores(dprobs, dscores);
             }
         }
         issue_dk(dk, dscores, block_);
         release(smem_.kv_empty, lane_);   // the next ones may come while the gradient leaves
         finish_dk(dk, block_);
         block_.advance();
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             await_peer();
         }
     }
@@ -91,9 +89,11 @@ private:
         }
     }
 
-    __device__ __forceinline__ void await_block() const {
+    // Of the present block.
+    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const typename Matmuls<Config>::Keys& values) const {
         mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);   // for what dP starts from
         mbarrier_wait_together(smem_.dout_full[block_.dout().slot], block_.dout().phase);
+        matmuls_.issue_dprobs(dprobs, values, block_.dout().slot, block_.q().slot);
     }
 
     // dS of the present block, which is left to the warpgroups of dQ, here and in the other thread block.
@@ -103,13 +103,13 @@ private:
         factors_.take(dprobs, dscores, lane_);
         const auto [slot, phase] = block_.dout();
         mbarrier_wait_together(smem_.dscores_empty[slot], phase ^ 1);
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             mbarrier_wait_together(smem_.cluster.to_peer[slot], phase ^ 1);
         }
         math_.store_dscores(dscores, smem_.dscores[slot][0], row_);
         fence_proxy_async_shared();
         release(smem_.dscores_full[slot], lane_);
-        if constexpr (Config::kCtas > 1) {
+        if constexpr (Config::kSharesDq) {
             send(slot);
         }
     }

@@ -134,7 +134,7 @@ def backward(
     home = _WayHome(k, v, collective, reduce_group)
     signals = None
     if isinstance(kernel, EarlyKernel) and plan.backward_is_early:
-        if kernel.backward_may_be_early(problem):
+        if kernel.backward_may_be_early():
             signals = collective.signals(group, q.device)
         if signals is not None:
             dq = _backward_early(

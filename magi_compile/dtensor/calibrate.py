@@ -128,7 +128,7 @@ def calibrate(
         backward_wave_rows=wave_rows(nheads_kv, num_sms),
         starts_early=isinstance(kernel, EarlyKernel),
         backward_starts_early=isinstance(kernel, EarlyKernel)
-        and kernel.backward_may_be_early(problem)
+        and kernel.backward_may_be_early()
         and moving.signals(group, device) is not None,
     )
 

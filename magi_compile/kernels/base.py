@@ -159,7 +159,7 @@ class EarlyKernel(Kernel, Protocol):
         """
         ...
 
-    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+    def backward_may_be_early(self) -> bool:
         """Whether `backward_early` can be called, as torch's settings are now."""
         ...
 

@@ -96,9 +96,9 @@ class BackwardConfig:
     dq_registers: int
     consumer_registers: int
     rounds_dq: bool
-    tile_rows: int = 128
     num_ctas: int = 1
 
+    tile_rows = 128
     num_threads = 128 * 4
 
     @property
@@ -113,7 +113,7 @@ _BACKWARD = {
     96: BackwardConfig(64, 3, 3, 2, 32, 80, 200, True),
     128: BackwardConfig(64, 3, 3, 2, 32, 64, 208, True),
     192: BackwardConfig(64, 3, 2, 2, 32, 64, 208, True, num_ctas=2),
-    256: BackwardConfig(64, 2, 2, 2, 32, 64, 208, True, tile_rows=64),
+    256: BackwardConfig(64, 2, 2, 2, 32, 64, 208, True, num_ctas=2),
 }
 _BACKWARD_CAPPED = {  # with soft-cap
     **_BACKWARD,

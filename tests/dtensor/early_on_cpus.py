@@ -42,7 +42,7 @@ class EarlyCpuKernel(CpuKernel):
         assert all(x is y for x, y in zip(arrive(), far_keys, strict=True))
         return self.forward(q, *far_keys, far, plans[1], problem, prior=first)
 
-    def backward_may_be_early(self, problem):
+    def backward_may_be_early(self):
         return may_be_early
 
     def early_backward_plan(self, plan, is_near, problem):

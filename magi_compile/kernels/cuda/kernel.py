@@ -124,7 +124,7 @@ class CudaKernel:
             dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
         )
 
-    def backward_may_be_early(self, problem: AttnProblem) -> bool:
+    def backward_may_be_early(self) -> bool:
         return not torch.are_deterministic_algorithms_enabled()
 
     def early_backward_plan(
