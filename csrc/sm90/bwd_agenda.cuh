@@ -1,8 +1,8 @@
 // What thread blocks of the backward pass work on, in which order, and which way they walk: a list of entries that the
 // kernel in front writes (bwd_agenda_writer.cuh), and from which blocks draw one item after another (bwd_items.cuh).
 //
-// Heads of keys come in sections, and in each the tiles as the plan has them, document by document: what is worked on at a
-// time reads the same queries, which then come from the L2 cache.
+// Heads of keys come in sections, and in each, or in several at once, the tiles as the plan has them, document by document: what is
+// worked on at a time reads the same queries, which then come from the L2 cache.
 #pragma once
 
 namespace ffa {

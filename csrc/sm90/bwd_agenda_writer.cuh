@@ -5,6 +5,10 @@
 //   whole waves: between others, or with some of them left to start late, each thread block would be at other queries. What
 //   is left of them comes last.
 //
+//   Turns. Heads come in turns of one section or, under a mask of one document, of so many sections that a turn keeps the SMs busy for
+//   whole waves: then thread blocks that start together also end with it. Where there are several documents, waves are ragged
+//   anyway, and fewer heads at a time have more of their queries in the L2 cache.
+//
 //   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
 //   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
 //   another, and end together.
@@ -47,10 +51,11 @@ public:
         int qhead_per_kvhead;
         int num_blocks;   // of threads, or clusters of them, that will draw from the agenda
         int is_one_way;   // all walks are from the last queries to the first
+        int sections_at_once;   // of a turn, under a mask of one document; divides the number of sections
         const Tile* tiles_behind;   // [num_tiles], of which about half are left when these are over; or null
     };
 
-    static_assert(sizeof(Params) == 104, "packed by magi_compile/kernels/cuda/backward.py");
+    static_assert(sizeof(Params) == 112, "packed by magi_compile/kernels/cuda/backward.py");
 
     __device__ __forceinline__ explicit AgendaWriter(const Params& params)
         : params_(params),
@@ -103,9 +108,9 @@ private:
         num_others_ = num_tiles_;
         blocks_of_others_ = num_blocks_;
         if (num_documents == 1) {
+            at_once_ = params_.sections_at_once;
             find_chapters();
-            const int items_of_section = num_others_ * agenda_.heads_per_section;
-            waves_of_section_ = (items_of_section + params_.num_blocks / 2) / params_.num_blocks;
+            waves_of_turn_ = (num_others_ * heads_at_once() + params_.num_blocks / 2) / params_.num_blocks;
         }
     }
 
@@ -157,6 +162,8 @@ private:
         }
         return waves * params_.num_blocks / agenda_.heads_per_section;
     }
+
+    __device__ __forceinline__ int heads_at_once() const { return at_once_ * agenda_.heads_per_section; }
 
     __device__ __forceinline__ bool begins_chapter(int i, int num_tiles) const {
         bool begins = blocks_of(i) * params_.qhead_per_kvhead >= kLeastVisitsOfChapter;
@@ -229,7 +236,7 @@ private:
         }
         const int num_others = num_others_ * num_sections_;
         if (i < num_others) {
-            return in_no_chapter(i / num_others_, i % num_others_, before);
+            return in_no_chapter(i, before);
         }
         i -= num_others;
         before += 1ll * num_sections_ * blocks_of_others_;
@@ -246,14 +253,25 @@ private:
         return {};   // there are no more
     }
 
+    // The section of place `i` of some tiles, of which it is tile `index`.
+    struct InTurn {
+        int section, index;
+    };
+
+    __device__ __forceinline__ InTurn in_turn(int i, int num_tiles) const {
+        const int turn = i / (num_tiles * at_once_), left = i % (num_tiles * at_once_);
+        return {turn * at_once_ + left % at_once_, left / at_once_};
+    }
+
     // `before` is what comes before the chapter.
-    __device__ __forceinline__ static Place in_chapter(const Chapter& chapter, int i, long long before) {
-        const int section = i / chapter.num_tiles, tile = chapter.begin + i % chapter.num_tiles;
-        return {section, tile, kInChapter, before + 1ll * i * chapter.blocks};
+    __device__ __forceinline__ Place in_chapter(const Chapter& chapter, int i, long long before) const {
+        const auto [section, index] = in_turn(i, chapter.num_tiles);
+        return {section, chapter.begin + index, kInChapter, before + 1ll * i * chapter.blocks};
     }
 
     // `before` is what comes before the first one.
-    __device__ __forceinline__ Place in_no_chapter(int section, int index, long long before) const {
+    __device__ __forceinline__ Place in_no_chapter(int i, long long before) const {
+        const auto [section, index] = in_turn(i, num_others_);
         int tile = index, of_chapters = 0;
 #pragma unroll 1
         for (int c = 0; c < num_chapters_; ++c) {
@@ -263,7 +281,9 @@ private:
                 of_chapters += chapter.num_tiles * chapter.blocks;
             }
         }
-        before += 1ll * section * blocks_of_others_ + blocks_before_[tile] - of_chapters;
+        const long long turns_before = section / at_once_;
+        before += at_once_ * (turns_before * blocks_of_others_ + blocks_before_[tile] - of_chapters) +
+                  section % at_once_ * blocks_of(tile);
         return {section, tile, index, before};
     }
 
@@ -295,7 +315,7 @@ private:
     __device__ __forceinline__ AgendaEntry entry(int i, int num_parts, int slot) const {
         const Place at = place(i);
         const int in_document = at.index - document_begin_[document_of_[at.tile]];
-        const int wave = at.section * waves_of_section_ + in_document * agenda_.heads_per_section / params_.num_blocks;
+        const int wave = at.section / at_once_ * waves_of_turn_ + in_document * heads_at_once() / params_.num_blocks;
         const bool is_ascending = !params_.is_one_way && at.index != kInChapter && wave % 2 != 0;
         return {at.tile,
                 at.section * agenda_.heads_per_section,
@@ -337,7 +357,8 @@ private:
     Chapter chapters_[kMostChapters];
     int num_chapters_ = 0;
     int num_others_, blocks_of_others_;   // of tiles in none of them
-    int waves_of_section_ = 0;   // of these, where one document is all there is
+    int at_once_ = 1;   // sections of a turn
+    int waves_of_turn_ = 0;   // of these tiles, where one document is all there is
 };
 
 }  // namespace ffa

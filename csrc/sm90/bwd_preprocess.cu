@@ -11,6 +11,7 @@
 namespace ffa {
 
 constexpr int kThreads = 256;
+constexpr int kBlocksPerSm = 5;   // left to itself, the compiler takes 40 registers, and spills
 constexpr int kNumAgendas = FFA_NUM_AGENDAS;
 using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
 
@@ -31,7 +32,7 @@ struct PreprocessParams {
     Writer::Params agendas[kNumAgendas];   // of near tiles, and of far ones
 };
 
-static_assert(sizeof(PreprocessParams) == 120 + 104 * kNumAgendas, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 120 + 112 * kNumAgendas, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -108,7 +109,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
 
 }  // namespace ffa
 
-extern "C" __global__ void __launch_bounds__(ffa::kThreads)
+extern "C" __global__ void __launch_bounds__(ffa::kThreads, ffa::kBlocksPerSm)
     ffa_backward_preprocess(const __grid_constant__ ffa::PreprocessParams params) {
     ffa::preprocess(params);
 }

@@ -123,10 +123,10 @@ _BACKWARD_CAPPED = {  # with soft-cap
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
-# cache. A section is to keep the SMs busy about once (0.85 to 1.13 times), or from about twice on, not one and a half
-# times: then thread blocks that start together also end with it. Where all heads together keep them busy less than three
-# times, one section balances better than several; tiles of a single query head can not be in parts, and balance better
-# where they are many.
+# cache. Under a mask of one document they are to keep the SMs busy about once (0.85 to 1.13 times), or from about twice on, not
+# one and a half times: then thread blocks that start together also end with it. Where all heads together keep them busy less
+# than three times, one section balances better than several; tiles of a single query head can not be in parts, and balance
+# better where they are many.
 _BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE, _BACKWARD_ENOUGH_WAVES = 0.85, 0.13, 2
 _BACKWARD_MANY_WAVES = 3
 
@@ -136,13 +136,19 @@ def backward_config(problem: AttnProblem) -> BackwardConfig:
     return (_BACKWARD_CAPPED if problem.softcap else _BACKWARD)[problem.head_dim]
 
 
-def backward_heads_per_section(
-    problem: AttnProblem, num_tiles: int, num_sms: int, num_lists: int = 1
-) -> int:
-    """How many key-value heads the backward works on at a time, `num_tiles` of each.
+class BackwardSections(NamedTuple):
+    """How many key-value heads the backward works on at a time: `heads`, those of a section, and under a mask of one document those
+    of so many sections `at_once`. What the mask is, the kernel sees."""
 
-    The fewest that keep the SMs busy once, or twice and more; all, where they do so less than three times. Tiles that come from
-    two lists begin with those of others anyway, so there the fewest that keep the SMs busy.
+    heads: int
+    at_once: int = 1
+
+
+def backward_sections(
+    problem: AttnProblem, num_tiles: int, num_sms: int, num_lists: int = 1
+) -> BackwardSections:
+    """For `num_tiles` of each head: the fewest heads that keep the SMs busy, under a mask of one document once, or twice and
+    more; all, where they do so less than three times. Tiles that come from two lists begin with those of others anyway.
     """
     waves = {
         heads: num_tiles * heads / num_sms
@@ -150,16 +156,19 @@ def backward_heads_per_section(
         if num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
     }
     if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
-        return problem.nheads_kv
+        return BackwardSections(problem.nheads_kv)
     if problem.qhead_per_kvhead == 1:
-        return min(heads for heads, n in waves.items() if n >= _BACKWARD_MANY_WAVES)
+        return BackwardSections(min(h for h, n in waves.items() if n >= _BACKWARD_MANY_WAVES))
+    least = min(waves)
     if num_lists > 1:
-        return min(waves)
-    return min(
-        heads
+        return BackwardSections(least)
+    at_once = min(
+        heads // least
         for heads, n in waves.items()
-        if n >= _BACKWARD_ENOUGH_WAVES or abs(n - round(n)) <= _BACKWARD_RAGGED_WAVE
+        if (n >= _BACKWARD_ENOUGH_WAVES or abs(n - round(n)) <= _BACKWARD_RAGGED_WAVE)
+        and heads % least == 0
     )
+    return BackwardSections(least, at_once)
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:

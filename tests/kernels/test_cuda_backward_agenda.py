@@ -3,6 +3,7 @@
 import ctypes
 import math
 import struct
+from collections.abc import Iterable
 from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP, LEAST_VISITS_OF_CHAPTER = 24, 512, 1024
 FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ6iQ")
+ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ7i4xQ")
 SOURCE = """
 #include <algorithm>
 #include "many_threads.cuh"
@@ -80,6 +81,7 @@ class Sizes(NamedTuple):
     heads_per_section: int = 2
     num_slots: int = 300
     is_one_way: bool = False
+    at_once: int = 1  # sections of a turn, under a mask of one document
 
     @property
     def sections(self) -> range:
@@ -121,6 +123,7 @@ def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None)
         *(at[0], at[1], at[2], at[3], at[3] + 4, at[4], 0),
         *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
         *(num_tiles, FIRST_SLOT, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+        sizes.at_once,
         0 if tiles_behind is None else tiles_behind.data_ptr(),
     )
     library.write_agenda(params)
@@ -185,7 +188,7 @@ class Chapter(NamedTuple):
     num_first: int
 
     def places(self, sizes: Sizes) -> list[tuple[int, int]]:
-        return [(section, tile) for section in sizes.sections for tile in self.tiles]
+        return in_turns(self.tiles, sizes, sizes.at_once)
 
 
 def chapters(plan, sizes: Sizes) -> list[Chapter]:
@@ -206,6 +209,16 @@ def chapters(plan, sizes: Sizes) -> list[Chapter]:
     return found[:4]
 
 
+def in_turns(tiles: Iterable[int], sizes: Sizes, at_once: int) -> list[tuple[int, int]]:
+    """The section and the tile: one after the other for so many sections at once."""
+    turns = [sizes.sections[i : i + at_once] for i in sizes.sections[::at_once]]
+    return [(section, tile) for turn in turns for tile in tiles for section in turn]
+
+
+def at_once(plan, sizes: Sizes) -> int:
+    return sizes.at_once if len(lengths_of_documents(plan)) == 1 else 1
+
+
 def others(plan, sizes: Sizes) -> list[int]:
     """The tiles in no chapter."""
     of_chapters = {tile for chapter in chapters(plan, sizes) for tile in chapter.tiles}
@@ -217,7 +230,7 @@ def expected_places(plan, sizes: Sizes) -> list[tuple[int, int]]:
     found = chapters(plan, sizes)
     first = [place for x in found for place in x.places(sizes)[: x.num_first]]
     last = [place for x in found for place in x.places(sizes)[x.num_first :]]
-    middle = [(section, tile) for section in sizes.sections for tile in others(plan, sizes)]
+    middle = in_turns(others(plan, sizes), sizes, at_once(plan, sizes))
     return first + middle + last
 
 
@@ -245,19 +258,22 @@ def expected_parts(plan, sizes: Sizes) -> list[int]:
 
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
     """For each place: every other wave of its document is ascending, where one document is all there is those of all
-    sections in a row. Tiles of chapters are not counted, they descend."""
-    heads, not_in_chapters = sizes.heads_per_section, others(plan, sizes)
-    documents, of_section = lengths_of_documents(plan), 0
+    turns in a row. Tiles of chapters are not counted, they descend."""
+    turn, not_in_chapters = at_once(plan, sizes), others(plan, sizes)
+    heads = turn * sizes.heads_per_section
+    documents, of_turn = lengths_of_documents(plan), 0
     if len(documents) == 1:
         documents = [len(not_in_chapters)]
-        of_section = int(documents[0] * heads / sizes.num_blocks + 0.5)
+        of_turn = int(documents[0] * heads / sizes.num_blocks + 0.5)
     place_in_document = [place for length in documents for place in range(length)]
     waves = {
         tile: place * heads // sizes.num_blocks
         for tile, place in zip(not_in_chapters, place_in_document, strict=True)
     }
     return [
-        not sizes.is_one_way and tile in waves and (section * of_section + waves[tile]) % 2 == 1
+        not sizes.is_one_way
+        and tile in waves
+        and (section // turn * of_turn + waves[tile]) % 2 == 1
         for section, tile in expected_places(plan, sizes)
     ]
 
@@ -358,6 +374,27 @@ def test_directions(lengths, heads_per_section, num_blocks, library):
     assert any(x.is_ascending for x in entries) >= (most_waves > 1)
     one_way = check(library, case, sizes._replace(is_one_way=True))
     assert not any(x.is_ascending for x in one_way)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("heads_and_sections", [(1, 2), (1, 4), (2, 2)])
+def test_sections_at_once(heads_and_sections, case, library):
+    """Under a mask of one document their heads take turns tile by tile, as those of one section would."""
+    heads, sections = heads_and_sections
+    sizes = Sizes(8, 12, heads_per_section=heads, at_once=sections)
+    entries = check(library, case, sizes)
+    as_one = check(library, case, sizes._replace(heads_per_section=heads * sections, at_once=1))
+    apart = check(library, case, sizes._replace(at_once=1))
+
+    def order(entries, heads):
+        """(tile, first head of those at a time, direction), without parts."""
+        found = ((x.tile, x.first_head // heads, x.is_ascending) for x in entries)
+        return [x for x, _ in groupby(found)]
+
+    if len(lengths_of_documents(plan_of(case))) == 1:
+        assert order(entries, heads * sections) == order(as_one, heads * sections)
+    else:
+        assert entries == apart
 
 
 def test_sections_of_one_wave_alternate(library):

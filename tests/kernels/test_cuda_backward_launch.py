@@ -13,6 +13,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.backward_scratch import Scratch
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from magi_compile.kernels.heuristics import BackwardSections
 from tests.kernels import idle_driver
 
 ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
@@ -20,10 +21,10 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ6iQ")
+PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ7i4xQ")
 MAIN, LIST = struct.Struct("<2QQi4xQ4if4x7Qi2f4x"), struct.Struct("<6Q2i")
 POSTPROCESS = struct.Struct("<Qi4xQ4if4xQ")
-SIZES = (224, 1088, 56)
+SIZES = (232, 1088, 56)
 
 
 class Call(NamedTuple):
@@ -95,15 +96,15 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
     assert module._route.cache_info().misses == 1
 
 
-@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
+@pytest.mark.parametrize("sections", [(1, 1), (1, 2), (2, 1), (4, 1)])
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("num_tiles", [1, 64, 70])
 def test_what_lies_in_scratch_does_not_overlap(
-    num_tiles, heads_kv, heads_per_section, launches, monkeypatch
+    num_tiles, heads_kv, sections, launches, monkeypatch
 ):
-    heads = min(heads_per_section, heads_kv)
+    heads, at_once = (min(x, heads_kv) for x in sections)
     monkeypatch.setattr(module, "rounds_dq", lambda *_: True)
-    monkeypatch.setattr(module, "backward_heads_per_section", lambda *_: heads)
+    monkeypatch.setattr(module, "backward_sections", lambda *_: BackwardSections(heads, at_once))
     problem = replace(PROBLEM, nheads_kv=heads_kv)
     tensors = inputs()
     for name in "kv":
@@ -112,15 +113,14 @@ def test_what_lies_in_scratch_does_not_overlap(
     stats, dq_sum = found.before[4:6]
     entries, num_entries, counters, arrivals, partials = found.before[18:23]
     done, wanted, progress = found.before[7:10]
-    workspace, agenda_tiles, first_slot, num_slots, group, grid, is_one_way, behind = found.before[
-        25:
-    ]
+    workspace, agenda_tiles, first_slot, num_slots, group, grid, *others = found.before[25:]
     assert found.tiles[1:] == found.before[18:25]
     assert found.main[17] == group
     assert found.before[23:25] == (heads_kv, heads)
-    assert found.main[7] == heads * group
+    assert found.main[7] == heads * at_once * group
     assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
-    assert (grid, is_one_way, behind) == (min(num_tiles * HEADS_Q, 132), 0, 0)
+    assert grid == min(num_tiles * HEADS_Q, 132)
+    assert others == [0, at_once, 0]  # no way that all go, no tiles behind
     num_items = num_tiles * heads_kv // heads
     assert num_slots * heads <= 768
     assert num_slots == 0 or group > 1

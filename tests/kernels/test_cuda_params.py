@@ -148,7 +148,7 @@ BEFORE = Layout(
             for name in (
                 *("tiles", "runs", *(f"agenda.{name}" for name in (*AGENDA, *HEADS))),
                 *("scratch", "num_tiles", "first_slot", "num_slots", "qhead_per_kvhead"),
-                *("num_blocks", "is_one_way", "tiles_behind"),
+                *("num_blocks", "is_one_way", "sections_at_once", "tiles_behind"),
             )
         ),
     ),

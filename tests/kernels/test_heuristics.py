@@ -7,7 +7,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
     CUDA_HEAD_DIMS,
     backward_config,
-    backward_heads_per_section,
+    backward_sections,
     plan_tiles,
 )
 
@@ -20,42 +20,46 @@ def problem(nheads_q=8, nheads_kv=8, head_dim=128):
 @pytest.mark.parametrize("group", [1, 8])
 @pytest.mark.parametrize("nheads_kv", [1, 2, 3, 5, 6, 8, 64])
 def test_sections_of_the_backward(nheads_kv, group, num_tiles):
-    """They divide the heads, and where those are not few, fill the SMs: about once, about twice, or more often."""
+    """Where heads are not few, a section fills the SMs, and so many at once do about once, about twice, or more often."""
     of_group = problem(group * nheads_kv, nheads_kv)
-    heads = backward_heads_per_section(of_group, num_tiles, num_sms=132)
-    assert nheads_kv % heads == 0
+    heads, at_once = backward_sections(of_group, num_tiles, num_sms=132)
+    assert nheads_kv % (heads * at_once) == 0
     if num_tiles * nheads_kv < 3 * 132:
-        assert heads == nheads_kv
+        assert (heads, at_once) == (nheads_kv, 1)
         return
 
-    def is_enough(heads):
-        waves = num_tiles * heads / 132
-        if group == 1:
-            return waves >= 3
-        return num_tiles * heads >= 0.85 * 132 and (waves <= 1.13 or waves >= 1.87)
+    def fills(heads):
+        return num_tiles * heads >= (3 if group == 1 else 0.85) * 132
 
-    assert is_enough(heads)
-    assert not any(is_enough(n) for n in range(1, heads) if nheads_kv % n == 0)
+    def is_enough(at_once):
+        waves = num_tiles * heads * at_once / 132
+        return waves <= 1.13 or waves >= 1.87
+
+    assert fills(heads)
+    assert is_enough(at_once)
+    assert not any(fills(n) for n in range(1, heads) if nheads_kv % n == 0)
+    assert not any(is_enough(n) for n in range(1, at_once) if nheads_kv % (heads * n) == 0)
 
 
 @pytest.mark.parametrize(
     ("num_tiles", "grouped", "single"),
     [
-        *[(32, 8, 8), (49, 8, 8)],  # less than three waves in all
-        *[(64, 2, 8), (128, 1, 4), (256, 1, 2), (512, 1, 1)],  # 8K, 16K, 32K and 64K keys
-        *[(60, 2, 8), (55, 8, 8)],  # 0.91 waves will do, not 0.83 nor 1.67
-        *[(96, 4, 8), (100, 4, 4), (200, 2, 2)],  # 1.5 waves are neither one nor two
-        *[(79, 4, 8), (179, 2, 4), (283, 1, 2)],  # from two on it does not matter
+        *[(32, (8, 1), 8), (49, (8, 1), 8)],  # less than three waves in all
+        # 8K, 16K, 32K and 64K keys
+        *[(64, (2, 1), 8), (128, (1, 1), 4), (256, (1, 1), 2), (512, (1, 1), 1)],
+        *[(60, (2, 1), 8), (55, (4, 2), 8)],  # 0.91 waves will do, not 0.83 nor 1.67
+        *[(96, (2, 2), 8), (100, (2, 2), 4), (200, (1, 2), 2)],  # 1.5 are neither one nor two
+        *[(79, (2, 2), 8), (179, (1, 2), 4), (283, (1, 1), 2)],  # from two on it does not matter
     ],
 )
-def test_sections_are_of_whole_waves(num_tiles, grouped, single):
-    assert backward_heads_per_section(problem(64, 8), num_tiles, num_sms=132) == grouped
-    assert backward_heads_per_section(problem(8, 8), num_tiles, num_sms=132) == single
+def test_sections_at_once_are_of_whole_waves(num_tiles, grouped, single):
+    assert backward_sections(problem(64, 8), num_tiles, num_sms=132) == grouped
+    assert backward_sections(problem(8, 8), num_tiles, num_sms=132) == (single, 1)
 
 
 @pytest.mark.parametrize(("num_tiles", "heads"), [(49, 8), (60, 2), (112, 2), (113, 1), (200, 1)])
 def test_sections_of_two_lists_keep_the_sms_busy(num_tiles, heads):
-    assert backward_heads_per_section(problem(64, 8), num_tiles, 132, num_lists=2) == heads
+    assert backward_sections(problem(64, 8), num_tiles, 132, num_lists=2) == (heads, 1)
 
 
 @pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)

@@ -42,8 +42,9 @@ from magi_compile.kernels.cuda.launch import (
 from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
     BackwardConfig,
+    BackwardSections,
     backward_config,
-    backward_heads_per_section,
+    backward_sections,
 )
 
 _STORE_ROWS = 16  # each warp stores its own rows
@@ -59,7 +60,7 @@ _ADDRESSES, _SCALARS, _TILE_LIST = (
 _ALIGNMENT = 64  # of a struct with tensor maps
 _MAX_KNOWN_MAPS = 256
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
-_AGENDA = struct.Struct("<7Q2iQ6iQ")  # what follows for each of them
+_AGENDA = struct.Struct("<7Q2iQ7i4xQ")  # what follows for each of them
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
 
 
@@ -73,7 +74,7 @@ class _Route(NamedTuple):
     rounds_dq: bool
     grid: int  # of thread blocks, or of clusters of them
     num_sms: int
-    heads_per_section: int
+    sections: BackwardSections
     scalars: bytes
     scratch: Scratch
     maps: dict[tuple[object, ...], bytes]  # tensor maps, by where their tensors lie
@@ -105,10 +106,12 @@ def _route(
     # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
     places = sms // config.num_ctas
     grid = min(num_tiles * problem.nheads_q, places)
-    heads = backward_heads_per_section(problem, num_tiles, places, num_lists)
-    scratch = Scratch.of(problem, _padded(layouts[0][0][0]), num_tiles, num_lists, heads, grid)
+    sections = backward_sections(problem, num_tiles, places, num_lists)
+    scratch = Scratch.of(
+        problem, _padded(layouts[0][0][0]), num_tiles, num_lists, sections.heads, grid
+    )
     rounds = rounds_dq(config, deterministic)
-    return _Route(before, main, after, config, rounds, grid, sms, heads, scalars, scratch, {})
+    return _Route(before, main, after, config, rounds, grid, sms, sections, scalars, scratch, {})
 
 
 def _padded(rows: int) -> int:
@@ -232,7 +235,7 @@ class _Launches:
             self._dq.data_ptr(),
             total_q,
             nheads_q,
-            route.heads_per_section * problem.qhead_per_kvhead,
+            math.prod(route.sections) * problem.qhead_per_kvhead,
             problem.qhead_per_kvhead,
             problem.softmax_scale,
         )
@@ -264,7 +267,7 @@ class _Launches:
             agenda = (
                 *(sums + x for x in (place.entries, place.num_entries, place.counters)),
                 *(sums + places.arrivals, sums + places.partials),
-                *(problem.nheads_kv, route.heads_per_section),
+                *(problem.nheads_kv, route.sections.heads),
             )
             self._lists.append(_TILE_LIST.pack(tiles[i].data_ptr(), *agenda))
             before += _AGENDA.pack(
@@ -278,6 +281,7 @@ class _Launches:
                 problem.qhead_per_kvhead,
                 route.grid,
                 deterministic,
+                route.sections.at_once,
                 tiles[0].data_ptr() if i > 0 else 0,
             )
         launch(
