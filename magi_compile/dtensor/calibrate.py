@@ -125,7 +125,7 @@ def calibrate(
         latency_seconds=latency,
         backward_area_factor=backward / forward,
         backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
-        backward_wave_rows=wave_rows(nheads_kv, num_sms),
+        backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms),
         starts_early=isinstance(kernel, EarlyKernel),
         backward_starts_early=isinstance(kernel, EarlyKernel)
         and kernel.backward_may_be_early()

@@ -56,15 +56,15 @@ class CostModel:
             seconds_per_row=2 * nheads_kv * head_dim * bytes_per_value / bytes_per_second,
             stage_seconds_per_row=30 * stage,
             backward_stage_seconds_per_row=50 * stage,
-            backward_wave_rows=wave_rows(nheads_kv, num_sms=132),
+            backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms=132),
             starts_early=True,
             backward_starts_early=True,
         )
 
 
-def wave_rows(nheads_kv: int, num_sms: int) -> float:
-    """`backward_wave_rows` of a GPU whose thread blocks take 128 keys of one kv head each."""
-    return 128 * num_sms / nheads_kv
+def wave_rows(nheads_kv: int, head_dim: int, num_sms: int) -> float:
+    """`backward_wave_rows` of a GPU whose thread blocks take 128 keys of one kv head each, or 64 where heads are wide."""
+    return (128 if head_dim <= 128 else 64) * num_sms / nheads_kv
 
 
 DEFAULT_COST = CostModel.of_heads()

@@ -81,6 +81,11 @@ def test_few_keys_make_backward_stages_slow():
     assert choose_degree(few, waves, backward=True) == 0
 
 
+def test_a_wave_of_wide_heads_is_half_as_many_keys():
+    narrow, wide = (CostModel.of_heads(head_dim=n).backward_wave_rows for n in (128, 192))
+    assert (narrow, wide) == (132 * 128 / 8, 132 * 64 / 8)
+
+
 def test_nothing_moves():
     assert choose_degree(loads(100, 100, 0), cost()) == 1
 
