@@ -103,7 +103,7 @@ private:
             const DqTarget rows = target(head, first, end);
             WideDq<Config>(smem_, warp_, lane_).differentiate(rows, dscores_, [&] {
                 if constexpr (Config::kIsDeterministic) {
-                    publish();   // of the last block: its additions have had the time since
+                    publish_together();   // of the last block: its additions have had the time since
                     await_turn(rows, visits_[0]);
                 }
             });
@@ -119,7 +119,7 @@ private:
             Dq dq;
             issue(dq, part);
             if (Config::kIsDeterministic && part == 0) {
-                publish();   // of the last block: its additions have had the time since
+                publish_together();   // of the last block: its additions have had the time since
             }
             wgmma_wait_group<0>();
             pin(dq);
@@ -189,16 +189,18 @@ private:
         }
     }
 
-    // Until all tiles in front of this one have added what they have for these rows, as `visits` tell. One lane waits.
+    // Until it is this thread block's turn to add to these rows, as `visits` tell: that of its tile, and where thread blocks of a
+    // cluster add to the same columns, they take turns block by block. What this one has added before has arrived. One lane waits.
     __device__ __forceinline__ void await_turn(const DqTarget& rows, int*& visits) {
         const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
         if (lane_ == 0 && rows.are_in_run) {
             visits = params_.visits.done + rows.head * num_groups + group;
-            // Thread blocks of a cluster that add to the same columns come one after the other.
-            const int turn_in_cluster = Config::kSharesDq ? 0 : rank_in_cluster<Config>();
-            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group] + turn_in_cluster;
-            while (load_acquire(visits) < turn) {
+            constexpr int kTurns = Config::kSharesDq ? 1 : Config::kCtas;
+            const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group] +
+                             rank_in_cluster<Config>() % kTurns;
+            for (int done = turn - 1; done < turn || (done - turn) % kTurns != 0;) {
+                done = load_acquire(visits);
             }
         }
         fence_proxy_async_global();
@@ -215,7 +217,14 @@ private:
         __syncwarp();
     }
 
-    // Tells the tiles behind this one that the additions of a block have arrived.
+    // In front of the next block's: a row's warp may be another one there.
+    __device__ __forceinline__ void publish_together() {
+        publish();
+        __syncwarp();
+        barrier_sync(kAdditionsHaveArrived, Config::kWarpgroup);
+    }
+
+    // Tells others that the additions of a block have arrived.
     __device__ __forceinline__ void publish() {
         await_additions<0>();
 #pragma unroll

@@ -20,7 +20,7 @@ def shard(x, positions):
 def gather(group, local, plan):
     """The whole sequence from every rank's rows."""
     dtype = local.dtype
-    local = local.contiguous().view(torch.uint8)
+    local = local.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     parts = [torch.empty_like(local) for _ in range(plan.dispatch.cp_size)]
     dist.all_gather(parts, local, group)
     order = plan.dispatch.inverse_positions()[: plan.dispatch.total]

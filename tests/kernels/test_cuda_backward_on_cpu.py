@@ -36,6 +36,17 @@ SINK = Case(
 PREFIX = Case(
     "prefix", 256, 640, [(0, 256, 0, 512, MaskType.FULL), (128, 256, 512, 640, MaskType.FULL)]
 )
+# Three runs of one tile of keys add to the same rows.
+STRIPES = Case(
+    "stripes",
+    80,
+    216,
+    [
+        (0, 80, 0, 176, MaskType.FULL),
+        (0, 80, 176, 195, MaskType.CAUSAL),
+        (0, 80, 195, 216, MaskType.CAUSAL),
+    ],
+)
 WINDOW = sliding_window(290, 250)  # three tiles add to some rows, in an order that matters then
 # Six tiles of one head that all queries see: the last two, of a second wave, walk the other way.
 TWO_WAYS = Case("two_ways", 400, 768, [(0, 400, 0, 768, MaskType.FULL)])
@@ -187,8 +198,9 @@ def test_a_window_head_by_head(head_dim, launches):
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
-def test_a_window_where_dq_has_an_order(head_dim, launches):
-    check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
+@pytest.mark.parametrize("case", [WINDOW, STRIPES], ids=lambda case: case.id)
+def test_dq_has_an_order(case, head_dim, launches):
+    check(launches, replace(case, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
 
 
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
