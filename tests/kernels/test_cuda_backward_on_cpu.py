@@ -18,7 +18,7 @@ from magi_compile.kernels.heuristics import backward_config, plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import Case, Heads, sliding_window, varlen
+from magi_compile.testing.cases import Case, Heads, random_disjoint, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.dq_additions import additions_of_tiles
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
@@ -35,17 +35,6 @@ SINK = Case(
 # Four tiles of keys that all queries see, and one that half of them do.
 PREFIX = Case(
     "prefix", 256, 640, [(0, 256, 0, 512, MaskType.FULL), (128, 256, 512, 640, MaskType.FULL)]
-)
-# Three runs of one tile of keys add to the same rows.
-STRIPES = Case(
-    "stripes",
-    80,
-    216,
-    [
-        (0, 80, 0, 176, MaskType.FULL),
-        (0, 80, 176, 195, MaskType.CAUSAL),
-        (0, 80, 195, 216, MaskType.CAUSAL),
-    ],
 )
 WINDOW = sliding_window(290, 250)  # three tiles add to some rows, in an order that matters then
 # Six tiles of one head that all queries see: the last two, of a second wave, walk the other way.
@@ -198,9 +187,22 @@ def test_a_window_head_by_head(head_dim, launches):
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
-@pytest.mark.parametrize("case", [WINDOW, STRIPES], ids=lambda case: case.id)
-def test_dq_has_an_order(case, head_dim, launches):
-    check(launches, replace(case, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
+def test_a_window_where_dq_has_an_order(head_dim, launches):
+    check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
+@pytest.mark.parametrize(
+    ("seed", "heads"),
+    [
+        *[(0, Heads(2, 1, 64, 64)), (1, Heads(2, 2, 96, 96)), (2, Heads(3, 1, 128, 128))],
+        *[(3, Heads(1, 1, 192, 192)), (4, Heads(2, 1, 256, 256)), (5, Heads(1, 1, 256, 256))],
+    ],
+    ids=lambda x: getattr(x, "id", None),
+)
+def test_random_masks(seed, heads, deterministic, launches):
+    case = replace(random_disjoint(290, 200, seed, num_cuts=5), heads=heads)
+    check(launches, case, with_dlse=seed % 2 == 0, deterministic=deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [128, 192, 256])
