@@ -75,7 +75,10 @@ def solve(expr: Expr) -> KeySet:
 
 @dataclass(frozen=True)
 class _Term:
-    """`m * ((a * base + r) // c) + s`, where `base` depends on b and kv and is kv itself or holds look-ups."""
+    """`m * ((a * base + r) // c) + s`, where `base` depends on b and kv and is kv itself or holds look-ups.
+
+    Whether `m` is negative is known, also where it is not a constant.
+    """
 
     base: Expr
     a: int = 1
@@ -83,6 +86,7 @@ class _Term:
     c: Expr = ONE
     m: Expr = ONE
     s: Expr = ZERO
+    is_negative: bool = False
 
     @property
     def quotient(self) -> Expr:
@@ -268,10 +272,9 @@ class _Solver:
     def at_most(self, term: _Term, bound: Expr) -> KeySet:
         """The keys with `term <= bound`; term.s is 0."""
         is_lower = False  # base >= limit instead of base <= limit
-        factor = int_value(term.m)
-        if factor is not None and factor < 0:
+        if term.is_negative:
             # -m * x <= bound  is  x >= ceil(-bound / m)  is  not x <= ceil(...) - 1
-            limit = build("neg", build("floordiv", bound, const(-factor)))
+            limit = build("neg", build("floordiv", bound, build("neg", term.m)))
             limit, is_lower = build("sub", limit, ONE), True
         else:
             limit = build("floordiv", bound, term.m)
@@ -378,15 +381,27 @@ class _Solver:
         if isinstance(y, Expr):
             return replace(x, s=build("add", x.s, y))
         s = build("add", x.s, y.s)
-        if replace(x, m=ONE, s=ZERO) == replace(y, m=ONE, s=ZERO):
-            m = build("add", x.m, y.m)
-            return s if m == ZERO else replace(x, m=m, s=s)
+        if x.quotient == y.quotient:
+            return self.multiple(x, y, s)
         parts = [build("mul", part.quotient, part.m) for part in (x, y)]
         if _is_of_keys(*parts):
             return _Term(build("add", *parts), s=s)
         raise Refusal(
             f"`{parts[0]}` and `{parts[1]}` are compared, but depend on the key in two ways"
         )
+
+    def multiple(self, x: _Term, y: _Term, s: Expr) -> _Number:
+        """The sum of two multiples of one quotient, and `s`."""
+        m = build("add", x.m, y.m)
+        known = int_value(m)
+        if known == 0:
+            return s
+        is_negative = x.is_negative
+        if known is not None:
+            is_negative = known < 0
+        elif x.is_negative != y.is_negative:
+            is_negative = self.sign(m) < 0
+        return replace(x, m=m, s=s, is_negative=is_negative)
 
     def scale(self, x: _Number, factor: Expr) -> _Number:
         if isinstance(x, Expr):
@@ -395,7 +410,8 @@ class _Solver:
         if isinstance(x, _Choice):
             flip = {"min": "max", "max": "min"}.get(x.op) if is_negative else None
             return x.map(lambda arm: self.scale(arm, factor), flip)
-        return replace(x, m=build("mul", x.m, factor), s=build("mul", x.s, factor))
+        m, s = (build("mul", part, factor) for part in (x.m, x.s))
+        return replace(x, m=m, s=s, is_negative=x.is_negative != is_negative)
 
     def divide(self, x: _Number, divisor: Expr) -> _Number:
         if isinstance(x, Expr):

@@ -57,6 +57,11 @@ def window_tensor(batch, seqlen_q, seqlen_k):
     return lambda b, h, q, kv: (q - kv <= size) & (q >= kv)
 
 
+def strided_keys(batch, seqlen_q, seqlen_k):
+    stride = torch.tensor(3)
+    return lambda b, h, q, kv: (kv * stride + 1 >= q) & (kv * stride <= q + 40)
+
+
 def padding(batch, seqlen_q, seqlen_k):
     lengths = torch.tensor([min(seqlen_q, seqlen_k) // (i + 1) for i in range(batch)])
     return lambda b, h, q, kv: (q >= kv) & (kv < lengths[b]) & (q < lengths[b])
@@ -282,6 +287,7 @@ MASK_MODS = {
         outside_window,
         sink_and_window,
         window_tensor,
+        strided_keys,
         padding,
         prefix_lm,
         prefix_lm_document,

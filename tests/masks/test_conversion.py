@@ -1,5 +1,6 @@
 """mask_mod -> slices equals PyTorch's dense mask bit for bit, called with symbols and through Dynamo's graph."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,16 @@ import torch
 
 from magi_compile.masks import (
     MaskProgram,
+    UnsupportedMaskError,
     padded_slices_from_intervals,
     row_intervals,
     slices_from_intervals,
     trace_mask_mod,
 )
 from magi_compile.masks.library import document_causal
-from tests.masks.helpers import dense_mask, dynamo_program, packed
+from tests.masks.helpers import dense_mask, dynamo_program, evaluate, packed
 from tests.masks.mask_mods import MASK_MODS
+from tests.masks.random_masks import random_mask, tables_for
 
 SIZES = [(1, 1, 1), (2, 63, 63), (3, 129, 129), (2, 200, 77), (2, 77, 200), (1, 1521, 1521)]
 
@@ -36,6 +39,26 @@ def test_intervals_equal_the_dense_mask(name, size):
     assert intervals.num_intervals == max(program.max_intervals, 1)
     assert torch.equal(intervals.to_dense(), dense_mask(mask_mod, *size))
     assert_disjoint_and_sorted(intervals)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks_equal_their_dense_mask(seed):
+    """Of those that can be expressed, where the data is as they need it."""
+    generator, checked = random.Random(seed), 0
+    while checked < 40:
+        program = MaskProgram.parse(text := random_mask(generator, generator.randint(1, 5)))
+        try:
+            program.keys  # noqa: B018
+        except UnsupportedMaskError:
+            continue
+        size = batch, seqlen_q, seqlen_k = [generator.randint(1, n) for n in (2, 40, 40)]
+        tables = tables_for(batch, max(seqlen_q, seqlen_k), generator.randint(0, 99))
+        symbols = [generator.choice([2, 3, 5])]
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        intervals = row_intervals(program, tables, symbols, **sizes, device="cpu")
+        if all(check.ok for check in intervals.checks):
+            checked += 1
+            assert torch.equal(intervals.to_dense(), evaluate(text, *size, tables, symbols)), text
 
 
 def assert_disjoint_and_sorted(intervals):

@@ -38,6 +38,11 @@ END = str(2**31 - 1)
             ("where(q % 2 == 0, group_begin(t0[kv], q // 2), 0)",
              "where(q % 2 == 0, group_end(t0[kv], q // 2), 0)"),
         ]),
+        ("kv * s0 <= q", [("0", "q // s0 + 1")]),
+        ("kv * s0 >= q", [("-(-q // s0)", END)]),
+        ("q - kv * s0 > 3", [("0", "(q - 4) // s0 + 1")]),
+        ("kv * s0 - kv * 2 >= q", [("-(-q // (s0 - 2))", END)]),
+        ("abs(kv * s0 - q) <= 3", [("max(0, -((-q + 3) // s0))", "(q + 3) // s0 + 1")]),
         ("t0[kv] // 4 + kv // 2 <= q", [("0", "upper_bound(t0[kv] // 4 + kv // 2, q)")]),
     ],
 )  # fmt: skip
@@ -72,6 +77,8 @@ def test_conditions_of_keys(text, keys):
         ("q // s0 == kv // s0", [("s0 > 0", "True")]),
         ("kv * t0[b] < q", [("t0[b] > 0", "True")]),
         ("max(kv, q) * s0 < 9", [("s0 > 0", "True")]),
+        ("kv * -s0 >= q", [("-s0 > 0", "True")]),
+        ("kv * s0 - kv * 2 >= q", [("s0 - 2 > 0", "True"), ("s0 > 0", "True")]),
     ],
 )
 def test_required_promises(text, promises):
