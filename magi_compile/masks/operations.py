@@ -65,10 +65,14 @@ def _is_numpy_scalar(value: Any) -> bool:
 
 
 def _integers(x: Expr) -> Expr:
+    if x.op == "where" and x.kind == "any":
+        return build("where", x.args[0], *map(_integers, x.args[1:]))
     return build("where", x, ONE, ZERO) if x.kind == "bool" else x
 
 
 def _bools(x: Expr) -> Expr:
+    if x.op == "where":
+        return build("where", x.args[0], *map(_bools, x.args[1:]))
     return x if x.kind == "bool" else build("ne", x, ZERO)
 
 

@@ -12,7 +12,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from magi_compile.masks.expr import END, ONE, TRUE, ZERO, Expr, build, const, int_value, var
+from magi_compile.masks.expr import (
+    END,
+    ONE,
+    TRUE,
+    ZERO,
+    Expr,
+    ExprError,
+    build,
+    const,
+    int_value,
+    var,
+)
 from magi_compile.masks.key_sets import (
     EVERYTHING,
     MAX_INTERVALS,
@@ -165,7 +176,7 @@ class _Solver:
         if (expr, positive) not in self.memo:
             try:
                 self.memo[expr, positive] = self._truth(expr, positive)
-            except Refusal as refusal:
+            except (Refusal, ExprError) as refusal:
                 self.reasons.append(str(refusal))
                 self.memo[expr, positive] = TRUE
         return self.memo[expr, positive]

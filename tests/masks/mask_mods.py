@@ -148,6 +148,17 @@ def integer_flags(batch, seqlen_q, seqlen_k):
     return mask_mod
 
 
+def chosen_flags(batch, seqlen_q, seqlen_k):
+    """A truth value of a table in one arm, of a comparison in the other."""
+    valid = torch.arange(max(seqlen_q, seqlen_k)) < seqlen_k // 3
+
+    def mask_mod(b, h, q, kv):
+        chosen = torch.where(q < 9, valid[kv], q < 30)
+        return torch.logical_or(chosen, kv == q) & (chosen.int() + kv <= q + 1)
+
+    return mask_mod
+
+
 def same_validity(batch, seqlen_q, seqlen_k):
     valid = torch.arange(max(seqlen_q, seqlen_k)) < seqlen_k // 3
     return lambda b, h, q, kv: valid[q] == valid[kv]
@@ -302,6 +313,7 @@ MASK_MODS = {
         valid_keys,
         valid_keys_of_document,
         integer_flags,
+        chosen_flags,
         same_validity,
         images,
         starts,
