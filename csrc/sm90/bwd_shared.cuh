@@ -231,7 +231,8 @@ struct alignas(1024) SharedStorage : DqStorage<Config> {
     ClusterBarriers<Config> cluster;
 };
 
-// 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it. All warps of dQ have added to it.
+// 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it; what the warps of dQ have added,
+// where additions have an order, is there.
 enum NamedBarrier : uint32_t { kScoresAreRead = 1, kFactorsAreThere, kFactorsAreTaken, kAdditionsHaveArrived };
 
 // Whether this is the lane that does what one lane of a warp does; all of them ask.
