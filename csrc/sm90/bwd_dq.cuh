@@ -199,9 +199,10 @@ private:
             constexpr int kTurns = Config::kSharesDq ? 1 : Config::kCtas;
             const int turn = Config::kCtas * params_.visits.turns[work().tile_index * num_groups + group] +
                              rank_in_cluster<Config>() % kTurns;
-            for (int done = turn - 1; done < turn || (done - turn) % kTurns != 0;) {
+            int done;
+            do {
                 done = load_acquire(visits);
-            }
+            } while (done < turn || (done - turn) % kTurns != 0);
         }
         fence_proxy_async_global();
         __syncwarp();

@@ -72,7 +72,7 @@ struct BackwardConfig {
     static constexpr int kCtas = kCtas_;
     // Where there is room for what it needs of the other's, each computes one half of the columns of dQ for all keys: so half as
     // much is added up in global memory, which would limit them.
-    static constexpr bool kSharesDq = kCtas > 1 && kHeadDim <= 192;
+    static constexpr bool kSharesDq = kIsWide && kHeadDim <= 192;
     // S and dP then read half as much of shared memory, where there are registers for it.
     static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
     // And dK takes dS from there, so that it is computed beside the next dS. (Where dq has an order, that loses.)

@@ -393,26 +393,17 @@ class _Solver:
             return replace(x, s=build("add", x.s, y))
         s = build("add", x.s, y.s)
         if x.quotient == y.quotient:
-            return self.multiple(x, y, s)
+            m = build("add", x.m, y.m)
+            if m == ZERO:
+                return s
+            is_negative = x.is_negative if x.is_negative == y.is_negative else self.sign(m) < 0
+            return replace(x, m=m, s=s, is_negative=is_negative)
         parts = [build("mul", part.quotient, part.m) for part in (x, y)]
         if _is_of_keys(*parts):
             return _Term(build("add", *parts), s=s)
         raise Refusal(
             f"`{parts[0]}` and `{parts[1]}` are compared, but depend on the key in two ways"
         )
-
-    def multiple(self, x: _Term, y: _Term, s: Expr) -> _Number:
-        """The sum of two multiples of one quotient, and `s`."""
-        m = build("add", x.m, y.m)
-        known = int_value(m)
-        if known == 0:
-            return s
-        is_negative = x.is_negative
-        if known is not None:
-            is_negative = known < 0
-        elif x.is_negative != y.is_negative:
-            is_negative = self.sign(m) < 0
-        return replace(x, m=m, s=s, is_negative=is_negative)
 
     def scale(self, x: _Number, factor: Expr) -> _Number:
         if isinstance(x, Expr):

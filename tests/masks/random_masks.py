@@ -8,8 +8,10 @@ import random
 import torch
 
 ROWS = ["q", "q + 3", "q * 2 - 5", "t2[q]", "t4[b]", "4", "q // 3", "b * 5 + 2", "s0"]
-KEYS = ["kv", "kv - 2", "3 - kv", "kv // 4", "kv * 2 + 1", "t2[kv]", "kv // s0", "-t2[kv]"]
-KEYS += ["kv * s0 - 3", "9 - kv * s0", "kv * s0 - kv", "t2[kv] * s0"]
+KEYS = [
+    *("kv", "kv - 2", "3 - kv", "kv // 4", "kv * 2 + 1", "t2[kv]", "kv // s0", "-t2[kv]"),
+    *("kv * s0 - 3", "9 - kv * s0", "kv * s0 - kv", "t2[kv] * s0"),
+]
 SIGNS = ["<", "<=", ">", ">=", "==", "!="]
 LEAVES = [
     "({key} {sign} {row})",
