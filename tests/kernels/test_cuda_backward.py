@@ -163,6 +163,7 @@ def test_without_a_gradient_of_lse(kernel):
 
 
 MANY = varlen("many", [700, 1, 333, 2000, 64, 1500], MaskType.CAUSAL)
+PACKED = varlen("packed", [61, 130, 7, 200, 33] * 20, MaskType.CAUSAL)  # several to a tile
 
 
 @pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
@@ -184,7 +185,7 @@ def test_dk_and_dv_of_several_sections_are_bitwise_equal(kernel):
 @pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
 @pytest.mark.parametrize(
     "case",
-    [MANY, QUESTION, one(MaskType.FULL, 3000), sliding_window(2500, 600)],
+    [MANY, PACKED, QUESTION, one(MaskType.FULL, 3000), sliding_window(2500, 600)],
     ids=lambda case: case.id,
 )
 def test_deterministic_dq_is_bitwise_equal(kernel, case, head_dim):
