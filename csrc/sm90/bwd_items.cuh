@@ -14,12 +14,17 @@ namespace ffa {
 template <class Config, bool kHasFarTiles = Config::kHasFarTiles>
 class Items;
 
-// The first item of a block is its index, the others are drawn from a counter.
+// The first item of a block is its index, the others are drawn from a counter. Where items wait for those in front of them, the
+// first one is drawn too: a block that does not run yet has none that others would wait for.
 template <class Config>
 class Items<Config, false> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params)
-        : agenda_(params.lists[kNear].agenda), item_(blockIdx.x / Config::kCtas) {}
+        : agenda_(params.lists[kNear].agenda), item_(blockIdx.x / Config::kCtas) {
+        if (kAllAreDrawn && rank_in_cluster<Config>() == 0) {
+            advance();
+        }
+    }
 
     // What another block has drawn, as it tells.
     __device__ __forceinline__ void set(int drawn) { item_ = drawn; }
@@ -38,7 +43,8 @@ public:
     __device__ __forceinline__ int head_in_section() const { return item_ % agenda_.heads_per_section; }
 
     __device__ __forceinline__ void advance() {
-        item_ = num_drawing() < num_items() ? num_drawing() + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
+        const int first_drawn = kAllAreDrawn ? 0 : num_drawing();
+        item_ = first_drawn < num_items() ? first_drawn + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
     }
 
     // The item's, or kNoWave where nobody waits for others.
@@ -50,6 +56,8 @@ private:
     __device__ __forceinline__ static int num_drawing() { return Config::kCtas > 1 ? num_clusters() : gridDim.x; }
 
     __device__ __forceinline__ int num_items() const { return *agenda_.num_entries * agenda_.heads_per_section; }
+
+    static constexpr bool kAllAreDrawn = Config::kIsDeterministic;   // additions to dq have an order
 
     const Agenda& agenda_;
     int item_;

@@ -32,7 +32,7 @@ inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 #include "bwd_items.cuh"
 
 struct Config {
-    static constexpr bool kHasFarTiles = false;
+    static constexpr bool kHasFarTiles = false, kIsDeterministic = false;
     static constexpr int kCtas = 1;
     struct Params {
         struct {

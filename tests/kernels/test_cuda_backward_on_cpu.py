@@ -191,6 +191,17 @@ def test_a_window_where_dq_has_an_order(head_dim, launches):
     check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
 
 
+@pytest.mark.parametrize("num_at_once", [1, 2])
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_additions_in_order_wait_for_no_thread_block_that_does_not_run(
+    num_at_once, head_dim, launches
+):
+    """Some start when others end: another kernel may have their SMs."""
+    launches.num_at_once = num_at_once
+    case = replace(PREFIX, heads=Heads(2, 2, head_dim, head_dim))
+    check(launches, case, deterministic=True)
+
+
 @pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
 @pytest.mark.parametrize(
     ("seed", "heads"),
