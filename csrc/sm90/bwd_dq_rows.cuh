@@ -1,6 +1,7 @@
 // How warps of the backward kernel make rows of dq while others are at work: those beside the producer do nothing else, the
 // others help when they are done. A thread block whose tiles come to an end does not wait for others for long: where not all
-// of them run at a time, some start only when it ends. What it leaves is for the kernel behind.
+// of them run at a time, some start only when it ends. What it leaves is for the kernel behind, and so is the rest, when half of the
+// warps have gone: the few of thread blocks that are still at work would take long for it.
 #pragma once
 
 #include "bwd_shared.cuh"
@@ -25,6 +26,7 @@ public:
             if (!await_visits(head, group)) {
                 leave(item);
                 leave(drawn(next));
+                go();
                 break;
             }
             DqRounding<typename Config::Element, Config::kHeadDim, kColGroupsAtOnce>(items).round(head, group);
@@ -36,6 +38,7 @@ private:
     static constexpr int kColGroupsAtOnce = 4;   // 16 registers
     static constexpr int kNsOfWait = 150;
     static constexpr int kMostWaits = 200000 / kNsOfWait;   // when there are no more tiles
+    static constexpr int kManyWarps = Config::kThreads / 32 / 2;   // of each thread block
 
     __device__ __forceinline__ static bool is_first_lane() { return opaque(threadIdx.x) % 32 == 0; }
 
@@ -48,6 +51,15 @@ private:
     __device__ __forceinline__ void leave(int item) const {
         if (is_first_lane() && item < params_.dq.count()) {
             params_.dq_progress->left()[atomicAdd(&params_.dq_progress->num_left, 1)] = item;
+        }
+    }
+
+    // The last one of half of them takes the rest along. Those do not count that have left work to another launch.
+    __device__ __forceinline__ void go() const {
+        DqProgress& progress = *params_.dq_progress;
+        if (is_first_lane() && load_shared(smem_.is_over) != kNobodyWaits &&
+            atomicAdd(&progress.num_gone, 1) + 1 == kManyWarps * int(gridDim.x)) {
+            progress.end = atomicAdd(&progress.next, params_.dq.count());
         }
     }
 

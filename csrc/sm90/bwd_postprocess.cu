@@ -17,7 +17,7 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
     const DqRounding<FFA_ELEMENT, FFA_HEAD_DIM, kColGroupsAtOnce> rounding(params.items);
     const bool is_head_by_head = params.progress->is_head_by_head();
     const int num_left = params.progress->num_left;
-    const int first_not_drawn = min(params.progress->next, params.items.count());
+    const int first_not_drawn = params.progress->first_not_drawn(params.items.count());
     const int count = num_left + params.items.count() - first_not_drawn;
     const int warps = blockDim.x / 32;
     for (int i = blockIdx.x * warps + threadIdx.x / 32; i < count; i += gridDim.x * warps) {

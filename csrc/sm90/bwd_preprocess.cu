@@ -57,7 +57,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
         Writer(params.agendas[i]).write();
     }
     if (block == min(kNumAgendas, num_blocks - 1)) {
-        for_each(1, [&](int) { *params.dq_progress = {0, 0, 0}; });
+        for_each(1, [&](int) { *params.dq_progress = {0, 0x7fffffff, 0, 0, 0}; });
         if (params.wanted != nullptr) {
             clear_dq_visits(params.wanted, params.dq.row_groups);
 #pragma unroll 1

@@ -36,13 +36,18 @@ struct DqItems {
 
 static_assert(sizeof(DqItems) == 48, "packed by magi_compile/kernels/cuda/backward.py");
 
-// How far the main kernel has come. To the one behind it leaves items from `next` on, and those that some warps did not wait for.
+// How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
+// for.
 struct DqProgress {
-    int next;                // item that nobody has drawn; zero at launch
+    int next;                // item to draw; zero at launch
+    int end;                 // from here on none are; more than there are at launch
     int more_head_by_head;   // tiles that walk so, beyond those that do not; the kernel in front counts them
+    int num_gone;            // warps that did not wait any longer; zero at launch
     int num_left;            // zero at launch
 
     __device__ __forceinline__ bool is_head_by_head() const { return more_head_by_head > 0; }
+
+    __device__ __forceinline__ int first_not_drawn(int count) const { return min(min(next, end), count); }
 
     // [num_left]; they lie behind.
     __device__ __forceinline__ int* left() { return &num_left + 1; }

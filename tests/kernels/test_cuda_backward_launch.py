@@ -136,7 +136,7 @@ def test_what_lies_in_scratch_does_not_overlap(
         num_slots * heads * 8,
         HEADS_Q * PADDED // 16,
         PADDED // 16 + 1,
-        3 + 2 * 16 * grid,
+        5 + 2 * 16 * grid,
     ]
     starts = [dq_sum, stats, partials, entries, counters, num_entries, workspace, arrivals]
     starts += [done, wanted, progress]

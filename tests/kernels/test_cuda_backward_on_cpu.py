@@ -57,6 +57,7 @@ class Launches:
         self.wanted = ()  # the same of any head, where somebody asks
         self.more_head_by_head = 0  # tiles that walk so
         self.left = {}  # how many of these are for the last kernel, by timing
+        self.are_all_drawn = {}  # unless many warps have gone before, by timing
 
     def launch(
         self,
@@ -84,8 +85,9 @@ class Launches:
         self.dq_sums = ctypes.string_at(at_sums, 4 * 64 * 16 * count)
         self.done = integers(at_done, count)
         self.wanted = integers(at_wanted, row_groups) if at_wanted else ()
-        drawn, self.more_head_by_head, left = integers(at_progress, 3)
-        self.left[self.timing] = left + count - min(drawn, count)
+        drawn, end, self.more_head_by_head, _, left = integers(at_progress, 5)
+        self.left[self.timing] = left + count - min(drawn, end, count)
+        self.are_all_drawn[self.timing] = end >= count
 
 
 def integers(address: int, count: int) -> tuple[int, ...]:
@@ -157,10 +159,14 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
     check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 128, 128)))
     count = len(launches.done)
     assert launches.left[LATE] == 0
+    assert launches.are_all_drawn == {LATE: True, AT_RANDOM: True}
     launches.num_at_once = 1
     check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 128, 128)))
     assert 0 < launches.left[LATE] < count
     assert 0 < launches.left[AT_RANDOM] < count
+    check(launches, replace(DOCUMENTS, heads=Heads(8, 1, 128, 128)))
+    # When half of all warps have gone, the others stop too.
+    assert launches.are_all_drawn == {LATE: False, AT_RANDOM: False}
     check(launches, replace(DOCUMENTS, heads=Heads(4, 1, 64, 64)))
     assert launches.left == {LATE: count, AT_RANDOM: count}
 

@@ -77,7 +77,7 @@ class Scratch(NamedTuple):
             num_partials * config.tile_warps,
             nheads_q * padded_q // DQ_GROUP_ROWS,
             padded_q // DQ_GROUP_ROWS + 1,
-            3 + num_lists * 2 * _WARPS * config.num_ctas * grid,
+            5 + num_lists * 2 * _WARPS * config.num_ctas * grid,
         )
         arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
         return Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
