@@ -15,11 +15,14 @@ constexpr int kNoWave = -1;
 // An item for each head of its section.
 struct alignas(16) AgendaEntry {
     int tile;
-    int first_head;       // of the section, of keys
+    short first_head;     // of the section, of keys
     short part;           // of so many as the tile is divided into
     short num_parts;
     short slot;           // of its first part: where parts leave what they have
+    short turn;           // where parts hand on what they have: how many have had the slot before, else kNoTurn
     short is_ascending;   // the walk is from the first queries to the last
+
+    static constexpr short kNoTurn = -1;
 };
 
 static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward_scratch.py makes room for it");

@@ -18,11 +18,10 @@ public:
     // A warp draws one item after another, and waits for each until it is complete.
     __device__ __forceinline__ void run() {
         const DqItems& items = params_.dq;
-        const bool is_head_by_head = params_.dq_progress->is_head_by_head();
         int item = drawn(draw());
         while (item < opaque(items.count())) {
             const int next = draw();   // on its way meanwhile
-            const auto [head, group] = items.item(item, is_head_by_head);
+            const auto [head, group] = items.item(item, params_.dq_progress->order(items));
             if (!await_visits(head, group)) {
                 leave(item);
                 leave(drawn(next));

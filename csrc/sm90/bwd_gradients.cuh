@@ -22,32 +22,37 @@ public:
 
     __device__ __forceinline__ int row_in_tile() const { return first_row_of_block<Config>() + row_in_block(); }
 
-    // Leaves what this part of a tile has, each warp for itself. The last one to arrive then has the sums of all, in fp32
-    // and in the order of the parts, so that they repeat bit for bit; the others have zeros. Returns the key up to which
-    // there is something to store: those others have nothing.
+    // Each warp for itself leaves what this part of a tile has. The last one to arrive then has the sums of all, in fp32 and in
+    // the order of the parts, so that they repeat bit for bit. Where parts are handed on, a part waits for the one before, adds what
+    // that has left, and leaves the sums; the one of the first query heads is the last. Returns the key up to which there is
+    // something to store: those that are not the last have nothing.
     template <class... Grads>
     __device__ __forceinline__ int join_parts(const TileOfHead& work, Grads&... grads) const {
-        constexpr int kPartialsOfGrad = kGrad / 4 * 32;   // float4
-        constexpr int kPartialsOfWarp = sizeof...(Grads) * kPartialsOfGrad;
-        const Agenda& agenda = params_.lists[kNear].agenda;   // parts of all lists lie together
-        const int heads = agenda.heads_per_section;
-        float4* const partials = reinterpret_cast<float4*>(agenda.partials) +
-                                 static_cast<long long>(work.slot * Config::kTileWarps + warp_of_tile()) * kPartialsOfWarp + lane_;
-        const int part_stride = heads * Config::kTileWarps * kPartialsOfWarp;
-        int first = 0;   // of a gradient
-        ((leave(grads, partials + work.part * part_stride + first), first += kPartialsOfGrad), ...);
-        __threadfence();
-        __syncwarp();
-        int num_arrived = 0;
-        if (lane_ == 0) {
-            num_arrived = atomicAdd(agenda.arrivals + work.slot * Config::kTileWarps + warp_of_tile(), 1);
+        float4* const partials = partials_of<sizeof...(Grads)>(work);
+        const int part_stride =
+            params_.lists[kNear].agenda.heads_per_section * Config::kTileWarps * sizeof...(Grads) * kPartialsOfGrad;
+        const bool is_handed_on = Config::kHandsOn && __any_sync(0xffffffff, work.turn != AgendaEntry::kNoTurn);
+        int num_added;
+        bool is_last;
+        if (is_handed_on) {
+            await_turn(work);
+            num_added = work.part + 1 < work.num_parts;
+            is_last = work.part == 0;
+        } else {
+            leave_all(partials + work.part * part_stride, grads...);
+            (clear(grads), ...);
+            is_last = arrive(work) + 1 == work.num_parts;
+            num_added = is_last ? work.num_parts : 0;
         }
-        const bool is_last = __shfl_sync(0xffffffff, num_arrived, 0) + 1 == work.num_parts;
-        __threadfence();
 #pragma unroll 1
-        for (int part = 0; part < (is_last ? work.num_parts : 0); ++part) {
-            first = 0;
-            ((add(grads, partials + part * part_stride + first), first += kPartialsOfGrad), ...);
+        for (int part = 0; part < num_added; ++part) {
+            add_all(partials + part * part_stride, grads...);
+        }
+        if (is_handed_on) {
+            if (__any_sync(0xffffffff, !is_last)) {
+                leave_all(partials, grads...);
+            }
+            end_turn(work);
         }
         return is_last ? work.tile.row_end : work.tile.row_begin;
     }
@@ -82,11 +87,72 @@ private:
     // Of the consumers, which are the first ones. No register keeps it.
     __device__ __forceinline__ static int warp() { return opaque(threadIdx.x) / 32; }
 
-    __device__ __forceinline__ static void leave(Grad& grad, float4* partials) {
+    static constexpr int kPartialsOfGrad = kGrad / 4 * 32;   // float4, of a warp
+
+    // Of the first part; parts of all lists lie together.
+    template <int kGrads>
+    __device__ __forceinline__ float4* partials_of(const TileOfHead& work) const {
+        return reinterpret_cast<float4*>(params_.lists[kNear].agenda.partials) +
+               static_cast<long long>(work.slot * Config::kTileWarps + warp_of_tile()) * (kGrads * kPartialsOfGrad) + lane_;
+    }
+
+    // How many parts have come to their end.
+    __device__ __forceinline__ int* arrivals_of(const TileOfHead& work) const {
+        return params_.lists[kNear].agenda.arrivals + work.slot * Config::kTileWarps + warp_of_tile();
+    }
+
+    // How many have before this one.
+    __device__ __forceinline__ int arrive(const TileOfHead& work) const {
+        __threadfence();
+        __syncwarp();
+        int num_arrived = 0;
+        if (lane_ == 0) {
+            num_arrived = atomicAdd(arrivals_of(work), 1);
+        }
+        num_arrived = __shfl_sync(0xffffffff, num_arrived, 0);
+        __threadfence();
+        return num_arrived;
+    }
+
+    __device__ __forceinline__ void await_turn(const TileOfHead& work) const {
+        if (lane_ == 0) {
+            while (load_acquire(arrivals_of(work)) != work.turn) {
+            }
+        }
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void end_turn(const TileOfHead& work) const {
+        __threadfence();
+        __syncwarp();
+        if (lane_ == 0) {
+            add_release(arrivals_of(work), 1);
+        }
+    }
+
+    template <class... Grads>
+    __device__ __forceinline__ static void leave_all(float4* partials, const Grads&... grads) {
+        int first = 0;   // of a gradient
+        ((leave(grads, partials + first), first += kPartialsOfGrad), ...);
+    }
+
+    template <class... Grads>
+    __device__ __forceinline__ static void add_all(const float4* partials, Grads&... grads) {
+        int first = 0;
+        ((add(grads, partials + first), first += kPartialsOfGrad), ...);
+    }
+
+    __device__ __forceinline__ static void leave(const Grad& grad, float4* partials) {
 #pragma unroll
         for (int i = 0; i < kGrad / 4; ++i) {
             partials[32 * i] = {grad[4 * i], grad[4 * i + 1], grad[4 * i + 2], grad[4 * i + 3]};
-            grad[4 * i] = grad[4 * i + 1] = grad[4 * i + 2] = grad[4 * i + 3] = 0.f;
+        }
+    }
+
+    __device__ __forceinline__ static void clear(Grad& grad) {
+#pragma unroll
+        for (float& x : grad) {
+            x = 0.f;
         }
     }
 

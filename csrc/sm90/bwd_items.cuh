@@ -14,14 +14,14 @@ namespace ffa {
 template <class Config, bool kHasFarTiles = Config::kHasFarTiles>
 class Items;
 
-// The first item of a block is its index, the others are drawn from a counter. Where items wait for those in front of them, the
-// first one is drawn too: a block that does not run yet has none that others would wait for.
+// The first item of a block is its index, the others are drawn from a counter. Where an item waits for those in front of it, the
+// first one is drawn too: a block that does not run yet has none.
 template <class Config>
 class Items<Config, false> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params)
         : agenda_(params.lists[kNear].agenda), item_(blockIdx.x / Config::kCtas) {
-        if (kAllAreDrawn && rank_in_cluster<Config>() == 0) {
+        if (has_work() && all_are_drawn() && rank_in_cluster<Config>() == 0) {
             advance();
         }
     }
@@ -43,7 +43,7 @@ public:
     __device__ __forceinline__ int head_in_section() const { return item_ % agenda_.heads_per_section; }
 
     __device__ __forceinline__ void advance() {
-        const int first_drawn = kAllAreDrawn ? 0 : num_drawing();
+        const int first_drawn = all_are_drawn() ? 0 : num_drawing();
         item_ = first_drawn < num_items() ? first_drawn + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
     }
 
@@ -57,7 +57,10 @@ private:
 
     __device__ __forceinline__ int num_items() const { return *agenda_.num_entries * agenda_.heads_per_section; }
 
-    static constexpr bool kAllAreDrawn = Config::kIsDeterministic;   // additions to dq have an order
+    // By an item that there is.
+    __device__ __forceinline__ bool all_are_drawn() const {
+        return Config::kIsDeterministic || (Config::kHandsOn && entry().turn != AgendaEntry::kNoTurn);
+    }
 
     const Agenda& agenda_;
     int item_;

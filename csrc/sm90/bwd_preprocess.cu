@@ -32,7 +32,7 @@ struct PreprocessParams {
     Writer::Params agendas[kNumAgendas];   // of near tiles, and of far ones
 };
 
-static_assert(sizeof(PreprocessParams) == 120 + 112 * kNumAgendas, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(PreprocessParams) == 120 + 120 * kNumAgendas, "packed by magi_compile/kernels/cuda/backward.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -54,10 +54,13 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     const int block = blockIdx.y * gridDim.x + blockIdx.x;
     const int num_blocks = gridDim.x * gridDim.y;
     for (int i = block; i < kNumAgendas; i += num_blocks) {
-        Writer(params.agendas[i]).write();
+        const DqOrder order = Writer(params.agendas[i]).write();
+        if (i == 0) {
+            for_each(1, [&](int) { params.dq_progress->order_of_tiles = order; });
+        }
     }
     if (block == min(kNumAgendas, num_blocks - 1)) {
-        for_each(1, [&](int) { *params.dq_progress = {0, 0x7fffffff, 0, 0, 0}; });
+        for_each(1, [&](int) { params.dq_progress->reset(); });
         if (params.wanted != nullptr) {
             clear_dq_visits(params.wanted, params.dq.row_groups);
 #pragma unroll 1

@@ -44,6 +44,7 @@ private:
         work.wave_in_step = rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
         work.part = entry.part;
         work.num_parts = entry.num_parts;
+        work.turn = entry.turn;
         work.is_ascending = entry.is_ascending;
         work.kv_head = entry.first_head + head_in_section;
         work.slot = entry.slot * params_.lists[kNear].agenda.heads_per_section + head_in_section;

@@ -100,6 +100,9 @@ struct BackwardConfig {
     // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
     static constexpr bool kElects = kIsDeterministic;
 
+    // Whether parts of a tile may come one after the other.
+    static constexpr bool kHandsOn = !kHasFarTiles && !kIsDeterministic;
+
     static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
@@ -140,6 +143,7 @@ struct alignas(64) TileOfHead {
     int part;            // of so many as the tile is divided into
     int num_parts;
     int slot;            // of its first part, of all heads' slots
+    int turn;            // of a part that is handed on, else AgendaEntry::kNoTurn
 
     __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
 

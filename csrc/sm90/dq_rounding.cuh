@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dq_accumulator.cuh"
+#include "dq_order.cuh"
 #include "ptx.cuh"
 
 namespace ffa {
@@ -11,41 +12,49 @@ struct DqItem {
     int head, group;
 };
 
-// All of them, numbered in the order in which they will be complete: section by section of heads. Where tiles walk head by head,
-// all rows of the last query heads of their groups come first.
+// All of them, to be numbered.
 struct DqItems {
     DqSums sums;
     void* dq;   // [total_q, num_heads, head_dim], contiguous
     int total_q;
     int num_heads;
-    int heads_of_section;   // divides num_heads
-    int qhead_per_kvhead;   // divides heads_of_section
+    int qhead_per_kvhead;
     float softmax_scale;
 
     __device__ __forceinline__ int count() const { return sums.row_groups * num_heads; }
 
-    __device__ __forceinline__ DqItem item(int number, bool is_head_by_head) const {
-        const int turns = is_head_by_head ? qhead_per_kvhead : 1;
-        const int heads = heads_of_section / turns;   // that are complete at about the same time
-        const int in_turn = number % (sums.row_groups * heads);
-        const int turn = number / (sums.row_groups * heads);
-        const int head_in_turn = in_turn % heads;
-        return {turn / turns * heads_of_section + head_in_turn * turns + turns - 1 - turn % turns, in_turn / heads};
+    __device__ __forceinline__ DqItem item(int number, const DqOrder& order) const {
+        const int heads = order.heads_of_turn / order.passes;   // that are complete at about the same time
+        const int of_group = qhead_per_kvhead / order.passes;   // of these
+        const int in_pass = number % (sums.row_groups * heads);
+        const int pass = number / (sums.row_groups * heads);
+        const int head_in_pass = in_pass % heads;
+        const int first = pass / order.passes * order.heads_of_turn + (order.passes - 1 - pass % order.passes) * of_group;
+        return {first + head_in_pass / of_group * qhead_per_kvhead + head_in_pass % of_group, in_pass / heads};
     }
 };
 
-static_assert(sizeof(DqItems) == 48, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/backward.py");
 
 // How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
 // for.
 struct DqProgress {
-    int next;                // item to draw; zero at launch
-    int end;                 // from here on none are; more than there are at launch
+    int next;                // item to draw
+    int end;                 // from here on none are
     int more_head_by_head;   // tiles that walk so, beyond those that do not; the kernel in front counts them
-    int num_gone;            // warps that did not wait any longer; zero at launch
-    int num_left;            // zero at launch
+    int num_gone;            // warps that did not wait any longer
+    DqOrder order_of_tiles;  // whatever their walks are; who writes the agenda knows it
+    int num_left;
 
-    __device__ __forceinline__ bool is_head_by_head() const { return more_head_by_head > 0; }
+    // All but the order.
+    __device__ __forceinline__ void reset() {
+        next = more_head_by_head = num_gone = num_left = 0;
+        end = 0x7fffffff;
+    }
+
+    __device__ __forceinline__ DqOrder order(const DqItems& items) const {
+        return {order_of_tiles.heads_of_turn, more_head_by_head > 0 ? items.qhead_per_kvhead : order_of_tiles.passes};
+    }
 
     __device__ __forceinline__ int first_not_drawn(int count) const { return min(min(next, end), count); }
 

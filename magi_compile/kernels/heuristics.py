@@ -130,6 +130,10 @@ BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only strea
 _BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE, _BACKWARD_ENOUGH_WAVES = 0.85, 0.13, 2
 _BACKWARD_MANY_WAVES = 3
 
+# Of an H200, for q, dout and sums of dq: what tiles at work at a time may read in all.
+_BACKWARD_L2_BYTES = 48 * 2**20
+_LEAST_VISITS_OF_PASS = 160  # less does not pay for handing dk and dv on
+
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
     """The Hopper backward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
@@ -169,6 +173,29 @@ def backward_sections(
         and heads % least == 0
     )
     return BackwardSections(least, at_once)
+
+
+class BackwardPasses(NamedTuple):
+    """What the backward may divide its work into: passes over all tiles, each for some query heads of a group, with dk and dv handed on
+    from one to the next. The kernel sees the tiles and decides: where all heads of a group together walk more blocks of queries
+    than `cached_blocks`, for `most_heads` at most (never if that is 0), and no fewer than `least_visits` blocks in the mean."""
+
+    most_heads: int = 0
+    cached_blocks: int = 0
+    least_visits: int = 0
+
+
+def backward_passes(
+    problem: AttnProblem, num_tiles: int, sections: BackwardSections, num_sms: int
+) -> BackwardPasses:
+    """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times, since items of several heads end later."""
+    waves = num_tiles * sections.heads / (_BACKWARD_LEAST_WAVES * num_sms)
+    row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
+    block_bytes = backward_config(problem).block_cols * row_bytes
+    group = problem.qhead_per_kvhead
+    most_heads = min(int(waves), group) if group > 1 else 0
+    cached_blocks = _BACKWARD_L2_BYTES // block_bytes
+    return BackwardPasses(most_heads, cached_blocks, _LEAST_VISITS_OF_PASS)
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:

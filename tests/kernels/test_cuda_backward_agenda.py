@@ -1,7 +1,6 @@
 """The agenda of the backward kernel, written and read: the source, compiled for the threads of a CPU."""
 
 import ctypes
-import math
 import struct
 from collections.abc import Iterable
 from itertools import groupby, pairwise, takewhile
@@ -18,10 +17,10 @@ from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
-LEAST_VISITS, LEAST_VISITS_IN_STEP, LEAST_VISITS_OF_CHAPTER = 24, 512, 1024
+LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
 FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-ENTRY, PARAMS = struct.Struct("<2i4h"), struct.Struct("<7Q2iQ7i4xQ")
+ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ10iQ")
 SOURCE = """
 #include <algorithm>
 #include "many_threads.cuh"
@@ -32,7 +31,7 @@ inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 #include "bwd_items.cuh"
 
 struct Config {
-    static constexpr bool kHasFarTiles = false, kIsDeterministic = false;
+    static constexpr bool kHasFarTiles = false, kIsDeterministic = false, kHandsOn = true;
     static constexpr int kCtas = 1;
     struct Params {
         struct {
@@ -43,8 +42,11 @@ struct Config {
 
 using Writer = ffa::AgendaWriter<64, 8>;
 
-extern "C" void write_agenda(const Writer::Params* params) {
-    launch(1, 64, [=] { Writer(*params).write(); });
+extern "C" void write_agenda(const Writer::Params* params, int* order_of_dq) {
+    launch(1, 64, [=] {
+        const ffa::DqOrder order = Writer(*params).write();
+        order_of_dq[0] = order.heads_of_turn, order_of_dq[1] = order.passes;
+    });
 }
 
 // For each item: which thread block has drawn it, its entry, its head, and the wave in which it keeps step.
@@ -69,6 +71,7 @@ class Entry(NamedTuple):
     part: int
     num_parts: int
     slot: int
+    turn: int
     is_ascending: int
 
 
@@ -82,6 +85,9 @@ class Sizes(NamedTuple):
     num_slots: int = 300
     is_one_way: bool = False
     at_once: int = 1  # sections of a turn, under a mask of one document
+    most_heads_of_pass: int = 0
+    blocks_of_cache: int = 0
+    least_visits_of_pass: int = 0
 
     @property
     def sections(self) -> range:
@@ -94,6 +100,7 @@ class Agenda(NamedTuple):
         list[int]
     ]  # the thread block, the entry, the head in its section, the wave in step or -1
     num_in_step: int
+    order_of_dq: tuple[int, int]  # heads of a turn, passes over its rows
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +119,7 @@ def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None)
     """Written by the source, and read by all thread blocks, one after the other."""
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
-    entries = unwritten((num_items + num_slots) * ENTRY.size // 4)
+    entries = unwritten(max(num_items + num_slots, num_items * sizes.group) * ENTRY.size // 4)
     num_waves = num_tiles * sizes.nheads_kv // sizes.num_blocks
     counts = unwritten(4 + num_waves)  # entries; then the counters: three, and steps of each wave
     first_arrival = FIRST_SLOT * sizes.heads_per_section * ARRIVALS
@@ -123,10 +130,12 @@ def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None)
         *(at[0], at[1], at[2], at[3], at[3] + 4, at[4], 0),
         *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
         *(num_tiles, FIRST_SLOT, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+        *(sizes.most_heads_of_pass, sizes.blocks_of_cache, sizes.least_visits_of_pass),
         sizes.at_once,
         0 if tiles_behind is None else tiles_behind.data_ptr(),
     )
-    library.write_agenda(params)
+    order_of_dq = (ctypes.c_int * 2)()
+    library.write_agenda(params, order_of_dq)
     assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
     assert (arrivals[:first_arrival] == -7).all()
     assert not arrivals[first_arrival:-1].any()
@@ -144,7 +153,8 @@ def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None)
     packed = ctypes.string_at(at[2], num_entries * ENTRY.size)
     read = [Entry(*x) for x in ENTRY.iter_unpack(packed)]
     found = [x._replace(slot=x.slot - FIRST_SLOT * (x.num_parts > 1)) for x in read]
-    return Agenda(found, items[:count].tolist(), num_in_step)
+    order = tuple(order_of_dq)
+    return Agenda(found, items[:count].tolist(), num_in_step, order)
 
 
 def plan_of(case: Case, exact: bool = False):
@@ -181,34 +191,6 @@ def is_few(num_tiles: int, sizes: Sizes) -> bool:
     return num_tiles * sizes.nheads_kv < 3 * sizes.num_blocks
 
 
-class Chapter(NamedTuple):
-    """Tiles that walk alike, and how many of its entries, for the heads of a section each, come first."""
-
-    tiles: range
-    num_first: int
-
-    def places(self, sizes: Sizes) -> list[tuple[int, int]]:
-        return in_turns(self.tiles, sizes, sizes.at_once)
-
-
-def chapters(plan, sizes: Sizes) -> list[Chapter]:
-    """Under one document, four groups at most of tiles in a row that walk alike, two waves of them or more."""
-    all_runs = tiles_with_rows(plan)
-    if sizes.group == 1 or sizes.is_one_way or len(lengths_of_documents(plan)) != 1:
-        return []
-    walks = [[(run[FIRST] // ALIGNMENT, run[COL_END]) for run in runs] for runs in all_runs]
-    blocks, found, end = blocks_of_tiles(plan), [], 0
-    for _, tiles in groupby(walks):
-        begin, end = end, end + len(list(tiles))
-        num_items = (end - begin) * sizes.nheads_kv
-        is_long = blocks[begin] * sizes.group >= LEAST_VISITS_OF_CHAPTER
-        if not is_long or num_items < 2 * sizes.num_blocks or end - begin == len(walks):
-            continue
-        whole_waves = range(0, num_items + 1, math.lcm(sizes.num_blocks, sizes.heads_per_section))
-        found.append(Chapter(range(begin, end), whole_waves[-1] // sizes.heads_per_section))
-    return found[:4]
-
-
 def in_turns(tiles: Iterable[int], sizes: Sizes, at_once: int) -> list[tuple[int, int]]:
     """The section and the tile: one after the other for so many sections at once."""
     turns = [sizes.sections[i : i + at_once] for i in sizes.sections[::at_once]]
@@ -219,19 +201,9 @@ def at_once(plan, sizes: Sizes) -> int:
     return sizes.at_once if len(lengths_of_documents(plan)) == 1 else 1
 
 
-def others(plan, sizes: Sizes) -> list[int]:
-    """The tiles in no chapter."""
-    of_chapters = {tile for chapter in chapters(plan, sizes) for tile in chapter.tiles}
-    return [tile for tile in range(len(tiles_with_rows(plan))) if tile not in of_chapters]
-
-
 def expected_places(plan, sizes: Sizes) -> list[tuple[int, int]]:
-    """The section and the tile: whole waves of each chapter, all others, the rest of each chapter."""
-    found = chapters(plan, sizes)
-    first = [place for x in found for place in x.places(sizes)[: x.num_first]]
-    last = [place for x in found for place in x.places(sizes)[x.num_first :]]
-    middle = in_turns(others(plan, sizes), sizes, at_once(plan, sizes))
-    return first + middle + last
+    """The section and the tile."""
+    return in_turns(range(len(tiles_with_rows(plan))), sizes, at_once(plan, sizes))
 
 
 def expected_parts(plan, sizes: Sizes) -> list[int]:
@@ -258,36 +230,26 @@ def expected_parts(plan, sizes: Sizes) -> list[int]:
 
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
     """For each place: every other wave of its document is ascending, where one document is all there is those of all
-    turns in a row. Tiles of chapters are not counted, they descend."""
-    turn, not_in_chapters = at_once(plan, sizes), others(plan, sizes)
+    turns in a row."""
+    turn = at_once(plan, sizes)
     heads = turn * sizes.heads_per_section
     documents, of_turn = lengths_of_documents(plan), 0
     if len(documents) == 1:
-        documents = [len(not_in_chapters)]
         of_turn = int(documents[0] * heads / sizes.num_blocks + 0.5)
-    place_in_document = [place for length in documents for place in range(length)]
-    waves = {
-        tile: place * heads // sizes.num_blocks
-        for tile, place in zip(not_in_chapters, place_in_document, strict=True)
-    }
+    waves = [place * heads // sizes.num_blocks for length in documents for place in range(length)]
     return [
-        not sizes.is_one_way
-        and tile in waves
-        and (section // turn * of_turn + waves[tile]) % 2 == 1
+        not sizes.is_one_way and (section // turn * of_turn + waves[tile]) % 2 == 1
         for section, tile in expected_places(plan, sizes)
     ]
 
 
 def expected_in_step(plan, sizes: Sizes, entries: list[Entry]) -> int:
-    """Whole waves of items in front of the first tile in parts, where long walks are equally long: under a full mask
-    all, else those of chapters that come first."""
+    """Whole waves of items in front of the first tile in parts, under a full mask with long walks."""
     blocks = blocks_of_tiles(plan)
-    in_step = sum(chapter.num_first for chapter in chapters(plan, sizes))
-    if len(set(blocks)) == 1 and blocks[0] * sizes.group >= LEAST_VISITS_IN_STEP:
-        in_step = len(blocks) * len(sizes.sections)
+    if len(set(blocks)) != 1 or blocks[0] * sizes.group < LEAST_VISITS_IN_STEP:
+        return 0
     whole = len(list(takewhile(lambda entry: entry.num_parts == 1, entries)))
-    items = min(whole, in_step) * sizes.heads_per_section
-    return items // sizes.num_blocks * sizes.num_blocks
+    return whole * sizes.heads_per_section // sizes.num_blocks * sizes.num_blocks
 
 
 def check(library, case: Case, sizes: Sizes) -> list[Entry]:
@@ -303,6 +265,9 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
         for part in range(num_parts)
     ]
     assert [(*entry[:4], bool(entry.is_ascending)) for entry in entries] == expected
+    assert {entry.turn for entry in entries} <= {-1}
+    heads_of_turn = at_once(plan, sizes) * sizes.heads_per_section * sizes.group
+    assert agenda.order_of_dq == (heads_of_turn, 1)
     # All parts of a tile know where its slots begin, and nobody else has those.
     slots = [(x.slot, x.num_parts) for x in entries if x.num_parts > 1 and x.part == 0]
     assert all(begin + n <= end for (begin, n), (end, _) in pairwise(slots))
@@ -404,29 +369,9 @@ def test_sections_of_one_wave_alternate(library):
 
 
 def prefix_lm() -> Case:
+    """8 tiles of 64 blocks, and 24 of 48 to 2."""
     slices = [(0, 4096, 0, 1024, MaskType.FULL), (1024, 4096, 1024, 4096, MaskType.CAUSAL)]
     return Case("prefix_lm", 4096, 4096, slices)
-
-
-@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
-def test_a_prefix_is_the_first_chapter(heads_per_section, library):
-    """Its 8 tiles for all heads, in two waves."""
-    sizes = Sizes(16, 16, heads_per_section=heads_per_section)
-    entries = check(library, prefix_lm(), sizes)
-    prefix, others = entries[: 8 * len(sizes.sections)], entries[8 * len(sizes.sections) :]
-    assert [x.tile for x in prefix] == [*range(8)] * len(sizes.sections)
-    assert not any(x.is_ascending for x in prefix)
-    assert all(x.tile >= 8 for x in others)
-
-
-@pytest.mark.parametrize(
-    "sizes",
-    [Sizes(16, 17), Sizes(8, 16), Sizes(1, 16), Sizes(16, 16, is_one_way=True)],
-    ids=["few_items", "short_walks", "groups_of_one_head", "ordered_additions"],
-)
-def test_no_chapter_of(sizes, library):
-    entries = check(library, prefix_lm(), sizes._replace(heads_per_section=1))
-    assert [x.tile for x in entries[:32]] == list(range(32))
 
 
 def rank_of_causal() -> Case:
@@ -435,39 +380,71 @@ def rank_of_causal() -> Case:
     return Case("rank_of_causal", 4096, 14336, slices)
 
 
-@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
-def test_keys_of_other_ranks_are_chapters(heads_per_section, library):
-    """16 tiles of 64 blocks and 65 of 32: whole waves of them come first, what is left last."""
-    sizes = Sizes(32, 12, heads_per_section=heads_per_section)
-    plan = plan_of(rank_of_causal())
-    assert [(x.tiles, x.num_first * heads_per_section) for x in chapters(plan, sizes)] == [
-        (range(17), 60),
-        (range(32, 97), 252),
+def global_window() -> Case:
+    """A sixth of the keys is seen by all queries, others by those a third away."""
+    slices = [(0, 4096, 0, 768, MaskType.FULL)]
+    slices += [
+        (max(key - 1344, 0), min(key + 1472, 4096), key, key + 128, MaskType.FULL)
+        for key in range(768, 4096, 128)
     ]
-    entries = check(library, rank_of_causal(), sizes)
-    whole = [x.tile for x in entries if x.part == 0]
-    num_first, num_last = 312 // heads_per_section, 16 // heads_per_section
-    assert not set(whole[num_first:-num_last]) & {*range(17), *range(32, 97)}
-    last_of_each = [*range(17)][-num_last // 2 :], [*range(32, 97)][-num_last // 2 :]
-    assert whole[-num_last:] == [tile for tiles in last_of_each for tile in tiles]
+    return Case("global_window", 4096, 4096, slices)
 
 
-def test_all_tiles_may_be_in_chapters(library):
-    """Two blocks, of which the second sees both: 16 tiles of 64 blocks and 16 of 32."""
-    slices = [(0, 4096, 0, 2048, MaskType.FULL), (2048, 4096, 2048, 4096, MaskType.FULL)]
-    case, sizes = Case("block_causal", 4096, 4096, slices), Sizes(32, 12)
-    assert others(plan_of(case), sizes) == []
-    entries = check(library, case, sizes)
-    assert {x.tile for x in entries} == {*range(32)}
-    assert not any(x.is_ascending for x in entries)
+@pytest.mark.parametrize("heads_per_section", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("group", "most_heads", "cached", "heads"),
+    [
+        (2, 1, 1.9, 1),
+        (8, 8, 1.5, 1),
+        (8, 8, 3.9, 2),
+        (8, 2, 7.9, 2),
+        (8, 4, 0.5, 1),
+        (6, 5, 5.1, 3),
+    ],
+)
+@pytest.mark.parametrize(
+    "case", [prefix_lm(), rank_of_causal(), global_window()], ids=lambda case: case.id
+)
+def test_uneven_long_walks_are_handed_on(
+    case, group, most_heads, cached, heads, heads_per_section, library
+):
+    """For each section passes for so many heads of a group as stay in the cache and divide it, over all tiles, all of them from
+    the last query to the first."""
+    plan = plan_of(case)
+    blocks = blocks_of_tiles(plan)
+    mean, num_passes = sum(blocks) // len(blocks), group // heads
+    sizes = Sizes(group, 12, 4, heads_per_section, most_heads_of_pass=most_heads)
+    sizes = sizes._replace(blocks_of_cache=int(cached * mean), least_visits_of_pass=mean * heads)
+    agenda = write(library, plan, sizes)
+    assert agenda.num_in_step == 0
+    assert agenda.order_of_dq == (heads_per_section * group, num_passes)
+    passes = [(section, part) for section in sizes.sections for part in reversed(range(num_passes))]
+    expected = [
+        (tile, section * heads_per_section, part, num_passes, tile, turn, 0)
+        for turn, (section, part) in enumerate(passes)
+        for tile in range(len(blocks))
+    ]
+    assert agenda.entries == [Entry(*x) for x in expected]
+    check(library, case, sizes._replace(most_heads_of_pass=0))
+    check(library, case, sizes._replace(blocks_of_cache=group * mean))
+    check(library, case, sizes._replace(least_visits_of_pass=mean * heads + 1))
 
 
 @pytest.mark.parametrize("mask_type", [MaskType.FULL, MaskType.CAUSAL])
-def test_documents_have_no_chapter(mask_type, library):
-    """All 32 tiles of a section before those of the next."""
-    entries = check(library, varlen("documents", [2048, 1024, 1024], mask_type), Sizes(8, 4))
-    whole = [(x.first_head, x.tile) for x in entries if x.part == 0]
-    assert whole == [(head, tile) for head in (0, 2) for tile in range(32)]
+@pytest.mark.parametrize("length", [4096, 4000, 3970])
+def test_even_walks_are_not_handed_on(length, mask_type, library):
+    """Equal ones, and those of which each is as much shorter as the others."""
+    check(library, one(mask_type, length), Sizes(8, 12, most_heads_of_pass=8))
+
+
+@pytest.mark.parametrize("num_tiles", [0, 1, 2])
+def test_two_walks_are_even(num_tiles, library):
+    slices = [(0, 4096, 0, 128, MaskType.FULL), (0, 128, 128, 256, MaskType.FULL)][:num_tiles]
+    check(
+        library,
+        Case("few", 4096, 128 * max(num_tiles, 1), slices),
+        Sizes(8, 12, most_heads_of_pass=8),
+    )
 
 
 @pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])
@@ -478,13 +455,6 @@ def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
         library, plan_of(Case("full", 4096, 8192, [(0, 4096, 0, 8192, MaskType.FULL)])), sizes
     )
     assert agenda.num_in_step == 8 * waves
-
-
-@pytest.mark.parametrize(("group", "waves"), [(8, 0), (16, 5)])
-def test_a_chapter_keeps_step(group, waves, library):
-    """8 tiles of 64 blocks for 4 heads, and 6 thread blocks."""
-    sizes = Sizes(group, 6, heads_per_section=1)
-    assert write(library, plan_of(prefix_lm()), sizes).num_in_step == 6 * waves
 
 
 def test_walks_of_different_lengths_do_not(library):

@@ -13,7 +13,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.backward_scratch import Scratch
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
-from magi_compile.kernels.heuristics import BackwardSections
+from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections
 from tests.kernels import idle_driver
 
 ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
@@ -21,10 +21,10 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ7i4xQ")
-MAIN, LIST = struct.Struct("<2QQi4xQ4if4x7Qi2f4x"), struct.Struct("<6Q2i")
-POSTPROCESS = struct.Struct("<Qi4xQ4if4xQ")
-SIZES = (232, 1088, 56)
+PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ10iQ")
+MAIN, LIST = struct.Struct("<2QQi4xQ3if7Qi2f4x"), struct.Struct("<6Q2i")
+POSTPROCESS = struct.Struct("<Qi4xQ3ifQ")
+SIZES = (240, 1088, 48)
 
 
 class Call(NamedTuple):
@@ -79,10 +79,10 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         grads = (dk.data_ptr(), dv.data_ptr())
         assert found.maps == [*(at[n] for n in ("q", "dout", "k", "v")), stats, *grads]
         assert found.main[:2] == grads
-        row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q, HEADS_Q // HEADS_KV)
+        row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q // HEADS_KV)
         items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
-        assert found.main[2:10] == found.after[:-1] == items
-        done, wanted, turns, progress, runs, *signals = found.main[10:17]
+        assert found.main[2:9] == found.after[:-1] == items
+        done, wanted, turns, progress, runs, *signals = found.main[9:16]
         assert wanted == 0  # dq is rounded behind it
         assert turns == 0  # additions have no order
         assert (done, wanted, progress) == found.before[7:10]
@@ -99,12 +99,15 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
 @pytest.mark.parametrize("sections", [(1, 1), (1, 2), (2, 1), (4, 1)])
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("num_tiles", [1, 64, 70])
+@pytest.mark.parametrize("most_heads", [0, 2])
 def test_what_lies_in_scratch_does_not_overlap(
-    num_tiles, heads_kv, sections, launches, monkeypatch
+    most_heads, num_tiles, heads_kv, sections, launches, monkeypatch
 ):
     heads, at_once = (min(x, heads_kv) for x in sections)
     monkeypatch.setattr(module, "rounds_dq", lambda *_: True)
     monkeypatch.setattr(module, "backward_sections", lambda *_: BackwardSections(heads, at_once))
+    passes = BackwardPasses(most_heads, 7, 8)
+    monkeypatch.setattr(module, "backward_passes", lambda *_: passes)
     problem = replace(PROBLEM, nheads_kv=heads_kv)
     tensors = inputs()
     for name in "kv":
@@ -115,28 +118,28 @@ def test_what_lies_in_scratch_does_not_overlap(
     done, wanted, progress = found.before[7:10]
     workspace, agenda_tiles, first_slot, num_slots, group, grid, *others = found.before[25:]
     assert found.tiles[1:] == found.before[18:25]
-    assert found.main[17] == group
+    assert found.main[16] == group
     assert found.before[23:25] == (heads_kv, heads)
-    assert found.main[7] == heads * at_once * group
     assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
     assert grid == min(num_tiles * HEADS_Q, 132)
-    assert others == [0, at_once, 0]  # no way that all go, no tiles behind
+    # No way that all go, no tiles behind.
+    assert others == [0, *passes, at_once, 0]
     num_items = num_tiles * heads_kv // heads
-    assert num_slots * heads <= 768
-    assert num_slots == 0 or group > 1
-    assert num_slots == num_items * group or group == 1 or (num_slots + 1) * heads > 768
+    slots_of_parts = min(num_items * group, 768 // heads) if group > 1 else 0
+    assert num_slots == max(slots_of_parts, num_tiles * (most_heads > 0))
+    most_entries = max(num_items + num_slots, num_items * group * (most_heads > 0))
     sizes = [
         HEADS_Q * PADDED * HEAD_DIM,
         HEADS_Q * PADDED * 3,
         num_slots * heads * 2 * 128 * HEAD_DIM,
-        (num_items + num_slots) * 4,
+        most_entries * 4,
         3 + num_tiles * heads_kv // grid,
         1,
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
         num_slots * heads * 8,
         HEADS_Q * PADDED // 16,
         PADDED // 16 + 1,
-        5 + 2 * 16 * grid,
+        7 + 2 * 16 * grid,
     ]
     starts = [dq_sum, stats, partials, entries, counters, num_entries, workspace, arrivals]
     starts += [done, wanted, progress]
@@ -145,8 +148,22 @@ def test_what_lies_in_scratch_does_not_overlap(
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
-    scratch = Scratch.of(problem, PADDED, num_tiles, 1, heads, grid)
+    scratch = Scratch.of(problem, PADDED, num_tiles, 1, heads, grid, most_heads > 0)
     assert scratch.size == ends[-1] - dq_sum
+
+
+def test_what_is_never_handed_on(launches, monkeypatch):
+    """Where additions have an order."""
+    monkeypatch.setattr(module, "backward_passes", lambda *_: BackwardPasses(2, 7, 8))
+    found = []
+    for deterministic in (False, True):
+        launches.clear()
+        names = ("dout", "dlse", "q", "k", "v", "out", "lse")
+        tensors = inputs()
+        args = (*(tensors[n] for n in names), TILES, RUNS, PROBLEM)
+        module.backward(*args, deterministic=deterministic)
+        found.append(PREPROCESS.unpack(launches[0])[32:35])
+    assert found == [(2, 7, 8), (0, 0, 0)]
 
 
 def test_more_heads_than_there_is_room_for_parts():

@@ -14,7 +14,7 @@ from magi_compile.kernels.base import KeyTensors, Signals
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.backward_walks import two_lists
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
-from magi_compile.kernels.heuristics import backward_config, plan_tiles
+from magi_compile.kernels.heuristics import BackwardPasses, backward_config, plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -24,7 +24,7 @@ from tests.kernels.dq_additions import additions_of_tiles
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
-DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 136))  # in BackwardParams
+DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 128))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 NEIGHBOURS = varlen("neighbours", [150, 200], MaskType.CAUSAL)  # each has a short tile at its end
@@ -79,13 +79,13 @@ class Launches:
 
     def look_at_dq(self, params):
         """What the main kernel leaves behind, as it lies in memory."""
-        at = struct.unpack_from("<Qi4xQ4if4x4Q", params, DQ_ITEMS)
-        at_sums, row_groups, _, _, num_heads, _, _, _, at_done, at_wanted, _, at_progress = at
+        at = struct.unpack_from("<Qi4xQ3if4Q", params, DQ_ITEMS)
+        at_sums, row_groups, _, _, num_heads, _, _, at_done, at_wanted, _, at_progress = at
         count = row_groups * num_heads
         self.dq_sums = ctypes.string_at(at_sums, 4 * 64 * 16 * count)
         self.done = integers(at_done, count)
         self.wanted = integers(at_wanted, row_groups) if at_wanted else ()
-        drawn, end, self.more_head_by_head, _, left = integers(at_progress, 5)
+        drawn, end, self.more_head_by_head, *_, left = integers(at_progress, 7)
         self.left[self.timing] = left + count - min(drawn, end, count)
         self.are_all_drawn[self.timing] = end >= count
 
@@ -98,8 +98,8 @@ def entries(params: bytes) -> list[tuple[int, int, int]]:
     """(tile, part, number of parts) of the agenda, where the main kernel reads it."""
     at_entries, at_count = struct.unpack_from("<2Q", params, LISTS + 8)
     count = ctypes.c_int.from_address(at_count).value
-    read = struct.Struct("<2i4h").iter_unpack(ctypes.string_at(at_entries, 16 * count))
-    return [(tile, part, num_parts) for tile, _, part, num_parts, _, _ in read]
+    read = struct.Struct("<i6h").iter_unpack(ctypes.string_at(at_entries, 16 * count))
+    return [(tile, part, num_parts) for tile, _, part, num_parts, *_ in read]
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +175,30 @@ def test_dq_is_rounded_while_the_main_kernel_runs_or_behind_it(launches):
 def test_parts_of_a_tile(head_dim, num_parts, launches):
     parts = check(launches, replace(SINK, heads=Heads(8, 1, head_dim, head_dim)))
     assert [x for x in parts if x[2] > 1] == [(0, i, num_parts) for i in range(num_parts)]
+
+
+@pytest.mark.parametrize("num_at_once", [1, NUM_SMS])
+@pytest.mark.parametrize(
+    ("case", "heads", "heads_of_pass"),
+    [
+        *[(SINK, Heads(4, 2, 64, 64), 1), (HOLES, Heads(6, 2, 96, 96), 1)],
+        *[(SINK, Heads(4, 1, 128, 128), 2), (NEIGHBOURS, Heads(2, 1, 192, 192), 1)],
+        *[(SINK, Heads(2, 1, 256, 256), 1), (replace(SINK, softcap=5.0), Heads(4, 1, 64, 64), 2)],
+    ],
+    ids=lambda x: getattr(x, "name", getattr(x, "id", None)),
+)
+def test_gradients_handed_on(case, heads, heads_of_pass, num_at_once, launches, monkeypatch):
+    """From some query heads to others, also where some thread blocks do not run before others end."""
+    passes = heads.nheads_q // heads.nheads_kv // heads_of_pass
+    most = BackwardPasses(heads_of_pass, cached_blocks=4 * (heads_of_pass - 1))
+    monkeypatch.setattr(module, "backward_passes", lambda *_: most)
+    launches.num_at_once = num_at_once
+    entries = check(launches, replace(case, heads=heads), with_dlse=True)
+    num_tiles = len({tile for tile, *_ in entries})
+    assert {num_parts for *_, num_parts in entries} == {passes}
+    assert len(entries) % (num_tiles * passes) == 0
+    parts = [part for _, part, _ in entries[::num_tiles]]
+    assert parts == [*reversed(range(passes))] * (len(parts) // passes)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])

@@ -14,10 +14,10 @@ SOURCE = """
 #include "ptx.cuh"
 #include "dq_rounding.cuh"
 
-extern "C" int items(int row_groups, int num_heads, int heads_of_section, int group, bool is_head_by_head, int (*to)[2]) {
-    const ffa::DqItems items{{nullptr, row_groups}, nullptr, 0, num_heads, heads_of_section, group, 1.f};
+extern "C" int items(int row_groups, int num_heads, int heads_of_turn, int group, int passes, int (*to)[2]) {
+    const ffa::DqItems items{{nullptr, row_groups}, nullptr, 0, num_heads, group, 1.f};
     for (int i = 0; i < items.count(); ++i) {
-        const ffa::DqItem item = items.item(i, is_head_by_head);
+        const ffa::DqItem item = items.item(i, {heads_of_turn, passes});
         to[i][0] = item.head, to[i][1] = item.group;
     }
     return items.count();
@@ -27,15 +27,13 @@ extern "C" int items(int row_groups, int num_heads, int heads_of_section, int gr
 
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
-    """`items(row_groups, heads, heads of a section, heads of a group, head by head)`: (head, row group) of each."""
+    """`items(row_groups, heads, heads of a turn, heads of a group, passes)`: (head, row group) of each."""
     path, replaced = tmp_path_factory.mktemp("items"), {"ptx.cuh": "ptx_on_a_cpu.cuh"}
     library = compile_library(path, SOURCE, "-O1", replaced)
 
     def listed(*arguments):
         to = torch.empty(1000, 2, dtype=torch.int32)
-        count = library.items(
-            *arguments[:-1], ctypes.c_bool(arguments[-1]), ctypes.c_void_p(to.data_ptr())
-        )
+        count = library.items(*arguments, ctypes.c_void_p(to.data_ptr()))
         return [tuple(x) for x in to[:count].tolist()]
 
     return listed
@@ -45,7 +43,7 @@ def items(tmp_path_factory):
 @pytest.mark.parametrize("sections", [1, 3])
 def test_row_by_row(sections, group, items):
     heads = 4 * sections
-    found = items(5, heads, 4, group, False)
+    found = items(5, heads, 4, group, 1)
     wanted = [
         (head, row)
         for first in range(0, heads, 4)
@@ -55,18 +53,19 @@ def test_row_by_row(sections, group, items):
     assert found == wanted
 
 
-@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize(("group", "passes"), [(1, 1), (2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize("sections", [1, 3])
-def test_head_by_head(sections, group, items):
+def test_passes(sections, group, passes, items):
     """Of each section the last query heads of all groups first, as tiles walk."""
-    heads = 4 * sections
-    found = items(5, heads, 4, group, True)
+    heads, of_pass = 4 * sections, group // passes
+    found = items(5, heads, 4, group, passes)
     assert sorted(found) == list(product(range(heads), range(5)))
     wanted = [
-        (first + kv_head * group + head, row)
+        (first + kv_head * group + i * of_pass + head, row)
         for first in range(0, heads, 4)
-        for head in reversed(range(group))
+        for i in reversed(range(passes))
         for row in range(5)
         for kv_head in range(4 // group)
+        for head in range(of_pass)
     ]
     assert found == wanted

@@ -107,7 +107,7 @@ EARLY_FORWARD = FORWARD._replace(
 )
 DQ_ITEMS = (
     *("sums.data", "sums.row_groups", "dq", "total_q"),
-    *("num_heads", "heads_of_section", "qhead_per_kvhead", "softmax_scale"),
+    *("num_heads", "qhead_per_kvhead", "softmax_scale"),
 )
 AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 HEADS = ("num_heads", "heads_per_section")
@@ -148,7 +148,8 @@ BEFORE = Layout(
             for name in (
                 *("tiles", "runs", *(f"agenda.{name}" for name in (*AGENDA, *HEADS))),
                 *("scratch", "num_tiles", "first_slot", "num_slots", "qhead_per_kvhead"),
-                *("num_blocks", "is_one_way", "sections_at_once", "tiles_behind"),
+                *("num_blocks", "is_one_way", "most_heads_of_pass", "blocks_of_cache"),
+                *("least_visits_of_pass", "sections_at_once", "tiles_behind"),
             )
         ),
     ),

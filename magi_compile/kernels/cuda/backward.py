@@ -42,8 +42,10 @@ from magi_compile.kernels.cuda.launch import (
 from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
     BackwardConfig,
+    BackwardPasses,
     BackwardSections,
     backward_config,
+    backward_passes,
     backward_sections,
 )
 
@@ -51,7 +53,7 @@ _STORE_ROWS = 16  # each warp stores its own rows
 _BLOCKS_PER_SM = 8  # of the kernel after
 # What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
 # what a route knows, and lists of tiles, to the end of the struct.
-_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ4if4x")
+_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ3if")
 _ADDRESSES, _SCALARS, _TILE_LIST = (
     struct.Struct("<7Q"),
     struct.Struct("<i2f4x"),
@@ -59,8 +61,9 @@ _ADDRESSES, _SCALARS, _TILE_LIST = (
 )
 _ALIGNMENT = 64  # of a struct with tensor maps
 _MAX_KNOWN_MAPS = 256
+_MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its slot
 _PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
-_AGENDA = struct.Struct("<7Q2iQ7i4xQ")  # what follows for each of them
+_AGENDA = struct.Struct("<7Q2iQ10iQ")  # what follows for each of them
 _PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
 
 
@@ -75,6 +78,7 @@ class _Route(NamedTuple):
     grid: int  # of thread blocks, or of clusters of them
     num_sms: int
     sections: BackwardSections
+    passes: BackwardPasses
     scalars: bytes
     scratch: Scratch
     maps: dict[tuple[object, ...], bytes]  # tensor maps, by where their tensors lie
@@ -107,11 +111,18 @@ def _route(
     places = sms // config.num_ctas
     grid = min(num_tiles * problem.nheads_q, places)
     sections = backward_sections(problem, num_tiles, places, num_lists)
+    passes = backward_passes(problem, num_tiles, sections, places)
+    if deterministic or num_lists > 1 or num_tiles > _MOST_TILES_HANDED_ON:
+        passes = BackwardPasses()
+    padded_q = _padded(layouts[0][0][0])
     scratch = Scratch.of(
-        problem, _padded(layouts[0][0][0]), num_tiles, num_lists, sections.heads, grid
+        problem, padded_q, num_tiles, num_lists, sections.heads, grid, passes.most_heads > 0
     )
     rounds = rounds_dq(config, deterministic)
-    return _Route(before, main, after, config, rounds, grid, sms, sections, scalars, scratch, {})
+    return _Route(
+        *(before, main, after, config, rounds, grid, sms, sections),
+        *(passes, scalars, scratch, {}),
+    )
 
 
 def _padded(rows: int) -> int:
@@ -235,7 +246,6 @@ class _Launches:
             self._dq.data_ptr(),
             total_q,
             nheads_q,
-            math.prod(route.sections) * problem.qhead_per_kvhead,
             problem.qhead_per_kvhead,
             problem.softmax_scale,
         )
@@ -281,6 +291,7 @@ class _Launches:
                 problem.qhead_per_kvhead,
                 route.grid,
                 deterministic,
+                *route.passes,
                 route.sections.at_once,
                 tiles[0].data_ptr() if i > 0 else 0,
             )

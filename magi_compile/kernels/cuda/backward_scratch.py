@@ -51,19 +51,24 @@ class Scratch(NamedTuple):
         num_lists: int,
         heads_per_section: int,
         grid: int,
+        has_passes: bool = False,
     ) -> Scratch:
+        """Where there may be passes over all tiles, each has a slot, and an entry for each query head of a group."""
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
         config = backward_config(problem)
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
         num_slots = min(num_items * group, most_slots) if group > 1 else 0
+        if has_passes:
+            num_slots = max(num_slots, num_tiles)
+        num_entries = max(num_items + num_slots, num_items * group if has_passes else 0)
         num_partials = num_lists * num_slots * heads_per_section
         stats = nheads_q * padded_q * problem.head_dim
         partials = stats + nheads_q * padded_q * STATS_BYTES // 4
         end = partials + num_partials * 2 * config.tile_rows * problem.head_dim
         words = (
-            (num_items + num_slots) * _ENTRY_BYTES // 4,
+            num_entries * _ENTRY_BYTES // 4,
             3 + num_tiles * problem.nheads_kv // grid,
             1,
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
@@ -77,7 +82,7 @@ class Scratch(NamedTuple):
             num_partials * config.tile_warps,
             nheads_q * padded_q // DQ_GROUP_ROWS,
             padded_q // DQ_GROUP_ROWS + 1,
-            5 + num_lists * 2 * _WARPS * config.num_ctas * grid,
+            7 + num_lists * 2 * _WARPS * config.num_ctas * grid,
         )
         arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
         return Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
