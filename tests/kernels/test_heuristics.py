@@ -7,6 +7,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
     CUDA_HEAD_DIMS,
     backward_config,
+    backward_passes,
     backward_sections,
     plan_tiles,
 )
@@ -60,6 +61,31 @@ def test_sections_at_once_are_of_whole_waves(num_tiles, grouped, single):
 @pytest.mark.parametrize(("num_tiles", "heads"), [(49, 8), (60, 2), (112, 2), (113, 1), (200, 1)])
 def test_sections_of_two_lists_keep_the_sms_busy(num_tiles, heads):
     assert backward_sections(problem(64, 8), num_tiles, 132, num_lists=2) == (heads, 1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "num_tiles", "most_heads"),
+    [
+        *[((64, 8), 64, 1), ((64, 8), 128, 1), ((64, 8), 512, 4), ((64, 8), 2048, 8)],
+        *[((2, 1), 2048, 2), ((8, 1), 112, 0), ((8, 1), 113, 1), ((64, 64), 2048, 0)],
+    ],
+)
+def test_a_pass_has_as_many_heads_as_tiles_keep_the_sms_busy_times(heads, num_tiles, most_heads):
+    """None where heads have keys of their own, or tiles do not once."""
+    sections = backward_sections(problem(*heads), num_tiles, num_sms=132)
+    passes = backward_passes(problem(*heads), num_tiles, sections, num_sms=132)
+    assert passes.most_heads == most_heads
+
+
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+def test_blocks_of_queries_that_stay_in_the_cache(head_dim):
+    """48 MiB of q and dout in 16 bits, and sums of dq in fp32."""
+    of_dim = problem(64, 8, head_dim)
+    passes = backward_passes(of_dim, 128, backward_sections(of_dim, 128, 132), 132)
+    block_bytes = backward_config(of_dim).block_cols * head_dim * (2 + 2 + 4)
+    assert (
+        passes.cached_blocks * block_bytes <= 48 * 2**20 < (passes.cached_blocks + 1) * block_bytes
+    )
 
 
 @pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
