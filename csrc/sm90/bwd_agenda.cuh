@@ -18,7 +18,7 @@ struct alignas(16) AgendaEntry {
     short first_head;     // of the section, of keys
     short part;           // of so many as the tile is divided into
     short num_parts;
-    short slot;           // of its first part: where parts leave what they have
+    short slot;           // of its first part: where parts leave what they have; or the tile's, where they hand it on
     short turn;           // where parts hand on what they have: how many have had the slot before, else kNoTurn
     short is_ascending;   // the walk is from the first queries to the last
 

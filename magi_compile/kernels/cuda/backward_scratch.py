@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
         grid: int,
         has_passes: bool = False,
     ) -> Scratch:
-        """Where there may be passes over all tiles, each has a slot, and an entry for each query head of a group."""
+        """Where there may be passes over all tiles, each tile has a slot, and an entry for each query head of a group."""
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
         config = backward_config(problem)
         num_items = num_tiles * problem.nheads_kv // heads_per_section
