@@ -83,8 +83,8 @@ public:
             agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kTileWarps;
             *agenda_.num_entries = num_entries;
         });
-        const int sections = num_passes > 1 ? 1 : at_once_;
-        return {sections * agenda_.heads_per_section * params_.qhead_per_kvhead, num_passes};
+        const int kv_heads = num_passes > 1 ? agenda_.heads_per_section : heads_of_turn();
+        return {kv_heads * params_.qhead_per_kvhead, num_passes};
     }
 
 private:
@@ -112,12 +112,13 @@ private:
             });
         if (num_documents == 1) {
             at_once_ = params_.sections_at_once;
-            const int num_items = num_tiles_ * at_once_ * agenda_.heads_per_section;
-            waves_of_turn_ = (num_items + params_.num_blocks / 2) / params_.num_blocks;
+            waves_of_turn_ = (num_tiles_ * heads_of_turn() + params_.num_blocks / 2) / params_.num_blocks;
         }
     }
 
     __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before_[tile + 1] - blocks_before_[tile]; }
+
+    __device__ __forceinline__ int heads_of_turn() const { return at_once_ * agenda_.heads_per_section; }
 
     // Tiles that end with the same query are taken for one document.
     __device__ __forceinline__ bool starts_document(int i) const {
@@ -135,10 +136,11 @@ private:
         const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
         int& scratch = agenda_.counters->ticket;
         const bool are_equal = first_of(num_tiles_, [&](int i) { return blocks_of(i) != blocks; }, scratch) == num_tiles_;
+        if (!are_equal || blocks * params_.qhead_per_kvhead < kLeastVisitsInStep) {
+            return 0;
+        }
         const auto has_parts = [&](int i) { return agenda_.entries[i].num_parts > 1; };
-        const int num_whole = first_of(num_entries, has_parts, scratch);
-        const bool pays = are_equal && blocks * params_.qhead_per_kvhead >= kLeastVisitsInStep;
-        return pays ? num_whole * agenda_.heads_per_section : 0;
+        return first_of(num_entries, has_parts, scratch) * agenda_.heads_per_section;
     }
 
     // How many, if a group's walks are longer than what stays in the L2 cache, with as many heads each as do: unless walks are all
@@ -225,8 +227,7 @@ private:
     __device__ __forceinline__ AgendaEntry entry(int i, int num_parts, int slot) const {
         const auto [section, tile] = place(i);
         const int in_document = tile - document_begin_[document_of_[tile]];
-        const int heads_at_once = at_once_ * agenda_.heads_per_section;
-        const int wave = section / at_once_ * waves_of_turn_ + in_document * heads_at_once / params_.num_blocks;
+        const int wave = section / at_once_ * waves_of_turn_ + in_document * heads_of_turn() / params_.num_blocks;
         return {tile,
                 static_cast<short>(section * agenda_.heads_per_section),
                 0,
