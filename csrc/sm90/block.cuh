@@ -7,6 +7,7 @@ namespace ffa {
 // body(0), ..., body(count - 1), in no order.
 template <class Body>
 __device__ __forceinline__ void for_each(int count, Body body) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         body(i);
     }
@@ -85,38 +86,66 @@ private:
     int free_[kPerLane];
 };
 
-// store(i, value(0) + ... + value(i - 1)) for every i < count; returns the sum of all. Uses the block's dynamic shared
-// memory, an int for each warp.
-template <class Value, class Store>
-__device__ int prefix_sum(int count, Value value, Store store) {
+// Of what all threads of a block bring: that of the threads before this one, and that of all.
+struct BlockSum {
+    int before, all;
+};
+
+// Uses the block's dynamic shared memory, an int for each warp. One copy of it: threads of a kernel that runs once read code more
+// slowly than they run it.
+inline __device__ __noinline__ BlockSum sum_of_block(int own) {
     extern __shared__ int warp_sums[];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
+    int sum = own;
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, sum, step);
+        sum += lane >= step ? other : 0;
+    }
+    if (lane == 31) {
+        warp_sums[warp] = sum;
+    }
+    __syncthreads();
+    BlockSum found{sum - own, 0};
+    for (int w = 0; w < blockDim.x / 32; ++w) {
+        const int of_warp = warp_sums[w];
+        found.before += w < warp ? of_warp : 0;
+        found.all += of_warp;
+    }
+    __syncthreads();
+    return found;
+}
+
+// store(i, value(0) + ... + value(i - 1)) for every i < count; returns the sum of all. Uses what sum_of_block does.
+template <class Value, class Store>
+__device__ int prefix_sum(int count, Value value, Store store) {
     int carry = 0;
+#pragma unroll 1
     for (int first = 0; first < count; first += blockDim.x) {
         const int i = first + threadIdx.x;
-        const int own = i < count ? value(i) : 0;
-        int sum = own;
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, step);
-            sum += lane >= step ? other : 0;
-        }
-        if (lane == 31) {
-            warp_sums[warp] = sum;
-        }
-        __syncthreads();
-        int before = carry;
-        for (int w = 0; w < blockDim.x / 32; ++w) {
-            const int of_warp = warp_sums[w];
-            before += w < warp ? of_warp : 0;
-            carry += of_warp;
-        }
+        const BlockSum sum = sum_of_block(i < count ? value(i) : 0);
         if (i < count) {
-            store(i, before + sum - own);
+            store(i, carry + sum.before);
         }
-        __syncthreads();
+        carry += sum.all;
     }
+    __syncthreads();
     return carry;
+}
+
+// The least of what the warps bring, each the same in all its threads. Uses the shared memory of prefix_sum.
+inline __device__ int least_of_warps(int own) {
+    extern __shared__ int warp_sums[];
+    if (threadIdx.x % 32 == 0) {
+        warp_sums[threadIdx.x / 32] = own;
+    }
+    __syncthreads();
+    int least = warp_sums[0];
+    for (int w = 1; w < blockDim.x / 32; ++w) {
+        least = min(least, warp_sums[w]);
+    }
+    __syncthreads();
+    return least;
 }
 
 // Sorts `count` keys, a power of two, so that none is_less than the one before it (bitonic).

@@ -15,7 +15,8 @@
 //
 //   Parts. A tile that would take longer than all thread blocks need for what is left, is divided among several by query
 //   heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of work at
-//   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32.
+//   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32. Where tiles are few, parts
+//   are so long that all is over first (bwd_few_tiles.cuh), and the longest come first.
 //
 //   Steps. Under a full mask thread blocks that start together read the same queries for long, and share them in the L2 cache if
 //   they stay together.
@@ -23,14 +24,15 @@
 
 #include "block.cuh"
 #include "bwd_agenda.cuh"
+#include "bwd_few_tiles.cuh"
 #include "bwd_walk.cuh"
 #include "dq_order.cuh"
 #include "plan.cuh"
 
 namespace ffa {
 
-constexpr int kFewWaves = 3;
-constexpr float kFewTilesShare = 1.5f;
+constexpr float kFewWaves = 3.f;
+constexpr float kLeastWavesByLength = 1.25f;   // of whole tiles: fewer begin all at once
 constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
 constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
 
@@ -59,13 +61,7 @@ public:
     static_assert(sizeof(Params) == 120, "packed by magi_compile/kernels/cuda/backward.py");
 
     __device__ __forceinline__ explicit AgendaWriter(const Params& params)
-        : params_(params),
-          agenda_(params.agenda),
-          num_sections_(agenda_.num_heads / agenda_.heads_per_section),
-          blocks_before_(params.scratch),
-          document_of_(blocks_before_ + params.num_tiles + 1),
-          document_begin_(document_of_ + params.num_tiles),
-          parts_of_(reinterpret_cast<Parts*>(document_begin_ + params.num_tiles)) {}
+        : params_(params), agenda_(params.agenda) {}
 
     // Returns the order in which rows of dq will be complete, but for tiles that walk head by head.
     __device__ DqOrder write() {
@@ -88,14 +84,28 @@ public:
     }
 
 private:
+    // Of a tile, and the slot of the first one.
+    struct alignas(4) Parts {
+        short slot, num;
+    };
+
+    // Where things lie in scratch: of each tile, blocks of tiles before it and its document, of each document its first tile,
+    // and the parts of the tile at each place. No register keeps that.
+    __device__ __forceinline__ int* blocks_before() const { return params_.scratch; }
+    __device__ __forceinline__ int* document_of() const { return blocks_before() + params_.num_tiles + 1; }
+    __device__ __forceinline__ int* document_begin() const { return document_of() + params_.num_tiles; }
+    __device__ __forceinline__ Parts* parts_of() const {
+        return reinterpret_cast<Parts*>(document_begin() + params_.num_tiles);
+    }
+
     __device__ void measure() {
         num_tiles_ = prefix_sum(
             params_.num_tiles, [&](int i) { return int(params_.tiles[i].row_begin < params_.tiles[i].row_end); },
             [](int, int) {});
         num_blocks_ = prefix_sum(
             num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
-            [&](int i, int before) { blocks_before_[i] = before; });
-        for_each(1, [&](int) { blocks_before_[num_tiles_] = num_blocks_; });
+            [&](int i, int before) { blocks_before()[i] = before; });
+        for_each(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
         if (params_.tiles_behind != nullptr) {
             blocks_behind_ = prefix_sum(
                 params_.num_tiles, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
@@ -105,20 +115,25 @@ private:
             num_tiles_, [&](int i) { return int(starts_document(i)); },
             [&](int i, int before) {
                 const int document = before + starts_document(i) - 1;
-                document_of_[i] = document;
+                document_of()[i] = document;
                 if (starts_document(i)) {
-                    document_begin_[document] = i;
+                    document_begin()[document] = i;
                 }
             });
-        if (num_documents == 1) {
-            at_once_ = params_.sections_at_once;
-            waves_of_turn_ = (num_tiles_ * heads_of_turn() + params_.num_blocks / 2) / params_.num_blocks;
-        }
+        at_once_ = num_documents == 1 ? params_.sections_at_once : 1;
     }
 
-    __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before_[tile + 1] - blocks_before_[tile]; }
+    __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before()[tile + 1] - blocks_before()[tile]; }
+
+    __device__ __forceinline__ int num_sections() const { return agenda_.num_heads / agenda_.heads_per_section; }
 
     __device__ __forceinline__ int heads_of_turn() const { return at_once_ * agenda_.heads_per_section; }
+
+    // Where there is one document.
+    __device__ __forceinline__ int waves_of_turn() const {
+        const bool is_one = document_of()[num_tiles_ - 1] == 0;
+        return is_one ? (num_tiles_ * heads_of_turn() + params_.num_blocks / 2) / params_.num_blocks : 0;
+    }
 
     // Tiles that end with the same query are taken for one document.
     __device__ __forceinline__ bool starts_document(int i) const {
@@ -152,6 +167,7 @@ private:
             return 1;
         }
         int heads = max(min(params_.most_heads_of_pass, params_.blocks_of_cache / mean_blocks), 1);
+#pragma unroll 1
         while (group % heads != 0) {
             --heads;
         }
@@ -164,7 +180,7 @@ private:
 
     // All tiles for some query heads of each group, the last ones first, as heads that are walked one after the other are anyway.
     __device__ int list_passes(int passes) {
-        const int num_entries = num_tiles_ * num_sections_ * passes;
+        const int num_entries = num_tiles_ * num_sections() * passes;
         for_each(num_entries, [&](int i) {
             const int turn = i / num_tiles_, tile = i % num_tiles_;
             agenda_.entries[i] = {tile,
@@ -191,31 +207,36 @@ private:
     // For one head of each section.
     __device__ __forceinline__ long long blocks_in_front(const Place& at) const {
         const long long turns = at.section / at_once_;
-        return at_once_ * (turns * num_blocks_ + blocks_before_[at.tile]) + at.section % at_once_ * blocks_of(at.tile);
+        return at_once_ * (turns * num_blocks_ + blocks_before()[at.tile]) + at.section % at_once_ * blocks_of(at.tile);
     }
 
     __device__ int list_tiles() {
-        for_each(num_sections_ * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
-        return num_sections_ * num_tiles_;
+        for_each(num_sections() * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
+        return num_sections() * num_tiles_;
     }
 
-    // Of a tile, and the slot of the first one.
-    struct alignas(4) Parts {
-        short slot, num;
-    };
-
     __device__ int list_parts() {
-        const int num_places = num_sections_ * num_tiles_;
-        for_each(num_places, [&](int i) { parts_of_[i] = {0, static_cast<short>(wanted_parts(i))}; });
-        const auto slots = [&](int i) { return parts_of_[i].num > 1 ? parts_of_[i].num : 0; };
+        const int num_places = num_sections() * num_tiles_;
+        const float waves = static_cast<float>(num_tiles_ * agenda_.num_heads) / params_.num_blocks;
+        const bool are_few = waves < kFewWaves;
+        const bool are_last = params_.tiles_behind == nullptr;   // others do not fill what they leave
+        const bool is_by_length = are_few && are_last && waves > kLeastWavesByLength && !params_.is_one_way && num_sections() == 1;
+        const float share = are_few && are_last ? best_share(few_tiles()) : kMostShare;
+        for_each(num_places, [&](int i) {
+            const int parts = are_few ? parts_of_few(place(i).tile, share) : parts_of_many(place(i));
+            parts_of()[i] = {0, static_cast<short>(parts)};
+        });
+        const auto slots = [&](int i) { return parts_of()[i].num > 1 ? parts_of()[i].num : 0; };
         prefix_sum(num_places, slots, [&](int i, int slot) {
-            Parts& parts = parts_of_[i];
+            Parts& parts = parts_of()[i];
             const bool have_room = slot + parts.num <= params_.num_slots;
             parts = have_room ? Parts{static_cast<short>(slot), parts.num} : Parts{0, 1};
         });
-        return prefix_sum(num_places, [&](int i) { return int(parts_of_[i].num); }, [&](int i, int first) {
-            const Parts parts = parts_of_[i];
+        return prefix_sum(num_places, [&](int i) { return int(parts_of()[i].num); }, [&](int i, int first) {
+            const Parts parts = parts_of()[i];
+            first = is_by_length ? parts_in_front(i) : first;
             const AgendaEntry of_place = entry(i, parts.num, parts.slot);
+#pragma unroll 1
             for (int part = 0; part < parts.num; ++part) {
                 agenda_.entries[first + part] = of_place;
                 agenda_.entries[first + part].part = static_cast<short>(part);
@@ -226,8 +247,8 @@ private:
     // The first part of so many.
     __device__ __forceinline__ AgendaEntry entry(int i, int num_parts, int slot) const {
         const auto [section, tile] = place(i);
-        const int in_document = tile - document_begin_[document_of_[tile]];
-        const int wave = section / at_once_ * waves_of_turn_ + in_document * heads_of_turn() / params_.num_blocks;
+        const int in_document = tile - document_begin()[document_of()[tile]];
+        const int wave = section / at_once_ * waves_of_turn() + in_document * heads_of_turn() / params_.num_blocks;
         return {tile,
                 static_cast<short>(section * agenda_.heads_per_section),
                 0,
@@ -237,22 +258,40 @@ private:
                 static_cast<short>(!params_.is_one_way && wave % 2 != 0)};
     }
 
-    // The least divisor of the group by which no part is longer than a thread block's share of the work that is left;
-    // where tiles are few, than one and a half shares of all work, since more parts would cost more than idle blocks do.
-    __device__ __forceinline__ int wanted_parts(int i) const {
-        const Place at = place(i);
-        const int group = params_.qhead_per_kvhead;
-        const float blocks = blocks_of(at.tile);
-        const float all = num_blocks_;
-        const bool is_few = num_tiles_ * agenda_.num_heads < kFewWaves * params_.num_blocks;
-        const long long behind = 1ll * num_sections_ * (num_blocks_ + blocks_behind_) - blocks_in_front(at);
-        const float left = is_few ? kFewTilesShare * num_sections_ * (all + blocks_behind_) : behind;
-        const float shares = blocks * params_.num_blocks;   // of left * heads_per_section
-        int parts = 1;
-        while (parts < group && (parts * left * agenda_.heads_per_section < shares || group % parts != 0)) {
-            ++parts;
+    // Of other tiles of one section, if the longest come first.
+    __device__ __forceinline__ int parts_in_front(int tile) const {
+        const int blocks = blocks_of(tile), num = parts_of()[tile].num;
+        int parts = 0;
+#pragma unroll 1
+        for (int other = 0; other < num_tiles_; ++other) {
+            const int others = parts_of()[other].num;
+            const int longer = blocks_of(other) * num - blocks * others;
+            parts += longer > 0 || (longer == 0 && other < tile) ? others : 0;
         }
-        while (!is_few && parts > 1 && (blocks * group < parts * kLeastVisits || group % parts != 0)) {
+        return parts;
+    }
+
+    __device__ __forceinline__ FewTiles few_tiles() const {
+        return {blocks_before(),
+                num_tiles_,
+                agenda_.num_heads,
+                params_.qhead_per_kvhead,
+                params_.num_blocks,
+                static_cast<float>(agenda_.num_heads) * (num_blocks_ + blocks_behind_),
+                params_.num_slots / num_sections()};
+    }
+
+    __device__ __forceinline__ int parts_of_few(int tile, float share) const {
+        return few_tiles().parts_of(tile, share).num;
+    }
+
+    // None of them is longer than a thread block's share of the work that is left.
+    __device__ __forceinline__ int parts_of_many(const Place& at) const {
+        const int group = params_.qhead_per_kvhead, blocks = blocks_of(at.tile);
+        const long long left = 1ll * num_sections() * (num_blocks_ + blocks_behind_) - blocks_in_front(at);
+        int parts = parts_within(blocks, group, params_.num_blocks, static_cast<float>(left) * agenda_.heads_per_section);
+#pragma unroll 1
+        while (parts > 1 && (blocks * group < parts * kLeastVisits || group % parts != 0)) {
             --parts;
         }
         return parts;
@@ -260,14 +299,10 @@ private:
 
     const Params& params_;
     const Agenda& agenda_;
-    const int num_sections_;
-    int *const blocks_before_, *const document_of_, *const document_begin_;
-    Parts* const parts_of_;   // of the tile at each place
     int num_tiles_ = 0;    // that have rows
     int num_blocks_ = 0;   // of queries, in all of them, for one head
     int blocks_behind_ = 0;   // the same of what comes behind them
     int at_once_ = 1;   // sections of a turn
-    int waves_of_turn_ = 0;   // of these tiles, where one document is all there is
 };
 
 }  // namespace ffa

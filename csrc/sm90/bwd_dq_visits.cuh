@@ -19,6 +19,7 @@ template <int kBlockCols>
 __device__ void note_dq_visits(const Tile* tiles, const Run* runs, int num_tiles, int* wanted) {
     for_each(num_tiles, [&](int i) {
         const Tile& tile = tiles[i];
+#pragma unroll 1
         for (int run = tile.run_begin; run < tile.run_end && tile.row_begin < tile.row_end; ++run) {
             const RunWalk<kBlockCols> walk{runs[run], 1, false};
             if (walk.first_group() < walk.end_group()) {

@@ -14,6 +14,7 @@ constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 5;   // left to itself, the compiler takes 40 registers, and spills
 constexpr int kNumAgendas = FFA_NUM_AGENDAS;
 using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
+static_assert(kThreads == 32 * kNumShares, "a warp for each");
 
 struct PreprocessParams {
     const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim], rows of 16-byte multiples
@@ -48,18 +49,15 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 }
 
 __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
-    const int first_row = blockIdx.x * kRows;
-    const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
     griddepcontrol_launch_dependents();
-    const int block = blockIdx.y * gridDim.x + blockIdx.x;
-    const int num_blocks = gridDim.x * gridDim.y;
-    for (int i = block; i < kNumAgendas; i += num_blocks) {
-        const DqOrder order = Writer(params.agendas[i]).write();
-        if (i == 0) {
+    const auto block = [] { return opaque(blockIdx.y) * int(gridDim.x) + opaque(blockIdx.x); };   // no register keeps it
+    if (block() < kNumAgendas) {
+        const DqOrder order = Writer(params.agendas[block()]).write();
+        if (block() == 0) {
             for_each(1, [&](int) { params.dq_progress->order_of_tiles = order; });
         }
     }
-    if (block == min(kNumAgendas, num_blocks - 1)) {
+    if (block() == kNumAgendas) {
         for_each(1, [&](int) { params.dq_progress->reset(); });
         if (params.wanted != nullptr) {
             clear_dq_visits(params.wanted, params.dq.row_groups);
@@ -72,6 +70,8 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             count_dq_visits(params.wanted, params.dq.row_groups);
         }
     }
+    const int first_row = blockIdx.x * kRows;
+    const int head = gridDim.y - 1 - blockIdx.y;   // the first ones, with which the main kernel starts, come last
     const int padded_q = params.dq.row_groups * kDqGroupRows;
     const int lane = threadIdx.x % kLanesPerRow;
     const FFA_ELEMENT* out = params.out + head * params.out_head_stride + lane * kElementsPerLane;
@@ -100,7 +100,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             stats.terms[lane][row % kStatsQueries] = term_of(statistic, lane % kTerms);
         }
     }
-    const int num_rows = min(kRows, padded_q - first_row);
+    const int num_rows = max(min(kRows, padded_q - first_row), 0);
     if (threadIdx.x < num_rows / kDqGroupRows) {
         params.done[static_cast<long long>(head) * params.dq.row_groups + first_row / kDqGroupRows + threadIdx.x] = 0;
     }

@@ -4,11 +4,13 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <numeric>
 #include <thread>
 #include <vector>
 
 #define __device__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__
 
 struct Index {
@@ -57,6 +59,14 @@ inline int __reduce_min_sync(unsigned, int value) {
 
 inline int __reduce_max_sync(unsigned, int value) {
     return in_warp(value, [](const int* lanes) { return *std::max_element(lanes, lanes + 32); });
+}
+
+inline int __reduce_add_sync(unsigned, int value) {
+    return in_warp(value, [](const int* lanes) { return std::accumulate(lanes, lanes + 32, 0); });
+}
+
+inline int __shfl_sync(unsigned, int value, int lane) {
+    return in_warp(value, [&](const int* lanes) { return lanes[lane]; });
 }
 
 inline int atomicMin(int* x, int y) {

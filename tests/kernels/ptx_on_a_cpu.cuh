@@ -6,6 +6,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <numeric>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -22,6 +23,7 @@
 #endif
 #define __align__(bytes)
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -314,6 +316,11 @@ inline int __reduce_min_sync(unsigned, int value) {
 inline int __reduce_max_sync(unsigned, int value) {
     const uint64_t* const values = turns::meet_warp(static_cast<unsigned>(value));
     return *std::max_element(values, values + 32);
+}
+
+inline int __reduce_add_sync(unsigned, int value) {
+    const uint64_t* const values = turns::meet_warp(static_cast<unsigned>(value));
+    return static_cast<int>(std::accumulate(values, values + 32, uint64_t{0}));
 }
 
 inline int __shfl_sync(unsigned, int value, int lane) { return static_cast<int>(turns::meet_warp(value)[lane]); }

@@ -3,6 +3,7 @@
 import ctypes
 import struct
 from collections.abc import Iterable
+from fractions import Fraction
 from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from tests.kernels.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
+VISITS_OF_ITEM, VISITS_OF_PART, LEAST_GAIN = 4, 6, 10
 FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ10iQ")
@@ -43,7 +45,7 @@ struct Config {
 using Writer = ffa::AgendaWriter<64, 8>;
 
 extern "C" void write_agenda(const Writer::Params* params, int* order_of_dq) {
-    launch(1, 64, [=] {
+    launch(1, 256, [=] {
         const ffa::DqOrder order = Writer(*params).write();
         order_of_dq[0] = order.heads_of_turn, order_of_dq[1] = order.passes;
     });
@@ -206,19 +208,51 @@ def expected_places(plan, sizes: Sizes) -> list[tuple[int, int]]:
     return in_turns(range(len(tiles_with_rows(plan))), sizes, at_once(plan, sizes))
 
 
+def divisors(sizes: Sizes) -> list[int]:
+    return [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
+
+
+def parts_within(blocks: int, left: float, sizes: Sizes) -> int:
+    """So many that none is longer than a thread block's share."""
+    enough = (n for n in divisors(sizes) if n * left >= blocks * sizes.num_blocks)
+    return min(enough, default=sizes.group)
+
+
+def parts_of_few(blocks: list[int], sizes: Sizes) -> list[int]:
+    """For each tile: the longest parts of a share of all work, or shorter ones by which all is over first, if the longest of all
+    heads come first and nobody waits."""
+    found = []
+    for n in range(8):
+        left = sum(blocks) * sizes.nheads_kv * 1.5 * 0.8**n
+        parts = [parts_within(own, left, sizes) for own in blocks]
+        items = sorted(
+            (
+                own * sizes.group // num + VISITS_OF_ITEM + VISITS_OF_PART * (num > 1)
+                for own, num in zip(blocks, parts, strict=True)
+                for _ in range(num * sizes.nheads_kv)
+            ),
+            reverse=True,
+        )
+        waves = (-(-(i + 1) // sizes.num_blocks) * visits for i, visits in enumerate(items))
+        end = max(max(waves, default=0), sum(items) // sizes.num_blocks) + LEAST_GAIN * (n > 0)
+        if n == 0 or sum(x for x in parts if x > 1) <= sizes.num_slots // len(sizes.sections):
+            found.append((end, parts))
+    return min(found, key=lambda x: x[0])[1]
+
+
 def expected_parts(plan, sizes: Sizes) -> list[int]:
     """For each place: a part takes a thread block no longer than its share of what is left."""
     blocks = blocks_of_tiles(plan)
     left, free, found = len(sizes.sections) * sum(blocks), sizes.num_slots, []
-    share = 1.5 * left if is_few(len(blocks), sizes) else None
+    few = parts_of_few(blocks, sizes) if is_few(len(blocks), sizes) else None
     for _, tile in expected_places(plan, sizes):
         own = blocks[tile]
-        most = (share or left) * sizes.heads_per_section
-        divisors = [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
-        enough = [n for n in divisors if n * most >= own * sizes.num_blocks]
-        least = 0 if share else LEAST_VISITS
-        worth = [n for n in divisors if n == 1 or own * sizes.group // n >= least]
-        parts = max(n for n in worth if n <= min(enough, default=sizes.group))
+        if few:
+            parts = few[tile]
+        else:
+            enough = parts_within(own, left * sizes.heads_per_section, sizes)
+            worth = (n for n in divisors(sizes) if n == 1 or own * sizes.group // n >= LEAST_VISITS)
+            parts = max(n for n in worth if n <= enough)
         if parts > free and parts > 1:
             parts, free = 1, 0  # nor is there room for anybody behind
         elif parts > 1:
@@ -226,6 +260,16 @@ def expected_parts(plan, sizes: Sizes) -> list[int]:
         found.append(parts)
         left -= own
     return found
+
+
+def expected_order(plan, sizes: Sizes, parts: list[int]) -> list[int]:
+    """Of places: where tiles are few, the longest parts first, unless most begin at once or walks have an order."""
+    blocks = blocks_of_tiles(plan)
+    waves = len(blocks) * sizes.nheads_kv / sizes.num_blocks
+    order = range(len(parts))
+    if sizes.is_one_way or len(sizes.sections) > 1 or sizes.group == 1 or not 1.25 < waves < 3:
+        return list(order)
+    return sorted(order, key=lambda i: -Fraction(blocks[i], parts[i]))
 
 
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
@@ -257,12 +301,11 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     agenda = write(library, plan, sizes)
     entries = agenda.entries
     parts, directions = expected_parts(plan, sizes), expected_directions(plan, sizes)
+    places = expected_places(plan, sizes)
     expected = [
-        (tile, section * sizes.heads_per_section, part, num_parts, is_ascending)
-        for (section, tile), num_parts, is_ascending in zip(
-            expected_places(plan, sizes), parts, directions, strict=True
-        )
-        for part in range(num_parts)
+        (places[i][1], places[i][0] * sizes.heads_per_section, part, parts[i], directions[i])
+        for i in expected_order(plan, sizes, parts)
+        for part in range(parts[i])
     ]
     assert [(*entry[:4], bool(entry.is_ascending)) for entry in entries] == expected
     assert {entry.turn for entry in entries} <= {-1}
@@ -270,7 +313,7 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     assert agenda.order_of_dq == (heads_of_turn, 1)
     # All parts of a tile know where its slots begin, and nobody else has those.
     slots = [(x.slot, x.num_parts) for x in entries if x.num_parts > 1 and x.part == 0]
-    assert all(begin + n <= end for (begin, n), (end, _) in pairwise(slots))
+    assert all(begin + n <= end for (begin, n), (end, _) in pairwise(sorted(slots)))
     assert all(begin >= 0 and begin + n <= sizes.num_slots for begin, n in slots)
     assert [x.slot for x in entries if x.num_parts > 1] == [x for x, n in slots for _ in range(n)]
     # Every head of a section has every entry once; the first thread block to draw, here, draws all but the first items.
@@ -298,6 +341,33 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_every_tile_for_every_head(case, num_blocks, group, library):
     check(library, case, Sizes(group, num_blocks))
+
+
+@pytest.mark.parametrize("group", [6, 8])
+@pytest.mark.parametrize("num_blocks", [44, 60, 110])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_few_tiles_of_one_section(case, num_blocks, group, library):
+    check(library, case, Sizes(group, num_blocks, heads_per_section=4))
+
+
+def test_the_longest_of_few_tiles_come_first(library):
+    """Two documents of 16 tiles in all, for 4 heads and 40 thread blocks. Where walks have an order, tiles keep theirs."""
+    case = varlen("two", [700, 1200], MaskType.CAUSAL)
+    sizes = Sizes(8, 40, heads_per_section=4)
+    entries = check(library, case, sizes)
+    blocks = blocks_of_tiles(plan_of(case))
+    lengths = [blocks[x.tile] / x.num_parts for x in entries]
+    assert lengths == sorted(lengths, reverse=True)
+    in_order = check(library, case, sizes._replace(is_one_way=True))
+    tiles = [x.tile for x in in_order]
+    assert tiles == sorted(tiles) == sorted(x.tile for x in entries) != [x.tile for x in entries]
+
+
+@pytest.mark.parametrize(("num_blocks", "parts"), [(64, 1), (66, 1), (60, 4), (48, 2), (43, 2)])
+def test_ragged_waves_of_equal_tiles_are_in_parts(num_blocks, parts, library):
+    """16 tiles of 32 blocks for 4 heads: in parts where a part of a wave would keep the others waiting."""
+    entries = check(library, one(MaskType.FULL, 2048), Sizes(8, num_blocks, heads_per_section=4))
+    assert {x.num_parts for x in entries} == {parts}
 
 
 @pytest.mark.parametrize("num_slots", [0, 1, 7, 20])
@@ -474,3 +544,7 @@ def test_what_comes_behind_keeps_the_last_tiles_whole(library):
     assert [x.tile for x in followed.entries] == [i for _ in sizes.sections for i in range(50)]
     nothing = write(library, plan, sizes, torch.zeros_like(plan.k_tiles))
     assert nothing.entries == alone.entries
+    few = Sizes(group=8, num_blocks=130, heads_per_section=4)
+    assert {x.num_parts for x in write(library, plan, few).entries} == {4}
+    followed = write(library, plan, few, plan.k_tiles)
+    assert [(x.tile, x.num_parts) for x in followed.entries] == [(i, 1) for i in range(50)]

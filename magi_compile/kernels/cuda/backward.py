@@ -295,9 +295,11 @@ class _Launches:
                 route.sections.at_once,
                 tiles[0].data_ptr() if i > 0 else 0,
             )
+        # One for each agenda at least, and one for what else is counted.
+        least_blocks = -(-(len(self._lists) + 1) // nheads_q)
         launch(
             route.preprocess,
-            (-(-total_q // BACKWARD_ROWS), nheads_q),
+            (max(-(-total_q // BACKWARD_ROWS), least_blocks), nheads_q),
             STREAM_THREADS,
             before,
             self._stream,
