@@ -7,6 +7,15 @@ namespace ffa {
 // body(0), ..., body(count - 1), in no order.
 template <class Body>
 __device__ __forceinline__ void for_each(int count, Body body) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        body(i);
+    }
+    __syncthreads();
+}
+
+// The same in as little code as can be, which takes longer to read than to run where it runs but a few times.
+template <class Body>
+__device__ __forceinline__ void for_few(int count, Body body) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         body(i);
@@ -26,8 +35,8 @@ __device__ __forceinline__ void for_each_warp(int count, Body body) {
 // The first i < count of which flag(i) holds, or count. `scratch` is a word of global memory.
 template <class Flag>
 __device__ __forceinline__ int first_of(int count, Flag flag, int& scratch) {
-    for_each(1, [&](int) { scratch = count; });
-    for_each(count, [&](int i) {
+    for_few(1, [&](int) { scratch = count; });
+    for_few(count, [&](int i) {
         if (flag(i)) {
             atomicMin(&scratch, i);
         }
@@ -91,8 +100,7 @@ struct BlockSum {
     int before, all;
 };
 
-// Uses the block's dynamic shared memory, an int for each warp. One copy of it: threads of a kernel that runs once read code more
-// slowly than they run it.
+// Uses the block's dynamic shared memory, an int for each warp. There is one copy of the code: see for_few.
 inline __device__ __noinline__ BlockSum sum_of_block(int own) {
     extern __shared__ int warp_sums[];
     const int lane = threadIdx.x % 32;

@@ -70,10 +70,10 @@ public:
         const int num_entries = num_passes > 1 ? list_passes(num_passes) : params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kTileWarps;
         const int first_arrival = params_.first_slot * agenda_.heads_per_section * kTileWarps;
-        for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
+        for_few(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
         const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
-        for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
-        for_each(1, [&](int) {
+        for_few(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
+        for_few(1, [&](int) {
             agenda_.counters->ticket = 0;
             agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
             agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kTileWarps;
@@ -105,7 +105,7 @@ private:
         num_blocks_ = prefix_sum(
             num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
             [&](int i, int before) { blocks_before()[i] = before; });
-        for_each(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
+        for_few(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
         if (params_.tiles_behind != nullptr) {
             blocks_behind_ = prefix_sum(
                 params_.num_tiles, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
@@ -181,7 +181,7 @@ private:
     // All tiles for some query heads of each group, the last ones first, as heads that are walked one after the other are anyway.
     __device__ int list_passes(int passes) {
         const int num_entries = num_tiles_ * num_sections() * passes;
-        for_each(num_entries, [&](int i) {
+        for_few(num_entries, [&](int i) {
             const int turn = i / num_tiles_, tile = i % num_tiles_;
             agenda_.entries[i] = {tile,
                                   static_cast<short>(turn / passes * agenda_.heads_per_section),
@@ -211,7 +211,7 @@ private:
     }
 
     __device__ int list_tiles() {
-        for_each(num_sections() * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
+        for_few(num_sections() * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
         return num_sections() * num_tiles_;
     }
 
@@ -222,7 +222,7 @@ private:
         const bool are_last = params_.tiles_behind == nullptr;   // others do not fill what they leave
         const bool is_by_length = are_few && are_last && waves > kLeastWavesByLength && !params_.is_one_way && num_sections() == 1;
         const float share = are_few && are_last ? best_share(few_tiles()) : kMostShare;
-        for_each(num_places, [&](int i) {
+        for_few(num_places, [&](int i) {
             const int parts = are_few ? parts_of_few(place(i).tile, share) : parts_of_many(place(i));
             parts_of()[i] = {0, static_cast<short>(parts)};
         });
