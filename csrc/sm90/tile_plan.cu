@@ -1,6 +1,6 @@
 // Slices to a plan without the host: what `build_tile_plan` computes, one thread block for each of the two walks.
 //
-//   borders of slices -> regions -> tiles -> (tile, slice) pairs -> runs -> the order of the tiles
+//   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> runs -> the order of the tiles
 #include "block.cuh"
 #include "plan.cuh"
 
@@ -43,6 +43,8 @@ static_assert(sizeof(Walk) == 56 && sizeof(TilePlanParams) == 144, "packed by ma
 struct Rect {
     int row_begin, row_end, col_begin, col_end, diag_lo, diag_hi;
 
+    __device__ __forceinline__ static Rect nothing() { return {0, 0, 0, 0, -kNoDiagonal, kNoDiagonal}; }
+
     // The same area: every row sees a column, every column is seen, no diagonal that cuts nothing.
     __device__ __forceinline__ Rect trimmed() const {
         Rect r;
@@ -51,7 +53,7 @@ struct Rect {
         r.col_begin = max(col_begin, r.row_begin + diag_lo);
         r.col_end = min(col_end, r.row_end - 1 + diag_hi);
         if (r.row_begin >= r.row_end || col_begin >= col_end || diag_lo >= diag_hi) {
-            return {0, 0, 0, 0, -kNoDiagonal, kNoDiagonal};
+            return nothing();
         }
         r.diag_lo = r.row_end - 1 + diag_lo > r.col_begin ? diag_lo : -kNoDiagonal;
         r.diag_hi = r.row_begin + diag_hi < r.col_end ? diag_hi : kNoDiagonal;
@@ -72,6 +74,23 @@ struct Rect {
         r.row_begin = max(row_begin, begin);
         r.row_end = min(row_end, end);
         return r.trimmed();
+    }
+
+    __device__ __forceinline__ bool operator==(const Rect& r) const {
+        return row_begin == r.row_begin && row_end == r.row_end && col_begin == r.col_begin && col_end == r.col_end &&
+               diag_lo == r.diag_lo && diag_hi == r.diag_hi;
+    }
+
+    // This and what is below it down to `last`, if that goes on where this ends.
+    __device__ __forceinline__ Rect down_to(const Rect& last) const {
+        return {row_begin, last.row_end, col_begin, last.col_end, last.diag_lo, diag_hi};
+    }
+
+    // Whether both are one rectangle.
+    __device__ __forceinline__ bool goes_on(const Rect& below) const {
+        const Rect both = down_to(below);
+        return row_begin < row_end && row_end == below.row_begin && both.clipped(row_begin, row_end) == *this &&
+               both.clipped(below.row_begin, below.row_end) == below;
     }
 
     // Whether `next`, of the same rows, goes on in the column where this ends, and no diagonal cuts there.
@@ -124,10 +143,13 @@ public:
         pair_tile_ = take(walk_.max_runs);
         slice_at_ = take(walk_.max_runs);
         slice_pairs_ = take(walk_.num_slices);
+        rects_ = reinterpret_cast<Rect*>(take(sizeof(Rect) / sizeof(int) * walk_.num_slices));
+        goes_on_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / 32 + 1));
         most_pairs_ = reinterpret_cast<unsigned*>(take(1));
     }
 
     __device__ void run() {
+        join_slices();
         cut_rows();
         const bool fits = meet();
         sort_pairs();
@@ -139,16 +161,42 @@ public:
     }
 
 private:
-    __device__ __forceinline__ Rect rect(int i) const {
+    __device__ __forceinline__ Rect rect_of_slice(int i) const {
         const int q_begin = params_.q_ranges[2 * i], q_end = params_.q_ranges[2 * i + 1];
         const int k_begin = params_.k_ranges[2 * i], k_end = params_.k_ranges[2 * i + 1];
         const int mask_type = params_.mask_types[i];
-        const Rect r = Rect{q_begin, q_end, k_begin, k_end,
-                            mask_type & kMovesLeftEdge ? k_begin - q_begin : -kNoDiagonal,
-                            mask_type & kMovesRightEdge ? k_end - q_end + 1 : kNoDiagonal}
-                           .trimmed();
-        return is_transposed_ ? r.transposed() : r;
+        return Rect{q_begin, q_end, k_begin, k_end,
+                    mask_type & kMovesLeftEdge ? k_begin - q_begin : -kNoDiagonal,
+                    mask_type & kMovesRightEdge ? k_end - q_end + 1 : kNoDiagonal}
+            .trimmed();
     }
+
+    // Slices in a row, of which each goes on below the one before, are one rectangle, where the first of them was; a sliding window
+    // is two or three slices. The others are empty.
+    __device__ void join_slices() {
+        for_each(walk_.num_slices / 32 + 1, [&](int word) { goes_on_[word] = 0; });
+        for_each(walk_.num_slices - 1, [&](int i) {
+            if (rect_of_slice(i).goes_on(rect_of_slice(i + 1))) {
+                atomicOr(&goes_on_[i / 32], 1u << (i % 32));
+            }
+        });
+        for_each(walk_.num_slices, [&](int i) {
+            const bool is_first = i == 0 || (goes_on_[(i - 1) / 32] >> (i - 1) % 32 & 1) == 0;
+            const Rect r = is_first ? rect_of_slice(i).down_to(rect_of_slice(last_of_chain(i))) : Rect::nothing();
+            rects_[i] = is_transposed_ ? r.transposed() : r;
+        });
+    }
+
+    __device__ __forceinline__ int last_of_chain(int i) const {
+        int word = i / 32;
+        unsigned ends = ~goes_on_[word] & ~0u << i % 32;
+        while (ends == 0) {
+            ends = ~goes_on_[++word];   // the last slice does not go on
+        }
+        return 32 * word + __ffs(ends) - 1;
+    }
+
+    __device__ __forceinline__ const Rect& rect(int i) const { return rects_[i]; }
 
     __device__ __forceinline__ Rect rect_in_tile(int slice, int tile) const {
         return rect(slice).clipped(tile_begin_[tile], tile_end_[tile]);
@@ -413,6 +461,8 @@ private:
     int* document_of_;
     unsigned* document_cost_;   // of its most expensive tile
     int *pair_slice_, *pair_tile_, *slice_at_;
+    Rect* rects_;   // of the slices
+    unsigned* goes_on_;   // a bit for each slice
     int* slice_pairs_;   // how many pairs the slices before this one have
     unsigned* most_pairs_;   // of one tile
 };

@@ -80,6 +80,46 @@ class Rects(NamedTuple):
             diag_hi=torch.where(live & cuts_right, self.diag_hi, NO_DIAG),
         )
 
+    def joined(self) -> Rects:
+        """The same area, where trimmed rects in a row, each of which goes on below the one before, are one rect.
+
+        A sliding window is two or three slices, since a diagonal of a slice begins and ends in its corners. The joined rect is
+        where its first part was, the others are empty.
+        """
+        num_rects = self.row_begin.numel()
+        goes_on = torch.zeros(num_rects, dtype=torch.bool, device=self.row_begin.device)
+        above, below = self.select(slice(0, -1)), self.select(slice(1, None))
+        union = above.down_to(below)
+        goes_on[:-1] = (
+            (above.row_end == below.row_begin)
+            & union.clipped(above.row_begin, above.row_end).equals(above)
+            & union.clipped(below.row_begin, below.row_end).equals(below)
+            & (above.row_begin < above.row_end)
+        )
+        # The last part of a chain is the next rect that does not go on, found as a running minimum from the right.
+        index = torch.arange(num_rects, device=goes_on.device)
+        last = torch.where(goes_on, num_rects, index).flip(0).cummin(0).values.flip(0)
+        is_first = torch.ones_like(goes_on)
+        is_first[1:] = ~goes_on[:-1]
+        nothing = Rects(0, 0, 0, 0, -NO_DIAG, NO_DIAG)
+        chains = zip(self.down_to(self.select(last)), nothing, strict=True)
+        return Rects(*(torch.where(is_first, field, empty) for field, empty in chains))
+
+    def down_to(self, last: Rects) -> Rects:
+        """Each of these and all rects below it down to that of `last`, where these go on as the last one does."""
+        return Rects(
+            row_begin=self.row_begin,
+            row_end=last.row_end,
+            col_begin=self.col_begin,
+            col_end=last.col_end,
+            diag_lo=last.diag_lo,
+            diag_hi=self.diag_hi,
+        )
+
+    def equals(self, other: Rects) -> Tensor:
+        """Whether all fields of each are those of the other, bool `[num_rects]`."""
+        return torch.stack([x == y for x, y in zip(self, other, strict=True)]).all(0)
+
     def clipped(self, row_begin: Tensor, row_end: Tensor) -> Rects:
         """The part of each rect that lies in the rows `[row_begin, row_end)`, trimmed."""
         return self._replace(
@@ -87,7 +127,7 @@ class Rects(NamedTuple):
             row_end=torch.minimum(self.row_end, row_end),
         ).trimmed()
 
-    def select(self, index: Tensor) -> Rects:
+    def select(self, index: Tensor | slice) -> Rects:
         """The rects at `index`."""
         return Rects(*(field[index] for field in self))
 

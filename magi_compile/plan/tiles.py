@@ -97,7 +97,7 @@ def build_tile_plan(
             raise ValueError(f"`{name}` must be positive, got {size}")
     if exact is None:
         exact = slices.q_ranges.device.type == "cpu"
-    rects = Rects.from_slices(slices).trimmed()
+    rects = Rects.from_slices(slices).trimmed().joined()
 
     num_rects = rects.row_begin.numel()
 

@@ -2,6 +2,7 @@
 
 import ctypes
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from magi_compile.kernels.cuda import planner
 from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant, prepare
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import library
-from magi_compile.masks.slices import AttnSlices
+from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
 from magi_compile.testing.cases import random_disjoint
 from tests.kernels.one_thread import compile_for_one_thread
@@ -44,6 +45,22 @@ MASKS |= {
     for name in SPARSE_MASKS
     for density in (0.2, 0.4)
 }
+MASKS |= {
+    f"{name}-{lengths}": getattr(library, name)(LENGTHS[lengths], window=100).slices
+    for name in ("sliding_window_causal", "sliding_window_full")
+    for lengths in ("one", "one_token")
+}
+# Chains of slices that are one rectangle, of 1 to 100.
+ROWS = [0, 1, 3, 35, 66, 166, 167]
+MASKS["chains"] = AttnSlices.from_slices(
+    [
+        AttnSlice((row, row + 1), (i, i + 50), MaskType.FULL)
+        for i, chain in enumerate(pairwise(ROWS))
+        for row in range(*chain)
+    ],
+    seqlen_q=167,
+    seqlen_k=100,
+)
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 

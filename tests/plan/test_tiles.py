@@ -310,8 +310,8 @@ def test_size_does_not_grow_with_blocks():
 
 
 def test_too_many_crossings_are_detected():
-    """Fifteen borders in each of twenty slices: more than `max_overlap` and than `MAX_CROSSINGS`."""
-    slices = make_slices([(i, i + 1, 0, 128, FULL) for i in range(20)], 20, 128)
+    """Fifteen borders in each of twenty slices, none of which goes on: more than `max_overlap` and than `MAX_CROSSINGS`."""
+    slices = make_slices([(i, i + 1, 0, 128 - i % 2, FULL) for i in range(20)], 20, 128)
     build_tile_plan(slices, **SIZES, exact=False, max_overlap=20)
     message = (
         "at most `max_overlap` = 8 slices may cross the average border between tiles, "

@@ -106,8 +106,9 @@ def _route(
             + 2 * room.num_regions
             + 1
             + 9 * room.num_tiles
-            + num_slices
-            + 1
+            + 7 * num_slices
+            + num_slices // 32
+            + 2
         )
         packed = _WALK_SIZES.pack(
             *(room.num_tiles, room.num_runs, room.num_regions),

@@ -1,0 +1,113 @@
+"""Rects that go on below one another are one rect: the same area, and a window walks as one band."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from magi_compile.masks import library
+from magi_compile.plan.rects import NO_DIAG, Rects
+from magi_compile.plan.tiles import build_tile_plan
+from tests.plan.test_tiles import (
+    BI_CAUSAL,
+    CAUSAL,
+    FULL,
+    INV_CAUSAL,
+    make_slices,
+    masks,
+)
+
+NOTHING = (0, 0, 0, 0, -NO_DIAG, NO_DIAG)
+
+
+def joined(rows, seqlen_q=200, seqlen_k=200) -> list[tuple[int, ...]]:
+    """As tuples, those without area too."""
+    rects = Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed().joined()
+    return list(zip(*(field.tolist() for field in rects), strict=True))
+
+
+def area(rects, seqlen_q, seqlen_k):
+    """How many rects show a key to a query."""
+    q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_k)[None]
+    counts = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int32)
+    for row_begin, row_end, col_begin, col_end, diag_lo, diag_hi in rects:
+        is_in = (q >= row_begin) & (q < row_end) & (k >= col_begin) & (k < col_end)
+        counts += is_in & (k >= q + diag_lo) & (k < q + diag_hi)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("rows", "rect"),
+    [
+        ([(0, 12, 0, 12, CAUSAL), (12, 90, 1, 90, BI_CAUSAL)], (0, 90, 0, 90, -11, 1)),
+        (
+            [(5, 9, 5, 12, CAUSAL), (9, 30, 6, 33, BI_CAUSAL), (30, 33, 27, 33, INV_CAUSAL)],
+            (5, 33, 5, 33, -3, 4),
+        ),
+        (
+            [(0, 8, 3, 9, FULL), (8, 9, 3, 9, FULL), (9, 20, 3, 9, FULL)],
+            (0, 20, 3, 9, *NOTHING[4:]),
+        ),
+        ([(0, 4, 0, 4, CAUSAL), (4, 9, 0, 9, CAUSAL)], (0, 9, 0, 9, -NO_DIAG, 1)),
+        ([(0, 4, 0, 4, CAUSAL), (4, 9, 0, 4, FULL)], (0, 9, 0, 4, -NO_DIAG, 1)),
+        ([(0, 5, 2, 9, FULL), (5, 9, 3, 9, INV_CAUSAL)], (0, 9, 2, 9, -2, NO_DIAG)),
+    ],
+    ids=["window", "window both ways", "full", "causal", "causal and full", "full and inv"],
+)
+def test_what_goes_on_is_one(rows, rect):
+    first, *others = joined(rows)
+    assert first == rect
+    assert set(others) <= {NOTHING}
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 4, 0, 4, CAUSAL), (4, 9, 4, 9, CAUSAL)],
+        [(0, 4, 0, 4, FULL), (5, 9, 0, 4, FULL)],
+        [(0, 4, 0, 4, FULL), (4, 9, 0, 9, CAUSAL)],
+        [(0, 4, 0, 9, FULL), (4, 9, 0, 8, FULL)],
+        [(4, 9, 0, 4, FULL), (0, 4, 0, 4, FULL)],
+        [(0, 4, 0, 4, INV_CAUSAL), (4, 9, 3, 4, FULL)],
+        [(0, 12, 0, 12, CAUSAL), (12, 90, 2, 90, BI_CAUSAL)],
+        [(0, 4, 0, 4, FULL), (4, 4, 0, 4, FULL), (4, 9, 0, 4, FULL)],
+    ],
+    ids=[
+        *(
+            "documents",
+            "a gap",
+            "wider below",
+            "narrower below",
+            "other order",
+            "an edge that stops",
+        ),
+        *("another diagonal", "nothing between"),
+    ],
+)
+def test_what_does_not_go_on_stays(rows):
+    rects = Rects.from_slices(make_slices(rows, 200, 200)).trimmed()
+    assert rects.joined().equals(rects).all()
+
+
+@settings(max_examples=150, deadline=None)
+@given(masks())
+def test_the_area_is_the_same(mask):
+    rows, seqlen_q, seqlen_k = mask
+    rows = sorted(rows)
+    rects = Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed()
+    before = area(zip(*(x.tolist() for x in rects), strict=True), seqlen_q, seqlen_k)
+    found = joined(rows, seqlen_q, seqlen_k)
+    assert torch.equal(area(found, seqlen_q, seqlen_k), before)
+    as_rects = Rects(*(torch.tensor(field) for field in zip(*found, strict=True)))
+    assert as_rects.trimmed().equals(as_rects).all()
+
+
+@pytest.mark.parametrize("name", ["sliding_window_causal", "sliding_window_full"])
+@pytest.mark.parametrize("length", [640, 1000])
+def test_a_window_is_walked_as_one_band(name, length):
+    """As many tiles as rows need, each with one run."""
+    slices = getattr(library, name)([length], window=130).slices
+    assert len(slices.mask_types) > 1
+    plan = build_tile_plan(
+        slices, q_tile_rows=128, q_block_cols=64, k_tile_rows=128, k_block_cols=64
+    )
+    assert [len(x) for x in plan] == [-(-length // 128)] * 4
