@@ -101,9 +101,8 @@ class Rects(NamedTuple):
         last = torch.where(goes_on, num_rects, index).flip(0).cummin(0).values.flip(0)
         is_first = torch.ones_like(goes_on)
         is_first[1:] = ~goes_on[:-1]
-        nothing = Rects(0, 0, 0, 0, -NO_DIAG, NO_DIAG)
-        chains = zip(self.down_to(self.select(last)), nothing, strict=True)
-        return Rects(*(torch.where(is_first, field, empty) for field, empty in chains))
+        fields = zip(self.down_to(self.select(last)), (0, 0, 0, 0, -NO_DIAG, NO_DIAG), strict=True)
+        return Rects(*(torch.where(is_first, field, of_nothing) for field, of_nothing in fields))
 
     def down_to(self, last: Rects) -> Rects:
         """Each of these and all rects below it down to that of `last`, where these go on as the last one does."""
