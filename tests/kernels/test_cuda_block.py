@@ -33,6 +33,10 @@ extern "C" int first(const bool* flags, int count, int threads) {
     return first;
 }
 
+extern "C" void least(const int* values, int* least, int threads) {
+    launch(1, threads, [&] { least[threadIdx.x] = ffa::least_of_warps(values[threadIdx.x / 32]); });
+}
+
 extern "C" void sort(int* keys, int count, int threads) {
     launch(1, threads, [&] { ffa::sort(keys, count, [](int a, int b) { return a < b; }); });
 }
@@ -60,6 +64,13 @@ extern "C" void do_jobs(const int* durations, const int* jobs, int count, int wo
 
 extern "C" void count_calls(int* calls, int count, int blocks, int threads) {
     launch(blocks, threads, [&] { ffa::for_each_of_grid(count, [&](int i) { ++calls[i]; }); });
+}
+
+extern "C" void count_calls_of_block(int* calls, int count, int threads) {
+    launch(1, threads, [&] {
+        ffa::for_each(count, [&](int i) { ++calls[i]; });
+        ffa::for_few(count, [&](int i) { ++calls[i]; });
+    });
 }
 """
 COUNTS = [0, 1, 31, 32, 33, 500]
@@ -94,6 +105,22 @@ def test_first_of(count, threads, block):
         flags[:first] = False
         flags[first : first + 1] = True
         assert block.first(address(flags), count, threads) == max(first, 0)
+
+
+@pytest.mark.parametrize("warps", [1, 3, 8])
+def test_least_of_warps(warps, block):
+    values = torch.randint(-99, 99, (warps,), dtype=torch.int32)
+    least = torch.full((32 * warps,), 100, dtype=torch.int32)
+    block.least(address(values), address(least), 32 * warps)
+    assert set(least.tolist()) == {int(values.min())}
+
+
+@pytest.mark.parametrize("threads", [32, 96])
+@pytest.mark.parametrize("count", COUNTS)
+def test_threads_of_a_block(count, threads, block):
+    calls = torch.zeros(count + 1, dtype=torch.int32)
+    block.count_calls_of_block(address(calls), count, threads)
+    assert calls.tolist() == [2] * count + [0]
 
 
 @pytest.mark.parametrize("threads", [32, 96])
