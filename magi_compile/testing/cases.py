@@ -127,6 +127,14 @@ def sliding_window(seqlen: int, left: int) -> Case:
     return Case(f"window_{seqlen}_left{left}", seqlen, seqlen, rows)
 
 
+def windows(name: str, lengths: Sequence[int], left: int, right: int) -> Case:
+    """Packed documents with a window each: while both edges stand still, while one moves, and while both do."""
+    ends = [0, *itertools.accumulate(lengths)]
+    slices = AttnSlices.from_cu_seqlens(ends, window=(left, right))
+    rows = [(*item.q_range, *item.k_range, item.mask_type) for item in slices]
+    return Case(name, ends[-1], ends[-1], rows)
+
+
 def random_disjoint(seqlen_q: int, seqlen_k: int, seed: int, num_cuts: int = 5) -> Case:
     """A random grid of cells, one in four invisible and the others of a random type, in random order."""
     rng = random.Random(seed)
@@ -168,6 +176,7 @@ MASKS: list[Case] = [
     varlen("tiny_documents", [1, 2, 3, 4, 5, 6, 7] * 20, CAUSAL),
     replace(sliding_window(1521, 100), heads=LIGHT),
     sliding_window(512, 300),
+    windows("windows", RAGGED, 50, 20),
     padded(varlen("varlen_causal", RAGGED, CAUSAL), 20),
     Case("sees_nothing", 130, 70, []),
     Case("holes", 300, 300, [(17, 90, 30, 31, FULL), (100, 101, 0, 300, FULL)]),

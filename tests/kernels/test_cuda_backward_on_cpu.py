@@ -18,7 +18,7 @@ from magi_compile.kernels.heuristics import BackwardPasses, backward_config, pla
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import Case, Heads, random_disjoint, sliding_window, varlen
+from magi_compile.testing.cases import Case, Heads, random_disjoint, sliding_window, varlen, windows
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.dq_additions import additions_of_tiles
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
@@ -214,6 +214,19 @@ def test_a_window_head_by_head(head_dim, launches):
     assert launches.more_head_by_head > 0
     check(launches, replace(DOCUMENTS, heads=Heads(3, 1, head_dim, head_dim)))
     assert launches.more_head_by_head < 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("left", "right"), [(70, 0), (70, 30), (0, 40)])
+def test_a_window_of_several_slices(left, right, head_dim, deterministic, launches):
+    """One band, which both begins and ends with a key in the middle of a tile."""
+    case = windows("windows", [30, 210, 90], left, right)
+    check(
+        launches,
+        replace(case, heads=Heads(2, 1, head_dim, head_dim)),
+        deterministic=deterministic,
+    )
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
