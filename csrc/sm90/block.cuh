@@ -15,7 +15,7 @@ __device__ __forceinline__ void for_each(int count, Body body) {
 
 // The same in as little code as can be, which takes longer to read than to run where it runs but a few times.
 template <class Body>
-__device__ __forceinline__ void for_few(int count, Body body) {
+__device__ __forceinline__ void compact_for_each(int count, Body body) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += blockDim.x) {
         body(i);
@@ -35,8 +35,8 @@ __device__ __forceinline__ void for_each_warp(int count, Body body) {
 // The first i < count of which flag(i) holds, or count. `scratch` is a word of global memory.
 template <class Flag>
 __device__ __forceinline__ int first_of(int count, Flag flag, int& scratch) {
-    for_few(1, [&](int) { scratch = count; });
-    for_few(count, [&](int i) {
+    compact_for_each(1, [&](int) { scratch = count; });
+    compact_for_each(count, [&](int i) {
         if (flag(i)) {
             atomicMin(&scratch, i);
         }
@@ -100,8 +100,8 @@ struct BlockSum {
     int before, all;
 };
 
-// Uses the block's dynamic shared memory, an int for each warp. There is one copy of the code: see for_few.
-inline __device__ __noinline__ BlockSum sum_of_block(int own) {
+// Uses the block's dynamic shared memory, an int for each warp.
+__device__ __forceinline__ BlockSum sum_of_block(int own) {
     extern __shared__ int warp_sums[];
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
@@ -124,14 +124,17 @@ inline __device__ __noinline__ BlockSum sum_of_block(int own) {
     return found;
 }
 
+// The same by one copy of the code.
+inline __device__ __noinline__ BlockSum sum_of_block_by_call(int own) { return sum_of_block(own); }
+
 // store(i, value(0) + ... + value(i - 1)) for every i < count; returns the sum of all. Uses what sum_of_block does.
-template <class Value, class Store>
+template <BlockSum (&sum_of_all)(int) = sum_of_block, class Value, class Store>
 __device__ int prefix_sum(int count, Value value, Store store) {
     int carry = 0;
 #pragma unroll 1
     for (int first = 0; first < count; first += blockDim.x) {
         const int i = first + threadIdx.x;
-        const BlockSum sum = sum_of_block(i < count ? value(i) : 0);
+        const BlockSum sum = sum_of_all(i < count ? value(i) : 0);
         if (i < count) {
             store(i, carry + sum.before);
         }
@@ -139,6 +142,12 @@ __device__ int prefix_sum(int count, Value value, Store store) {
     }
     __syncthreads();
     return carry;
+}
+
+// The same in as little code as can be: see compact_for_each.
+template <class Value, class Store>
+__device__ int compact_prefix_sum(int count, Value value, Store store) {
+    return prefix_sum<sum_of_block_by_call>(count, value, store);
 }
 
 // The least of what the warps bring, each the same in all its threads. Uses the shared memory of prefix_sum.

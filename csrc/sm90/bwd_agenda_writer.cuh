@@ -70,10 +70,10 @@ public:
         const int num_entries = num_passes > 1 ? list_passes(num_passes) : params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kTileWarps;
         const int first_arrival = params_.first_slot * agenda_.heads_per_section * kTileWarps;
-        for_few(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
+        compact_for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
         const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
-        for_few(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
-        for_few(1, [&](int) {
+        compact_for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
+        compact_for_each(1, [&](int) {
             agenda_.counters->ticket = 0;
             agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
             agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kTileWarps;
@@ -99,19 +99,19 @@ private:
     }
 
     __device__ void measure() {
-        num_tiles_ = prefix_sum(
+        num_tiles_ = compact_prefix_sum(
             params_.num_tiles, [&](int i) { return int(params_.tiles[i].row_begin < params_.tiles[i].row_end); },
             [](int, int) {});
-        num_blocks_ = prefix_sum(
+        num_blocks_ = compact_prefix_sum(
             num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
             [&](int i, int before) { blocks_before()[i] = before; });
-        for_few(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
+        compact_for_each(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
         if (params_.tiles_behind != nullptr) {
-            blocks_behind_ = prefix_sum(
+            blocks_behind_ = compact_prefix_sum(
                 params_.num_tiles, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
                 [](int, int) {}) / 2;
         }
-        const int num_documents = prefix_sum(
+        const int num_documents = compact_prefix_sum(
             num_tiles_, [&](int i) { return int(starts_document(i)); },
             [&](int i, int before) {
                 const int document = before + starts_document(i) - 1;
@@ -181,7 +181,7 @@ private:
     // All tiles for some query heads of each group, the last ones first, as heads that are walked one after the other are anyway.
     __device__ int list_passes(int passes) {
         const int num_entries = num_tiles_ * num_sections() * passes;
-        for_few(num_entries, [&](int i) {
+        compact_for_each(num_entries, [&](int i) {
             const int turn = i / num_tiles_, tile = i % num_tiles_;
             agenda_.entries[i] = {tile,
                                   static_cast<short>(turn / passes * agenda_.heads_per_section),
@@ -211,7 +211,7 @@ private:
     }
 
     __device__ int list_tiles() {
-        for_few(num_sections() * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
+        compact_for_each(num_sections() * num_tiles_, [&](int i) { agenda_.entries[i] = entry(i, 1, 0); });
         return num_sections() * num_tiles_;
     }
 
@@ -222,17 +222,17 @@ private:
         const bool are_last = params_.tiles_behind == nullptr;   // others do not fill what they leave
         const bool is_by_length = are_few && are_last && waves > kLeastWavesByLength && !params_.is_one_way && num_sections() == 1;
         const float share = are_few && are_last ? best_share(few_tiles()) : kMostShare;
-        for_few(num_places, [&](int i) {
+        compact_for_each(num_places, [&](int i) {
             const int parts = are_few ? parts_of_few(place(i).tile, share) : parts_of_many(place(i));
             parts_of()[i] = {0, static_cast<short>(parts)};
         });
         const auto slots = [&](int i) { return parts_of()[i].num > 1 ? parts_of()[i].num : 0; };
-        prefix_sum(num_places, slots, [&](int i, int slot) {
+        compact_prefix_sum(num_places, slots, [&](int i, int slot) {
             Parts& parts = parts_of()[i];
             const bool have_room = slot + parts.num <= params_.num_slots;
             parts = have_room ? Parts{static_cast<short>(slot), parts.num} : Parts{0, 1};
         });
-        return prefix_sum(num_places, [&](int i) { return int(parts_of()[i].num); }, [&](int i, int first) {
+        return compact_prefix_sum(num_places, [&](int i) { return int(parts_of()[i].num); }, [&](int i, int first) {
             const Parts parts = parts_of()[i];
             first = is_by_length ? parts_in_front(i) : first;
             const AgendaEntry of_place = entry(i, parts.num, parts.slot);

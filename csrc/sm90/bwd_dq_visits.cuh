@@ -11,13 +11,13 @@ namespace ffa {
 
 // `wanted` of DqVisits, with an int behind it for the way there, comes about in three steps; each by one thread block.
 inline __device__ void clear_dq_visits(int* wanted, int row_groups) {
-    for_few(row_groups + 1, [&](int group) { wanted[group] = 0; });
+    compact_for_each(row_groups + 1, [&](int group) { wanted[group] = 0; });
 }
 
 // Where visits begin and end, of each list of tiles.
 template <int kBlockCols>
 __device__ void note_dq_visits(const Tile* tiles, const Run* runs, int num_tiles, int* wanted) {
-    for_few(num_tiles, [&](int i) {
+    compact_for_each(num_tiles, [&](int i) {
         const Tile& tile = tiles[i];
 #pragma unroll 1
         for (int run = tile.run_begin; run < tile.run_end && tile.row_begin < tile.row_end; ++run) {
@@ -31,7 +31,7 @@ __device__ void note_dq_visits(const Tile* tiles, const Run* runs, int num_tiles
 }
 
 inline __device__ void count_dq_visits(int* wanted, int row_groups) {
-    prefix_sum(
+    compact_prefix_sum(
         row_groups, [&](int group) { return __ldcg(&wanted[group]); },
         [&](int group, int before) { wanted[group] = before + __ldcg(&wanted[group]); });
 }
@@ -39,7 +39,7 @@ inline __device__ void count_dq_visits(int* wanted, int row_groups) {
 // Adds 1 to `more_head_by_head` for each tile that is walked so, -1 for others; by one thread block.
 template <int kBlockCols>
 __device__ void count_walks(const Tile* tiles, const Run* runs, int num_tiles, int& more_head_by_head) {
-    for_few(num_tiles, [&](int i) {
+    compact_for_each(num_tiles, [&](int i) {
         if (tiles[i].row_begin < tiles[i].row_end) {
             atomicAdd(&more_head_by_head, is_walked_head_by_head<kBlockCols>(tiles[i], runs) ? 1 : -1);
         }

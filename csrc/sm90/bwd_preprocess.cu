@@ -54,11 +54,11 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     if (block() < kNumAgendas) {
         const DqOrder order = Writer(params.agendas[block()]).write();
         if (block() == 0) {
-            for_few(1, [&](int) { params.dq_progress->order_of_tiles = order; });
+            compact_for_each(1, [&](int) { params.dq_progress->order_of_tiles = order; });
         }
     }
     if (block() == kNumAgendas) {
-        for_few(1, [&](int) { params.dq_progress->reset(); });
+        compact_for_each(1, [&](int) { params.dq_progress->reset(); });
         if (params.wanted != nullptr) {
             clear_dq_visits(params.wanted, params.dq.row_groups);
 #pragma unroll 1

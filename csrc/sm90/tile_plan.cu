@@ -128,6 +128,9 @@ public:
         run_keys_ = reinterpret_cast<unsigned long long*>(take(2 * walk_.max_runs));
         borders_ = reinterpret_cast<unsigned*>(take(num_words_));
         starts_ = reinterpret_cast<unsigned*>(take(num_words_));
+        candidate_begin_ = take(walk_.max_regions);
+        reached_ = take(walk_.max_regions + 1);
+        begun_ = take(walk_.max_regions);
         region_begin_ = take(walk_.max_regions + 1);
         region_tile_ = take(walk_.max_regions);
         tile_begin_ = take(walk_.num_tiles);
@@ -225,8 +228,8 @@ private:
         return true;
     }
 
-    // A border followed by at least a tile of rows without another one starts a region; a region is tiled from its
-    // start, to the next one.
+    // A border followed by at least a tile of rows without another one starts a region, unless more columns reach across it than
+    // begin there; a region is tiled from its start, to the next one.
     __device__ void cut_rows() {
         for_each(num_words_, [&](int word) { borders_[word] = 0; });
         for_each(walk_.num_slices, [&](int i) {
@@ -246,15 +249,23 @@ private:
             }
             starts_[word] = starts;
         });
-        const int num_regions = prefix_sum(
+        const int num_candidates = compact_prefix_sum(
             num_words_, [&](int word) { return __popc(starts_[word]); },
-            [&](int word, int region) {
+            [&](int word, int candidate) {
                 for (unsigned bits = starts_[word]; bits != 0; bits &= bits - 1) {
-                    region_begin_[region++] = 32 * word + __ffs(bits) - 1;
+                    candidate_begin_[candidate++] = 32 * word + __ffs(bits) - 1;
+                }
+            });
+        count_blocks_begun(num_candidates);
+        const int num_regions = compact_prefix_sum(
+            num_candidates, [&](int i) { return int(i == 0 || begun_[i] >= 0); },
+            [&](int i, int region) {
+                if (i == 0 || begun_[i] >= 0) {
+                    region_begin_[region] = candidate_begin_[i];
                 }
             });
         for_each(1, [&](int) { region_begin_[num_regions] = walk_.total_rows; });
-        num_live_tiles_ = prefix_sum(
+        num_live_tiles_ = compact_prefix_sum(
             num_regions,
             [&](int region) {
                 return (region_begin_[region + 1] - region_begin_[region] + walk_.tile_rows - 1) / walk_.tile_rows;
@@ -273,9 +284,36 @@ private:
         });
     }
 
+    // Those that a tile beginning at a candidate has in rectangles that begin there, less those of rectangles that reach across
+    // it, which it would have anyway.
+    __device__ void count_blocks_begun(int num_candidates) {
+        for_each(num_candidates + 1, [&](int i) { reached_[i] = 0; });
+        for_each(num_candidates, [&](int i) { begun_[i] = 0; });
+        for_each(walk_.num_slices, [&](int i) {
+            const Rect r = rect(i);
+            const int behind = count_up_to(candidate_begin_, num_candidates, r.row_begin);   // candidates, from this one on
+            const int end = count_up_to(candidate_begin_, num_candidates, r.row_end - 1);
+            if (behind < end) {
+                const int band = r.diag_lo == -kNoDiagonal ? kNoDiagonal : r.diag_hi - r.diag_lo;
+                const int blocks = blocks_of(min(r.col_end - r.col_begin, band + walk_.tile_rows));
+                atomicAdd(&reached_[behind], blocks);
+                atomicAdd(&reached_[end], -blocks);
+            }
+            if (behind > 0 && candidate_begin_[behind - 1] == r.row_begin) {
+                const int last_row = min(r.row_end, r.row_begin + walk_.tile_rows) - 1;
+                atomicAdd(&begun_[behind - 1], blocks_of(min(r.col_end, last_row + r.diag_hi) - r.col_begin));
+            }
+        });
+        compact_prefix_sum(
+            num_candidates, [&](int i) { return reached_[i]; },
+            [&](int i, int before) { begun_[i] -= before + reached_[i]; });
+    }
+
+    __device__ __forceinline__ int blocks_of(int cols) const { return (cols + walk_.block_cols - 1) / walk_.block_cols; }
+
     // All pairs of a tile and a slice with rows in common, by tile. Whether there was room.
     __device__ bool meet() {
-        num_pairs_ = prefix_sum(
+        num_pairs_ = compact_prefix_sum(
             walk_.num_slices,
             [&](int i) {
                 const Rect r = rect(i);
@@ -291,7 +329,7 @@ private:
             pair_tile_[pair] = tile;
             atomicAdd(&pair_count_[tile], 1);
         });
-        prefix_sum(
+        compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return pair_count_[tile]; },
             [&](int tile, int begin) { pair_begin_[tile] = begin; });
         return fits;
@@ -382,7 +420,7 @@ private:
 
     __device__ __forceinline__ Run walked(const Rect& r, bool covers_tile) const {
         const int cols = walk_.block_cols;
-        const int num_blocks = (r.col_end - r.col_begin + cols - 1) / cols;
+        const int num_blocks = blocks_of(r.col_end - r.col_begin);
         const int left = max(r.col_begin, r.row_end - 1 + r.diag_lo) - r.col_begin;
         const int right = covers_tile ? min(r.col_end, r.row_begin + r.diag_hi) - r.col_begin : 0;
         const int num_trail = num_blocks - right / cols;
@@ -397,7 +435,7 @@ private:
             for_each_run(tile, [&](const Rect&) { ++count; });
             run_count_[tile] = count;
         });
-        prefix_sum(
+        compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return run_count_[tile]; },
             [&](int tile, int begin) { run_begin_[tile] = begin; });
         for_each(walk_.num_tiles, [&](int tile) {
@@ -432,7 +470,7 @@ private:
     // A document is neighbouring tiles that end with the same column.
     __device__ void level_documents() {
         const auto starts_document = [&](int tile) { return tile == 0 || last_col(tile) != last_col(tile - 1); };
-        prefix_sum(
+        compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return int(starts_document(tile)); },
             [&](int tile, int before) {
                 document_of_[tile] = before + starts_document(tile) - 1;
@@ -456,6 +494,7 @@ private:
     int num_pairs_ = 0;
     unsigned long long *order_, *run_keys_;
     unsigned *borders_, *starts_;   // a bit for each row
+    int *candidate_begin_, *reached_, *begun_;   // of regions; blocks of rectangles
     int *region_begin_, *region_tile_;
     int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *cost_;
     int* document_of_;

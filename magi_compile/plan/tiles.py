@@ -171,7 +171,7 @@ def _walk(
     is_by_document: bool,
 ) -> tuple[Tensor, Tensor]:
     """The tiles and runs of one walk over `rects`; of exact size where `padded` is None."""
-    tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, padded)
+    tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, block_cols, padded)
     num_tiles = tile_begin.numel()
     run_tile, runs = _meet(rects, tile_begin, tile_end, padded)
     run_tile, runs = _merge(run_tile, runs, num_tiles, exact=padded is None)
@@ -203,13 +203,15 @@ def _walk(
 
 
 def _cut_rows(
-    rects: Rects, total_rows: int, tile_rows: int, padded: PaddedSizes | None
+    rects: Rects, total_rows: int, tile_rows: int, block_cols: int, padded: PaddedSizes | None
 ) -> tuple[Tensor, Tensor]:
     """Cuts `[0, total_rows)` into tiles, sorted by row: `(begin, end)`, each int64 `[num_tiles]`.
 
     The borders of the rects cut the rows into segments. A segment of at least one tile starts a
-    region, which reaches to the next long segment; each region is tiled from its start. So long
-    documents start a tile, and short ones share tiles.
+    region, which reaches to the next one; each region is tiled from its start. So long documents
+    start a tile, and short ones share tiles. Where the rects that reach across its start have more
+    columns than those that begin there, a segment starts none: one tile more would cost more than
+    a tile of two documents does.
     """
     num_rects = rects.row_begin.numel()
     ends = rects.row_begin.new_zeros(2)
@@ -217,6 +219,7 @@ def _cut_rows(
     borders = torch.cat([rects.row_begin, rects.row_end, ends]).sort().values
     segment_begin, segment_end = borders[:-1], borders[1:]
     starts_region = segment_end - segment_begin >= tile_rows
+    starts_region &= _blocks_begun(rects, segment_begin, tile_rows, block_cols) >= 0
     starts_region[:1].fill_(True)
 
     # The end of a region is the next start, found as a running minimum from the right.
@@ -237,6 +240,29 @@ def _cut_rows(
     begin = torch.where(is_padding, total_rows, begin)
     end = torch.where(is_padding, total_rows, torch.minimum(begin + tile_rows, region_end[region]))
     return begin, end
+
+
+def _blocks_begun(rects: Rects, at: Tensor, tile_rows: int, block_cols: int) -> Tensor:
+    """How many blocks a tile that begins at each row `at` has in rects that begin there, less those of rects that reach across
+    that row, which it would have anyway."""
+    in_first_tile = torch.minimum(rects.row_end, rects.row_begin + tile_rows) - 1 + rects.diag_hi
+    begun = _blocks(torch.minimum(rects.col_end, in_first_tile) - rects.col_begin, block_cols)
+    in_band = rects.diag_hi - rects.diag_lo + tile_rows
+    reached = _blocks(torch.minimum(rects.col_end - rects.col_begin, in_band), block_cols)
+    by_begin, by_end = rects.row_begin.sort(), rects.row_end.sort()
+
+    def up_to(values: Tensor, order: torch.return_types.sort, right: bool) -> Tensor:
+        """The sum of the values of rects that begin, or end, before each `at`; at it too, if `right`."""
+        total = torch.cat([values.new_zeros(1), values[order.indices].cumsum(0)])
+        return total[torch.searchsorted(order.values, at, right=right)]
+
+    begun_there = up_to(begun, by_begin, right=True) - up_to(begun, by_begin, right=False)
+    reach_across = up_to(reached, by_begin, right=False) - up_to(reached, by_end, right=True)
+    return begun_there - reach_across
+
+
+def _blocks(columns: Tensor, block_cols: int) -> Tensor:
+    return (columns + block_cols - 1) // block_cols
 
 
 def _meet(

@@ -72,6 +72,11 @@ int prefix_sum(int count, Value value, Store store) {
     return sum;
 }
 
+template <class Value, class Store>
+int compact_prefix_sum(int count, Value value, Store store) {
+    return prefix_sum(count, value, store);
+}
+
 template <class Key, class IsLess>
 void sort(Key* keys, int count, IsLess is_less) {
     std::sort(keys, keys + count, is_less);

@@ -69,7 +69,7 @@ extern "C" void count_calls(int* calls, int count, int blocks, int threads) {
 extern "C" void count_calls_of_block(int* calls, int count, int threads) {
     launch(1, threads, [&] {
         ffa::for_each(count, [&](int i) { ++calls[i]; });
-        ffa::for_few(count, [&](int i) { ++calls[i]; });
+        ffa::compact_for_each(count, [&](int i) { ++calls[i]; });
     });
 }
 """

@@ -309,6 +309,31 @@ def test_size_does_not_grow_with_blocks():
     assert plan.k_tiles[0].tolist()[:2] == [0, 128]
 
 
+def test_long_documents_start_a_tile():
+    """Of 16 queries, and of 8 keys."""
+    plan = build_tile_plan(make_slices(documents([20, 37, 9], CAUSAL), 66, 66), **SIZES)
+    assert sorted(plan.q_tiles[:, 0].tolist()) == [0, 16, 20, 36, 52]
+    assert sorted(plan.k_tiles[:, 0].tolist()) == [0, 8, 16, 20, 28, 36, 44, 52, 57, 65]
+
+
+@pytest.mark.parametrize(
+    ("num_common", "starts"), [(16, [0, 16, 20, 36, 52]), (17, [0, 16, 32, 48])]
+)
+def test_long_documents_that_see_more_in_common_do_not(num_common, starts):
+    """Two blocks of keys in common, as many as the first tile of a document sees of it, or three."""
+    rows = [*documents([20, 37], CAUSAL), (0, 57, 100, 100 + num_common, FULL)]
+    plan = check(rows, 57, 130)
+    assert sorted(plan.q_tiles[:, 0].tolist()) == starts
+
+
+def test_a_prefix_that_ends_within_a_tile_starts_none():
+    """The keys behind it are seen by fewer queries than those of it are."""
+    rows = [(0, 100, 0, 100, FULL), (100, 512, 0, 512, CAUSAL)]
+    sizes = {name: 16 for name in SIZES}
+    plan = check(rows, 512, 512, sizes=sizes)
+    assert sorted(plan.k_tiles[:, 0].tolist()) == list(range(0, 512, 16))
+
+
 def test_too_many_crossings_are_detected():
     """Fifteen borders in each of twenty slices, none of which goes on: more than `max_overlap` and than `MAX_CROSSINGS`."""
     slices = make_slices([(i, i + 1, 0, 128 - i % 2, FULL) for i in range(20)], 20, 128)

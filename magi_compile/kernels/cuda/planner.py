@@ -103,8 +103,8 @@ def _route(
             2 * num_sorted
             + 5 * room.num_runs
             + 2 * (total_rows // 32 + 1)
-            + 2 * room.num_regions
-            + 1
+            + 5 * room.num_regions
+            + 2
             + 9 * room.num_tiles
             + 7 * num_slices
             + num_slices // 32
