@@ -12,6 +12,7 @@ constexpr int kBlockCost = FFA_BLOCK_COST;
 constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kThreads = 1024;
+constexpr int kMostSteps = 32;   // of a staircase of rectangles: the bits of a word
 constexpr int kChunk = 32;   // of pairs that are sorted by looking at each other
 
 // One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
@@ -93,6 +94,14 @@ struct Rect {
                both.clipped(below.row_begin, below.row_end) == below;
     }
 
+    // Whether `below` is the next step of a staircase to the right.
+    __device__ __forceinline__ bool leads_down(const Rect& below) const {
+        const bool are_full = diag_lo == -kNoDiagonal && diag_hi == kNoDiagonal && below.diag_lo == -kNoDiagonal &&
+                              below.diag_hi == kNoDiagonal;
+        return are_full && row_begin < row_end && row_end == below.row_begin && col_begin == below.col_begin &&
+               col_end < below.col_end;
+    }
+
     // Whether `next`, of the same rows, goes on in the column where this ends, and no diagonal cuts there.
     __device__ __forceinline__ bool joins(const Rect& next) const {
         return row_begin == next.row_begin && row_end == next.row_end && col_end == next.col_begin &&
@@ -148,11 +157,15 @@ public:
         slice_pairs_ = take(walk_.num_slices);
         rects_ = reinterpret_cast<Rect*>(take(sizeof(Rect) / sizeof(int) * walk_.num_slices));
         goes_on_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / 32 + 1));
+        leads_down_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / kMostSteps + 1));
         most_pairs_ = reinterpret_cast<unsigned*>(take(1));
     }
 
     __device__ void run() {
         join_slices();
+        if (!is_transposed_) {
+            go_down_the_steps();
+        }
         cut_rows();
         const bool fits = meet();
         sort_pairs();
@@ -187,6 +200,29 @@ private:
             const bool is_first = i == 0 || (goes_on_[(i - 1) / 32] >> (i - 1) % 32 & 1) == 0;
             const Rect r = is_first ? rect_of_slice(i).down_to(rect_of_slice(last_of_chain(i))) : Rect::nothing();
             rects_[i] = is_transposed_ ? r.transposed() : r;
+        });
+    }
+
+    // Rectangles in a row that lead down in steps are as many others, each of new columns alone and down to the last row: tiles
+    // across a step then see what both have in common as one.
+    __device__ void go_down_the_steps() {
+        for_each(walk_.num_slices / kMostSteps + 1, [&](int word) { leads_down_[word] = 0; });
+        for_each(walk_.num_slices - 1, [&](int i) {
+            if (i % kMostSteps != kMostSteps - 1 && rect(i).leads_down(rect(i + 1))) {
+                atomicOr(&leads_down_[i / kMostSteps], 1u << i % kMostSteps);
+            }
+        });
+        // What is written of a rectangle nobody else reads.
+        for_each(walk_.num_slices, [&](int i) {
+            const unsigned steps = leads_down_[i / kMostSteps];
+            const int place = i % kMostSteps;
+            if (steps >> place & 1) {
+                const int last = __ffs(~steps & ~0u << place) - 1;
+                rects_[i].row_end = rect(i - place + last).row_end;
+            }
+            if (place > 0 && (steps >> (place - 1) & 1)) {
+                rects_[i].col_begin = rect(i - 1).col_end;
+            }
         });
     }
 
@@ -501,7 +537,7 @@ private:
     unsigned* document_cost_;   // of its most expensive tile
     int *pair_slice_, *pair_tile_, *slice_at_;
     Rect* rects_;   // of the slices
-    unsigned* goes_on_;   // a bit for each slice
+    unsigned *goes_on_, *leads_down_;   // a bit for each of them
     int* slice_pairs_;   // how many pairs the slices before this one have
     unsigned* most_pairs_;   // of one tile
 };

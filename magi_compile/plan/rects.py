@@ -9,6 +9,7 @@ from torch import Tensor
 
 from magi_compile.masks.slices import AttnSlices, MaskType
 
+MOST_STEPS = 32  # of a staircase
 NO_DIAG = 1 << 30  # a diagonal that cuts nothing; its sum with any row still fits in int32
 
 
@@ -96,13 +97,37 @@ class Rects(NamedTuple):
             & union.clipped(below.row_begin, below.row_end).equals(below)
             & (above.row_begin < above.row_end)
         )
-        # The last part of a chain is the next rect that does not go on, found as a running minimum from the right.
-        index = torch.arange(num_rects, device=goes_on.device)
-        last = torch.where(goes_on, num_rects, index).flip(0).cummin(0).values.flip(0)
         is_first = torch.ones_like(goes_on)
         is_first[1:] = ~goes_on[:-1]
-        fields = zip(self.down_to(self.select(last)), (0, 0, 0, 0, -NO_DIAG, NO_DIAG), strict=True)
+        fields = zip(
+            self.down_to(self.select(_last_of_chain(goes_on))),
+            (0, 0, 0, 0, -NO_DIAG, NO_DIAG),
+            strict=True,
+        )
         return Rects(*(torch.where(is_first, field, of_nothing) for field, of_nothing in fields))
+
+    def down_the_steps(self) -> Rects:
+        """The same area, where trimmed rects in a row that lead down in steps are as many others, each of new columns alone and down
+        to the last row: tiles of rows across a step then see what both have in common as one.
+
+        Steps are rects without diagonals; each begins below the one before, sees its columns, and more to the right. There are
+        `MOST_STEPS` of them at most in a staircase, of which a row then meets as many rects.
+        """
+        index = torch.arange(self.row_begin.numel(), device=self.row_begin.device)
+        is_full = (self.diag_lo == -NO_DIAG) & (self.diag_hi == NO_DIAG)
+        goes_on = torch.zeros_like(is_full)
+        above, below = self.select(slice(0, -1)), self.select(slice(1, None))
+        goes_on[:-1] = (
+            (is_full[:-1] & is_full[1:])
+            & (above.row_begin < above.row_end)
+            & (above.row_end == below.row_begin)
+            & (above.col_begin == below.col_begin)
+            & (above.col_end < below.col_end)
+            & (index[:-1] % MOST_STEPS != MOST_STEPS - 1)
+        )
+        col_begin = self.col_begin.clone()
+        col_begin[1:] = torch.where(goes_on[:-1], above.col_end, below.col_begin)
+        return self._replace(row_end=self.row_end[_last_of_chain(goes_on)], col_begin=col_begin)
 
     def down_to(self, last: Rects) -> Rects:
         """Each of these and all rects below it down to that of `last`, where these go on as the last one does."""
@@ -129,6 +154,13 @@ class Rects(NamedTuple):
     def select(self, index: Tensor | slice) -> Rects:
         """The rects at `index`."""
         return Rects(*(field[index] for field in self))
+
+
+def _last_of_chain(goes_on: Tensor) -> Tensor:
+    """For each index the next one that does not go on: a running minimum from the right."""
+    count = goes_on.numel()
+    index = torch.arange(count, device=goes_on.device)
+    return torch.where(goes_on, count, index).flip(0).cummin(0).values.flip(0)
 
 
 def _columns(ranges: Tensor) -> tuple[Tensor, Tensor]:

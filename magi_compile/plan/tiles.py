@@ -107,7 +107,7 @@ def build_tile_plan(
     by_q, by_k = padded(slices.seqlen_q, q_tile_rows), padded(slices.seqlen_k, k_tile_rows)
     return TilePlan(
         *_walk(
-            *(rects, slices.seqlen_q, q_tile_rows, q_block_cols, by_q),
+            *(rects.down_the_steps(), slices.seqlen_q, q_tile_rows, q_block_cols, by_q),
             is_by_document=False,
         ),
         *_walk(

@@ -61,6 +61,27 @@ MASKS["chains"] = AttnSlices.from_slices(
     seqlen_q=167,
     seqlen_k=100,
 )
+# Staircases, of 1 to 40 steps, two of which end where 32 slices do.
+STEPS = [1, 31, 40, 3, 2, 30, 1]
+MASKS["stairs"] = AttnSlices.from_slices(
+    [
+        AttnSlice(
+            (5 * (sum(STEPS[:i]) + step), 5 * (sum(STEPS[:i]) + step + 1)),
+            (i, i + 3 * step + 2),
+            MaskType.FULL,
+        )
+        for i, steps in enumerate(STEPS)
+        for step in range(steps)
+    ],
+    seqlen_q=5 * sum(STEPS),
+    seqlen_k=200,
+)
+MASKS |= {
+    f"block_causal_document-{lengths}": library.block_causal_document(
+        LENGTHS[lengths], block=50
+    ).slices
+    for lengths in LENGTHS
+}
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 

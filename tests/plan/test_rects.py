@@ -1,4 +1,4 @@
-"""Rects that go on below one another are one rect: the same area, and a window walks as one band."""
+"""Rects that go on below one another are one, and stairs are rects by column: the same area with less to walk."""
 
 import pytest
 import torch
@@ -19,10 +19,13 @@ from tests.plan.test_tiles import (
 NOTHING = (0, 0, 0, 0, -NO_DIAG, NO_DIAG)
 
 
+def tuples(rects: Rects) -> list[tuple[int, ...]]:
+    return list(zip(*(field.tolist() for field in rects), strict=True))
+
+
 def joined(rows, seqlen_q=200, seqlen_k=200) -> list[tuple[int, ...]]:
     """As tuples, those without area too."""
-    rects = Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed().joined()
-    return list(zip(*(field.tolist() for field in rects), strict=True))
+    return tuples(Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed().joined())
 
 
 def area(rects, seqlen_q, seqlen_k):
@@ -92,13 +95,56 @@ def test_what_does_not_go_on_stays(rows):
 @given(masks())
 def test_the_area_is_the_same(mask):
     rows, seqlen_q, seqlen_k = mask
-    rows = sorted(rows)
-    rects = Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed()
-    before = area(zip(*(x.tolist() for x in rects), strict=True), seqlen_q, seqlen_k)
-    found = joined(rows, seqlen_q, seqlen_k)
-    assert torch.equal(area(found, seqlen_q, seqlen_k), before)
-    as_rects = Rects(*(torch.tensor(field) for field in zip(*found, strict=True)))
-    assert as_rects.trimmed().equals(as_rects).all()
+    rects = Rects.from_slices(make_slices(sorted(rows), seqlen_q, seqlen_k)).trimmed()
+    before = area(tuples(rects), seqlen_q, seqlen_k)
+    for same in (rects.joined(), rects.joined().down_the_steps()):
+        assert torch.equal(area(tuples(same), seqlen_q, seqlen_k), before)
+        assert same.trimmed().equals(same).all()
+
+
+def stairs(num_steps):
+    """Of 3 rows and 2 columns."""
+    return [(3 * i, 3 * i + 3, 5, 7 + 2 * i, FULL) for i in range(num_steps)]
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 31, 32, 33, 64, 70])
+def test_stairs_by_column(num_steps):
+    """Each rect sees the columns of its step, or all of them where a staircase begins, down to where it ends."""
+    rects = Rects.from_slices(make_slices(stairs(num_steps), 300, 300)).trimmed().down_the_steps()
+    ends = [min(i // 32 * 32 + 32, num_steps) for i in range(num_steps)]
+    assert tuples(rects) == [
+        (3 * i, 3 * end, 5 if i % 32 == 0 else 5 + 2 * i, 7 + 2 * i, -NO_DIAG, NO_DIAG)
+        for i, end in enumerate(ends)
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(0, 4, 0, 4, CAUSAL), (4, 8, 0, 8, FULL)],
+        [(0, 4, 0, 4, FULL), (4, 8, 0, 8, CAUSAL)],
+        [(0, 4, 0, 4, FULL), (5, 8, 0, 8, FULL)],
+        [(0, 4, 0, 4, FULL), (4, 8, 1, 8, FULL)],
+        [(0, 4, 0, 4, FULL), (4, 8, 0, 3, FULL)],
+    ],
+    ids=["causal", "causal below", "a gap", "other columns", "fewer columns"],
+)
+def test_what_is_no_step_stays(rows):
+    rects = Rects.from_slices(make_slices(rows, 200, 200)).trimmed()
+    assert rects.down_the_steps().equals(rects).all()
+
+
+def test_common_columns_are_walked_once():
+    """Blocks of 20 rows, of which tiles of 16 see no more columns than their last row does."""
+    rows = [(20 * i, 20 * i + 20, 0, 20 * i + 20, FULL) for i in range(4)]
+    plan = build_tile_plan(
+        make_slices(rows, 80, 80), q_tile_rows=16, q_block_cols=20, k_tile_rows=16, k_block_cols=20
+    )
+    num_blocks = {
+        begin: int(plan.q_runs[first:last, 7].sum())
+        for begin, _, first, last in plan.q_tiles.tolist()
+    }
+    assert num_blocks == {0: 1, 16: 1, 20: 2, 36: 3, 52: 4, 68: 4}
 
 
 @pytest.mark.parametrize("name", ["sliding_window_causal", "sliding_window_full"])
