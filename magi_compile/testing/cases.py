@@ -135,6 +135,13 @@ def windows(name: str, lengths: Sequence[int], left: int, right: int) -> Case:
     return Case(name, ends[-1], ends[-1], rows)
 
 
+def steps(name: str, lengths: Sequence[int]) -> Case:
+    """One document of blocks, each of which sees those before it."""
+    ends = list(itertools.accumulate(lengths))
+    rows = [(end - n, end, 0, end, FULL) for n, end in zip(lengths, ends, strict=True)]
+    return Case(name, ends[-1], ends[-1], rows)
+
+
 def random_disjoint(seqlen_q: int, seqlen_k: int, seed: int, num_cuts: int = 5) -> Case:
     """A random grid of cells, one in four invisible and the others of a random type, in random order."""
     rng = random.Random(seed)
@@ -177,6 +184,7 @@ MASKS: list[Case] = [
     replace(sliding_window(1521, 100), heads=LIGHT),
     sliding_window(512, 300),
     windows("windows", RAGGED, 50, 20),
+    steps("steps", RAGGED),
     padded(varlen("varlen_causal", RAGGED, CAUSAL), 20),
     Case("sees_nothing", 130, 70, []),
     Case("holes", 300, 300, [(17, 90, 30, 31, FULL), (100, 101, 0, 300, FULL)]),

@@ -17,7 +17,7 @@ from magi_compile.kernels.cuda import forward as module
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import Case, Heads, one, random_disjoint, varlen, windows
+from magi_compile.testing.cases import Case, Heads, one, random_disjoint, steps, varlen, windows
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.on_a_cpu import compile_once, launching
 from tests.kernels.part_plan import PartPlan
@@ -101,6 +101,16 @@ def test_a_window_of_several_slices(left, right, shape, launches):
     assert len(slices) > 3
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert int((plan.q_runs[:, 0] < plan.q_runs[:, 1]).sum()) <= 6
+    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
+    assert_attention_close(result, inputs, slices, problem)
+
+
+@pytest.mark.parametrize("shape", ["64", "128", "192"])
+def test_tiles_across_steps(shape, launches):
+    case = steps("steps", [100, 70, 7, 150])
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
     assert_attention_close(result, inputs, slices, problem)
 
