@@ -3,6 +3,7 @@
 //   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> runs -> the order of the tiles
 #include "block.cuh"
 #include "plan.cuh"
+#include "rect.cuh"
 
 namespace ffa {
 
@@ -12,7 +13,7 @@ constexpr int kBlockCost = FFA_BLOCK_COST;
 constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kThreads = 1024;
-constexpr int kMostSteps = 32;   // of a staircase of rectangles: the bits of a word
+constexpr int kMostSteps = 32;   // of a staircase of rectangles
 constexpr int kChunk = 32;   // of pairs that are sorted by looking at each other
 
 // One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
@@ -39,75 +40,6 @@ struct TilePlanParams {
 };
 
 static_assert(sizeof(Walk) == 56 && sizeof(TilePlanParams) == 144, "packed by magi_compile/kernels/cuda/planner.py");
-
-// A rectangle with up to two corners cut off; see `Rects` in magi_compile/plan/rects.py.
-struct Rect {
-    int row_begin, row_end, col_begin, col_end, diag_lo, diag_hi;
-
-    __device__ __forceinline__ static Rect nothing() { return {0, 0, 0, 0, -kNoDiagonal, kNoDiagonal}; }
-
-    // The same area: every row sees a column, every column is seen, no diagonal that cuts nothing.
-    __device__ __forceinline__ Rect trimmed() const {
-        Rect r;
-        r.row_begin = max(row_begin, col_begin - diag_hi + 1);
-        r.row_end = min(row_end, col_end - diag_lo);
-        r.col_begin = max(col_begin, r.row_begin + diag_lo);
-        r.col_end = min(col_end, r.row_end - 1 + diag_hi);
-        if (r.row_begin >= r.row_end || col_begin >= col_end || diag_lo >= diag_hi) {
-            return nothing();
-        }
-        r.diag_lo = r.row_end - 1 + diag_lo > r.col_begin ? diag_lo : -kNoDiagonal;
-        r.diag_hi = r.row_begin + diag_hi < r.col_end ? diag_hi : kNoDiagonal;
-        return r;
-    }
-
-    __device__ __forceinline__ Rect transposed() const {
-        return {col_begin,
-                col_end,
-                row_begin,
-                row_end,
-                diag_hi == kNoDiagonal ? -kNoDiagonal : 1 - diag_hi,
-                diag_lo == -kNoDiagonal ? kNoDiagonal : 1 - diag_lo};
-    }
-
-    __device__ __forceinline__ Rect clipped(int begin, int end) const {
-        Rect r = *this;
-        r.row_begin = max(row_begin, begin);
-        r.row_end = min(row_end, end);
-        return r.trimmed();
-    }
-
-    __device__ __forceinline__ bool operator==(const Rect& r) const {
-        return row_begin == r.row_begin && row_end == r.row_end && col_begin == r.col_begin && col_end == r.col_end &&
-               diag_lo == r.diag_lo && diag_hi == r.diag_hi;
-    }
-
-    // This and what is below it down to `last`, if that goes on where this ends.
-    __device__ __forceinline__ Rect down_to(const Rect& last) const {
-        return {row_begin, last.row_end, col_begin, last.col_end, last.diag_lo, diag_hi};
-    }
-
-    // Whether both are one rectangle.
-    __device__ __forceinline__ bool goes_on(const Rect& below) const {
-        const Rect both = down_to(below);
-        return row_begin < row_end && row_end == below.row_begin && both.clipped(row_begin, row_end) == *this &&
-               both.clipped(below.row_begin, below.row_end) == below;
-    }
-
-    // Whether `below` is the next step of a staircase to the right.
-    __device__ __forceinline__ bool leads_down(const Rect& below) const {
-        const bool are_full = diag_lo == -kNoDiagonal && diag_hi == kNoDiagonal && below.diag_lo == -kNoDiagonal &&
-                              below.diag_hi == kNoDiagonal;
-        return are_full && row_begin < row_end && row_end == below.row_begin && col_begin == below.col_begin &&
-               col_end < below.col_end;
-    }
-
-    // Whether `next`, of the same rows, goes on in the column where this ends, and no diagonal cuts there.
-    __device__ __forceinline__ bool joins(const Rect& next) const {
-        return row_begin == next.row_begin && row_end == next.row_end && col_end == next.col_begin &&
-               diag_hi == kNoDiagonal && next.diag_lo == -kNoDiagonal;
-    }
-};
 
 // The number of elements of the sorted `values` that are at most `x`.
 __device__ __forceinline__ int count_up_to(const int* values, int count, int x) {
@@ -157,7 +89,6 @@ public:
         slice_pairs_ = take(walk_.num_slices);
         rects_ = reinterpret_cast<Rect*>(take(sizeof(Rect) / sizeof(int) * walk_.num_slices));
         goes_on_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / 32 + 1));
-        leads_down_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / kMostSteps + 1));
         most_pairs_ = reinterpret_cast<unsigned*>(take(1));
     }
 
@@ -187,44 +118,18 @@ private:
             .trimmed();
     }
 
-    // Slices in a row, of which each goes on below the one before, are one rectangle, where the first of them was; a sliding window
-    // is two or three slices. The others are empty.
-    __device__ void join_slices() {
+    // Notes after which slices one goes on.
+    template <class GoesOn>
+    __device__ void find_chains(GoesOn goes_on) {
         for_each(walk_.num_slices / 32 + 1, [&](int word) { goes_on_[word] = 0; });
         for_each(walk_.num_slices - 1, [&](int i) {
-            if (rect_of_slice(i).goes_on(rect_of_slice(i + 1))) {
+            if (goes_on(i)) {
                 atomicOr(&goes_on_[i / 32], 1u << (i % 32));
             }
         });
-        for_each(walk_.num_slices, [&](int i) {
-            const bool is_first = i == 0 || (goes_on_[(i - 1) / 32] >> (i - 1) % 32 & 1) == 0;
-            const Rect r = is_first ? rect_of_slice(i).down_to(rect_of_slice(last_of_chain(i))) : Rect::nothing();
-            rects_[i] = is_transposed_ ? r.transposed() : r;
-        });
     }
 
-    // Rectangles in a row that lead down in steps are as many others, each of new columns alone and down to the last row: tiles
-    // across a step then see what both have in common as one.
-    __device__ void go_down_the_steps() {
-        for_each(walk_.num_slices / kMostSteps + 1, [&](int word) { leads_down_[word] = 0; });
-        for_each(walk_.num_slices - 1, [&](int i) {
-            if (i % kMostSteps != kMostSteps - 1 && rect(i).leads_down(rect(i + 1))) {
-                atomicOr(&leads_down_[i / kMostSteps], 1u << i % kMostSteps);
-            }
-        });
-        // What is written of a rectangle nobody else reads.
-        for_each(walk_.num_slices, [&](int i) {
-            const unsigned steps = leads_down_[i / kMostSteps];
-            const int place = i % kMostSteps;
-            if (steps >> place & 1) {
-                const int last = __ffs(~steps & ~0u << place) - 1;
-                rects_[i].row_end = rect(i - place + last).row_end;
-            }
-            if (place > 0 && (steps >> (place - 1) & 1)) {
-                rects_[i].col_begin = rect(i - 1).col_end;
-            }
-        });
-    }
+    __device__ __forceinline__ bool goes_on(int i) const { return i >= 0 && (goes_on_[i / 32] >> i % 32 & 1) != 0; }
 
     __device__ __forceinline__ int last_of_chain(int i) const {
         int word = i / 32;
@@ -233,6 +138,32 @@ private:
             ends = ~goes_on_[++word];   // the last slice does not go on
         }
         return 32 * word + __ffs(ends) - 1;
+    }
+
+    // Slices in a row, of which each goes on below the one before, are one rectangle, where the first of them was; a sliding window
+    // is two or three slices. The others are empty.
+    __device__ void join_slices() {
+        find_chains([&](int i) { return rect_of_slice(i).goes_on(rect_of_slice(i + 1)); });
+        for_each(walk_.num_slices, [&](int i) {
+            const Rect r =
+                goes_on(i - 1) ? Rect::nothing() : rect_of_slice(i).down_to(rect_of_slice(last_of_chain(i)));
+            rects_[i] = is_transposed_ ? r.transposed() : r;
+        });
+    }
+
+    // Rectangles in a row that lead down in steps are as many others, each of new columns alone and down to the last row: tiles
+    // across a step then see what both have in common as one.
+    __device__ void go_down_the_steps() {
+        find_chains([&](int i) { return i % kMostSteps != kMostSteps - 1 && rect(i).leads_down(rect(i + 1)); });
+        // What is written of a rectangle nobody else reads.
+        for_each(walk_.num_slices, [&](int i) {
+            if (goes_on(i)) {
+                rects_[i].row_end = rect(last_of_chain(i)).row_end;
+            }
+            if (goes_on(i - 1)) {
+                rects_[i].col_begin = rect(i - 1).col_end;
+            }
+        });
     }
 
     __device__ __forceinline__ const Rect& rect(int i) const { return rects_[i]; }
@@ -537,7 +468,7 @@ private:
     unsigned* document_cost_;   // of its most expensive tile
     int *pair_slice_, *pair_tile_, *slice_at_;
     Rect* rects_;   // of the slices
-    unsigned *goes_on_, *leads_down_;   // a bit for each of them
+    unsigned* goes_on_;   // a bit for each of them
     int* slice_pairs_;   // how many pairs the slices before this one have
     unsigned* most_pairs_;   // of one tile
 };

@@ -156,11 +156,16 @@ class Rects(NamedTuple):
         return Rects(*(field[index] for field in self))
 
 
+def least_from_here(values: Tensor) -> Tensor:
+    """For each place the least of the values from there on."""
+    return values.flip(0).cummin(0).values.flip(0)
+
+
 def _last_of_chain(goes_on: Tensor) -> Tensor:
-    """For each index the next one that does not go on: a running minimum from the right."""
+    """For each index the next one that does not go on."""
     count = goes_on.numel()
     index = torch.arange(count, device=goes_on.device)
-    return torch.where(goes_on, count, index).flip(0).cummin(0).values.flip(0)
+    return least_from_here(torch.where(goes_on, count, index))
 
 
 def _columns(ranges: Tensor) -> tuple[Tensor, Tensor]:

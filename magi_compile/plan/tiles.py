@@ -20,7 +20,7 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.cost import document_costs, longest_first, run_costs, tile_costs
-from magi_compile.plan.rects import NO_DIAG, Rects
+from magi_compile.plan.rects import NO_DIAG, Rects, least_from_here
 
 MAX_OVERLAP = 64
 MAX_CROSSINGS = 8
@@ -222,10 +222,8 @@ def _cut_rows(
     starts_region &= _blocks_begun(rects, segment_begin, tile_rows, block_cols) >= 0
     starts_region[:1].fill_(True)
 
-    # The end of a region is the next start, found as a running minimum from the right.
-    next_start = (
-        torch.where(starts_region, segment_begin, total_rows).flip(0).cummin(0).values.flip(0)
-    )
+    # The end of a region is the next start.
+    next_start = least_from_here(torch.where(starts_region, segment_begin, total_rows))
     region_end = torch.cat([next_start[1:], ends[1:]])
     tiles_in_region = (region_end - segment_begin + tile_rows - 1) // tile_rows
     tiles_before_end = torch.where(starts_region, tiles_in_region, 0).cumsum(0)

@@ -23,9 +23,13 @@ def tuples(rects: Rects) -> list[tuple[int, ...]]:
     return list(zip(*(field.tolist() for field in rects), strict=True))
 
 
-def joined(rows, seqlen_q=200, seqlen_k=200) -> list[tuple[int, ...]]:
+def trimmed(rows, seqlen_q=300, seqlen_k=300) -> Rects:
+    return Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed()
+
+
+def joined(rows) -> list[tuple[int, ...]]:
     """As tuples, those without area too."""
-    return tuples(Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed().joined())
+    return tuples(trimmed(rows).joined())
 
 
 def area(rects, seqlen_q, seqlen_k):
@@ -87,7 +91,7 @@ def test_what_goes_on_is_one(rows, rect):
     ],
 )
 def test_what_does_not_go_on_stays(rows):
-    rects = Rects.from_slices(make_slices(rows, 200, 200)).trimmed()
+    rects = trimmed(rows)
     assert rects.joined().equals(rects).all()
 
 
@@ -95,7 +99,7 @@ def test_what_does_not_go_on_stays(rows):
 @given(masks())
 def test_the_area_is_the_same(mask):
     rows, seqlen_q, seqlen_k = mask
-    rects = Rects.from_slices(make_slices(sorted(rows), seqlen_q, seqlen_k)).trimmed()
+    rects = trimmed(sorted(rows), seqlen_q, seqlen_k)
     before = area(tuples(rects), seqlen_q, seqlen_k)
     for same in (rects.joined(), rects.joined().down_the_steps()):
         assert torch.equal(area(tuples(same), seqlen_q, seqlen_k), before)
@@ -110,7 +114,7 @@ def stairs(num_steps):
 @pytest.mark.parametrize("num_steps", [1, 2, 31, 32, 33, 64, 70])
 def test_stairs_by_column(num_steps):
     """Each rect sees the columns of its step, or all of them where a staircase begins, down to where it ends."""
-    rects = Rects.from_slices(make_slices(stairs(num_steps), 300, 300)).trimmed().down_the_steps()
+    rects = trimmed(stairs(num_steps)).down_the_steps()
     ends = [min(i // 32 * 32 + 32, num_steps) for i in range(num_steps)]
     assert tuples(rects) == [
         (3 * i, 3 * end, 5 if i % 32 == 0 else 5 + 2 * i, 7 + 2 * i, -NO_DIAG, NO_DIAG)
@@ -130,7 +134,7 @@ def test_stairs_by_column(num_steps):
     ids=["causal", "causal below", "a gap", "other columns", "fewer columns"],
 )
 def test_what_is_no_step_stays(rows):
-    rects = Rects.from_slices(make_slices(rows, 200, 200)).trimmed()
+    rects = trimmed(rows)
     assert rects.down_the_steps().equals(rects).all()
 
 

@@ -107,8 +107,8 @@ def _route(
             + 2
             + 9 * room.num_tiles
             + 7 * num_slices
-            + 2 * (num_slices // 32 + 1)
-            + 1
+            + num_slices // 32
+            + 2
         )
         packed = _WALK_SIZES.pack(
             *(room.num_tiles, room.num_runs, room.num_regions),
