@@ -94,7 +94,9 @@ struct Runs {
 // The keys of one value.
 struct Group {
     int begin, end;
-    bool is_whole;   // whether all keys in between have it
+    int place, count;   // of its runs, in order
+
+    __device__ __forceinline__ bool is_whole() const { return count <= 1; }   // whether all keys in between have it
 };
 
 template <class Mask>
@@ -146,13 +148,29 @@ public:
         const auto value = [&](int place) { return runs.value[runs.order[place]]; };
         const int place = partition_point(count, [&](int i) { return value(i) < wanted; });
         if (place == count || value(place) != wanted) {
-            return {0, 0, true};
+            return {0, 0, 0, 0};
         }
         int last = place;
         if (place + 1 < count && value(place + 1) == wanted) {
             last = partition_point(count, [&](int i) { return value(i) <= wanted; }) - 1;
         }
-        return {runs.begin[runs.order[place]], runs.begin_of(runs.order[last] + 1), last == place};
+        return {runs.begin[runs.order[place]], runs.begin_of(runs.order[last] + 1), place, last + 1 - place};
+    }
+
+    // Cuts [lo, hi) down to the keys of a group in it; whether these are next to each other. It has no keys outside the group but
+    // those in between.
+    __device__ bool narrow_to(const Group& group, int index, int b, int& lo, int& hi) const {
+        if (group.is_whole() || lo >= hi) {
+            return true;
+        }
+        const Runs runs = this->runs(index, b);
+        const auto run = [&](int i) { return runs.order[group.place + i]; };
+        const int first = partition_point(group.count, [&](int i) { return runs.begin_of(run(i) + 1) <= lo; });
+        const int end = partition_point(group.count, [&](int i) { return runs.begin[run(i)] < hi; });
+        const int begin = lo;
+        lo = first < end ? static_cast<int>(max(begin, runs.begin[run(first)])) : 0;
+        hi = first < end ? static_cast<int>(min(hi, runs.begin_of(run(end - 1) + 1))) : 0;
+        return end - first <= 1;
     }
 
     // Cuts [lo, hi) down to where a condition on the keys holds; whether these keys are next to each other.

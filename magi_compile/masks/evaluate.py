@@ -20,12 +20,16 @@ from magi_compile.masks.program import MaskProgram
 
 
 class _Groups(NamedTuple):
-    """The equal values of a table along kv, sorted by value; all `[1 or batch, num_groups]`."""
+    """The runs of equal values of a table along kv, sorted by value; all `[1 or batch, num_runs]`."""
 
     value: Tensor
-    begin: Tensor
+    begin: (
+        Tensor  # of a run; of the first one, it is the begin of the group of all keys of this value
+    )
+    run_end: Tensor
     end: Tensor  # behind the last key of this value
-    is_whole: Tensor | None  # the keys of this value are next to each other; None: all of them are
+    number: Tensor | None  # of the group; None: every run is one
+    is_whole: Tensor | None  # this run and those of this value behind it are one; None: all are
 
 
 class Evaluation:
@@ -60,10 +64,15 @@ class Evaluation:
     def lane(self, lane: Lane) -> tuple[Tensor, Tensor]:
         """The edges of a lane, int32 and in [0, seqlen_k], broadcastable to `[batch, seqlen_q]`."""
         lo, hi = self.edge(lane.lo), self.edge(lane.hi)
+        splits = []
+        for promise in lane.exact:
+            lo, hi, is_split = self.narrow_to_group(promise, lo, hi)
+            splits.append((promise, is_split))
         if lane.keys != TRUE:
             lo, hi = self.narrow(lane.keys, lo, hi)
-        for promise in lane.exact:
-            self.expect(promise, lo < hi)
+        for promise, is_split in splits:
+            if is_split is not None:
+                self.check_group(promise, is_split & (lo < hi))
         return lo, hi
 
     def edge(self, expr: Expr) -> Tensor:
@@ -94,19 +103,46 @@ class Evaluation:
         self.check(is_live & ~is_whole, words)
         return torch.where(is_live, begin, 0), torch.where(is_live, end, 0)
 
-    def expect(self, promise: Promise, is_live: Tensor | None = None) -> None:
-        """Checks a promise in the rows where it matters, all of them unless `is_live` says which."""
+    def narrow_to_group(
+        self, promise: Promise, lo: Tensor, hi: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`[lo, hi)` from the first to the last key of the group in it, and where there are others between; None: nowhere.
+
+        `[lo, hi)` is what it is of all keys around the group, in rows where the promise counts. The others stay.
+        """
+        groups, when = self.groups(promise.holds.args[0]), self.value(promise.when).data
+        if groups.number is None or when is False:
+            return lo, hi, None
+        place, _ = self.located(promise.holds)
+        number = _gather(groups.number, place)
+        # In order of their groups, and within a group along the keys.
+        stride = self.seqlen_k + 1
+        begins, ends = (groups.number * stride + x for x in (groups.begin, groups.run_end))
+        first = torch.searchsorted(*_aligned(ends, number * stride + lo), right=True)
+        last = torch.searchsorted(*_aligned(begins, number * stride + hi)) - 1
+        matters = (lo < hi) & when
+        is_in = matters & (first <= last)
+        first, last = (torch.where(is_in, x, 0) for x in (first, last))
+        begin, end = _gather(groups.begin, first), _gather(groups.run_end, last)
+        is_split = is_in & (begin != _gather(groups.begin, last))
+        lo = torch.where(matters, torch.where(is_in, torch.maximum(lo, begin), 0), lo)
+        return lo, torch.where(matters, torch.where(is_in, torch.minimum(hi, end), 0), hi), is_split
+
+    def check_group(self, promise: Promise, is_split: Tensor) -> None:
+        keys, wanted = promise.holds.args
+        words = preconditions.is_grouped(self.program.describe(keys))
+        self.check(is_split, words, self.tensor(self.value(wanted)))
+
+    def expect(self, promise: Promise) -> None:
+        """Checks a promise in the rows where it counts."""
         op, args = promise.holds.op, promise.holds.args
-        when = self.value(promise.when).data
-        matters = when if is_live is None else is_live & when
+        matters = self.value(promise.when).data
         if matters is False:
             return
         if op == "is_grouped":
             is_whole = self.group_field(promise.holds, "is_whole")
-            if is_whole is None:
-                return
-            words = preconditions.is_grouped(self.program.describe(args[0]))
-            self.check(~is_whole & matters, words, self.tensor(self.value(args[1])))
+            if is_whole is not None:
+                self.check_group(promise, ~is_whole & matters)
         elif op == "is_sorted":
             keys = self.tensor(self.value(args[0])).expand(-1, self.seqlen_k)
             drops = keys[:, 1:] < keys[:, :-1]
@@ -254,30 +290,34 @@ class Evaluation:
             begin, end = begin.gather(-1, order), end.gather(-1, order)
             is_split = (value[:, 1:] == value[:, :-1]) & (begin[:, 1:] != begin[:, :-1])
             if _is_readable(value) and not bool(is_split.any()):
-                return _Groups(value, begin, end, None)
+                return _Groups(value, begin, end, end, None, None)
             last = torch.searchsorted(value, value, right=True) - 1
             splits = torch.nn.functional.pad(is_split.cumsum(-1, dtype=torch.int32), (1, 0))
             is_whole = splits.gather(-1, last) == splits
-            return _Groups(value, begin, end.gather(-1, last), is_whole)
+            return _Groups(value, begin, end, end.gather(-1, last), last, is_whole)
 
         return self.once("groups", keys, compute)
 
     def group_field(self, expr: Expr, field: str) -> Tensor | None:
         """A field of the group that each row looks up; empty and whole where there is no such group."""
-        keys, wanted = expr.args
-        groups = self.groups(keys)
-
-        def locate():
-            values, sought = _aligned(groups.value, self.tensor(counted(self.value(wanted))))
-            place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
-            return place, _gather(groups.value, place) == sought
-
-        place, is_found = self.once("locate", Expr("is_grouped", expr.args), locate)
-        data = getattr(groups, field)
+        place, is_found = self.located(expr)
+        data = getattr(self.groups(expr.args[0]), field)
         if data is None:
             return None
         found = _gather(data, place)
         return found | ~is_found if field == "is_whole" else torch.where(is_found, found, 0)
+
+    def located(self, expr: Expr) -> tuple[Tensor, Tensor]:
+        """Where in `groups` the group that each row looks up begins, and whether there is one."""
+        keys, wanted = expr.args
+
+        def locate():
+            groups = self.groups(keys)
+            values, sought = _aligned(groups.value, self.tensor(counted(self.value(wanted))))
+            place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
+            return place, _gather(groups.value, place) == sought
+
+        return self.once("locate", Expr("is_grouped", expr.args), locate)
 
     def upper_bound(self, keys: Expr, limit: Expr) -> Tensor:
         """The first key whose value is above `limit`, for values that never decrease."""

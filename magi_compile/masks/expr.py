@@ -181,12 +181,12 @@ def _sum(terms: dict[Expr, int], constant: int) -> Expr:
 def _add(x: Expr, y: Expr) -> Expr:
     if x.kind == y.kind == "bool":
         return _or(x, y)
-    _want_int("+", x, y)
+    x, y = _integers("+", x, y)
     return _sum(*_combine(linear(x), linear(y), 1))
 
 
 def _sub(x: Expr, y: Expr) -> Expr:
-    _want_int("-", x, y)
+    x, y = _integers("-", x, y)
     return _sum(*_combine(linear(x), linear(y), -1))
 
 
@@ -197,7 +197,7 @@ def _neg(x: Expr) -> Expr:
 def _mul(x: Expr, y: Expr) -> Expr:
     if x.kind == y.kind == "bool":
         return _and(x, y)
-    _want_int("*", x, y)
+    x, y = _integers("*", x, y)
     if x.op == "int":
         x, y = y, x
     if y.op == "int":
@@ -206,7 +206,7 @@ def _mul(x: Expr, y: Expr) -> Expr:
 
 
 def _floordiv(x: Expr, y: Expr) -> Expr:
-    _want_int("//", x, y)
+    x, y = _integers("//", x, y)
     if int_value(y) == 0:
         raise ExprError("division by zero")
     if int_value(y) == 1:
@@ -217,7 +217,7 @@ def _floordiv(x: Expr, y: Expr) -> Expr:
 
 
 def _mod(x: Expr, y: Expr) -> Expr:
-    _want_int("%", x, y)
+    x, y = _integers("%", x, y)
     if int_value(y) == 0:
         raise ExprError("division by zero")
     if x.op == y.op == "int":
@@ -256,14 +256,18 @@ def _is_natural(term: Expr) -> bool:
 
 
 def _min(x: Expr, y: Expr) -> Expr:
-    _want_int("min", x, y)
+    if x.kind == y.kind == "bool":
+        return _and(x, y)
+    x, y = _integers("min", x, y)
     if is_le(x, y):
         return x
     return y if is_le(y, x) else Expr("min", (x, y))
 
 
 def _max(x: Expr, y: Expr) -> Expr:
-    _want_int("max", x, y)
+    if x.kind == y.kind == "bool":
+        return _or(x, y)
+    x, y = _integers("max", x, y)
     if is_le(x, y):
         return y
     return x if is_le(y, x) else Expr("max", (x, y))
@@ -307,10 +311,15 @@ def _comparison(op: str) -> Callable[[Expr, Expr], Expr]:
     compute = getattr(operator, op)
 
     def compare(x: Expr, y: Expr) -> Expr:
-        if "bool" in (x.kind, y.kind):
-            if op not in ("eq", "ne") or "int" in (x.kind, y.kind):
-                raise ExprError(f"`{_COMPARISONS[op]}` between {_kinds(x, y)}")
+        kinds = {x.kind, y.kind}
+        if op in ("eq", "ne") and kinds in ({"bool"}, {"bool", "any"}):
             return _xor(x, y) if op == "ne" else _not(_xor(x, y))
+        if kinds == {"bool", "any"}:
+            raise ExprError(f"`{_COMPARISONS[op]}` between {_kinds(x, y)}")
+        if x.kind == "bool":
+            return _where(x, compare(ONE, y), compare(ZERO, y))
+        if y.kind == "bool":
+            return _where(y, compare(x, ONE), compare(x, ZERO))
         if x.op == y.op == "int":
             return const(compute(*x.args, *y.args))
         return const(compute(0, 0)) if x == y else Expr(op, (x, y))
@@ -321,7 +330,7 @@ def _comparison(op: str) -> Callable[[Expr, Expr], Expr]:
 def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
     _want_bool("where", condition)
     if {x.kind, y.kind} == {"int", "bool"}:
-        raise ExprError(f"`where` between {_kinds(x, y)}")
+        x, y = _integers("where", x, y)
     if condition.op == "bool":
         return x if condition == TRUE else y
     if x == y:
@@ -331,6 +340,13 @@ def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
     if y.op == "bool":
         return _or(_not(condition), x) if y == TRUE else _and(condition, x)
     return Expr("where", (condition, x, y))
+
+
+def _integers(op: str, *args: Expr) -> tuple[Expr, ...]:
+    """The operands of an operation on integers: a truth value beside an integer is 1 or 0, as PyTorch promotes it."""
+    if {arg.kind for arg in args} != {"int", "bool"}:
+        _want_int(op, *args)
+    return tuple(_where(arg, ONE, ZERO) if arg.kind == "bool" else arg for arg in args)
 
 
 def _want_int(op: str, *args: Expr) -> None:

@@ -32,8 +32,8 @@ class Promise(NamedTuple):
 class Lane(NamedTuple):
     """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds.
 
-    Where a promise of `exact` is broken the lane contains all keys it should, and others: no harm is done
-    if nothing is left of it.
+    `exact` has `is_grouped` alone. Where such a promise is broken, keys of other values lie between those it speaks of, in
+    `[lo, hi)` too: they do not count, and no harm is done if none lies between those that do.
     """
 
     lo: Expr

@@ -279,6 +279,36 @@ def composed(batch, seqlen_q, seqlen_k):
     return and_masks(causal, or_masks(same, sink), callable_object)
 
 
+def block_diffusion(batch, seqlen_q, seqlen_k):
+    """Noisy blocks, then clean ones, with flags compared as numbers."""
+
+    def mask_mod(b, h, q, kv, block_size, n):
+        clean_q, clean_kv = q >= n, kv >= n
+        block_q = torch.where(clean_q == 1, (q - n) // block_size, q // block_size)
+        block_kv = torch.where(clean_kv == 1, (kv - n) // block_size, kv // block_size)
+        same_block = (block_q == block_kv) & (clean_q == clean_kv)
+        blocks_before = (block_q > block_kv) & (clean_kv == 1) & (clean_q == 0)
+        clean_blocks = (block_q >= block_kv) & (clean_kv == 1) & (clean_q == 1)
+        return same_block | blocks_before | clean_blocks
+
+    return functools.partial(mask_mod, block_size=12, n=min(seqlen_q, seqlen_k) // 2)
+
+
+def block_diffusion_of_documents(batch, seqlen_q, seqlen_k):
+    half = max(seqlen_q, seqlen_k) // 2 + 1
+    document = ids(half, 30).repeat(2)
+    blocks = block_diffusion(batch, 2 * half, 2 * half)
+
+    def same(b, h, q, kv):
+        return document[q] == document[kv]
+
+    return and_masks(same, blocks)
+
+
+def numbers_from_truth(batch, seqlen_q, seqlen_k):
+    return lambda b, h, q, kv: (q >= 30) * 8 + kv <= torch.where(kv < 20, q < 9, q + 4)
+
+
 def everything(batch, seqlen_q, seqlen_k):
     return noop_mask
 
@@ -333,6 +363,9 @@ MASK_MODS = {
         named_functions,
         partial,
         composed,
+        block_diffusion,
+        block_diffusion_of_documents,
+        numbers_from_truth,
         everything,
         nothing,
     )

@@ -1,6 +1,6 @@
 """Parts of random masks, and the tables that they capture.
 
-t0, t1: grouped ids [S], [B, S]; t2: sorted [S]; t3: bools [S]; t4: lengths [B]; s0: an int.
+t0, t1: grouped ids [S], [B, S]; t2: sorted [S]; t3: bools [S]; t4: lengths [B]; t5: ids twice [S]; s0: an int.
 """
 
 import random
@@ -20,8 +20,12 @@ LEAVES = [
     "(max(q, {key}) {sign} {row})",
     "(abs({row} - {key}) {sign} {other})",
     "(where({row} < 4, {key}, {other}) {sign} {row})",
+    "(({key} {sign} {row}) {sign} ({other} < 4))",
+    "(({row} < 4) * 3 + {key} {sign} {other})",
     "(t0[q] == t0[kv])",
     "(t1[b, q] == t1[b, kv])",
+    "(t5[q] == t5[kv])",
+    "((t5[q] == t5[kv]) & ({key} {sign} {row}))",
     "(t0[kv] == 1)",
     "t3[kv]",
     "t3[q]",
@@ -53,4 +57,5 @@ def tables_for(batch: int, length: int, seed: int) -> list[torch.Tensor]:
         torch.randint(0, 9, (length,), generator=generator).sort().values.to(torch.int16),
         valid if seed % 2 else ~valid,
         torch.randint(0, length + 1, (batch,), generator=generator),
+        ids((length + 1) // 2).repeat(2)[:length],
     ]

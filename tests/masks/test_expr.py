@@ -111,18 +111,16 @@ def test_not_an_expression(text):
         ("q | (kv < 3)", r"`\|` of integer `q` and truth value `kv < 3`"),
         ("q ^ kv", r"`\^` of integer"),
         ("~q", "`~` of integer `q`"),
-        ("(q < 3) + 1", r"`\+` of truth value"),
-        ("1 - (q < 3)", "`-` of"),
-        ("(q < 3) * 2", r"`\*` of"),
-        ("(q < 3) // 2", "`//` of"),
-        ("(q < 3) % 2", "`%` of"),
+        ("(q < 3) + t0[q]", r"`\+` of truth value `q < 3` and captured value"),
+        ("(q < 3) - (kv < 3)", "`-` of"),
+        ("t0[q] * (q < 3)", r"`\*` of"),
+        ("(q < 3) // (kv < 3)", "`//` of"),
+        ("(q < 3) % t0[q]", "`%` of"),
         ("abs(q < 3)", "`abs` of"),
-        ("min(q < 3, 1)", "`min` of"),
-        ("max(q < 3, 1)", "`max` of"),
-        ("(q < 3) < (kv < 3)", "`<` between"),
-        ("(q < 3) == 1", "`==` between"),
+        ("min(q < 3, t0[q])", "`min` of"),
+        ("max(q < 3, t0[q])", "`max` of"),
+        ("(q < 3) < t0[q]", "`<` between"),
         ("where(q, 1, 2)", "`where` of"),
-        ("where(q < 3, 1, kv < 2)", "`where` between"),
         ("q // 0", "division by zero"),
         ("q % 0", "division by zero"),
     ],
@@ -130,6 +128,32 @@ def test_not_an_expression(text):
 def test_operands_of_the_wrong_kind(text, message):
     with pytest.raises(ExprError, match=message):
         parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"),
+    [
+        ("(q < 3) == 1", "q < 3"),
+        ("0 == (q < 3)", "~(q < 3)"),
+        ("(q < 3) != 1", "~(q < 3)"),
+        ("(q < 3) == 2", "False"),
+        ("(q < 3) >= 0", "True"),
+        ("(q < 3) > kv", "where(q < 3, 1 > kv, 0 > kv)"),
+        ("(q < 3) < (kv < 3)", "~(q < 3) & (kv < 3)"),
+        ("(q < 3) <= (kv < 3)", "where(q < 3, kv < 3, True)"),
+        ("(q < 3) + 1", "where(q < 3, 1, 0) + 1"),
+        ("1 - (q < 3)", "1 - where(q < 3, 1, 0)"),
+        ("(q < 3) * 2", "where(q < 3, 1, 0) * 2"),
+        ("(q < 3) // 2", "where(q < 3, 1, 0) // 2"),
+        ("(q < 3) % 2", "where(q < 3, 1, 0) % 2"),
+        ("min(q < 3, q)", "min(where(q < 3, 1, 0), q)"),
+        ("max(q < 3, kv < 3)", "(q < 3) | (kv < 3)"),
+        ("min(q < 3, kv < 3)", "(q < 3) & (kv < 3)"),
+        ("where(q < 3, 7, kv < 2)", "where(q < 3, 7, where(kv < 2, 1, 0))"),
+    ],
+)
+def test_truth_beside_numbers(text, same):
+    assert parse(text) == parse(same)
 
 
 def test_kinds():

@@ -259,6 +259,9 @@ def test_device_path_equals_host_path(monkeypatch):
             "t1[b, q] == t1[b, kv]",
             "(t2[kv] < t2[q]) | (t0[q] != t0[kv])",
             "t3[kv] & (t1[b, q] == t1[b, kv])",
+            "(t5[q] == t5[kv]) & ((q < 20) ^ (kv >= 20))",
+            "(t5[q] == t5[kv]) & t3[kv]",
+            "where(q < 30, (t1[b, q] == t1[b, kv]) & (kv < 9), t5[kv] == 3)",
         ):
             on_host = row_intervals(text, tables, **sizes)
             with monkeypatch.context() as patch:

@@ -137,7 +137,7 @@ class _Writer:
         keys = self.program.keys
         lanes = [self._lane(number, lane) for number, lane in enumerate(keys.lanes)]
         for promise in keys.required:
-            self.rows.expect(promise, "true")
+            self.rows.expect(promise)
         for number, (lo, hi) in enumerate(lanes or [("0", "0")]):
             self.rows.lines += [f"lo[{number}] = {lo};", f"hi[{number}] = {hi};"]
         per_entry = [n for n, expr in enumerate(self.source.indexes) if "b" in expr.variables]
@@ -169,14 +169,15 @@ class _Writer:
         lo, hi = f"lo{number}", f"hi{number}"
         for name, expr in ((lo, lane.lo), (hi, lane.hi)):
             rows.lines.append(f"int {name} = c.edge({rows.edge(expr)});")
+        splits = [rows.narrow_to_group(promise, lo, hi) for promise in lane.exact]
         if lane.keys != TRUE:
             index = self.index(lane.keys, must_be_truth=True)
             check = self.check(
                 partial(self.words, preconditions.are_neighbours, lane.keys), "seqlen_q"
             )
             rows.require(check, f"c.narrow({index}, b, {lo}, {hi})")
-        for promise in lane.exact:
-            rows.expect(promise, f"{lo} < {hi}")
+        for promise, is_split in zip(lane.exact, splits, strict=True):
+            rows.check_group(promise, f"{is_split} & ({lo} < {hi})")
         return lo, hi
 
     def words(
@@ -246,17 +247,29 @@ class _Body:
         function = "require_in_row" if self.variable == "q" else "require_at_key"
         self.lines.append(f"c.{function}({check}, b, {self.variable}, {holds});")
 
-    def expect(self, promise: Promise, is_live: str) -> None:
-        """Checks a promise in a row where `is_live` holds."""
+    def narrow_to_group(self, promise: Promise, lo: str, hi: str) -> str:
+        """Cuts a lane down to its keys of a group, where the promise counts; the name of whether others lie between them."""
+        keys, wanted = promise.holds.args
+        group, index = self.group(keys, wanted), self.writer.index(keys)
+        when = self.value(promise.when).text
+        name = f"v{len(self.lines)}"
+        self.lines.append(
+            f"const bool {name} = {when} && !c.narrow_to({group}, {index}, b, {lo}, {hi});"
+        )
+        return name
+
+    def check_group(self, promise: Promise, is_split: str) -> None:
+        writer, (keys, wanted) = self.writer, promise.holds.args
+        describe = partial(writer.words, preconditions.is_grouped, keys)
+        self.require(writer.check(describe, "seqlen_q", sought=wanted), f"!({is_split})")
+
+    def expect(self, promise: Promise) -> None:
+        """Checks a promise in a row where it counts."""
         op, args = promise.holds.op, promise.holds.args
         writer = self.writer
-        matters = f"({is_live}) & {self.value(promise.when).text}"
+        matters = self.value(promise.when).text
         if op == "is_grouped":
-            group = self.group(*args)
-            check = writer.check(
-                partial(writer.words, preconditions.is_grouped, args[0]), "seqlen_q", sought=args[1]
-            )
-            self.require(check, f"{group}.is_whole | !({matters})")
+            self.check_group(promise, f"!{self.group(*args)}.is_whole() & {matters}")
         elif op == "is_sorted":
             index = writer.index(args[0])
             check = writer.check(
