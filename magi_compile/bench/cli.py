@@ -120,6 +120,8 @@ def _heads(text: str) -> str:
 
 def _run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device cuda` needs a GPU that PyTorch sees, and it sees none")
     presets = [PRESETS[name] for name in args.preset]
     cells = [c for preset in presets for c in _filtered(preset.cells(args.level, device), args)]
     if not cells:

@@ -18,6 +18,8 @@ SEEDS_MASKS = (
     "sliding_window_causal",
     "block_causal_document",
 )
+# Those of LongCA-bench.
+LONGCA_MASKS = tuple(name for name in NAMED_MASKS if name != "block_diffusion")
 K = 1024
 
 
@@ -101,9 +103,17 @@ def _seeds(level: str, device: str) -> list[Cell]:
 def _longca(level: str, device: str) -> list[Cell]:
     seqlens = (16 * K, 32 * K, 64 * K)
     if level == "kernel":
-        return _kernel_cells(tuple(NAMED_MASKS), seqlens, ((64, 8), (64, 64)), "longca")
+        return _kernel_cells(LONGCA_MASKS, seqlens, ((64, 8), (64, 64)), "longca")
     # Eight heads fill a GPU at these lengths; every head has a mask of its own.
     return _sparse_cells(seqlens, ((8, 8), (16, 2)), (64, 128), (0.2, 0.5, 0.8))
+
+
+def _diffusion(level: str, device: str) -> list[Cell]:
+    if level == "sparse":
+        return []
+    return _kernel_cells(
+        ("block_diffusion",), (8 * K, 16 * K, 32 * K, 64 * K), ((64, 8),), "longca"
+    )
 
 
 PRESETS = {
@@ -115,4 +125,5 @@ PRESETS = {
     ),
     "seeds": Preset(_seeds, {"cuda": None, "cpu": None}),
     "longca": Preset(_longca, {"cuda": None, "cpu": None}),
+    "diffusion": Preset(_diffusion, {"cuda": None, "cpu": None}),
 }

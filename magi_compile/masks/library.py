@@ -228,6 +228,36 @@ def block_causal_document(
     return NamedMask(mask_mod, _slices(items, docs.total, device))
 
 
+def block_diffusion(
+    lengths: Sequence[int], *, block: int = 32, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Documents are a noisy copy, then the clean one, in blocks: a noisy block sees itself and the clean blocks before it, a
+    clean one itself and those before it, as in block diffusion language models (arXiv 2503.09573)."""
+    docs = _documents(lengths, device)
+    ids, starts = docs.ids, docs.starts
+    middles = torch.tensor([begin + (end - begin) // 2 for begin, end in docs.spans])
+    middle_of = middles.to(torch.int32).to(device)[ids.long()]
+
+    def mask_mod(b, h, q, kv):
+        start, middle = starts[q], middle_of[q]
+        is_clean_q, is_clean_kv = q >= middle, kv >= middle
+        block_q = torch.where(is_clean_q, q - middle, q - start) // block
+        block_kv = torch.where(is_clean_kv, kv - middle, kv - start) // block
+        clean = is_clean_kv & ((block_kv < block_q) | (is_clean_q & (block_kv == block_q)))
+        noisy = ~is_clean_q & ~is_clean_kv & (block_kv == block_q)
+        return (ids[q] == ids[kv]) & (clean | noisy)
+
+    items = []
+    for (begin, end), middle in zip(docs.spans, middles.tolist(), strict=True):
+        for shift in range(0, end - middle, block):
+            clean = (middle + shift, min(middle + shift + block, end))
+            noisy = (begin + shift, min(begin + shift + block, middle))
+            items.append((clean, (middle, clean[1]), MaskType.FULL))
+            items.append((noisy, noisy, MaskType.FULL))
+            items.append((noisy, (middle, clean[0]), MaskType.FULL))
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
 MASKS: dict[str, Callable[..., NamedMask]] = {
     build.__name__: build
     for build in (
@@ -243,5 +273,6 @@ MASKS: dict[str, Callable[..., NamedMask]] = {
         prefix_lm_causal,
         prefix_lm_document,
         block_causal_document,
+        block_diffusion,
     )
 }

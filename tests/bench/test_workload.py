@@ -57,7 +57,13 @@ def test_derived_inputs_are_the_slices(mask):
     assert torch.equal(derive.block_areas(slices, 128), padded.sum((1, 3)))
 
 
-@pytest.mark.parametrize("mask", [mask for mask in MASKS if mask not in SPARSE_MASKS])
+def test_hidden_rows_of_a_key_are_not_enough():
+    assert hidden_rows(build(make_cell("block_diffusion")).head_slices(1)) is None
+
+
+@pytest.mark.parametrize(
+    "mask", [mask for mask in MASKS if mask not in (*SPARSE_MASKS, "block_diffusion")]
+)
 def test_hidden_rows_are_the_rest_of_the_mask(mask):
     slices = build(make_cell(mask)).head_slices(1)
     bounds, causal = hidden_rows(slices)
