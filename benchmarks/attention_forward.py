@@ -138,8 +138,8 @@ def magi(inputs: Inputs, mask: str, slices: AttnSlices, **changes: int) -> Calla
     plan = build_tile_plan(
         slices, q_tile_rows=rows, q_block_cols=cols, k_tile_rows=rows, k_block_cols=cols
     )
-    q_tiles, q_runs = plan.q_tiles.cuda(), plan.q_runs.cuda()
-    return lambda: forward(q, k, v, q_tiles, q_runs, problem, config=config).out
+    walk = [x.cuda() for x in plan[:3]]
+    return lambda: forward(q, k, v, *walk, problem, config=config).out
 
 
 def cudnn(inputs: Inputs, mask: str, slices: AttnSlices) -> Callable[[], Tensor] | None:

@@ -1,4 +1,4 @@
-"""Time and size of tile plans: packed causal documents, 64K to 1M tokens.
+"""Time and size of tile plans: packed documents, causal or in block diffusion, 64K to 1M tokens.
 
 python benchmarks/tile_plan.py [--device cuda] [--output benchmarks/results/tile_plan_NAME]
 """
@@ -15,22 +15,27 @@ import record
 import torch
 
 from magi_compile.kernels.heuristics import PlanTiles
-from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.masks.library import NamedMask, block_diffusion, document_causal
 from magi_compile.plan.tiles import TilePlan, build_tile_plan
 
 TILE_SIZES = PlanTiles(q_tile_rows=128, q_block_cols=128, k_tile_rows=128, k_block_cols=64)
 TILES = TILE_SIZES._asdict()
-WORKLOADS = [(1 << 16, 100), (1 << 20, 1), (1 << 20, 1000), (1 << 20, 4000)]  # tokens, documents
+WORKLOADS = [  # mask, tokens, documents
+    (document_causal, 1 << 16, 100),
+    (document_causal, 1 << 20, 1),
+    (document_causal, 1 << 20, 1000),
+    (document_causal, 1 << 20, 4000),
+    (block_diffusion, 1 << 16, 16),
+    (block_diffusion, 1 << 20, 16),
+]
 
 
-def causal_documents(seqlen: int, num_documents: int, device: str) -> AttnSlices:
-    """Documents of random lengths, each attending to itself causally."""
+def documents(seqlen: int, count: int) -> list[int]:
+    """Random lengths of so many documents."""
     generator = torch.Generator().manual_seed(0)
-    inner = torch.randperm(seqlen - 1, generator=generator)[: num_documents - 1] + 1
-    borders = torch.tensor([0, *inner.sort().values.tolist(), seqlen], dtype=torch.int32)
-    ranges = torch.stack([borders[:-1], borders[1:]], dim=-1).to(device)
-    types = torch.full((num_documents,), MaskType.CAUSAL, dtype=torch.int32, device=device)
-    return AttnSlices(ranges, ranges.clone(), types, seqlen, seqlen)
+    inner = torch.randperm(seqlen - 1, generator=generator)[: count - 1] + 1
+    borders = torch.tensor([0, *inner.sort().values.tolist(), seqlen])
+    return borders.diff().tolist()
 
 
 def median_ms(build: Callable[[], TilePlan], device: str, num_runs: int = 20) -> float:
@@ -55,13 +60,17 @@ def captured(build: Callable[[], TilePlan]) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(seqlen: int, num_documents: int, device: str) -> list[dict]:
-    slices = causal_documents(seqlen, num_documents, device)
+def measure(
+    mask: Callable[..., NamedMask], seqlen: int, num_documents: int, device: str
+) -> list[dict]:
+    slices = mask(documents(seqlen, num_documents), device=device).slices
     rows = []
 
     def add(how: str, build: Callable[[], TilePlan], plan: TilePlan) -> None:
         rows.append(
             {
+                "mask": mask.__name__,
+                "slices": len(slices),
                 "seqlen": seqlen,
                 "num_documents": num_documents,
                 "how": how,
@@ -93,8 +102,12 @@ def main() -> None:
     torch.set_num_threads(1)
     context = record.context(tiles=TILES, threads=1)
     rows = [row for workload in WORKLOADS for row in measure(*workload, args.device)]
-    lines = ["| tokens | documents | plan | ms | bytes |", "|---|---|---|---|---|"]
-    lines += ["| {seqlen} | {num_documents} | {how} | {ms} | {bytes} |".format(**r) for r in rows]
+    fields = ("mask", "seqlen", "num_documents", "slices", "how", "ms", "bytes")
+    lines = [
+        "| mask | tokens | documents | slices | plan | ms | bytes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += ["| " + " | ".join(str(row[field]) for field in fields) + " |" for row in rows]
     markdown = "\n".join(lines) + "\n"
     print(markdown, end="")
     record.write(args.output, context, rows, markdown)

@@ -22,7 +22,7 @@ public:
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
         if (__any_sync(0xffffffff, mask_row != kNoMask)) {
             const Block& block = smem_.blocks[slot];
-            apply_mask(scores, block.run, mask_row + row + lane_ / 4, block.first + 2 * (lane_ % 4));
+            apply_mask<true>(scores, block.run, params_.edges, mask_row + row + lane_ / 4, block.first + 2 * (lane_ % 4));
         }
     }
 
@@ -59,7 +59,7 @@ public:
 
     // Of this lane's queries among the next 8.
     __device__ __forceinline__ float2 minus_lse(const Stats& stats) const {
-        return statistic_of_pair(stats, Statistic::kOfScores, lane_ % 4);
+        return statistic_of_pair(stats, Statistic::kOfScores, opaque(lane_) % 4);
     }
 
     // `row` as in mask().

@@ -36,6 +36,7 @@ struct BackwardParams {
     DqVisits visits;
     DqProgress* dq_progress;
     const Run* runs;           // [num_runs], rows are keys
+    const Edges* edges;        // [total_k, kLanes]
     const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
     int* are_complete;         // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
     int qhead_per_kvhead;

@@ -223,7 +223,7 @@ private:
         }
         if (sees == kPart) {
             const Block& block = smem_.blocks[scored_.slot];
-            apply_mask(scores, block.run, first_row(tile), block.first + 2 * (lane_ % 4));
+            apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile), block.first + 2 * (lane_ % 4));
         }
     }
 
@@ -276,7 +276,8 @@ private:
         }
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        return Visibility(uniform(visibility(block.run, row_begin, row_end, block.first, Config::kBlockCols)));
+        return Visibility(uniform(
+            visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end, block.first, Config::kBlockCols)));
     }
 
     __device__ __forceinline__ bool test_v() {

@@ -22,6 +22,7 @@ struct ForwardParams {
     const float* prior_lse;   // as `wide_lse`
     long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
     const Run* runs;   // [num_runs]
+    const Edges* edges;   // [total_q, kLanes], or nothing
     const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`, kNotAPart
                               // for the other tiles; null where all are parts that lie at their own rows
     Schedule schedule;
@@ -32,7 +33,7 @@ struct ForwardParams {
     float cap_scale;    // softmax_scale / softcap where scores are capped
 };
 
-static_assert(sizeof(ForwardParams) == 896, "packed by magi_compile/kernels/cuda/forward.py");
+static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/cuda/forward.py");
 
 // Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
 struct EarlyForwardParams : ForwardParams {
@@ -50,7 +51,7 @@ enum TileList {
     kParts,   // the near runs of tiles with both; all of them are in sections
 };
 
-static_assert(sizeof(EarlyForwardParams) == 1024, "packed by magi_compile/kernels/cuda/early.py");
+static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/cuda/early.py");
 
 constexpr int kMaxConsumers = 3;
 
@@ -66,7 +67,7 @@ struct Choose<false, Then, Else> {
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kHasFarKeys_, bool kIsEarly_>
+          bool kHasSoftcap_, bool kHasStairs_, bool kHasFarKeys_, bool kIsEarly_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -79,6 +80,7 @@ struct ForwardConfig {
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kHasStairs = kHasStairs_;     // whose rows look up what they see: 1 to 2 % for all others
     static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;         // begins before they are there
 

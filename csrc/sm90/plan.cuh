@@ -26,14 +26,30 @@ constexpr int kNoPart = -1;
 // A diag_hi that cuts nothing, and the negative of such a diag_lo.
 constexpr int kNoDiagonal = 1 << 30;
 
-// Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi).
+// The columns that a row sees.
+struct alignas(8) Edges {
+    int begin, end;
+};
+
+// How many stairs a tile may have: a row has edges for each of them.
+constexpr int kLanes = 4;
+
+// Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi); if there is a lane,
+// what its edges there say.
 struct alignas(16) Run {
     int row_begin, row_end, col_begin, col_end;
     int diag_lo, diag_hi, first, num_blocks;
-    int num_lead, num_trail, unused[2];
+    int num_lead, num_trail, lane, unused;
 
-    __device__ __forceinline__ int visible_begin(int row) const { return max(col_begin, row + diag_lo); }
-    __device__ __forceinline__ int visible_end(int row) const { return min(col_end, row + diag_hi); }
+    // What a row of this run sees, if there is no lane.
+    __device__ __forceinline__ Edges band(int row) const {
+        return {max(col_begin, row + diag_lo), min(col_end, row + diag_hi)};
+    }
+
+    // And if there is one.
+    __device__ __forceinline__ Edges looked_up(int row, const Edges* edges) const {
+        return edges[row * kLanes + lane - 1];
+    }
 };
 
 }  // namespace ffa

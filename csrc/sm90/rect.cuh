@@ -67,6 +67,16 @@ struct Rect {
                col_end < below.col_end;
     }
 
+    // Columns that all rows see, if there are some.
+    __device__ __forceinline__ int common_begin() const { return max(col_begin, row_end - 1 + diag_lo); }
+    __device__ __forceinline__ int common_end() const { return min(col_end, row_begin + diag_hi); }
+
+    // Whether `below` is the next step of stairs; see magi_compile/plan/stairs.py.
+    __device__ __forceinline__ bool is_step_above(const Rect& below) const {
+        return row_end == below.row_begin && common_begin() <= below.col_begin && below.col_begin <= col_end &&
+               col_end <= below.common_end();
+    }
+
     // Whether `next`, of the same rows, goes on in the column where this ends, and no diagonal cuts there.
     __device__ __forceinline__ bool joins(const Rect& next) const {
         return row_begin == next.row_begin && row_end == next.row_end && col_end == next.col_begin &&

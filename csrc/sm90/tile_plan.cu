@@ -1,6 +1,6 @@
 // Slices to a plan without the host: what `build_tile_plan` computes, one thread block for each of the two walks.
 //
-//   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> runs -> the order of the tiles
+//   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> stairs -> runs -> the order of the tiles
 #include "block.cuh"
 #include "plan.cuh"
 #include "rect.cuh"
@@ -13,13 +13,14 @@ constexpr int kBlockCost = FFA_BLOCK_COST;
 constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kThreads = 1024;
-constexpr int kMostSteps = 32;   // of a staircase of rectangles
-constexpr int kChunk = 32;   // of pairs that are sorted by looking at each other
+constexpr int kMostSteps = 32;   // of stairs that a row meets as many rectangles of
+constexpr int kChunk = 32;   // of what is sorted by looking at each other
 
 // One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
 struct Walk {
     Tile* tiles;     // [num_tiles]
     Run* runs;       // [max_runs]
+    Edges* edges;    // [total_rows, kLanes], or null, and then there are no stairs
     int* scratch;    // [scratch_words], 8-byte aligned
     int num_tiles;   // those left over become tiles without rows
     int max_runs;
@@ -39,7 +40,15 @@ struct TilePlanParams {
     Walk walks[2];
 };
 
-static_assert(sizeof(Walk) == 56 && sizeof(TilePlanParams) == 144, "packed by magi_compile/kernels/cuda/planner.py");
+static_assert(sizeof(Walk) == 64 && sizeof(TilePlanParams) == 160, "packed by magi_compile/kernels/cuda/planner.py");
+
+// What a tile sees of one rectangle, or of several next to one another: a run, or a step of one.
+struct Step {
+    Rect rect;
+    int above;   // the step above this one; its own number if there is none
+    int first, last;   // of its stairs, where this is the first one
+    int lane;    // where its stairs look, or 0
+};
 
 // The number of elements of the sorted `values` that are at most `x`.
 __device__ __forceinline__ int count_up_to(const int* values, int count, int x) {
@@ -67,6 +76,7 @@ public:
         };
         order_ = reinterpret_cast<unsigned long long*>(take(2 * walk_.num_sorted));
         run_keys_ = reinterpret_cast<unsigned long long*>(take(2 * walk_.max_runs));
+        slice_keys_ = reinterpret_cast<unsigned long long*>(take(2 * walk_.num_slices));
         borders_ = reinterpret_cast<unsigned*>(take(num_words_));
         starts_ = reinterpret_cast<unsigned*>(take(num_words_));
         candidate_begin_ = take(walk_.max_regions);
@@ -80,23 +90,27 @@ public:
         pair_begin_ = take(walk_.num_tiles);
         run_count_ = take(walk_.num_tiles);
         run_begin_ = take(walk_.num_tiles);
+        step_count_ = take(walk_.num_tiles);
         cost_ = take(walk_.num_tiles);
         document_of_ = take(walk_.num_tiles);
         document_cost_ = reinterpret_cast<unsigned*>(take(walk_.num_tiles));
         pair_slice_ = take(walk_.max_runs);
         pair_tile_ = take(walk_.max_runs);
         slice_at_ = take(walk_.max_runs);
+        steps_ = reinterpret_cast<Step*>(take(sizeof(Step) / sizeof(int) * walk_.max_runs));
+        slice_order_ = take(walk_.num_slices);
+        slice_merged_ = take(walk_.num_slices);
         slice_pairs_ = take(walk_.num_slices);
         rects_ = reinterpret_cast<Rect*>(take(sizeof(Rect) / sizeof(int) * walk_.num_slices));
+        columns_ = reinterpret_cast<Rect*>(take(sizeof(Rect) / sizeof(int) * walk_.num_slices));
         goes_on_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / 32 + 1));
         most_pairs_ = reinterpret_cast<unsigned*>(take(1));
     }
 
     __device__ void run() {
+        sort_slices();
         join_slices();
-        if (!is_transposed_) {
-            go_down_the_steps();
-        }
+        go_down_the_steps();
         cut_rows();
         const bool fits = meet();
         sort_pairs();
@@ -140,33 +154,70 @@ private:
         return 32 * word + __ffs(ends) - 1;
     }
 
-    // Slices in a row, of which each goes on below the one before, are one rectangle, where the first of them was; a sliding window
-    // is two or three slices. The others are empty.
+    // By column and row, those without area behind the others. Often they are.
+    __device__ void sort_slices() {
+        const int count = walk_.num_slices;
+        for_each(count, [&](int i) {
+            const Rect r = rect_of_slice(i);
+            const unsigned long long place =
+                static_cast<unsigned long long>(r.col_begin) << 32 | static_cast<unsigned>(r.row_begin);
+            slice_keys_[i] = r.row_begin < r.row_end ? place : 1ull << 63 | static_cast<unsigned>(i);
+            slice_order_[i] = i;
+        });
+        for_each(1, [&](int) { *most_pairs_ = 0; });
+        for_each(count - 1, [&](int i) {
+            if (slice_keys_[i] > slice_keys_[i + 1]) {
+                *most_pairs_ = 1;
+            }
+        });
+        if (*most_pairs_ > 0) {
+            slice_order_ = sort_by_key(slice_keys_, count, count, slice_order_, slice_merged_,
+                                       [&](int) { return Range{0, count}; });
+        }
+    }
+
+    // Neighbours of which each goes on below the one before are one rectangle, where the first of them was; a sliding window is two
+    // or three slices. The others are empty.
     __device__ void join_slices() {
-        find_chains([&](int i) { return rect_of_slice(i).goes_on(rect_of_slice(i + 1)); });
+        const auto rect_at = [&](int i) { return rect_of_slice(slice_order_[i]); };
+        find_chains([&](int i) { return rect_at(i).goes_on(rect_at(i + 1)); });
         for_each(walk_.num_slices, [&](int i) {
-            const Rect r =
-                goes_on(i - 1) ? Rect::nothing() : rect_of_slice(i).down_to(rect_of_slice(last_of_chain(i)));
-            rects_[i] = is_transposed_ ? r.transposed() : r;
+            rects_[i] = goes_on(i - 1) ? Rect::nothing() : rect_at(i).down_to(rect_at(last_of_chain(i)));
         });
     }
 
-    // Rectangles in a row that lead down in steps are as many others, each of new columns alone and down to the last row: tiles
-    // across a step then see what both have in common as one.
+    // Neighbours that lead down in steps are also as many rectangles of new columns alone, each down to the last row. Where tiles
+    // begin is seen best where rectangles have many rows, and few of them meet a tile where they have not. Queries that look nothing
+    // up meet the columns too.
     __device__ void go_down_the_steps() {
-        find_chains([&](int i) { return i % kMostSteps != kMostSteps - 1 && rect(i).leads_down(rect(i + 1)); });
-        // What is written of a rectangle nobody else reads.
+        const bool is_limited = !is_transposed_ && !has_stairs();
+        find_chains([&](int i) {
+            return !(is_limited && i % kMostSteps == kMostSteps - 1) && rects_[i].leads_down(rects_[i + 1]);
+        });
         for_each(walk_.num_slices, [&](int i) {
+            Rect r = rects_[i];
             if (goes_on(i)) {
-                rects_[i].row_end = rect(last_of_chain(i)).row_end;
+                r.row_end = rects_[last_of_chain(i)].row_end;
             }
             if (goes_on(i - 1)) {
-                rects_[i].col_begin = rect(i - 1).col_end;
+                r.col_begin = rects_[i - 1].col_end;
             }
+            columns_[i] = r;
         });
+        if (is_transposed_) {
+            for_each(walk_.num_slices, [&](int i) {
+                rects_[i] = rects_[i].transposed();
+                columns_[i] = columns_[i].transposed();
+            });
+        }
     }
 
-    __device__ __forceinline__ const Rect& rect(int i) const { return rects_[i]; }
+    __device__ __forceinline__ const Rect* long_rects() const { return is_transposed_ ? rects_ : columns_; }
+    __device__ __forceinline__ const Rect& rect(int i) const {
+        return (is_transposed_ || !has_stairs() ? columns_ : rects_)[i];
+    }
+
+    __device__ __forceinline__ bool has_stairs() const { return walk_.edges != nullptr; }
 
     __device__ __forceinline__ Rect rect_in_tile(int slice, int tile) const {
         return rect(slice).clipped(tile_begin_[tile], tile_end_[tile]);
@@ -200,7 +251,7 @@ private:
     __device__ void cut_rows() {
         for_each(num_words_, [&](int word) { borders_[word] = 0; });
         for_each(walk_.num_slices, [&](int i) {
-            const Rect r = rect(i);
+            const Rect r = long_rects()[i];
             mark(r.row_begin);
             mark(r.row_end);
         });
@@ -257,7 +308,7 @@ private:
         for_each(num_candidates + 1, [&](int i) { reached_[i] = 0; });
         for_each(num_candidates, [&](int i) { begun_[i] = 0; });
         for_each(walk_.num_slices, [&](int i) {
-            const Rect r = rect(i);
+            const Rect r = long_rects()[i];
             const int behind = count_up_to(candidate_begin_, num_candidates, r.row_begin);   // candidates, from this one on
             const int end = count_up_to(candidate_begin_, num_candidates, r.row_end - 1);
             if (behind < end) {
@@ -302,8 +353,7 @@ private:
         return fits;
     }
 
-    // The pairs of a tile by row and column, which no two have in common. In a chunk of a tile each looks up its place
-    // among the others; then neighbouring chunks merge until the chunk is the tile.
+    // The pairs of a tile by row and column, which no two have in common.
     __device__ void sort_pairs() {
         for_each(1, [&](int) { *most_pairs_ = 0; });
         for_each(walk_.num_tiles, [&](int tile) {
@@ -317,46 +367,56 @@ private:
             run_keys_[place] = static_cast<unsigned long long>(r.row_begin) << 32 | static_cast<unsigned>(r.col_begin);
             slice_at_[place] = pair_slice_[pair];
         });
-        // From here both arrays of the pairs hold places in order, one before and one after a merge.
-        int *order = pair_slice_, *merged = pair_tile_;
-        for_each(num_pairs_, [&](int place) {
-            const Range tile = tile_around(place);
-            const int first = place - (place - tile.begin) % kChunk;
-            const unsigned long long key = run_keys_[place];
-            int rank = first;
-            for (int other = first; other < min(first + kChunk, tile.end); ++other) {
-                rank += run_keys_[other] < key;
-            }
-            order[rank] = place;
-        });
-        for (int size = kChunk; size < static_cast<int>(*most_pairs_); size *= 2) {
-            for_each(num_pairs_, [&](int i) {
-                const Range tile = tile_around(i);
-                const int own = i - (i - tile.begin) % size;
-                const bool is_left = (i - tile.begin) / size % 2 == 0;
-                const int other = is_left ? min(own + size, tile.end) : own - size;
-                const unsigned long long key = run_keys_[order[i]];
-                int low = other;
-                for (int high = min(other + size, tile.end); low < high;) {
-                    const int middle = (low + high) / 2;
-                    if (run_keys_[order[middle]] < key) {
-                        low = middle + 1;
-                    } else {
-                        high = middle;
-                    }
-                }
-                merged[min(own, other) + (i - own) + (low - other)] = order[i];
-            });
-            int* const last = order;
-            order = merged;
-            merged = last;
-        }
-        for_each(num_pairs_, [&](int i) { pair_slice_[i] = slice_at_[order[i]]; });
+        const int* const order = sort_by_key(run_keys_, num_pairs_, static_cast<int>(*most_pairs_), pair_slice_, pair_tile_,
+                                             [&](int place) { return tile_around(place); });
+        for_each(num_pairs_, [&](int i) { pair_tile_[i] = order[i]; });
+        for_each(num_pairs_, [&](int i) { pair_slice_[i] = slice_at_[pair_tile_[i]]; });
     }
 
     struct Range {
         int begin, end;
     };
+
+    // The places of `count` keys in order of the keys, no two of which are equal, each in its section: of `section(place)`, that has
+    // `longest` places at most. In `order` or `other`. In a chunk of a section each looks up its place among the others; then
+    // neighbouring chunks merge until the chunk is the section.
+    template <class Section>
+    __device__ __forceinline__ int* sort_by_key(const unsigned long long* keys, int count, int longest, int* order, int* other,
+                                                Section section) const {
+        for_each(count, [&](int place) {
+            const Range all = section(place);
+            const int first = place - (place - all.begin) % kChunk;
+            const unsigned long long key = keys[place];
+            int rank = first;
+            for (int i = first; i < min(first + kChunk, all.end); ++i) {
+                rank += keys[i] < key;
+            }
+            order[rank] = place;
+        });
+        for (int size = kChunk; size < longest; size *= 2) {
+            for_each(count, [&](int i) {
+                const Range all = section(i);
+                const int own = i - (i - all.begin) % size;
+                const bool is_left = (i - all.begin) / size % 2 == 0;
+                const int begin = is_left ? min(own + size, all.end) : own - size;
+                const unsigned long long key = keys[order[i]];
+                int low = begin;
+                for (int high = min(begin + size, all.end); low < high;) {
+                    const int middle = (low + high) / 2;
+                    if (keys[order[middle]] < key) {
+                        low = middle + 1;
+                    } else {
+                        high = middle;
+                    }
+                }
+                other[min(own, begin) + (i - own) + (low - begin)] = order[i];
+            });
+            int* const last = order;
+            order = other;
+            other = last;
+        }
+        return order;
+    }
 
     // Where the pairs of a tile are, of which one is at `place`.
     __device__ __forceinline__ Range tile_around(int place) const {
@@ -364,55 +424,149 @@ private:
         return {pair_begin_[tile], pair_begin_[tile] + pair_count_[tile]};
     }
 
-    // Calls use(rect) for each run of a tile: neighbours whose union is one rect are joined.
-    template <class Use>
-    __device__ __forceinline__ void for_each_run(int tile, Use use) const {
-        const int begin = pair_begin_[tile], end = begin + pair_count_[tile];
-        if (begin == end || num_pairs_ == 0) {
-            return;
+    // What a tile sees of its rectangles, those next to one another joined, and which of that are steps of stairs; how many runs that
+    // makes.
+    __device__ int find_stairs(int tile) {
+        Step* const steps = steps_of(tile);
+        const int count = join_neighbours(tile, steps, num_pairs_ > 0 ? pair_count_[tile] : 0);
+        step_count_[tile] = count;
+        if (has_stairs()) {
+            look_above(steps, count);
         }
-        Rect joined = rect_in_tile(pair_slice_[begin], tile);
-        for (int place = begin + 1; place < end; ++place) {
-            const Rect next = rect_in_tile(pair_slice_[place], tile);
-            if (joined.joins(next)) {
-                joined.col_end = next.col_end;
-                joined.diag_hi = next.diag_hi;
-            } else {
-                use(joined);
-                joined = next;
+        for (int i = 0; i < count; ++i) {
+            const int first = steps[steps[i].above].first;
+            steps[i].first = first;
+            steps[first].last = i;
+        }
+        int num_stairs = 0;
+        int num_left = 0;
+        for (int i = 0; i < count; ++i) {
+            const int first = steps[i].first;
+            if (first == i && steps[i].last != i && num_stairs < kLanes) {
+                steps[i].lane = ++num_stairs;
             }
+            steps[i].lane = steps[first].lane;
+            num_left += first == i || steps[i].lane == 0;
         }
-        use(joined);
+        return num_left;
     }
 
-    __device__ __forceinline__ Run walked(const Rect& r, bool covers_tile) const {
+    // In place; how many are left. Two that are steps of stairs, both above or both below others, stay two.
+    __device__ int join_neighbours(int tile, Step* steps, int count) const {
+        for (int i = 0; i < count; ++i) {
+            steps[i] = {rect_in_tile(pair_slice_[pair_begin_[tile] + i], tile), i, i, i, 0};
+        }
+        if (has_stairs()) {
+            look_above(steps, count);
+        }
+        for (int i = 0; i < count; ++i) {
+            steps[steps[i].above].last = i;   // of those that have one below: not their own number
+        }
+        int num_left = 0;
+        bool was_above = false, was_below = false;
+        for (int i = 0; i < count; ++i) {
+            const Rect next = steps[i].rect;
+            const bool is_below = steps[i].above != i, is_above = steps[i].last != i;
+            if (num_left > 0 && steps[num_left - 1].rect.joins(next) && !(was_above && is_above) && !(was_below && is_below)) {
+                steps[num_left - 1].rect.col_end = next.col_end;
+                steps[num_left - 1].rect.diag_hi = next.diag_hi;
+            } else {
+                steps[num_left].rect = next;
+                ++num_left;
+            }
+            was_above = is_above;
+            was_below = is_below;
+        }
+        for (int i = 0; i < num_left; ++i) {
+            steps[i].above = steps[i].first = steps[i].last = i;
+        }
+        return num_left;
+    }
+
+    // Which step is above which.
+    __device__ __forceinline__ void look_above(Step* steps, int count) const {
+        for (int i = 0; i < count; ++i) {
+            const int below = step_below(steps, i, count);
+            if (below < count) {
+                steps[below].above = i;   // if there are two, the later one
+            }
+        }
+    }
+
+    __device__ __forceinline__ Step* steps_of(int tile) const { return steps_ + pair_begin_[tile]; }
+
+    // Of the runs that begin in the next row the first one that sees nothing further left, if it is a step below and that saves
+    // a block.
+    __device__ __forceinline__ int step_below(const Step* steps, int i, int count) const {
+        const Rect r = steps[i].rect;
+        int low = i + 1;
+        for (int high = count; low < high;) {
+            const int middle = (low + high) / 2;
+            const Rect& other = steps[middle].rect;
+            if (other.row_begin < r.row_end || (other.row_begin == r.row_end && other.col_begin < r.common_begin())) {
+                low = middle + 1;
+            } else {
+                high = middle;
+            }
+        }
+        if (low == count || !r.is_step_above(steps[low].rect)) {
+            return count;
+        }
+        const Rect& below = steps[low].rect;
+        const int apart = blocks_of(r.col_end - r.col_begin) + blocks_of(below.col_end - below.col_begin);
+        return blocks_of(below.col_end - r.col_begin) < apart ? low : count;
+    }
+
+    // From the run of a tile where a walk begins to the one below which it ends: the same one, or the last step of stairs.
+    __device__ __forceinline__ Run walked(int tile, const Rect& top, const Rect& bottom, int lane) const {
         const int cols = walk_.block_cols;
-        const int num_blocks = blocks_of(r.col_end - r.col_begin);
-        const int left = max(r.col_begin, r.row_end - 1 + r.diag_lo) - r.col_begin;
-        const int right = covers_tile ? min(r.col_end, r.row_begin + r.diag_hi) - r.col_begin : 0;
+        const bool covers_tile = top.row_begin == tile_begin_[tile] && bottom.row_end == tile_end_[tile];
+        const int num_blocks = blocks_of(bottom.col_end - top.col_begin);
+        const int left = bottom.common_begin() - top.col_begin;
+        const int right = covers_tile ? top.common_end() - top.col_begin : 0;
         const int num_trail = num_blocks - right / cols;
         const int num_lead = min((left + cols - 1) / cols, num_blocks - num_trail);
-        return {r.row_begin, r.row_end, r.col_begin, r.col_end, r.diag_lo, r.diag_hi,
-                r.col_begin, num_blocks, num_lead, num_trail, {0, 0}};
+        return {top.row_begin,
+                bottom.row_end,
+                top.col_begin,
+                bottom.col_end,
+                lane > 0 ? -kNoDiagonal : top.diag_lo,
+                lane > 0 ? kNoDiagonal : top.diag_hi,
+                top.col_begin,
+                num_blocks,
+                num_lead,
+                num_trail,
+                lane,
+                0};
+    }
+
+    __device__ void write_edges(const Rect& r, int lane) const {
+        for (int row = r.row_begin; row < r.row_end; ++row) {
+            walk_.edges[row * kLanes + lane - 1] = {max(r.col_begin, row + r.diag_lo), min(r.col_end, row + r.diag_hi)};
+        }
     }
 
     __device__ void merge() {
-        for_each(walk_.num_tiles, [&](int tile) {
-            int count = 0;
-            for_each_run(tile, [&](const Rect&) { ++count; });
-            run_count_[tile] = count;
-        });
+        for_each(walk_.num_tiles, [&](int tile) { run_count_[tile] = find_stairs(tile); });
         compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return run_count_[tile]; },
             [&](int tile, int begin) { run_begin_[tile] = begin; });
         for_each(walk_.num_tiles, [&](int tile) {
             int cost = tile < num_live_tiles_ ? kTileCost : 0;
             Run* next = walk_.runs + run_begin_[tile];
-            for_each_run(tile, [&](const Rect& r) {
-                const Run run = walked(r, r.row_begin == tile_begin_[tile] && r.row_end == tile_end_[tile]);
+            const Step* const steps = steps_of(tile);
+            for (int i = 0; i < step_count_[tile]; ++i) {
+                const Step& step = steps[i];
+                if (step.lane > 0) {
+                    write_edges(step.rect, step.lane);
+                    if (step.first != i) {
+                        continue;
+                    }
+                }
+                const Run run = walked(tile, step.rect, steps[step.lane > 0 ? step.last : i].rect, step.lane);
                 cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
                 *next++ = run;
-            });
+            }
             cost_[tile] = cost;
         });
     }
@@ -434,9 +588,9 @@ private:
         });
     }
 
-    // A document is neighbouring tiles that end with the same column.
+    // A document is neighbouring tiles whose first runs end in the same column.
     __device__ void level_documents() {
-        const auto starts_document = [&](int tile) { return tile == 0 || last_col(tile) != last_col(tile - 1); };
+        const auto starts_document = [&](int tile) { return tile == 0 || first_end(tile) != first_end(tile - 1); };
         compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return int(starts_document(tile)); },
             [&](int tile, int before) {
@@ -449,8 +603,8 @@ private:
         for_each(walk_.num_tiles, [&](int tile) { cost_[tile] = document_cost_[document_of_[tile]]; });
     }
 
-    __device__ __forceinline__ int last_col(int tile) const {
-        return run_count_[tile] > 0 ? walk_.runs[run_begin_[tile] + run_count_[tile] - 1].col_end : -1;
+    __device__ __forceinline__ int first_end(int tile) const {
+        return run_count_[tile] > 0 ? walk_.runs[run_begin_[tile]].col_end : -1;
     }
 
     const TilePlanParams& params_;
@@ -459,15 +613,18 @@ private:
     const int num_words_;
     int num_live_tiles_ = 0;
     int num_pairs_ = 0;
-    unsigned long long *order_, *run_keys_;
+    unsigned long long *order_, *run_keys_, *slice_keys_;
     unsigned *borders_, *starts_;   // a bit for each row
     int *candidate_begin_, *reached_, *begun_;   // of regions; blocks of rectangles
     int *region_begin_, *region_tile_;
-    int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *cost_;
+    int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *step_count_, *cost_;
     int* document_of_;
     unsigned* document_cost_;   // of its most expensive tile
     int *pair_slice_, *pair_tile_, *slice_at_;
-    Rect* rects_;   // of the slices
+    Step* steps_;   // of the tiles, those of a tile where its pairs are
+    int *slice_order_, *slice_merged_;
+    Rect* rects_;   // of the slices, in their order
+    Rect* columns_;   // where they lead down in steps
     unsigned* goes_on_;   // a bit for each of them
     int* slice_pairs_;   // how many pairs the slices before this one have
     unsigned* most_pairs_;   // of one tile

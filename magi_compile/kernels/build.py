@@ -27,7 +27,8 @@ def variants() -> Iterator[Variant]:
     for head_dim, dtype, softcap in itertools.product(CUDA_HEAD_DIMS, ELEMENTS, (0.0, 1.0)):
         problem = AttnProblem("cuda", (9, 0), dtype, 1, 1, head_dim, head_dim, 1.0, softcap)
         config = forward_config(problem)
-        yield from (forward_variant(problem, config, is_early=x) for x in (False, True))
+        for has_stairs, is_early in itertools.product((False, True), repeat=2):
+            yield forward_variant(problem, config, has_stairs=has_stairs, is_early=is_early)
         if not softcap:
             yield merge_variant(head_dim, dtype)
         preprocess, main, postprocess = backward_variants(problem)

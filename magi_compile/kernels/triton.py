@@ -71,7 +71,7 @@ class TritonKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, _, _ = plan
+        q_tiles, q_runs, q_edges, *_ = plan
         config = triton_config(problem)
         total_q, nheads_q, _ = q.shape
         out = q.new_empty(total_q, nheads_q, problem.head_dim_v)
@@ -83,6 +83,7 @@ class TritonKernel:
                     lse,
                     q_tiles,
                     q_runs,
+                    q_edges,
                     total_q,
                     nheads_q,
                     problem.qhead_per_kvhead,
@@ -107,7 +108,7 @@ class TritonKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        q_tiles, q_runs, k_tiles, k_runs = plan
+        q_tiles, q_runs, q_edges, k_tiles, k_runs, k_edges = plan
         config = triton_config(problem)
         lse = lse.contiguous()
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
@@ -124,6 +125,7 @@ class TritonKernel:
                     *_with_strides(dq),
                     q_tiles,
                     q_runs,
+                    q_edges,
                     q.shape[0],
                     problem.nheads_q,
                     *scales,
@@ -138,6 +140,7 @@ class TritonKernel:
                     *_with_strides(dk, dv),
                     k_tiles,
                     k_runs,
+                    k_edges,
                     q.shape[0],
                     problem.nheads_kv,
                     *scales,

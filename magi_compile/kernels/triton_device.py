@@ -13,6 +13,7 @@ import triton.language as tl
 # How many fields a tile and a run have, as `magi_compile/plan/tiles.py` orders them.
 TILE_FIELDS = tl.constexpr(4)
 RUN_FIELDS = tl.constexpr(12)
+LANES = tl.constexpr(4)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -55,12 +56,17 @@ def store_rows(base, strides, row, live, block, DIM: tl.constexpr):
 
 
 @triton.jit
-def row_interval(run, rows):
+def row_interval(run, edges_ptr, rows):
     """What each row sees of a run; rows outside of it see nothing."""
     in_run = (rows >= tl.load(run)) & (rows < tl.load(run + 1))
     col_end = tl.load(run + 3)
     lo = tl.maximum(rows + tl.load(run + 4), tl.load(run + 2))
     hi = tl.minimum(rows + tl.load(run + 5), col_end)
+    lane = tl.load(run + 10)
+    if lane > 0:
+        edges = edges_ptr + (rows * LANES + lane - 1) * 2
+        lo = tl.load(edges, mask=in_run, other=0)
+        hi = tl.load(edges + 1, mask=in_run, other=0)
     return lo, tl.where(in_run, hi, lo), col_end
 
 
@@ -158,6 +164,7 @@ def forward_kernel(
     lse_ptr,
     tiles_ptr,
     runs_ptr,
+    edges_ptr,
     total_q,
     nheads_q,
     qhead_per_kvhead,
@@ -191,7 +198,7 @@ def forward_kernel(
 
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
         run = runs_ptr + index * RUN_FIELDS
-        interval = row_interval(run, rows)
+        interval = row_interval(run, edges_ptr, rows)
         for is_masked in tl.static_range(2):
             for block in range(count_blocks(run, is_masked)):
                 acc, row_sum, row_max = attend_block(
@@ -304,6 +311,7 @@ def dq_kernel(
     dq_strides,
     tiles_ptr,
     runs_ptr,
+    edges_ptr,
     total_q,
     nheads_q,
     qhead_per_kvhead,
@@ -340,7 +348,7 @@ def dq_kernel(
 
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
         run = runs_ptr + index * RUN_FIELDS
-        interval = row_interval(run, rows)
+        interval = row_interval(run, edges_ptr, rows)
         for is_masked in tl.static_range(2):
             for block in range(count_blocks(run, is_masked)):
                 dq = dq_block(
@@ -434,6 +442,7 @@ def dkdv_kernel(
     dv_strides,
     tiles_ptr,
     runs_ptr,
+    edges_ptr,
     total_q,
     nheads_kv,
     qhead_per_kvhead,
@@ -470,7 +479,7 @@ def dkdv_kernel(
         head = kv_head * qhead_per_kvhead + head_in_group
         for index in range(run_begin, run_end):
             run = runs_ptr + index * RUN_FIELDS
-            interval = row_interval(run, rows)
+            interval = row_interval(run, edges_ptr, rows)
             for is_masked in tl.static_range(2):
                 for block in range(count_blocks(run, is_masked)):
                     dk, dv = dkdv_block(

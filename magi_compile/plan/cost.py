@@ -13,6 +13,11 @@ TILE_COST = 150  # loading the rows of the tile, storing its result
 PART_COST, MERGE_COST, MERGE_LAUNCH_COST = 150, 300, 500
 
 
+def blocks_of(columns: Tensor, block_cols: int) -> Tensor:
+    """How many blocks so many columns have."""
+    return (columns + block_cols - 1) // block_cols
+
+
 def run_costs(num_blocks: Tensor, num_masked: Tensor) -> Tensor:
     """What the blocks of each run cost: a block is worth 100, a masked one 115."""
     return BLOCK_COST * num_blocks + MASK_COST * num_masked
@@ -38,13 +43,13 @@ def longest_first(cost: Tensor) -> Tensor:
     return torch.argsort(cost, descending=True, stable=True)
 
 
-def document_costs(cost: Tensor, last_col: Tensor) -> Tensor:
+def document_costs(cost: Tensor, first_end: Tensor) -> Tensor:
     """For each tile, by row, the cost of the most expensive one of its document.
 
-    Documents are neighbouring tiles with the same last column, or without any. Longest first by these costs, the tiles of
+    Documents are neighbouring tiles whose first runs end in the same column, or that have none. Longest first by these costs, the tiles of
     a document stay together: tiles of keys that are worked on at a time then read the same queries.
     """
-    starts = torch.ones_like(last_col)
-    starts[1:] = last_col[1:] != last_col[:-1]
+    starts = torch.ones_like(first_end)
+    starts[1:] = first_end[1:] != first_end[:-1]
     document = starts.cumsum(0) - 1
     return torch.zeros_like(cost).scatter_reduce(0, document, cost, "amax")[document]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from magi_compile.masks.slices import AttnSlices, MaskType
 
-MOST_STEPS = 32  # of a staircase
+MOST_STEPS = 32  # of stairs that a row meets as many rects of
 NO_DIAG = 1 << 30  # a diagonal that cuts nothing; its sum with any row still fits in int32
 
 
@@ -81,6 +81,15 @@ class Rects(NamedTuple):
             diag_hi=torch.where(live & cuts_right, self.diag_hi, NO_DIAG),
         )
 
+    def by_column(self) -> Rects:
+        """Trimmed rects that do not overlap, by column and row, those without area behind the others.
+
+        What goes on from one rect to another below it is then a chain of neighbours.
+        """
+        is_empty = self.row_begin == self.row_end
+        key = self.col_begin * (1 << 31) + self.row_begin
+        return self.select(torch.where(is_empty, 1 << 62, key).argsort(stable=True))
+
     def joined(self) -> Rects:
         """The same area, where trimmed rects in a row, each of which goes on below the one before, are one rect.
 
@@ -100,18 +109,18 @@ class Rects(NamedTuple):
         is_first = torch.ones_like(goes_on)
         is_first[1:] = ~goes_on[:-1]
         fields = zip(
-            self.down_to(self.select(_last_of_chain(goes_on))),
+            self.down_to(self.select(last_of_chain(goes_on))),
             (0, 0, 0, 0, -NO_DIAG, NO_DIAG),
             strict=True,
         )
         return Rects(*(torch.where(is_first, field, of_nothing) for field, of_nothing in fields))
 
-    def down_the_steps(self) -> Rects:
+    def down_the_steps(self, most_steps: int | None = None) -> Rects:
         """The same area, where trimmed rects in a row that lead down in steps are as many others, each of new columns alone and down
         to the last row: tiles of rows across a step then see what both have in common as one.
 
-        Steps are rects without diagonals; each begins below the one before, sees its columns, and more to the right. There are
-        `MOST_STEPS` of them at most in a staircase, of which a row then meets as many rects.
+        Steps are rects without diagonals; each begins below the one before, sees its columns, and more to the right. A column then
+        meets one rect of them, and a row as many as there are steps above it, or `most_steps`; before it was the other way round.
         """
         index = torch.arange(self.row_begin.numel(), device=self.row_begin.device)
         is_full = (self.diag_lo == -NO_DIAG) & (self.diag_hi == NO_DIAG)
@@ -123,11 +132,20 @@ class Rects(NamedTuple):
             & (above.row_end == below.row_begin)
             & (above.col_begin == below.col_begin)
             & (above.col_end < below.col_end)
-            & (index[:-1] % MOST_STEPS != MOST_STEPS - 1)
         )
+        if most_steps is not None:
+            goes_on &= index % most_steps != most_steps - 1
         col_begin = self.col_begin.clone()
         col_begin[1:] = torch.where(goes_on[:-1], above.col_end, below.col_begin)
-        return self._replace(row_end=self.row_end[_last_of_chain(goes_on)], col_begin=col_begin)
+        return self._replace(row_end=self.row_end[last_of_chain(goes_on)], col_begin=col_begin)
+
+    def common_begin(self) -> Tensor:
+        """The columns `[common_begin(), common_end())` are seen by all rows of trimmed rects, if there are some."""
+        return torch.maximum(self.col_begin, self.row_end - 1 + self.diag_lo)
+
+    def common_end(self) -> Tensor:
+        """See `common_begin`."""
+        return torch.minimum(self.col_end, self.row_begin + self.diag_hi)
 
     def down_to(self, last: Rects) -> Rects:
         """Each of these and all rects below it down to that of `last`, where these go on as the last one does."""
@@ -161,7 +179,7 @@ def least_from_here(values: Tensor) -> Tensor:
     return values.flip(0).cummin(0).values.flip(0)
 
 
-def _last_of_chain(goes_on: Tensor) -> Tensor:
+def last_of_chain(goes_on: Tensor) -> Tensor:
     """For each index the next one that does not go on."""
     count = goes_on.numel()
     index = torch.arange(count, device=goes_on.device)

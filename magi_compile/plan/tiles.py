@@ -19,13 +19,14 @@ from torch import Tensor
 
 from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.cost import document_costs, longest_first, run_costs, tile_costs
-from magi_compile.plan.rects import NO_DIAG, Rects, least_from_here
+from magi_compile.plan.cost import blocks_of, document_costs, longest_first, run_costs, tile_costs
+from magi_compile.plan.rects import MOST_STEPS, NO_DIAG, Rects, least_from_here
+from magi_compile.plan.stairs import find_stairs, neighbours, num_edge_rows, num_lanes
 
 MAX_OVERLAP = 64
 MAX_CROSSINGS = 8
 TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
-RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "unused0", "unused1")
+RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "lane", "unused")
 
 
 class TilePlan(NamedTuple):
@@ -43,15 +44,20 @@ class TilePlan(NamedTuple):
     `num_blocks` blocks of `block_cols` columns, the first of which starts at `first`. The first
     `num_lead` and the last `num_trail` blocks need the mask, the others are visible to all rows of
     the tile. Every block is seen by some row, and the runs of a tile do not overlap.
+
+    `*_edges [num_rows, NUM_LANES, 2]`, empty where no run has a `lane`: of a run with one, from 1 on, row r sees the columns
+    `begin <= c < end` for `begin, end = edges[r, lane - 1]`, which never move left from row to row.
     """
 
     q_tiles: Tensor
     q_runs: Tensor
+    q_edges: Tensor
     k_tiles: Tensor
     k_runs: Tensor
+    k_edges: Tensor
 
     def to_list(self) -> list[Tensor]:
-        """The four tensors, as a custom op takes them."""
+        """The tensors, as a custom op takes them."""
         return list(self)
 
 
@@ -97,24 +103,33 @@ def build_tile_plan(
             raise ValueError(f"`{name}` must be positive, got {size}")
     if exact is None:
         exact = slices.q_ranges.device.type == "cpu"
-    rects = Rects.from_slices(slices).trimmed().joined()
-
+    rects = Rects.from_slices(slices).trimmed().by_column().joined()
+    columns = rects.down_the_steps()
     num_rects = rects.row_begin.numel()
+    # Rows that look up what they see meet stairs row by row, others column by column.
+    edge_rows = num_edge_rows(num_rects, slices.seqlen_q, q_tile_rows)
+    has_stairs = not isinstance(edge_rows, int) or edge_rows > 0
+    by_q_rects = (columns, rects) if has_stairs else (rects.down_the_steps(MOST_STEPS),) * 2
 
-    def padded(total_rows: int, tile_rows: int) -> PaddedSizes | None:
-        return None if exact else padded_sizes(num_rects, total_rows, tile_rows, max_overlap)
+    def padded(sizes: _WalkSizes) -> PaddedSizes | None:
+        where = sizes.total_rows, sizes.tile_rows
+        return None if exact else padded_sizes(num_rects, *where, max_overlap)
 
-    by_q, by_k = padded(slices.seqlen_q, q_tile_rows), padded(slices.seqlen_k, k_tile_rows)
-    return TilePlan(
-        *_walk(
-            *(rects.down_the_steps(), slices.seqlen_q, q_tile_rows, q_block_cols, by_q),
-            is_by_document=False,
-        ),
-        *_walk(
-            *(rects.transposed(), slices.seqlen_k, k_tile_rows, k_block_cols, by_k),
-            is_by_document=True,
-        ),
-    )
+    by_q = _WalkSizes(slices.seqlen_q, edge_rows, q_tile_rows, q_block_cols)
+    by_k = _WalkSizes(slices.seqlen_k, slices.seqlen_k, k_tile_rows, k_block_cols)
+    q_walk = _walk(*by_q_rects, by_q, padded(by_q), is_by_document=False)
+    by_k_rects = rects.transposed(), columns.transposed()
+    k_walk = _walk(*by_k_rects, by_k, padded(by_k), is_by_document=True)
+    return TilePlan(*q_walk, *k_walk)
+
+
+class _WalkSizes(NamedTuple):
+    """`edge_rows`: how many rows have edges, all or none."""
+
+    total_rows: int
+    edge_rows: int
+    tile_rows: int
+    block_cols: int
 
 
 class PaddedSizes(NamedTuple):
@@ -162,19 +177,27 @@ def padded_sizes(
 
 
 def _walk(
-    rects: Rects,
-    total_rows: int,
-    tile_rows: int,
-    block_cols: int,
+    long_rects: Rects,
+    short_rects: Rects,
+    sizes: _WalkSizes,
     padded: PaddedSizes | None,
     *,
     is_by_document: bool,
-) -> tuple[Tensor, Tensor]:
-    """The tiles and runs of one walk over `rects`; of exact size where `padded` is None."""
-    tile_begin, tile_end = _cut_rows(rects, total_rows, tile_rows, block_cols, padded)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tiles, runs and edges of one walk; of exact size where `padded` is None.
+
+    Of the same area twice: where stairs are rects that go on over many rows, it shows where tiles begin best, and where they are
+    not, few of them meet a tile.
+    """
+    total_rows, edge_rows, tile_rows, block_cols = sizes
+    exact = padded is None
+    tile_begin, tile_end = _cut_rows(long_rects, total_rows, tile_rows, block_cols, padded)
     num_tiles = tile_begin.numel()
-    run_tile, runs = _meet(rects, tile_begin, tile_end, padded)
-    run_tile, runs = _merge(run_tile, runs, num_tiles, exact=padded is None)
+    run_tile, runs = _meet(short_rects, tile_begin, tile_end, padded)
+    run_tile, runs = _merge(run_tile, runs, num_tiles, edge_rows, block_cols, exact=exact)
+    run_tile, runs, common_begin, common_end, lane, edges = find_stairs(
+        run_tile, runs, num_tiles, tile_rows, block_cols, edge_rows, exact=exact
+    )
 
     # Padding has no blocks, and `num_tiles` as its tile, which keeps it out of every tile.
     is_padding = run_tile == num_tiles
@@ -182,7 +205,9 @@ def _walk(
     covers_tile = torch.zeros_like(is_padding)
     if num_tiles > 0:
         covers_tile = (runs.row_begin == tile_begin[row_of]) & (runs.row_end == tile_end[row_of])
-    num_blocks, num_lead, num_trail = _classify(runs, covers_tile, block_cols)
+    num_blocks, num_lead, num_trail = _classify(
+        runs, common_begin, common_end, covers_tile, block_cols
+    )
 
     tile_ids = torch.arange(num_tiles, device=run_tile.device)
     run_begin = torch.searchsorted(run_tile, tile_ids)
@@ -193,13 +218,13 @@ def _walk(
     if is_by_document:
         col_ends = torch.cat([runs.col_end, run_end.new_full((1,), -1)])
         has_runs = run_begin < run_end
-        cost = document_costs(cost, col_ends[torch.where(has_runs, run_end - 1, run_tile.numel())])
+        cost = document_costs(cost, col_ends[torch.where(has_runs, run_begin, run_tile.numel())])
     tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[longest_first(cost)]
     unused = torch.zeros_like(num_blocks)
     walked = torch.stack(
-        [*runs, runs.col_begin, num_blocks, num_lead, num_trail, unused, unused], dim=-1
+        [*runs, runs.col_begin, num_blocks, num_lead, num_trail, lane, unused], dim=-1
     )
-    return tiles.int(), walked.int()
+    return tiles.int(), walked.int(), edges
 
 
 def _cut_rows(
@@ -244,9 +269,9 @@ def _blocks_begun(rects: Rects, at: Tensor, tile_rows: int, block_cols: int) -> 
     """How many blocks a tile that begins at each row `at` has in rects that begin there, less those of rects that reach across
     that row, which it would have anyway."""
     in_first_tile = torch.minimum(rects.row_end, rects.row_begin + tile_rows) - 1 + rects.diag_hi
-    begun = _blocks(torch.minimum(rects.col_end, in_first_tile) - rects.col_begin, block_cols)
+    begun = blocks_of(torch.minimum(rects.col_end, in_first_tile) - rects.col_begin, block_cols)
     in_band = rects.diag_hi - rects.diag_lo + tile_rows
-    reached = _blocks(torch.minimum(rects.col_end - rects.col_begin, in_band), block_cols)
+    reached = blocks_of(torch.minimum(rects.col_end - rects.col_begin, in_band), block_cols)
     by_begin, by_end = rects.row_begin.sort(), rects.row_end.sort()
 
     def up_to(values: Tensor, order: torch.return_types.sort, right: bool) -> Tensor:
@@ -257,10 +282,6 @@ def _blocks_begun(rects: Rects, at: Tensor, tile_rows: int, block_cols: int) -> 
     begun_there = up_to(begun, by_begin, right=True) - up_to(begun, by_begin, right=False)
     reach_across = up_to(reached, by_begin, right=False) - up_to(reached, by_end, right=True)
     return begun_there - reach_across
-
-
-def _blocks(columns: Tensor, block_cols: int) -> Tensor:
-    return (columns + block_cols - 1) // block_cols
 
 
 def _meet(
@@ -288,12 +309,20 @@ def _meet(
     return torch.where(is_padding, num_tiles, tile), clipped
 
 
-def _merge(run_tile: Tensor, runs: Rects, num_tiles: int, exact: bool) -> tuple[Tensor, Rects]:
+def _merge(
+    run_tile: Tensor,
+    runs: Rects,
+    num_tiles: int,
+    edge_rows: int,
+    block_cols: int,
+    *,
+    exact: bool,
+) -> tuple[Tensor, Rects]:
     """Sorts runs by tile, row and column, and joins neighbours whose union is one rect.
 
     Two runs of the same rows join where one ends in the column where the other begins and no
     diagonal cuts them there: the full and the causal slice of one document become one run.
-    Padding has `num_tiles` as its tile.
+    Unless both are steps of stairs. Padding has `num_tiles` as its tile.
     """
     # Tiles are ordered by row, so the first row of a run also orders its tile.
     num_cols = 1 << 31
@@ -313,6 +342,10 @@ def _merge(run_tile: Tensor, runs: Rects, num_tiles: int, exact: bool) -> tuple[
         & (runs.diag_hi[:-1] == NO_DIAG)
         & (run_tile[1:] != num_tiles)
     )
+    index = torch.arange(run_tile.numel(), device=order.device)
+    for neighbour in neighbours(run_tile, runs, run_tile < num_tiles, block_cols):
+        is_on_stairs = neighbour != index
+        joins[1:] &= (is_on_stairs[1:] & is_on_stairs[:-1]) * num_lanes(edge_rows) == 0
     group_of = (~joins).cumsum(0) - 1
     num_pairs = run_tile.numel()
     group = torch.arange(
@@ -327,16 +360,17 @@ def _merge(run_tile: Tensor, runs: Rects, num_tiles: int, exact: bool) -> tuple[
     return run_tile, Rects(*(torch.where(is_freed, 0, field) for field in merged))
 
 
-def _classify(runs: Rects, covers_tile: Tensor, block_cols: int) -> tuple[Tensor, Tensor, Tensor]:
+def _classify(
+    runs: Rects, common_begin: Tensor, common_end: Tensor, covers_tile: Tensor, block_cols: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """How many blocks each run has, and how many of the first and of the last need the mask.
 
     All rows of a run see the columns between the left edge of its last row and the right edge of
     its first. The blocks inside need no mask, if no row of the tile lies outside the run.
     """
-    num_blocks = (runs.col_end - runs.col_begin + block_cols - 1) // block_cols
-    left = torch.maximum(runs.col_begin, runs.row_end - 1 + runs.diag_lo) - runs.col_begin
-    right = torch.minimum(runs.col_end, runs.row_begin + runs.diag_hi) - runs.col_begin
-    right = torch.where(covers_tile, right, 0)
+    num_blocks = blocks_of(runs.col_end - runs.col_begin, block_cols)
+    left = common_begin - runs.col_begin
+    right = torch.where(covers_tile, common_end - runs.col_begin, 0)
     num_trail = num_blocks - right // block_cols
     num_lead = torch.minimum((left + block_cols - 1) // block_cols, num_blocks - num_trail)
     return num_blocks, num_lead, num_trail

@@ -142,6 +142,19 @@ def steps(name: str, lengths: Sequence[int]) -> Case:
     return Case(name, ends[-1], ends[-1], rows)
 
 
+def block_diffusion(name: str, lengths: Sequence[int], block: int) -> Case:
+    """Documents twice, noisy ones first: a noisy block sees itself and the clean blocks before it, a clean one those up to it."""
+    total, rows, start = sum(lengths), [], 0
+    for length in lengths:
+        for begin in range(start, start + length, block):
+            end = min(begin + block, start + length)
+            rows.append((begin, end, begin, end, FULL))
+            rows.append((begin, end, total + start, total + begin, FULL))
+            rows.append((total + begin, total + end, total + start, total + end, FULL))
+        start += length
+    return Case(name, 2 * total, 2 * total, [row for row in rows if row[2] < row[3]])
+
+
 def random_disjoint(seqlen_q: int, seqlen_k: int, seed: int, num_cuts: int = 5) -> Case:
     """A random grid of cells, one in four invisible and the others of a random type, in random order."""
     rng = random.Random(seed)
@@ -185,6 +198,7 @@ MASKS: list[Case] = [
     sliding_window(512, 300),
     windows("windows", RAGGED, 50, 20),
     steps("steps", RAGGED),
+    block_diffusion("block_diffusion", [150, 7, 230], 20),
     padded(varlen("varlen_causal", RAGGED, CAUSAL), 20),
     Case("sees_nothing", 130, 70, []),
     Case("holes", 300, 300, [(17, 90, 30, 31, FULL), (100, 101, 0, 300, FULL)]),
@@ -210,10 +224,15 @@ CASES: list[Case] = [
     *(
         replace(_NAMED[name], heads=heads)
         for heads in HEADS
-        for name in ("varlen_causal", "random_257x391_seed0")
+        for name in ("varlen_causal", "block_diffusion", "random_257x391_seed0")
     ),
     *(
         replace(_NAMED[name], softcap=5.0)
-        for name in ("varlen_causal", "window_512_left300", "random_257x391_seed1")
+        for name in (
+            "varlen_causal",
+            "window_512_left300",
+            "block_diffusion",
+            "random_257x391_seed1",
+        )
     ),
 ]

@@ -14,15 +14,17 @@ from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.backward_scratch import Scratch
 from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections
+from magi_compile.plan.stairs import NUM_LANES
 from tests.kernels import idle_driver
 
 ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
 PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
+EDGES = torch.zeros(ROWS, NUM_LANES, 2, dtype=torch.int32)
 # As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
 PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ10iQ")
-MAIN, LIST = struct.Struct("<2QQi4xQ3if7Qi2f4x"), struct.Struct("<6Q2i")
+MAIN, LIST = struct.Struct("<2QQi4xQ3if8Qi2f4x"), struct.Struct("<6Q2i")
 POSTPROCESS = struct.Struct("<Qi4xQ3ifQ")
 SIZES = (240, 1088, 48)
 
@@ -60,7 +62,7 @@ def inputs() -> dict[str, torch.Tensor]:
 def call(launches, tensors, problem=PROBLEM, tiles=TILES):
     launches.clear()
     names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-    grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, problem)
+    grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, EDGES, problem)
     assert [len(params) for params in launches] == list(SIZES)
     before, main, after = launches
     fields = MAIN.unpack_from(main, 7 * TENSOR_MAP_BYTES)
@@ -82,11 +84,12 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q // HEADS_KV)
         items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
         assert found.main[2:9] == found.after[:-1] == items
-        done, wanted, turns, progress, runs, *signals = found.main[9:16]
+        done, wanted, turns, progress, runs, edges, *signals = found.main[9:17]
         assert wanted == 0  # dq is rounded behind it
         assert turns == 0  # additions have no order
         assert (done, wanted, progress) == found.before[7:10]
         assert progress == found.after[-1]
+        assert edges == EDGES.data_ptr()
         assert signals == [0, 0]
         assert (found.tiles[0], runs) == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
         strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
@@ -118,7 +121,7 @@ def test_what_lies_in_scratch_does_not_overlap(
     done, wanted, progress = found.before[7:10]
     workspace, agenda_tiles, first_slot, num_slots, group, grid, *others = found.before[25:]
     assert found.tiles[1:] == found.before[18:25]
-    assert found.main[16] == group
+    assert found.main[17] == group
     assert found.before[23:25] == (heads_kv, heads)
     assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
     assert grid == min(num_tiles * HEADS_Q, 132)
@@ -160,7 +163,7 @@ def test_what_is_never_handed_on(launches, monkeypatch):
         launches.clear()
         names = ("dout", "dlse", "q", "k", "v", "out", "lse")
         tensors = inputs()
-        args = (*(tensors[n] for n in names), TILES, RUNS, PROBLEM)
+        args = (*(tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
         module.backward(*args, deterministic=deterministic)
         found.append(PREPROCESS.unpack(launches[0])[32:35])
     assert found == [(2, 7, 8), (0, 0, 0)]
@@ -229,7 +232,9 @@ class Steps:
     def run(self):
         dout, dlse, q, out, lse = (self.tensors[n] for n in ("dout", "dlse", "q", "out", "lse"))
         ends = (self.arrive, self.depart)
-        return module.backward_in_phases(dout, dlse, q, *ends, out, lse, TILES, RUNS, PROBLEM)
+        return module.backward_in_phases(
+            dout, dlse, q, *ends, out, lse, TILES, RUNS, EDGES, PROBLEM
+        )
 
     @property
     def mapped(self):
@@ -253,7 +258,7 @@ def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
 def test_in_one_call_a_launch_begins_while_the_one_in_front_of_it_ends(launches, monkeypatch):
     steps = Steps(monkeypatch, inputs())
     names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-    module.backward(*(steps.tensors[n] for n in names), TILES, RUNS, PROBLEM)
+    module.backward(*(steps.tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
     assert steps.done == [("before", False), ("main", True), ("after", True)]
 
 
@@ -286,7 +291,7 @@ def test_no_rows_and_no_keys_launch_nothing(launches):
     for name in "kv":
         tensors[name] = tensors[name][:0]
     names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-    dq, dk, dv = module.backward(*(tensors[n] for n in names), TILES, RUNS, PROBLEM)
+    dq, dk, dv = module.backward(*(tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
     assert not launches
     assert not dq.any()
     assert dk.shape == dv.shape == (0, HEADS_KV, HEAD_DIM)

@@ -18,13 +18,21 @@ from magi_compile.kernels.heuristics import BackwardPasses, backward_config, pla
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import Case, Heads, random_disjoint, sliding_window, varlen, windows
+from magi_compile.testing.cases import (
+    Case,
+    Heads,
+    block_diffusion,
+    random_disjoint,
+    sliding_window,
+    varlen,
+    windows,
+)
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.dq_additions import additions_of_tiles
 from tests.kernels.on_a_cpu import compile_once, launching, stats_map
 
 NUM_SMS = 4
-DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 128))  # in BackwardParams
+DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 136))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 NEIGHBOURS = varlen("neighbours", [150, 200], MaskType.CAUSAL)  # each has a short tile at its end
@@ -128,7 +136,7 @@ def check(launches, case, with_dlse=False, deterministic=False):
     for launches.timing in (LATE, AT_RANDOM):
         grads = module.backward(
             *(dout, dlse if with_dlse else None, q, k, v, out, lse),
-            *(plan.k_tiles, plan.k_runs, problem),
+            *(*plan[3:], problem),
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
@@ -229,6 +237,25 @@ def test_a_window_of_several_slices(left, right, head_dim, deterministic, launch
     )
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+@pytest.mark.parametrize(
+    "case",
+    [
+        varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
+        block_diffusion("block_diffusion", [70, 7, 110], 12),
+    ],
+    ids=lambda case: case.name,
+)
+def test_stairs(case, head_dim, deterministic, launches):
+    """Keys look up which queries see them."""
+    check(
+        launches,
+        replace(case, heads=Heads(2, 1, head_dim, head_dim)),
+        deterministic=deterministic,
+    )
+
+
 @pytest.mark.parametrize("head_dim", [64, 192, 256])
 def test_a_window_where_dq_has_an_order(head_dim, launches):
     check(launches, replace(WINDOW, heads=Heads(1, 1, head_dim, head_dim)), deterministic=True)
@@ -277,7 +304,7 @@ def test_keys_arrive_and_gradients_leave_between_launches(launches):
     forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    walk = (plan.k_tiles, plan.k_runs, problem)
+    walk = (*plan[3:], problem)
     expected = module.backward(dout, None, q, k, v, *results, *walk)
     keys = [torch.full_like(x, torch.nan) for x in (k, v)]
     grads, left = [torch.full_like(x, torch.nan) for x in (k, v)], []
@@ -368,7 +395,7 @@ def test_far_keys(case, block, are_there, launches):
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     is_near = near_keys(block, slices.seqlen_k)
     rows = plan_tiles(problem).k_tile_rows
-    lists = two_lists(plan.k_tiles, plan.k_runs, is_near, rows)
+    lists = two_lists(*plan[3:], is_near, rows)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
     loaded = [is_near[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]

@@ -15,6 +15,7 @@ from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.deterministic import deterministic_algorithms
+from tests.plan.walked import seen
 
 CASES = [
     *(case for case in MASKS if case.seqlen_q and case.seqlen_k > 1),
@@ -43,21 +44,18 @@ def test_the_column_between_near_and_far_keys_is_none(case):
     assert torch.equal(near_and_far(case.slices(), cut).to_dense(), expected)
 
 
-def seen(tiles, runs, seqlen_q, seqlen_k):
+def computed(tiles, runs, edges, seqlen_q, seqlen_k):
     """How often a list computes each pair of row and column, and how often it visits each row."""
     pairs = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int32)
     visits = torch.zeros(seqlen_q, dtype=torch.int32)
-    cols = torch.arange(seqlen_k)
     is_filled = [begin < end for begin, end, *_ in tiles.tolist()]
     assert is_filled == sorted(is_filled, reverse=True)
     for row_begin, row_end, run_begin, run_end in tiles[: sum(is_filled)].tolist():
         visits[row_begin:row_end] += 1
         for run in runs[run_begin:run_end].tolist():
-            begin, end, col_begin, col_end, lo, hi = run[:6]
+            begin, end = run[:2]
             assert row_begin <= begin < end <= row_end
-            rows = torch.arange(begin, end)[:, None]
-            live = (cols >= col_begin) & (cols < col_end) & (cols >= rows + lo) & (cols < rows + hi)
-            pairs[begin:end] += live
+            pairs[begin:end] += seen(run, torch.arange(begin, end), seqlen_k, edges)
     return pairs, visits
 
 
@@ -69,10 +67,10 @@ def test_the_lists_make_up_the_plan(case, exact):
     plan = build_tile_plan(
         slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32, exact=exact
     )
-    split = split_plan(plan.q_tiles, plan.q_runs, 64, far_begin)
-    near, near_visits = seen(split.near_tiles, split.runs, *sizes)
-    far, far_visits = seen(split.far_tiles, split.runs, *sizes)
-    parts, part_visits = seen(split.part_tiles, split.runs, *sizes)
+    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, 64, far_begin)
+    near, near_visits = computed(split.near_tiles, split.runs, split.edges, *sizes)
+    far, far_visits = computed(split.far_tiles, split.runs, split.edges, *sizes)
+    parts, part_visits = computed(split.part_tiles, split.runs, split.edges, *sizes)
     dense = slices.to_dense().int()
     assert torch.equal(near + far, dense)
     assert (near_visits + far_visits == 1).all()
@@ -107,7 +105,7 @@ def test_the_longest_parts_come_first():
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
     plan = build_tile_plan(slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32)
-    split = split_plan(plan.q_tiles, plan.q_runs, 64, 641)
+    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, 64, 641)
     assert split.part_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 

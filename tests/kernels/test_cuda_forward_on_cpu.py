@@ -16,8 +16,17 @@ from magi_compile.kernels.cuda import early, parts
 from magi_compile.kernels.cuda import forward as module
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices, MaskType
-from magi_compile.plan.tiles import build_tile_plan
-from magi_compile.testing.cases import Case, Heads, one, random_disjoint, steps, varlen, windows
+from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.testing.cases import (
+    Case,
+    Heads,
+    block_diffusion,
+    one,
+    random_disjoint,
+    steps,
+    varlen,
+    windows,
+)
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.on_a_cpu import compile_once, launching
 from tests.kernels.part_plan import PartPlan
@@ -86,7 +95,7 @@ def test_one_launch(case, shape, launches):
     problem, inputs = prepared(case, shape)
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
+    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
     assert_attention_close(result, inputs, slices, problem)
     assert launches == [NUM_SMS]
 
@@ -101,17 +110,27 @@ def test_a_window_of_several_slices(left, right, shape, launches):
     assert len(slices) > 3
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert int((plan.q_runs[:, 0] < plan.q_runs[:, 1]).sum()) <= 6
-    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
+    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
     assert_attention_close(result, inputs, slices, problem)
 
 
 @pytest.mark.parametrize("shape", ["64", "128", "192"])
-def test_tiles_across_steps(shape, launches):
-    case = steps("steps", [100, 70, 7, 150])
+@pytest.mark.parametrize(
+    "case",
+    [
+        steps("steps", [100, 70, 7, 150]),
+        varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
+        block_diffusion("block_diffusion", [70, 7, 110], 12),
+    ],
+    ids=lambda case: case.name,
+)
+def test_stairs(case, shape, launches):
+    """Rows look up what they see."""
     problem, inputs = prepared(case, shape)
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_tiles, plan.q_runs, problem)
+    assert (plan.q_runs[:, RUN_FIELDS.index("lane")] > 0).any()
+    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -128,7 +147,7 @@ def run_early(compiled, monkeypatch):
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
         walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
-        plan = early.split_plan(walk.q_tiles, walk.q_runs, tiles.q_tile_rows, cut + 1)
+        plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, tiles.q_tile_rows, cut + 1)
         # As they arrive: side by side, and there are others behind.
         packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
         far = packed[:-5].unbind(1)
@@ -233,10 +252,10 @@ def in_parts(launches, monkeypatch):
     def run(inputs, slices, problem):
         sizes = plan_tiles(problem)
         plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
-        walk = (plan.q_tiles, plan.q_runs)
-        words = parts.cut_tiles(*walk, slices.seqlen_k, sizes, problem)
+        walk = plan[:3]
+        words = parts.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
         result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, *walk, words, problem)
-        return result, PartPlan.of(*walk, words).parts_of_cuts
+        return result, PartPlan.of(*walk[:2], words).parts_of_cuts
 
     return run
 
@@ -246,7 +265,7 @@ PARTS = [
     (one(MaskType.FULL, 50, 900), "128", [4]),
     (one(MaskType.CAUSAL, 250, 900), "128-softcap", [2, 2]),
     (one(MaskType.FULL, 30, 900), "192", [6]),
-    (random_disjoint(230, 900, 0, num_cuts=4), "128", [3]),
+    (random_disjoint(230, 900, 0, num_cuts=4), "128", [2]),
     (Case("global", 400, 900, [(0, 20, 0, 900, 0), (30, 390, 30, 90, 1)]), "64", [3]),
 ]
 
@@ -282,6 +301,7 @@ def test_a_wide_output_and_a_prior(launches):
                 inputs.v[begin:end],
                 plan.q_tiles,
                 plan.q_runs,
+                plan.q_edges,
                 problem,
             ),
             prior=result,

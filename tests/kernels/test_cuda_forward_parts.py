@@ -71,7 +71,7 @@ def forward(kernel, inputs, slices, problem):
 
 
 def num_parts(plan):
-    q_tiles, q_runs, parts, *_ = plan
+    q_tiles, q_runs, _, parts, *_ = plan
     return sum(PartPlan.of(q_tiles, q_runs, parts).parts_of_cuts)
 
 
@@ -135,15 +135,15 @@ def test_whole_tiles_do_as_without_room_for_parts(kernel):
     """The tiles of a window are too short to be cut, though there is room."""
     slices, problem, inputs = prepared(replace(sliding_window(3600, 300), heads=HEADS[128]))
     plan = kernel.plan(slices, problem)
-    q_tiles, q_runs, parts, *_ = plan
+    *q_walk, parts, _, _, _ = plan
     assert parts.numel() > 0
     assert num_parts(plan) == 0
     assert_same(
-        forward_whole(*inputs[:3], q_tiles, q_runs, problem),
+        forward_whole(*inputs[:3], *q_walk, problem),
         kernel.forward(*inputs[:3], slices, plan, problem),
     )
 
 
 def test_no_room_for_parts_where_tiles_are_many(kernel):
     slices, problem, _ = prepared(replace(LONG, heads=Heads(64, 8, 128, 128)))
-    assert kernel.plan(slices, problem)[2].numel() == 0
+    assert kernel.plan(slices, problem)[3].numel() == 0

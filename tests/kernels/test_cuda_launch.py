@@ -26,6 +26,7 @@ from magi_compile.kernels.cuda.launch import (
 from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.stairs import NUM_LANES
 from magi_compile.plan.tiles import build_tile_plan
 from tests.kernels import idle_driver
 from tests.kernels.part_plan import PartPlan
@@ -42,15 +43,17 @@ class Pointers(NamedTuple):
     prior_lse: int
     wide_rows: int
     runs: int
+    edges: int
     part_shifts: int
     tiles: int
     ticket: int
 
 
-NOTHING = Pointers(*[0] * 11)
+NOTHING = Pointers(*[0] * 12)
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
-PARAMS_BYTES, EARLY_PARAMS_BYTES = 896, 1024  # as csrc/sm90/fwd_shared.cuh asserts
+PARAMS_BYTES, EARLY_PARAMS_BYTES = 960, 1088  # as csrc/sm90/fwd_shared.cuh asserts
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
+EDGES = torch.zeros(256, NUM_LANES, 2, dtype=torch.int32)
 
 
 @pytest.fixture
@@ -73,14 +76,14 @@ def inputs():
 def pointers(params):
     """The addresses in the tensor maps, and those behind them."""
     maps = [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(6)]
-    return maps, Pointers(*struct.unpack_from("<11Q", params, 6 * TENSOR_MAP_BYTES))
+    return maps, Pointers(*struct.unpack_from("<12Q", params, 6 * TENSOR_MAP_BYTES))
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
     calls = []
     for _ in range(3):
         q, k, v = inputs()
-        calls.append((q, k, v, *module.forward(q, k, v, TILES, RUNS, PROBLEM)))
+        calls.append((q, k, v, *module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)))
     assert module._route.cache_info().misses == 1
     for params, (q, k, v, out, lse) in zip(launches, calls, strict=True):
         assert len(params) == PARAMS_BYTES
@@ -88,7 +91,11 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         at_q, at_k, at_v, at_out = (x.data_ptr() for x in (q, k, v, out))
         assert maps == [at_q, at_k, 0, at_v, 0, at_out]
         assert found._replace(ticket=0) == NOTHING._replace(
-            out=at_out, lse=lse.data_ptr(), runs=RUNS.data_ptr(), tiles=TILES.data_ptr()
+            out=at_out,
+            lse=lse.data_ptr(),
+            runs=RUNS.data_ptr(),
+            edges=EDGES.data_ptr(),
+            tiles=TILES.data_ptr(),
         )
         assert found.ticket  # 60 tiles of 4 heads are more than 132
 
@@ -97,7 +104,7 @@ def test_a_prior_and_a_wide_output(launches):
     q, k, v = inputs()
     prior = ForwardOutput(torch.zeros(256, 4, 64), torch.zeros(4, 256))
     out, _ = module.forward(
-        *(q, k, v, TILES[:1], RUNS, PROBLEM), prior=prior, out_dtype=torch.float32
+        *(q, k, v, TILES[:1], RUNS, EDGES, PROBLEM), prior=prior, out_dtype=torch.float32
     )
     (params,) = launches
     maps, found = pointers(params)
@@ -123,7 +130,7 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     far = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
-    plan = early.split_plan(walk.q_tiles, walk.q_runs, 192, far_begin=257)
+    plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, 192, far_begin=257)
     arrive = lambda: order.append(len(launches))  # noqa: E731
     out, lse = early.forward_early(q, k, v, far, arrive, plan, PROBLEM)
     assert order == [("beside", "waits"), beside, 1, ("here", "waits")]
@@ -161,7 +168,7 @@ def test_a_walk_in_parts_and_what_merges_them(launches, monkeypatch):
     words = torch.zeros(size, dtype=torch.int32)
     plan = PartPlan.of(TILES[:3], RUNS[:5], words)
     assert plan.num_parts == 6
-    out, lse = parts.forward_in_parts(q, k, v, TILES[:3], RUNS[:5], words, PROBLEM)
+    out, lse = parts.forward_in_parts(q, k, v, TILES[:3], RUNS[:5], EDGES, words, PROBLEM)
     walked, merged = launches
     maps, found = pointers(walked)
     assert maps[5] == found.out == out.data_ptr()
@@ -189,7 +196,7 @@ def test_what_tma_can_not_read_is_copied(what, launches):
         "stride": torch.empty(256, 2, 65).to(k)[..., :64],
         "inner": torch.empty(256, 64, 2).to(k).transpose(1, 2),
     }[what]
-    module.forward(q, k, v, TILES, RUNS, PROBLEM)
+    module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)
     (params,) = launches
     assert pointers(params)[0][1] != k.data_ptr()
 

@@ -81,7 +81,7 @@ def packed(layout: struct.Struct, begin: int) -> list[tuple[int, int]]:
 
 FORWARD_ADDRESSES = (
     *("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse", "wide_rows"),
-    *("runs", "part_shifts", "schedule.tiles", "schedule.ticket"),
+    *("runs", "edges", "part_shifts", "schedule.tiles", "schedule.ticket"),
 )
 FORWARD = Layout(
     "ForwardParams",
@@ -118,7 +118,7 @@ BACKWARD = Layout(
     (
         *("dk_rows", "dv_rows"),
         *(f"dq.{name}" for name in DQ_ITEMS),
-        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "runs"),
+        *("visits.done", "visits.wanted", "visits.turns", "dq_progress", "runs", "edges"),
         *("have_arrived", "are_complete", "qhead_per_kvhead", "scale_log2", "cap_scale"),
         *(
             f"lists[{i}].{name}"

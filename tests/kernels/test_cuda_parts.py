@@ -33,6 +33,7 @@ from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import random_disjoint
 from tests.kernels.one_thread import compile_for_one_thread
 from tests.kernels.part_plan import PartPlan
+from tests.plan.walked import seen
 
 SIZES = PlanTiles(64, 16, 64, 32)
 NUM_SMS, LEAST_BLOCKS = 16, 4
@@ -57,7 +58,7 @@ def cut(run_on_host, monkeypatch):
         parts = torch.full((size,), -7, dtype=torch.int32)
         params = pack_cut(tiles, runs, parts, sizes, num_sms)
         run_on_host((ctypes.c_char * len(params)).from_buffer_copy(params))
-        return tiles, runs, PartPlan.of(tiles, runs, parts)
+        return tiles, runs, plan.q_edges, PartPlan.of(tiles, runs, parts)
 
     return run
 
@@ -66,16 +67,14 @@ def blocks_of(tile, runs):
     return sum(run[7] for run in runs[tile[2] : tile[3]])
 
 
-def computed(tiles, runs, block_cols, shape):
+def computed(tiles, runs, edges, block_cols, shape):
     """How often each pair of row and column is computed, block by block, as a kernel does it."""
     pairs = torch.zeros(shape, dtype=torch.int32)
-    cols = torch.arange(shape[1])
     for row_begin, row_end, run_begin, run_end in tiles.tolist():
-        rows = torch.arange(row_begin, row_end)[:, None]
+        rows = torch.arange(row_begin, row_end)
         for run in runs[run_begin:run_end].tolist():
-            begin, end, col_begin, col_end, lo, hi, first, num_blocks, lead, trail = run[:10]
-            live = (rows >= begin) & (rows < end) & (cols >= col_begin) & (cols < col_end)
-            live &= (cols >= rows + lo) & (cols < rows + hi)
+            first, num_blocks, lead, trail = run[6:10]
+            live = seen(run, rows, shape[1], edges)
             assert lead + trail <= num_blocks
             for j in range(num_blocks):
                 at = slice(first + j * block_cols, first + (j + 1) * block_cols)
@@ -116,11 +115,11 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_parts_make_up_their_tiles(mask, max_parts, exact, cut):
     slices = MASKS[mask]
-    tiles, runs, plan = cut(slices, max_parts, exact=exact)
+    tiles, runs, edges, plan = cut(slices, max_parts, exact=exact)
     shape = (slices.seqlen_q, slices.seqlen_k)
     assert plan.num_parts == max_parts
     assert torch.equal(
-        computed(plan.tiles, plan.runs, SIZES.q_block_cols, shape), slices.to_dense().int()
+        computed(plan.tiles, plan.runs, edges, SIZES.q_block_cols, shape), slices.to_dense().int()
     )
     # The tiles in their order, each whole or as many parts as its cut says.
     cuts = {tuple(c[:2]): c[2:] for c in plan.cuts.tolist() if c[3] > 0}
@@ -144,7 +143,7 @@ def test_parts_make_up_their_tiles(mask, max_parts, exact, cut):
 @pytest.mark.parametrize("max_parts", [10, 64])
 @pytest.mark.parametrize("mask", MASKS)
 def test_parts_end_no_later_than_whole_tiles(mask, max_parts, cut):
-    tiles, runs, plan = cut(MASKS[mask], max_parts)
+    tiles, runs, _, plan = cut(MASKS[mask], max_parts)
     is_part = (plan.shifts != NOT_A_PART).tolist()
     merged = any(is_part) * MERGE_LAUNCH_COST + MERGE_COST * sum(is_part) / NUM_SMS
     whole = end_of(tiles, runs, [False] * len(tiles), NUM_SMS)
@@ -183,7 +182,7 @@ def test_tiles_behind_those_that_are_tried_stay_whole(num_sms, cut):
     """A long one and 299 short ones, of which the first 128 or 256 are tried."""
     cells = [(64 * i, 64 * i + 64) for i in range(300)]
     keys = [(0, 16 * 4000), *[(0, 16 * 8)] * 299]
-    tiles, _, plan = cut(AttnSlices.from_lists(cells, keys, [0] * 300), 528, num_sms=num_sms)
+    tiles, *_, plan = cut(AttnSlices.from_lists(cells, keys, [0] * 300), 528, num_sms=num_sms)
     num_parts, *_ = plan.parts_of_cuts
     assert len(plan.parts_of_cuts) == 1
     assert num_parts >= num_sms // 2
@@ -193,7 +192,7 @@ def test_tiles_behind_those_that_are_tried_stay_whole(num_sms, cut):
 
 def test_only_the_last_wave_is_cut(cut):
     """19 equal tiles: the last three are shared out, and the other 16 are not."""
-    tiles, runs, plan = cut(AttnSlices.from_lists([(0, 64 * 19)], [(0, 16 * 200)], [0]), 64)
+    tiles, runs, _, plan = cut(AttnSlices.from_lists([(0, 64 * 19)], [(0, 16 * 200)], [0]), 64)
     assert len(plan.parts_of_cuts) == 3
     is_part = (plan.shifts != NOT_A_PART).tolist()
     whole = end_of(tiles, runs, [False] * len(tiles), NUM_SMS)
@@ -203,7 +202,7 @@ def test_only_the_last_wave_is_cut(cut):
 def test_a_tile_that_sees_far_more_than_the_others(cut):
     cells = [(0, 64), *((64 * i, 64 * i + 64) for i in range(1, 50))]
     keys = [(0, 16 * 400), *[(0, 16 * 8)] * 49]
-    tiles, runs, plan = cut(AttnSlices.from_lists(cells, keys, [0] * 50), 64)
+    tiles, runs, _, plan = cut(AttnSlices.from_lists(cells, keys, [0] * 50), 64)
     assert len(plan.parts_of_cuts) == 1
     is_part = (plan.shifts != NOT_A_PART).tolist()
     share = end_of(tiles[1:], runs, [False] * (len(tiles) - 1), 1) / NUM_SMS + 400 * BLOCK_COST / 16

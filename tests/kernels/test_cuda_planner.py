@@ -19,7 +19,7 @@ from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import library
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
-from magi_compile.testing.cases import random_disjoint
+from magi_compile.testing.cases import block_diffusion, random_disjoint
 from tests.kernels.one_thread import compile_for_one_thread
 
 SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
@@ -82,17 +82,36 @@ MASKS |= {
     ).slices
     for lengths in LENGTHS
 }
+MASKS |= {
+    f"block_diffusion-{lengths}": block_diffusion("", LENGTHS[lengths], 12).slices()
+    for lengths in LENGTHS
+}
+# Chains of steps that cross, of which one more than a tile has lanes for are stairs.
+MASKS["diagonal_blocks"] = AttnSlices.from_slices(
+    [
+        AttnSlice((8 * i + j, 8 * i + j + 1), (60 * lane + j, 60 * lane + j + 40), MaskType.FULL)
+        for i in range(40)
+        for j in range(8)
+        for lane in range(6)
+    ],
+    seqlen_q=320,
+    seqlen_k=400,
+)
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 
 def assert_same_plan(actual, expected):
-    """Equal, but for the runs behind the last one of any tile."""
-    for tiles in (0, 2):
+    """Equal, but for the runs behind the last one of any tile, and edges where none look."""
+    for tiles in (0, 3):
         torch.testing.assert_close(actual[tiles].cpu(), expected[tiles].cpu(), rtol=0, atol=0)
         num_runs = int(expected[tiles][:, 3].max()) if expected[tiles].numel() else 0
         actual_runs, expected_runs = actual[tiles + 1].cpu(), expected[tiles + 1].cpu()
         assert actual_runs.shape == expected_runs.shape
         torch.testing.assert_close(actual_runs[:num_runs], expected_runs[:num_runs], rtol=0, atol=0)
+        actual_edges, expected_edges = actual[tiles + 2].cpu(), expected[tiles + 2].cpu()
+        assert actual_edges.shape == expected_edges.shape
+        is_seen = (expected_edges[..., 0] < expected_edges[..., 1])[..., None]
+        torch.testing.assert_close(actual_edges * is_seen, expected_edges, rtol=0, atol=0)
 
 
 @pytest.fixture(scope="module")

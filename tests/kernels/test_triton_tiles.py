@@ -16,7 +16,13 @@ from triton.compiler import ASTSource  # noqa: E402
 
 SHARED_MEMORY = {(8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10}
 IS_ALIGNED = [["tt.divisibility", 16]]
-POINTERS = {"tiles_ptr": "*i32", "runs_ptr": "*i32", "lse_ptr": "*fp32", "delta_ptr": "*fp32"}
+POINTERS = {
+    "tiles_ptr": "*i32",
+    "runs_ptr": "*i32",
+    "edges_ptr": "*i32",
+    "lse_ptr": "*fp32",
+    "delta_ptr": "*fp32",
+}
 
 
 def shared_memory(name: str, head_dim: int, arch: tuple[int, int]) -> int:

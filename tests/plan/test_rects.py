@@ -111,14 +111,13 @@ def stairs(num_steps):
     return [(3 * i, 3 * i + 3, 5, 7 + 2 * i, FULL) for i in range(num_steps)]
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 31, 32, 33, 64, 70])
+@pytest.mark.parametrize("num_steps", [1, 2, 33, 70])
 def test_stairs_by_column(num_steps):
     """Each rect sees the columns of its step, or all of them where a staircase begins, down to where it ends."""
     rects = trimmed(stairs(num_steps)).down_the_steps()
-    ends = [min(i // 32 * 32 + 32, num_steps) for i in range(num_steps)]
     assert tuples(rects) == [
-        (3 * i, 3 * end, 5 if i % 32 == 0 else 5 + 2 * i, 7 + 2 * i, -NO_DIAG, NO_DIAG)
-        for i, end in enumerate(ends)
+        (3 * i, 3 * num_steps, 5 + 2 * i if i else 5, 7 + 2 * i, -NO_DIAG, NO_DIAG)
+        for i in range(num_steps)
     ]
 
 
@@ -160,4 +159,5 @@ def test_a_window_is_walked_as_one_band(name, length):
     plan = build_tile_plan(
         slices, q_tile_rows=128, q_block_cols=64, k_tile_rows=128, k_block_cols=64
     )
-    assert [len(x) for x in plan] == [-(-length // 128)] * 4
+    tiles_and_runs = (plan.q_tiles, plan.q_runs, plan.k_tiles, plan.k_runs)
+    assert [len(x) for x in tiles_and_runs] == [-(-length // 128)] * 4

@@ -55,7 +55,7 @@ _BLOCKS_PER_SM = 8  # of the kernel after
 # what a route knows, and lists of tiles, to the end of the struct.
 _GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ3if")
 _ADDRESSES, _SCALARS, _TILE_LIST = (
-    struct.Struct("<7Q"),
+    struct.Struct("<8Q"),
     struct.Struct("<i2f4x"),
     struct.Struct("<6Q2i"),
 )
@@ -139,6 +139,7 @@ def backward(
     lse: Tensor,
     k_tiles: Tensor,
     k_runs: Tensor,
+    k_edges: Tensor,
     problem: AttnProblem,
     *,
     deterministic: bool = False,
@@ -153,7 +154,9 @@ def backward(
         return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
     with on_device(q.device):
         # Each launch begins while the one in front of it ends.
-        launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
+        launches = _Launches(
+            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
+        )
         launches.main(KeyTensors(k, v, dk, dv), may_start_early=True)
         return BackwardOutput(launches.end(may_start_early=True), dk, dv)
 
@@ -168,13 +171,16 @@ def backward_in_phases(
     lse: Tensor,
     k_tiles: Tensor,
     k_runs: Tensor,
+    k_edges: Tensor,
     problem: AttnProblem,
     *,
     deterministic: bool = False,
 ) -> Tensor:
     """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
     with on_device(q.device):
-        launches = _Launches(dout, dlse, q, out, lse, [k_tiles], k_runs, problem, deterministic)
+        launches = _Launches(
+            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
+        )
         keys = KeyTensors(*arrive())
         launches.main(keys)
         depart(keys.dk, keys.dv)
@@ -202,7 +208,9 @@ def backward_early(
     check_far_keys(keys.k, keys.v)
     with on_device(q.device):
         tiles = [lists.near, lists.far]
-        launches = _Launches(dout, dlse, q, out, lse, tiles, lists.runs, problem, False)
+        launches = _Launches(
+            *(dout, dlse, q, out, lse, tiles, lists.runs, lists.edges, problem, False)
+        )
         launches.main(keys, signals)
         arrive()
         launches.main(keys, signals)
@@ -217,6 +225,7 @@ class _Launches:
     Args:
         tiles: near ones, and far ones if there are some.
         runs: of all tiles.
+        edges: of the rows of all tiles.
     """
 
     def __init__(
@@ -228,6 +237,7 @@ class _Launches:
         lse: Tensor,
         tiles: Sequence[Tensor],
         runs: Tensor,
+        edges: Tensor,
         problem: AttnProblem,
         deterministic: bool,
     ):
@@ -253,7 +263,7 @@ class _Launches:
         wanted = sums + places.wanted if route.rounds_dq else 0
         self._turns = turns_of_tiles(tiles[0], runs, row_groups) if deterministic else None
         self._visits = (done, wanted, _address(self._turns), progress)
-        self._runs = runs
+        self._runs, self._edges = runs, edges
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
         before = _PREPROCESS.pack(
@@ -328,13 +338,13 @@ class _Launches:
             keys = KeyTensors(k, v, keys.dk, keys.dv)
             maps = _tensor_maps(q, dout, keys, stats_map, route.config)
             route.maps[place] = maps
-        at_runs = self._runs.data_ptr()
+        walked = self._runs.data_ptr(), self._edges.data_ptr()
         params = b"".join(
             (
                 maps,
                 _GRADIENTS.pack(*addresses[4:]),
                 self._items,
-                _ADDRESSES.pack(*self._visits, at_runs, *(signals or (0, 0))),
+                _ADDRESSES.pack(*self._visits, *walked, *(signals or (0, 0))),
                 route.scalars,
                 *self._lists,
             )

@@ -22,14 +22,18 @@ class TwoLists(NamedTuple):
     near: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
     far: Tensor
     runs: Tensor
+    edges: Tensor
 
 
-def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor, tile_rows: int) -> TwoLists:
+def two_lists(
+    k_tiles: Tensor, k_runs: Tensor, k_edges: Tensor, is_near: Tensor, tile_rows: int
+) -> TwoLists:
     """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
 
     Args:
         k_tiles: int32 `[num_tiles, 4]`.
         k_runs: int32 `[num_runs, 12]`.
+        k_edges: int32 `[total_k, NUM_LANES, 2]`.
         is_near: bool `[total_k]`.
         tile_rows: keys that are loaded for a tile.
     """
@@ -43,7 +47,9 @@ def two_lists(k_tiles: Tensor, k_runs: Tensor, is_near: Tensor, tile_rows: int) 
         tiles = torch.where(is_in[:, None], k_tiles, 0)
         return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
 
-    return TwoLists(only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs)
+    return TwoLists(
+        only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs, k_edges
+    )
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:

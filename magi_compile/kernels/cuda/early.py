@@ -51,6 +51,7 @@ class SplitPlan(NamedTuple):
     near_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
     part_tiles: Tensor  # int32 [num_parts, 4]: near runs of tiles that see both
     runs: Tensor  # int32 [num_runs, 12], the near ones of each tile first
+    edges: Tensor  # int32 [total_q, NUM_LANES, 2]
     far_begin: int
     tile_rows: int
 
@@ -59,12 +60,15 @@ class SplitPlan(NamedTuple):
         return self.part_tiles.shape[0] * self.tile_rows
 
 
-def split_plan(q_tiles: Tensor, q_runs: Tensor, tile_rows: int, far_begin: int) -> SplitPlan:
+def split_plan(
+    q_tiles: Tensor, q_runs: Tensor, q_edges: Tensor, tile_rows: int, far_begin: int
+) -> SplitPlan:
     """Cuts the q walk of a plan; on a GPU nothing waits for the device.
 
     Args:
         q_tiles: int32 `[num_tiles, 4]`, of a plan with at least one tile.
         q_runs: int32 `[num_runs, 12]`; no run has both near and far columns.
+        q_edges: int32 `[total_q, NUM_LANES, 2]`.
         tile_rows: most rows of a tile.
         far_begin: the first far column.
     """
@@ -107,6 +111,7 @@ def split_plan(q_tiles: Tensor, q_runs: Tensor, tile_rows: int, far_begin: int) 
         near_tiles,
         part_tiles[:num_parts].contiguous(),
         runs,
+        q_edges,
         far_begin,
         tile_rows,
     )
@@ -167,7 +172,7 @@ def forward_early(
                 first_behind,
             )
             keys = FarKeys(far[0], far[1], plan.far_begin, lists + params)
-            walk = Walk(plan.far_tiles, plan.runs)
+            walk = Walk(plan.far_tiles, plan.runs, plan.edges)
             enqueue(q, k, v, keys, walk, results, problem, free_sms=free_sms)
 
         here, beside = torch.cuda.current_stream(q.device), _stream(q.device)

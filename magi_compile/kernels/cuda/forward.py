@@ -36,7 +36,7 @@ ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 _STORE_ROWS = 16  # each warp stores its own rows
 # What follows the tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<6Qq4Q"), struct.Struct("<7i2f4x")
+_ADDRESSES, _SCALARS = struct.Struct("<6Qq5Q"), struct.Struct("<7i2f60x")
 _MAX_KNOWN_MAPS = 256
 _NO_FAR_KEYS = 2**31 - 1
 
@@ -44,10 +44,11 @@ _Layouts = tuple[tuple[int, ...], ...]
 
 
 class Walk(NamedTuple):
-    """The tiles of one launch and their runs."""
+    """The tiles of one launch, their runs, and the edges of rows."""
 
     tiles: Tensor
     runs: Tensor
+    edges: Tensor
     part_shifts: Tensor | None = (
         None  # int32 `[num_tiles]`, see ForwardParams; None: every tile is a part
     )
@@ -81,6 +82,7 @@ class Places(NamedTuple):
     prior_lse: int
     wide_rows: int  # no address: that a head has
     runs: int
+    edges: int
     part_shifts: int
     tiles: int
 
@@ -108,9 +110,14 @@ class _Route(NamedTuple):
 
 @cache
 def forward_variant(
-    problem: AttnProblem, config: ForwardConfig, *, is_early: bool = False
+    problem: AttnProblem,
+    config: ForwardConfig,
+    *,
+    has_stairs: bool = False,
+    is_early: bool = False,
 ) -> Variant:
-    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before far keys are there."""
+    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before far keys are there,
+    `has_stairs` if a run may have a lane."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
         "FFA_HEAD_DIM": problem.head_dim,
@@ -123,6 +130,7 @@ def forward_variant(
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
+        "FFA_HAS_STAIRS": str(has_stairs).lower(),
         "FFA_HAS_FAR_KEYS": str(is_early or config.always_takes_far_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
     }
@@ -135,6 +143,7 @@ def forward(
     v: Tensor,
     q_tiles: Tensor,
     q_runs: Tensor,
+    q_edges: Tensor,
     problem: AttnProblem,
     *,
     prior: ForwardOutput | None = None,
@@ -149,6 +158,7 @@ def forward(
         v: `[total_k, nheads_kv, head_dim]`.
         q_tiles: of the plan, for the tile sizes of `config`.
         q_runs: of the plan.
+        q_edges: of the plan.
         problem: what `CudaKernel.refusals` finds nothing against.
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
@@ -173,7 +183,10 @@ def forward(
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return forward(
-                q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype, config=config
+                *(q, k, v, q_tiles, q_runs, q_edges, problem),
+                prior=prior,
+                out_dtype=out_dtype,
+                config=config,
             )
 
     out = q.new_empty((total_q, nheads_q, head_dim), dtype=out_dtype)
@@ -183,7 +196,7 @@ def forward(
         results = Results(out, lse, None, None, *priors)
     else:
         results = Results(None, None, out, lse, *priors)
-    enqueue(q, k, v, None, Walk(q_tiles, q_runs), results, problem, config)
+    enqueue(q, k, v, None, Walk(q_tiles, q_runs, q_edges), results, problem, config)
     return ForwardOutput(out, lse)
 
 
@@ -199,7 +212,10 @@ def enqueue(
     free_sms: int = 0,
 ) -> None:
     """One launch on torch's current stream and device; `results` are contiguous. All SMs but `free_sms` take part."""
-    walked = walk.runs.data_ptr(), _address(walk.part_shifts), walk.tiles.data_ptr()
+    walked = (
+        *(walk.runs.data_ptr(), walk.edges.data_ptr()),
+        *(_address(walk.part_shifts), walk.tiles.data_ptr()),
+    )
     places = Places._make((*map(_address, results), results.wide_rows, *walked))
     num_tiles = walk.tiles.shape[0]
     enqueue_at(q, k, v, far, results.out, num_tiles, places, problem, config, free_sms)
@@ -225,7 +241,9 @@ def enqueue_at(
     if far is not None:
         begin = far.begin
         layouts = (*layouts, far.k.shape, far.k.stride(), far.v.stride())
-    route = _route(problem, config, layouts, begin, num_tiles, q.device.index, free_sms)
+    route = _route(
+        *(problem, config, layouts, begin, num_tiles, places.edges != 0, q.device.index, free_sms)
+    )
     if route is None or any(address % 16 for address in at):
         q, k, v = (tma_compatible(x) for x in (q, k, v))
         enqueue_at(q, k, v, far, out, num_tiles, places, problem, config, free_sms)
@@ -252,6 +270,7 @@ def _route(
     layouts: _Layouts,
     far_begin: int,
     num_tiles: int,
+    has_stairs: bool,
     device_index: int,
     free_sms: int,
 ) -> _Route | None:
@@ -281,7 +300,8 @@ def _route(
         problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
     )
     is_early = far_begin != _NO_FAR_KEYS
-    function = load_function(forward_variant(problem, config, is_early=is_early), device_index)
+    variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=is_early)
+    function = load_function(variant, device_index)
     has_ticket = not is_early and num_items > grid
     return _Route(function, grid, config.num_threads, has_ticket, scalars, {})
 

@@ -58,9 +58,8 @@ class CudaKernel:
             plan = plan_on_device(slices, sizes)
         else:
             plan = build_tile_plan(slices, **sizes._asdict())
-        q_walk = (plan.q_tiles, plan.q_runs)
-        parts = cut_tiles(*q_walk, slices.seqlen_k, sizes, problem)
-        return [*q_walk, parts, plan.k_tiles, plan.k_runs]
+        parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
+        return [*plan[:3], parts, *plan[3:]]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem), problem.nheads_q
@@ -77,15 +76,15 @@ class CudaKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, parts, *_ = plan
+        q_tiles, q_runs, q_edges, parts, *_ = plan
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_parts(q, k, v, q_tiles, q_runs, parts, problem)
-        return forward(q, k, v, q_tiles, q_runs, problem, prior=prior, out_dtype=out_dtype)
+            return forward_in_parts(q, k, v, q_tiles, q_runs, q_edges, parts, problem)
+        return forward(q, k, v, q_tiles, q_runs, q_edges, problem, prior=prior, out_dtype=out_dtype)
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> SplitPlan:
-        q_tiles, q_runs, *_ = self.plan(slices, problem)
-        return split_plan(q_tiles, q_runs, plan_tiles(problem).q_tile_rows, far_begin)
+        q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)
+        return split_plan(q_tiles, q_runs, q_edges, plan_tiles(problem).q_tile_rows, far_begin)
 
     def forward_early(
         self,
@@ -118,10 +117,11 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        *_, k_tiles, k_runs = plan
+        *_, k_tiles, k_runs, k_edges = plan
         deterministic = torch.are_deterministic_algorithms_enabled()
         return backward(
-            dout, dlse, q, k, v, out, lse, k_tiles, k_runs, problem, deterministic=deterministic
+            *(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, k_edges, problem),
+            deterministic=deterministic,
         )
 
     def backward_may_be_early(self) -> bool:
@@ -130,8 +130,8 @@ class CudaKernel:
     def early_backward_plan(
         self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem
     ) -> TwoLists:
-        *_, k_tiles, k_runs = plan
-        return two_lists(k_tiles, k_runs, is_near, plan_tiles(problem).k_tile_rows)
+        *_, k_tiles, k_runs, k_edges = plan
+        return two_lists(k_tiles, k_runs, k_edges, is_near, plan_tiles(problem).k_tile_rows)
 
     backward_early = staticmethod(backward_early)
 
@@ -148,8 +148,8 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> Tensor:
-        *_, k_tiles, k_runs = plan
+        *_, k_tiles, k_runs, k_edges = plan
         return backward_in_phases(
-            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, problem),
+            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, k_edges, problem),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )

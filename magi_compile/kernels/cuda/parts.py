@@ -185,6 +185,7 @@ def forward_in_parts(
     v: Tensor,
     q_tiles: Tensor,
     q_runs: Tensor,
+    q_edges: Tensor,
     parts: Tensor,
     problem: AttnProblem,
 ) -> ForwardOutput:
@@ -193,7 +194,7 @@ def forward_in_parts(
     device = q.device
     if device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            return forward_in_parts(q, k, v, q_tiles, q_runs, parts, problem)
+            return forward_in_parts(q, k, v, q_tiles, q_runs, q_edges, parts, problem)
     total_q, nheads_q, _ = q.shape
     num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
     route = _route(problem, total_q, num_tiles, num_runs, parts.shape[0], device.index)
@@ -212,6 +213,7 @@ def forward_in_parts(
         prior_lse=0,
         wide_rows=route.part_rows,
         runs=at,
+        edges=q_edges.data_ptr(),
         part_shifts=at + 4 * layout.shifts,
         tiles=at + 4 * layout.tiles,
     )

@@ -15,16 +15,18 @@ from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan import cost
+from magi_compile.plan.stairs import NUM_LANES, num_edge_rows
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, TilePlan, padded_sizes
 
 _THREADS = 1024
 # The fields of TilePlanParams before its walks, and those of a Walk: addresses, then sizes.
-_SLICES, _WALK, _WALK_SIZES = struct.Struct("<4Q"), struct.Struct("<3Q"), struct.Struct("<8i")
+_SLICES, _WALK, _WALK_SIZES = struct.Struct("<4Q"), struct.Struct("<4Q"), struct.Struct("<8i")
 
 
 class _Walk(NamedTuple):
     """The sizes of one walk."""
 
+    num_edge_rows: int
     num_tiles: int
     num_runs: int
     num_scratch: int  # int32s, an even number
@@ -81,8 +83,9 @@ def prepare(slices: AttnSlices, sizes: PlanTiles) -> Launch:
     for walk in walks:
         tiles = torch.empty((walk.num_tiles, len(TILE_FIELDS)), dtype=torch.int32, device=device)
         runs = torch.empty((walk.num_runs, len(RUN_FIELDS)), dtype=torch.int32, device=device)
-        tensors += (tiles, runs)
-        params += _WALK.pack(tiles.data_ptr(), runs.data_ptr(), address) + walk.packed
+        edges = torch.empty((walk.num_edge_rows, NUM_LANES, 2), dtype=torch.int32, device=device)
+        tensors += (tiles, runs, edges)
+        params += _WALK.pack(*(x.data_ptr() for x in tensors[-3:]), address) + walk.packed
         address += 4 * walk.num_scratch
     return Launch(params, TilePlan(*tensors), (q_ranges, k_ranges, mask_types, scratch))
 
@@ -93,20 +96,21 @@ def _route(
 ) -> tuple[int, tuple[_Walk, ...]]:
     """What depends on sizes alone: the address of the flag, and both walks."""
     walks = []
-    for total_rows, tile_rows, block_cols in (
-        (seqlen_q, sizes.q_tile_rows, sizes.q_block_cols),
-        (seqlen_k, sizes.k_tile_rows, sizes.k_block_cols),
+    q_edge_rows = num_edge_rows(max(num_slices, 1), seqlen_q, sizes.q_tile_rows)
+    for total_rows, edge_rows, tile_rows, block_cols in (
+        (seqlen_q, q_edge_rows, sizes.q_tile_rows, sizes.q_block_cols),
+        (seqlen_k, seqlen_k, sizes.k_tile_rows, sizes.k_block_cols),
     ):
         room = padded_sizes(max(num_slices, 1), total_rows, tile_rows)
         num_sorted = 1 << max(room.num_tiles - 1, 0).bit_length()
         num_scratch = (
             2 * num_sorted
-            + 5 * room.num_runs
+            + 15 * room.num_runs
             + 2 * (total_rows // 32 + 1)
             + 5 * room.num_regions
             + 2
-            + 9 * room.num_tiles
-            + 7 * num_slices
+            + 10 * room.num_tiles
+            + 17 * num_slices
             + num_slices // 32
             + 2
         )
@@ -115,6 +119,7 @@ def _route(
             *(total_rows, tile_rows, block_cols),
             *(num_sorted, num_slices),
         )
-        walks.append(_Walk(room.num_tiles, room.num_runs, num_scratch + num_scratch % 2, packed))
+        num_scratch += num_scratch % 2
+        walks.append(_Walk(edge_rows, room.num_tiles, room.num_runs, num_scratch, packed))
     (flag,) = flag_addresses(device, [(room.message, "")])
     return flag, tuple(walks)
