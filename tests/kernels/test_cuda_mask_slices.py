@@ -308,6 +308,8 @@ def test_in_a_cuda_graph():
         assert torch.equal(lists[1].cpu(), slices.k_ranges)
     document.copy_(torch.arange(500) // 100 % 2)
     graph.replay()
-    with pytest.raises(MaskDataError, match="the value 0 that row q = 200 of batch entry 0 looks up"):
+    with pytest.raises(
+        MaskDataError, match="the value 0 that row q = 200 of batch entry 0 looks up"
+    ):
         _checks.synchronize_checks()
     assert not any(each.any() for each in lists)
