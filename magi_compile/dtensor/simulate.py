@@ -44,6 +44,7 @@ MASKS = (
     "document_causal",
     "block_causal_document",
     "sliding_window_causal",
+    "block_diffusion",
 )
 
 
