@@ -3,7 +3,7 @@
 The documents are the `.py` files of the Python installation that runs this. Every sequence packs many of them; a
 token sees the earlier tokens of its own document. The same model with a dense mask and scaled_dot_product_attention,
 from the same seed, is trained beside it: the loss curves agree. On a GPU, `--baseline flex` compares with PyTorch's own
-compiled FlexAttention instead.
+compiled FlexAttention instead, and `--cuda-graphs` takes Python out of the compiled steps.
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def train(name: str, args: argparse.Namespace, make_mask, backend: str | None) -
     device = torch.device(args.device)
     model = GPT(args.dim, args.layers, args.heads, args.kv_heads, make_mask).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
-    step = torch.compile(model, backend=backend, fullgraph=True) if backend else model
+    mode = "reduce-overhead" if args.cuda_graphs else None
+    step = torch.compile(model, backend=backend, mode=mode, fullgraph=True) if backend else model
     packs, losses, seconds = packed_documents(args.seqlen, args.seed), [], []
     with tqdm(range(args.steps), desc=f"{name:>18}", unit="step") as bar:
         for _ in bar:
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--baseline", choices=("dense", "flex"), default="dense")
+    parser.add_argument("--cuda-graphs", action="store_true", help="replay compiled steps")
     parser.add_argument(
         "--explain", action="store_true", help="tell what becomes of each attention"
     )

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
 import magi_compile
 from magi_compile.lowering.report import REPORT
+from tests.masks.mask_mods import block_diffusion
 
 pytestmark = pytest.mark.gpu
 
@@ -28,6 +29,20 @@ def document_mask(lengths):
     return create_block_mask(mask_mod, None, None, len(document), len(document), device="cuda")
 
 
+def block_diffusion_mask(lengths):
+    """Documents once noisy, and once more clean: equal values of a captured tensor in two places."""
+    total = sum(lengths)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    document = document.repeat(2).cuda()
+    blocks = block_diffusion(1, 2 * total, 2 * total)
+
+    def same(b, h, q, kv):
+        return document[q] == document[kv]
+
+    mask_mod = and_masks(same, blocks)
+    return create_block_mask(mask_mod, None, None, 2 * total, 2 * total, device="cuda")
+
+
 def attend(q, k, v, mask):
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
@@ -40,12 +55,13 @@ def results(function, q, k, v, mask):
 LAYOUTS = [(1521,), (100, 1400, 21), (500, 500, 521), (1, 2, 1518)]
 
 
-def check_training(layouts, batch=2, heads_q=HEADS_Q):
+def check_training(layouts, batch=2, heads_q=HEADS_Q, make_mask=document_mask):
     """As close to fp32 as FlexAttention's own kernels are, and one graph for all documents."""
     ours = torch.compile(attend, backend="magi", fullgraph=True)
     stock = torch.compile(attend, fullgraph=True)
     for seed, lengths in enumerate(layouts):
-        tensors, mask = inputs(seed, sum(lengths), batch, heads_q), document_mask(lengths)
+        mask = make_mask(lengths)
+        tensors = inputs(seed, mask.seq_lengths[0], batch, heads_q)
         exact = [t.detach().float().requires_grad_() for t in tensors]
         expected = results(torch.compile(attend, fullgraph=True), *exact, mask)
         for name, our, their, true in zip(
@@ -67,6 +83,10 @@ def test_training_matches_flex_attention():
 def test_training_with_tiles_in_parts():
     """The long document's tiles are too few for the SMs, those of the short ones are not cut."""
     check_training([(4000,), (400,) * 10], batch=1, heads_q=4)
+
+
+def test_block_diffusion_of_packed_documents():
+    check_training([(300, 460), (33, 127, 600)], make_mask=block_diffusion_mask)
 
 
 def test_inference_in_a_cuda_graph():
