@@ -4,6 +4,8 @@
 #include "block.cuh"
 #include "plan.cuh"
 #include "rect.cuh"
+#include "sorted.cuh"
+#include "stairs.cuh"
 
 namespace ffa {
 
@@ -14,7 +16,6 @@ constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
 constexpr int kThreads = 1024;
 constexpr int kMostSteps = 32;   // of stairs that a row meets as many rectangles of
-constexpr int kChunk = 32;   // of what is sorted by looking at each other
 
 // One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
 struct Walk {
@@ -41,28 +42,6 @@ struct TilePlanParams {
 };
 
 static_assert(sizeof(Walk) == 64 && sizeof(TilePlanParams) == 160, "packed by magi_compile/kernels/cuda/planner.py");
-
-// What a tile sees of one rectangle, or of several next to one another: a run, or a step of one.
-struct Step {
-    Rect rect;
-    int above;   // the step above this one; its own number if there is none
-    int first, last;   // of its stairs, where this is the first one
-    int lane;    // where its stairs look, or 0
-};
-
-// The number of elements of the sorted `values` that are at most `x`.
-__device__ __forceinline__ int count_up_to(const int* values, int count, int x) {
-    int low = 0;
-    for (int high = count; low < high;) {
-        const int middle = (low + high) / 2;
-        if (values[middle] <= x) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
 
 class Planner {
 public:
@@ -373,172 +352,24 @@ private:
         for_each(num_pairs_, [&](int i) { pair_slice_[i] = slice_at_[pair_tile_[i]]; });
     }
 
-    struct Range {
-        int begin, end;
-    };
-
-    // The places of `count` keys in order of the keys, no two of which are equal, each in its section: of `section(place)`, that has
-    // `longest` places at most. In `order` or `other`. In a chunk of a section each looks up its place among the others; then
-    // neighbouring chunks merge until the chunk is the section.
-    template <class Section>
-    __device__ __forceinline__ int* sort_by_key(const unsigned long long* keys, int count, int longest, int* order, int* other,
-                                                Section section) const {
-        for_each(count, [&](int place) {
-            const Range all = section(place);
-            const int first = place - (place - all.begin) % kChunk;
-            const unsigned long long key = keys[place];
-            int rank = first;
-            for (int i = first; i < min(first + kChunk, all.end); ++i) {
-                rank += keys[i] < key;
-            }
-            order[rank] = place;
-        });
-        for (int size = kChunk; size < longest; size *= 2) {
-            for_each(count, [&](int i) {
-                const Range all = section(i);
-                const int own = i - (i - all.begin) % size;
-                const bool is_left = (i - all.begin) / size % 2 == 0;
-                const int begin = is_left ? min(own + size, all.end) : own - size;
-                const unsigned long long key = keys[order[i]];
-                int low = begin;
-                for (int high = min(begin + size, all.end); low < high;) {
-                    const int middle = (low + high) / 2;
-                    if (keys[order[middle]] < key) {
-                        low = middle + 1;
-                    } else {
-                        high = middle;
-                    }
-                }
-                other[min(own, begin) + (i - own) + (low - begin)] = order[i];
-            });
-            int* const last = order;
-            order = other;
-            other = last;
-        }
-        return order;
-    }
-
     // Where the pairs of a tile are, of which one is at `place`.
     __device__ __forceinline__ Range tile_around(int place) const {
         const int tile = count_up_to(pair_begin_, num_live_tiles_, place) - 1;
         return {pair_begin_[tile], pair_begin_[tile] + pair_count_[tile]};
     }
 
-    // What a tile sees of its rectangles, those next to one another joined, and which of that are steps of stairs; how many runs that
-    // makes.
-    __device__ int find_stairs(int tile) {
-        Step* const steps = steps_of(tile);
-        const int count = join_neighbours(tile, steps, num_pairs_ > 0 ? pair_count_[tile] : 0);
-        step_count_[tile] = count;
-        if (has_stairs()) {
-            look_above(steps, count);
+    // What a tile sees of its rectangles, and which of that are stairs; how many runs that makes.
+    __device__ int find_stairs(int tile) const {
+        Stairs stairs(steps_of(tile), num_pairs_ > 0 ? pair_count_[tile] : 0, walk_.block_cols, has_stairs());
+        for (int i = 0; i < stairs.count(); ++i) {
+            stairs.put(i, rect_in_tile(pair_slice_[pair_begin_[tile] + i], tile));
         }
-        for (int i = 0; i < count; ++i) {
-            const int first = steps[steps[i].above].first;
-            steps[i].first = first;
-            steps[first].last = i;
-        }
-        int num_stairs = 0;
-        int num_left = 0;
-        for (int i = 0; i < count; ++i) {
-            const int first = steps[i].first;
-            if (first == i && steps[i].last != i && num_stairs < kLanes) {
-                steps[i].lane = ++num_stairs;
-            }
-            steps[i].lane = steps[first].lane;
-            num_left += first == i || steps[i].lane == 0;
-        }
-        return num_left;
-    }
-
-    // In place; how many are left. Two that are steps of stairs, both above or both below others, stay two.
-    __device__ int join_neighbours(int tile, Step* steps, int count) const {
-        for (int i = 0; i < count; ++i) {
-            steps[i] = {rect_in_tile(pair_slice_[pair_begin_[tile] + i], tile), i, i, i, 0};
-        }
-        if (has_stairs()) {
-            look_above(steps, count);
-        }
-        for (int i = 0; i < count; ++i) {
-            steps[steps[i].above].last = i;   // of those that have one below: not their own number
-        }
-        int num_left = 0;
-        bool was_above = false, was_below = false;
-        for (int i = 0; i < count; ++i) {
-            const Rect next = steps[i].rect;
-            const bool is_below = steps[i].above != i, is_above = steps[i].last != i;
-            if (num_left > 0 && steps[num_left - 1].rect.joins(next) && !(was_above && is_above) && !(was_below && is_below)) {
-                steps[num_left - 1].rect.col_end = next.col_end;
-                steps[num_left - 1].rect.diag_hi = next.diag_hi;
-            } else {
-                steps[num_left].rect = next;
-                ++num_left;
-            }
-            was_above = is_above;
-            was_below = is_below;
-        }
-        for (int i = 0; i < num_left; ++i) {
-            steps[i].above = steps[i].first = steps[i].last = i;
-        }
-        return num_left;
-    }
-
-    // Which step is above which.
-    __device__ __forceinline__ void look_above(Step* steps, int count) const {
-        for (int i = 0; i < count; ++i) {
-            const int below = step_below(steps, i, count);
-            if (below < count) {
-                steps[below].above = i;   // if there are two, the later one
-            }
-        }
+        stairs.join_neighbours();
+        step_count_[tile] = stairs.count();
+        return stairs.find();
     }
 
     __device__ __forceinline__ Step* steps_of(int tile) const { return steps_ + pair_begin_[tile]; }
-
-    // Of the runs that begin in the next row the first one that sees nothing further left, if it is a step below and that saves
-    // a block.
-    __device__ __forceinline__ int step_below(const Step* steps, int i, int count) const {
-        const Rect r = steps[i].rect;
-        int low = i + 1;
-        for (int high = count; low < high;) {
-            const int middle = (low + high) / 2;
-            const Rect& other = steps[middle].rect;
-            if (other.row_begin < r.row_end || (other.row_begin == r.row_end && other.col_begin < r.common_begin())) {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
-        if (low == count || !r.is_step_above(steps[low].rect)) {
-            return count;
-        }
-        const Rect& below = steps[low].rect;
-        const int apart = blocks_of(r.col_end - r.col_begin) + blocks_of(below.col_end - below.col_begin);
-        return blocks_of(below.col_end - r.col_begin) < apart ? low : count;
-    }
-
-    // From the run of a tile where a walk begins to the one below which it ends: the same one, or the last step of stairs.
-    __device__ __forceinline__ Run walked(int tile, const Rect& top, const Rect& bottom, int lane) const {
-        const int cols = walk_.block_cols;
-        const bool covers_tile = top.row_begin == tile_begin_[tile] && bottom.row_end == tile_end_[tile];
-        const int num_blocks = blocks_of(bottom.col_end - top.col_begin);
-        const int left = bottom.common_begin() - top.col_begin;
-        const int right = covers_tile ? top.common_end() - top.col_begin : 0;
-        const int num_trail = num_blocks - right / cols;
-        const int num_lead = min((left + cols - 1) / cols, num_blocks - num_trail);
-        return {top.row_begin,
-                bottom.row_end,
-                top.col_begin,
-                bottom.col_end,
-                lane > 0 ? -kNoDiagonal : top.diag_lo,
-                lane > 0 ? kNoDiagonal : top.diag_hi,
-                top.col_begin,
-                num_blocks,
-                num_lead,
-                num_trail,
-                lane,
-                0};
-    }
 
     __device__ void write_edges(const Rect& r, int lane) const {
         for (int row = r.row_begin; row < r.row_end; ++row) {
@@ -563,7 +394,9 @@ private:
                         continue;
                     }
                 }
-                const Run run = walked(tile, step.rect, steps[step.lane > 0 ? step.last : i].rect, step.lane);
+                const Rect& bottom = steps[step.lane > 0 ? step.last : i].rect;
+                const bool covers_tile = step.rect.row_begin == tile_begin_[tile] && bottom.row_end == tile_end_[tile];
+                const Run run = run_from(step.rect, bottom, step.lane, covers_tile, walk_.block_cols);
                 cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
                 *next++ = run;
             }
