@@ -79,12 +79,13 @@ struct Runs {
     Int* value;         // [num_runs]
     int* begin;         // [num_runs]
     int* order;         // the runs by value, then by place; a power of two, where the values are searched for
+    int* num_drops;     // [num_runs]: how many runs up to this one have a smaller value than the one before
     unsigned* borders;  // a bit for each key: a run begins
-    int* state;         // num_runs, and the first key that is larger than the one behind it, or kNever
+    int* num_runs;
     int seqlen_k;
 
-    __device__ __forceinline__ int count() const { return state[0]; }
-    __device__ __forceinline__ int first_drop() const { return state[1]; }
+    __device__ __forceinline__ int count() const { return *num_runs; }
+    __device__ __forceinline__ bool drops(int run) const { return run > 0 && value[run] < value[run - 1]; }
     __device__ __forceinline__ int begin_of(int run) const { return run < count() ? begin[run] : seqlen_k; }
     __device__ __forceinline__ int run_of(int key) const {
         return partition_point(count(), [&](int run) { return begin[run] <= key; }) - 1;
@@ -136,10 +137,24 @@ public:
         return static_cast<int>(max(0, min(key, static_cast<Int>(params_.seqlen_k))));
     }
 
-    // The first key whose value is above `limit`, where values never decrease.
-    __device__ __forceinline__ Int upper_bound(int index, int b, Int limit) const {
+    // Whether the values never decrease in [lo, hi).
+    __device__ bool is_ordered(int index, int b, int lo, int hi) const {
+        if (lo >= hi) {
+            return true;
+        }
         const Runs runs = this->runs(index, b);
-        return runs.begin_of(partition_point(runs.count(), [&](int run) { return runs.value[run] <= limit; }));
+        return runs.num_drops[runs.run_of(lo)] == runs.num_drops[runs.run_of(hi - 1)];
+    }
+
+    // The first key of [lo, hi), where values never decrease, whose value is above `limit`, or hi.
+    __device__ Int bound_within(int index, int b, Int limit, int lo, int hi) const {
+        if (lo >= hi) {
+            return hi;
+        }
+        const Runs runs = this->runs(index, b);
+        const int first = runs.run_of(lo), count = runs.run_of(hi - 1) + 1 - first;
+        const int below = partition_point(count, [&](int i) { return runs.value[first + i] <= limit; });
+        return below == 0 ? lo : min(hi, runs.begin_of(first + below));
     }
 
     __device__ Group group(int index, int b, Int wanted) const {
@@ -203,14 +218,6 @@ public:
         report(check, b * params_.seqlen_k + kv, holds);
     }
 
-    // That the values of an index never decrease in batch entry b, if it matters.
-    __device__ __forceinline__ void require_sorted(int check, int index, int b, bool matters) const {
-        const int drop = runs(index, b).first_drop();
-        if (matters && drop != kNever) {
-            require_at_key(check, b, drop, false);
-        }
-    }
-
 private:
     __device__ __forceinline__ void report(int check, int place, bool holds) const {
         if (!holds) {
@@ -227,14 +234,15 @@ private:
         for (int other = 0; other < index; ++other) {
             slot += num_entries(other);
         }
-        const int num_words = 3 * params_.seqlen_k + num_sorted_ + num_key_words_ + 2;
+        const int num_words = 4 * params_.seqlen_k + num_sorted_ + num_key_words_ + 1;
         int* const memory = runs_ + static_cast<Int>(slot) * ((num_words + 1) / 2 * 2);
         Runs runs;
         runs.value = reinterpret_cast<Int*>(memory);
         runs.begin = memory + 2 * params_.seqlen_k;
         runs.order = runs.begin + params_.seqlen_k;
-        runs.borders = reinterpret_cast<unsigned*>(runs.order + num_sorted_);
-        runs.state = runs.order + num_sorted_ + num_key_words_;
+        runs.num_drops = runs.order + num_sorted_;
+        runs.borders = reinterpret_cast<unsigned*>(runs.num_drops + params_.seqlen_k);
+        runs.num_runs = runs.num_drops + params_.seqlen_k + num_key_words_;
         runs.seqlen_k = params_.seqlen_k;
         return runs;
     }
@@ -266,15 +274,10 @@ private:
                 }
             });
         for_each(count, [&](int run) { runs.value[run] = Mask::key(*this, index, b, runs.begin[run]); });
-        for_each(1, [&](int) {
-            runs.state[0] = count;
-            runs.state[1] = kNever;
-        });
-        for_each(count - 1, [&](int run) {
-            if (runs.value[run + 1] < runs.value[run]) {
-                atomicMin(&runs.state[1], runs.begin[run + 1] - 1);
-            }
-        });
+        for_each(1, [&](int) { *runs.num_runs = count; });
+        const int num_drops = prefix_sum(
+            count, [&](int run) { return int(runs.drops(run)); },
+            [&](int run, int before) { runs.num_drops[run] = before + runs.drops(run); });
         if (!(Mask::kSearchedIndexes >> index & 1)) {
             return;
         }
@@ -283,7 +286,7 @@ private:
             num_sorted *= 2;
         }
         for_each(num_sorted, [&](int run) { runs.order[run] = run; });
-        if (runs.first_drop() != kNever) {
+        if (num_drops > 0) {
             sort(runs.order, num_sorted, [&](int x, int y) {
                 const bool is_tie = x >= count || y >= count || runs.value[x] == runs.value[y];
                 return is_tie ? x < y : runs.value[x] < runs.value[y];

@@ -6,6 +6,7 @@ All on the tensors' device, in O(rows + keys) memory, and on a GPU without waiti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,14 @@ class _Groups(NamedTuple):
     end: Tensor  # behind the last key of this value
     number: Tensor | None  # of the group; None: every run is one
     is_whole: Tensor | None  # this run and those of this value behind it are one; None: all are
+
+
+class _Stretches(NamedTuple):
+    """Along kv, where the values of a table do not decrease; all `[1 or batch, seqlen_k]`."""
+
+    number: Tensor  # of the stretch
+    values: Tensor  # sorted, whatever the stretch
+    place: Tensor  # never decreases: first the stretch, then how many values are smaller
 
 
 class Evaluation:
@@ -63,11 +72,19 @@ class Evaluation:
 
     def lane(self, lane: Lane) -> tuple[Tensor, Tensor]:
         """The edges of a lane, int32 and in [0, seqlen_k], broadcastable to `[batch, seqlen_q]`."""
-        lo, hi = self.edge(lane.lo), self.edge(lane.hi)
+        lo, hi = self.edge(lane.lo, lambda *_: 0), self.edge(lane.hi, lambda *_: self.seqlen_k)
         splits = []
-        for promise in lane.exact:
+        for promise in lane.grouped:
             lo, hi, is_split = self.narrow_to_group(promise, lo, hi)
             splits.append((promise, is_split))
+        for promise in lane.ordered:
+            self.expect_order(promise, lo, hi)
+        if lane.ordered:
+            bound = partial(self.bound_within, lo, hi)
+            lo, hi = (
+                torch.maximum(lo, self.edge(lane.lo, bound)),
+                torch.minimum(hi, self.edge(lane.hi, bound)),
+            )
         if lane.keys != TRUE:
             lo, hi = self.narrow(lane.keys, lo, hi)
         for promise, is_split in splits:
@@ -75,8 +92,9 @@ class Evaluation:
                 self.check_group(promise, is_split & (lo < hi))
         return lo, hi
 
-    def edge(self, expr: Expr) -> Tensor:
-        value = self.value(expr)
+    def edge(self, expr: Expr, bound: Callable[[Expr, Expr], Tensor | int]) -> Tensor:
+        """An edge whose `upper_bound(keys, limit)` are what `bound` says."""
+        value = self.with_bounds(expr, bound)
         if not isinstance(value.data, Tensor):
             number = min(max(value.data, 0), self.seqlen_k)
             return torch.full((1, 1), number, dtype=torch.int32, device=self.device)
@@ -84,6 +102,13 @@ class Evaluation:
         if value.low < 0 or value.high > self.seqlen_k:
             data = data.clamp(0, self.seqlen_k)
         return data.to(torch.int32)
+
+    def with_bounds(self, expr: Expr, bound: Callable[[Expr, Expr], Tensor | int]) -> Value:
+        if expr.op == "upper_bound":
+            return Value(bound(*expr.args), 0, self.seqlen_k)
+        if not has_bounds(expr):
+            return self.value(expr)
+        return apply(expr.op, [self.with_bounds(arg, bound) for arg in expr.args])
 
     def narrow(self, keys: Expr, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
         """The keys of `[lo, hi)` where the key condition holds; checks that they are one interval."""
@@ -133,22 +158,26 @@ class Evaluation:
         words = preconditions.is_grouped(self.program.describe(keys))
         self.check(is_split, words, self.tensor(self.value(wanted)))
 
+    def expect_order(self, promise: Promise, lo: Tensor, hi: Tensor) -> None:
+        """Checks that keys are sorted in `[lo, hi)`, in the rows where it counts."""
+        (keys,), when = promise.holds.args, self.value(promise.when).data
+        if when is False:
+            return
+        stretch = self.stretches(keys).number
+        first, last = lo.clamp(max=self.seqlen_k - 1), (hi - 1).clamp(min=0)
+        is_broken = _gather(stretch, first) != _gather(stretch, last)
+        words = preconditions.is_sorted(self.program.describe(keys))
+        self.check(is_broken & (lo < hi) & when, words)
+
     def expect(self, promise: Promise) -> None:
-        """Checks a promise in the rows where it counts."""
-        op, args = promise.holds.op, promise.holds.args
+        """Checks a promise of a row in the rows where it counts."""
         matters = self.value(promise.when).data
         if matters is False:
             return
-        if op == "is_grouped":
+        if promise.holds.op == "is_grouped":
             is_whole = self.group_field(promise.holds, "is_whole")
             if is_whole is not None:
                 self.check_group(promise, ~is_whole & matters)
-        elif op == "is_sorted":
-            keys = self.tensor(self.value(args[0])).expand(-1, self.seqlen_k)
-            drops = keys[:, 1:] < keys[:, :-1]
-            if isinstance(matters, Tensor):
-                drops = drops & matters.any(-1, keepdim=True)
-            self.check(drops, preconditions.is_sorted(self.program.describe(args[0])))
         else:
             holds = self.value(promise.holds).data
             if not isinstance(holds, Tensor):
@@ -191,8 +220,6 @@ class Evaluation:
             return Value(index[:, None] if args[0] == "b" else index[None], 0, size - 1)
         if op == "table":
             return self.look_up(expr)
-        if op == "upper_bound":
-            return Value(self.upper_bound(*args), 0, self.seqlen_k)
         if op in ("group_begin", "group_end"):
             edge = self.group_field(expr, op.removeprefix("group_"))
             assert edge is not None
@@ -319,12 +346,30 @@ class Evaluation:
 
         return self.once("locate", Expr("is_grouped", expr.args), locate)
 
-    def upper_bound(self, keys: Expr, limit: Expr) -> Tensor:
-        """The first key whose value is above `limit`, for values that never decrease."""
-        value, begin, _ = self.runs(keys)
-        edges = torch.nn.functional.pad(begin, (0, 1), value=self.seqlen_k)
-        values, limits = _aligned(value, self.tensor(counted(self.value(limit))))
-        return _gather(edges, torch.searchsorted(values, limits, right=True))
+    def stretches(self, keys: Expr) -> _Stretches:
+        def compute():
+            data = self.tensor(counted(self.value(keys))).expand(-1, self.seqlen_k).contiguous()
+            number = torch.zeros_like(data, dtype=torch.int64)
+            torch.cumsum(data[:, 1:] < data[:, :-1], -1, out=number[:, 1:])
+            values = data.sort(dim=-1).values
+            place = number * (self.seqlen_k + 1) + torch.searchsorted(values, data)
+            return _Stretches(number, values, place)
+
+        return self.once("stretches", keys, compute)
+
+    def bound_within(self, lo: Tensor, hi: Tensor, keys: Expr, limit: Expr) -> Tensor:
+        """The first key of `[lo, hi)` whose value is above `limit`, or hi; the values never decrease there."""
+        number, values, place = self.stretches(keys)
+        sought = _aligned(values, self.tensor(counted(self.value(limit))))
+        num_below = torch.searchsorted(*sought, right=True)
+        stretch = _gather(number, lo.clamp(max=self.seqlen_k - 1))
+        bound = torch.searchsorted(*_aligned(place, stretch * (self.seqlen_k + 1) + num_below))
+        return torch.minimum(torch.maximum(bound, lo), hi)
+
+
+def has_bounds(expr: Expr) -> bool:
+    """Whether an edge depends on the order of keys."""
+    return any(node.op == "upper_bound" for node in expr.walk())
 
 
 def is_plain(look_up: Expr) -> bool:

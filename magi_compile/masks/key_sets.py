@@ -32,14 +32,18 @@ class Promise(NamedTuple):
 class Lane(NamedTuple):
     """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds.
 
-    `exact` has `is_grouped` alone. Where such a promise is broken, keys of other values lie between those it speaks of, in
-    `[lo, hi)` too: they do not count, and no harm is done if none lies between those that do.
+    `grouped` are promises `is_grouped`. Where one is broken, keys of other values lie between those it speaks of, in `[lo, hi)`
+    too: they do not count, and no harm is done if none lies between those that do.
+
+    `ordered` are promises `is_sorted` of all keys in an `upper_bound(keys, limit)` of `lo` or `hi`. They have to be kept by the
+    keys that the rest of the lane leaves: among these the bound is the first key above `limit`.
     """
 
     lo: Expr
     hi: Expr
     keys: Expr = TRUE
-    exact: tuple[Promise, ...] = ()
+    grouped: tuple[Promise, ...] = ()
+    ordered: tuple[Promise, ...] = ()
 
 
 class KeySet(NamedTuple):
@@ -65,7 +69,8 @@ def intersect(x: KeySet, y: KeySet) -> KeySet:
             build("max", a.lo, b.lo),
             build("min", a.hi, b.hi),
             build("and", a.keys, b.keys),
-            a.exact + b.exact,
+            a.grouped + b.grouped,
+            _merged(a.ordered, b.ordered),
         )
         for a in x.lanes
         for b in y.lanes
@@ -91,13 +96,20 @@ def select(rows: Expr, x: KeySet, y: KeySet) -> KeySet:
             full = b if a is empty else a
             a, b = (part._replace(keys=full.keys) for part in (a, b))
         if a.keys == b.keys:
-            exact = _during(rows, a.exact) + _during(others, b.exact)
+            grouped, ordered = (
+                _during(rows, of_a) + _during(others, of_b)
+                for of_a, of_b in ((a.grouped, b.grouped), (a.ordered, b.ordered))
+            )
             lo, hi = build("where", rows, a.lo, b.lo), build("where", rows, a.hi, b.hi)
-            lanes.append(Lane(lo, hi, a.keys, exact))
+            lanes.append(Lane(lo, hi, a.keys, grouped, ordered))
         else:
             for part, when in ((a, rows), (b, others)):
                 lanes.append(part._replace(hi=build("where", when, part.hi, ZERO)))
     return KeySet(prune(lanes), required)
+
+
+def _merged(x: tuple[Promise, ...], y: tuple[Promise, ...]) -> tuple[Promise, ...]:
+    return tuple(dict.fromkeys(x + y))
 
 
 def _during(rows: Expr, promises: tuple[Promise, ...]) -> tuple[Promise, ...]:
@@ -127,10 +139,11 @@ def prune(lanes: list[Lane]) -> tuple[Lane, ...]:
 
 def _join(x: Lane, y: Lane) -> Lane | None:
     """One lane for the union of two, where it is one for sure."""
-    if x.exact != y.exact:
+    if x.grouped != y.grouped:
         return None
+    ordered = _merged(x.ordered, y.ordered)
     if x.lo == y.lo and x.hi == y.hi:
-        return x._replace(keys=build("or", x.keys, y.keys))
+        return x._replace(keys=build("or", x.keys, y.keys), ordered=ordered)
     if x.keys != y.keys:
         return None
     for inner, outer in ((x, y), (y, x)):
@@ -138,7 +151,7 @@ def _join(x: Lane, y: Lane) -> Lane | None:
             return outer
     # Two intervals from the same edge are one interval, even where one of them is empty.
     if x.lo == y.lo:
-        return x._replace(hi=build("max", x.hi, y.hi))
+        return x._replace(hi=build("max", x.hi, y.hi), ordered=ordered)
     if x.hi == y.hi:
-        return x._replace(lo=build("min", x.lo, y.lo))
+        return x._replace(lo=build("min", x.lo, y.lo), ordered=ordered)
     return None

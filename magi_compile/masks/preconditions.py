@@ -23,7 +23,10 @@ def is_grouped(keys: str) -> Words:
 
 
 def is_sorted(keys: str) -> Words:
-    return f"`{keys}` must never decrease along kv", "it does from kv = {0} on in batch entry {1}"
+    return (
+        f"`{keys}` must never decrease along the keys that a row may see",
+        "in row q = {} of batch entry {} it does",
+    )
 
 
 def is_true(condition: str) -> Words:

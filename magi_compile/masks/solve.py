@@ -297,9 +297,9 @@ class _Solver:
         else:
             limit = build("neg", build("floordiv", limit, const(-term.a)))
             limit, is_lower = build("sub", limit, ONE), not is_lower
-        edge, required = self.first_above(term.base, limit)
+        edge, ordered = self.first_above(term.base, limit)
         lane = Lane(edge, END) if is_lower else Lane(ZERO, edge)
-        return KeySet(prune([lane]), required)
+        return KeySet(prune([lane._replace(ordered=ordered)]))
 
     def first_above(self, base: Expr, limit: Expr) -> tuple[Expr, tuple[Promise, ...]]:
         """The key from which on `base > limit`."""
@@ -333,7 +333,7 @@ class _Solver:
         begin, end = (Expr(op, (term.base, value)) for op in ("group_begin", "group_end"))
         grouped = (Promise(Expr("is_grouped", (term.base, value))),)
         if positive:
-            return select(divides, KeySet((Lane(begin, end, exact=grouped),)), NOTHING)
+            return select(divides, KeySet((Lane(begin, end, grouped=grouped),)), NOTHING)
         rest = KeySet((Lane(ZERO, begin), Lane(end, END)), grouped)
         return select(divides, rest, EVERYTHING)
 

@@ -305,6 +305,36 @@ def block_diffusion_of_documents(batch, seqlen_q, seqlen_k):
     return and_masks(same, blocks)
 
 
+def packed_positions(batch, seqlen_q, seqlen_k):
+    """As Hugging Face's transformers mask packed sequences: positions begin anew in each, causal and a window by them."""
+    length = max(seqlen_q, seqlen_k)
+    document = batched(lambda seed: ids(length, 30, seed), batch)
+    starts = torch.ones_like(document, dtype=torch.bool)
+    starts[:, 1:] = document[:, 1:] != document[:, :-1]
+    index = torch.arange(length)
+    position = index - torch.where(starts, index, 0).cummax(-1).values
+
+    def window(b, h, q, kv):
+        return kv > q - 19
+
+    def at_positions(b, h, q, kv):
+        return and_masks(window, causal)(b, h, position[b, q], position[b, kv])
+
+    def same(b, h, q, kv):
+        return document[b, q] == document[b, kv]
+
+    return and_masks(same, at_positions)
+
+
+def saw_teeth(batch, seqlen_q, seqlen_k):
+    """A table that falls, but not among the keys that a row may see."""
+    tooth = torch.arange(max(seqlen_q, seqlen_k)) % 25 // 2
+    return lambda b, h, q, kv: (
+        (kv // 25 == q // 25)
+        & torch.where(q < 40, tooth[kv] >= 5, (tooth[kv] <= tooth[q]) | (kv % 1 > 0))
+    )
+
+
 def numbers_from_truth(batch, seqlen_q, seqlen_k):
     return lambda b, h, q, kv: (q >= 30) * 8 + kv <= torch.where(kv < 20, q < 9, q + 4)
 
@@ -365,6 +395,8 @@ MASK_MODS = {
         composed,
         block_diffusion,
         block_diffusion_of_documents,
+        packed_positions,
+        saw_teeth,
         numbers_from_truth,
         everything,
         nothing,

@@ -1,6 +1,7 @@
 """Parts of random masks, and the tables that they capture.
 
-t0, t1: grouped ids [S], [B, S]; t2: sorted [S]; t3: bools [S]; t4: lengths [B]; t5: ids twice [S]; s0: an int.
+t0, t1: grouped ids [S], [B, S]; t2: sorted [S]; t3: bools [S]; t4: lengths [B]; t5: ids twice [S]; t6: sorted
+in eights [S]; s0: an int.
 """
 
 import random
@@ -26,6 +27,7 @@ LEAVES = [
     "(t1[b, q] == t1[b, kv])",
     "(t5[q] == t5[kv])",
     "((t5[q] == t5[kv]) & ({key} {sign} {row}))",
+    "((kv // 8 == q // 8) & (t6[kv] {sign} {row}))",
     "(t0[kv] == 1)",
     "t3[kv]",
     "t3[q]",
@@ -58,4 +60,5 @@ def tables_for(batch: int, length: int, seed: int) -> list[torch.Tensor]:
         valid if seed % 2 else ~valid,
         torch.randint(0, length + 1, (batch,), generator=generator),
         ids((length + 1) // 2).repeat(2)[:length],
+        torch.arange(length) % 8 // 3,
     ]

@@ -99,12 +99,14 @@ SIZES = {"batch": 2, "seqlen_q": 6, "seqlen_k": 6}
         (
             "t0[kv] <= q",
             [0, 1, 2, 1, 3, 4],
-            r"`t0\[kv\]` must never decrease along kv, but it does from kv = 2 on in batch entry 0",
+            r"`t0\[kv\]` must never decrease along the keys that a row may see, but in row q = 0 of batch entry 0 it "
+            "does",
         ),
         (
             "t0[b, kv] > t0[b, q]",
             [[0, 1, 2, 3, 3, 4], [0, 0, 0, 0, 2, 1]],
-            r"`t0\[b, kv\]` must never decrease along kv, but it does from kv = 4 on in batch entry 1",
+            r"`t0\[b, kv\]` must never decrease along the keys that a row may see, but in row q = 0 of batch entry 1 it "
+            "does",
         ),
         (
             "(t0[kv] == 1) & (q >= kv)",

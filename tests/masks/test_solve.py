@@ -70,9 +70,6 @@ def test_conditions_of_keys(text, keys):
 @pytest.mark.parametrize(
     ("text", "promises"),
     [
-        ("t0[kv] <= q", [("is_sorted(t0[kv])", "True")]),
-        ("(q > 3) & (t0[kv] <= q)", [("is_sorted(t0[kv])", "q > 3")]),
-        ("(q > 3) | (t0[kv] <= q)", [("is_sorted(t0[kv])", "~(q > 3)")]),
         ("t0[kv] != t0[q]", [("is_grouped(t0[kv], t0[q])", "True")]),
         ("q // s0 == kv // s0", [("s0 > 0", "True")]),
         ("kv * t0[b] < q", [("t0[b] > 0", "True")]),
@@ -84,6 +81,22 @@ def test_conditions_of_keys(text, keys):
 def test_required_promises(text, promises):
     required = MaskProgram.parse(text).keys.required
     assert sorted({(str(p.holds), str(p.when)) for p in required}) == promises
+
+
+@pytest.mark.parametrize(
+    ("text", "promises"),
+    [
+        ("t0[kv] <= q", [("is_sorted(t0[kv])", "True")]),
+        ("(q > 3) & (t0[kv] <= q)", [("is_sorted(t0[kv])", "q > 3")]),
+        ("(q > 3) | (t0[kv] <= q)", [("is_sorted(t0[kv])", "~(q > 3)")]),
+        ("(t0[kv] <= q) & (t0[kv] >= q - 3)", [("is_sorted(t0[kv])", "True")]),
+        ("(t0[kv] <= q) | (kv < 4)", [("is_sorted(t0[kv])", "True")]),
+        ("(t0[kv] == q) & (t1[kv] > q)", [("is_sorted(t1[kv])", "True")]),
+    ],
+)
+def test_promises_of_order(text, promises):
+    (lane,) = MaskProgram.parse(text).keys.lanes
+    assert [(str(p.holds), str(p.when)) for p in lane.ordered] == promises
 
 
 def test_all_reasons_at_once():

@@ -229,7 +229,7 @@ def _route(
     num_places = source.num_lanes * num_rows
     entries = [batch if "b" in keys.variables else 1 for keys in source.indexes]
     num_sorted = 1 << (seqlen_k - 1).bit_length()
-    num_index = _even(3 * seqlen_k + num_sorted + -(-seqlen_k // 32) + 2)
+    num_index = _even(4 * seqlen_k + num_sorted + -(-seqlen_k // 32) + 1)
     num_scratch = 4 * capacity + 2 * -(-num_places // 32) + sum(entries) * num_index
     phases = [
         _on_grid(_INTERSECT_ROWS, num_rows),

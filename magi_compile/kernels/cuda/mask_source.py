@@ -19,7 +19,7 @@ import torch
 
 from magi_compile.masks import preconditions
 from magi_compile.masks.arithmetic import INT64
-from magi_compile.masks.evaluate import is_plain
+from magi_compile.masks.evaluate import has_bounds, is_plain
 from magi_compile.masks.expr import TRUE, Expr
 from magi_compile.masks.key_sets import Lane, Promise
 from magi_compile.masks.program import MaskProgram
@@ -116,7 +116,7 @@ class _Writer:
         exprs += [promise.holds for promise in self.program.keys.required]
         for lane in self.program.keys.lanes:
             exprs += (lane.lo, lane.hi, lane.keys)
-            exprs += (part for promise in lane.exact for part in promise)
+            exprs += (part for promise in lane.grouped + lane.ordered for part in promise)
         source = self.source
         num_dims: dict[int, int] = {}
         for expr in exprs:
@@ -167,16 +167,20 @@ class _Writer:
     def _lane(self, number: int, lane: Lane) -> tuple[str, str]:
         rows = self.rows
         lo, hi = f"lo{number}", f"hi{number}"
-        for name, expr in ((lo, lane.lo), (hi, lane.hi)):
-            rows.lines.append(f"int {name} = c.edge({rows.edge(expr)});")
-        splits = [rows.narrow_to_group(promise, lo, hi) for promise in lane.exact]
+        for name, expr, end in ((lo, lane.lo, "0"), (hi, lane.hi, "c.seqlen_k()")):
+            rows.lines.append(f"int {name} = c.edge({rows.edge(expr, lambda *_, end=end: end)});")
+        splits = [rows.narrow_to_group(promise, lo, hi) for promise in lane.grouped]
+        for promise in lane.ordered:
+            rows.expect_order(promise, lo, hi)
+        if lane.ordered:
+            rows.narrow_to_bounds(lane, lo, hi)
         if lane.keys != TRUE:
             index = self.index(lane.keys, must_be_truth=True)
             check = self.check(
                 partial(self.words, preconditions.are_neighbours, lane.keys), "seqlen_q"
             )
             rows.require(check, f"c.narrow({index}, b, {lo}, {hi})")
-        for promise, is_split in zip(lane.exact, splits, strict=True):
+        for promise, is_split in zip(lane.grouped, splits, strict=True):
             rows.check_group(promise, f"{is_split} & ({lo} < {hi})")
         return lo, hi
 
@@ -263,19 +267,33 @@ class _Body:
         describe = partial(writer.words, preconditions.is_grouped, keys)
         self.require(writer.check(describe, "seqlen_q", sought=wanted), f"!({is_split})")
 
+    def expect_order(self, promise: Promise, lo: str, hi: str) -> None:
+        """Checks that keys are sorted in a lane, where it counts."""
+        writer, (keys,) = self.writer, promise.holds.args
+        index, when = writer.index(keys), self.value(promise.when).text
+        check = writer.check(partial(writer.words, preconditions.is_sorted, keys), "seqlen_q")
+        self.require(check, f"c.is_ordered({index}, b, {lo}, {hi}) | !{when}")
+
+    def narrow_to_bounds(self, lane: Lane, lo: str, hi: str) -> None:
+        """Cuts a lane, in which keys are sorted, down by the bounds among its edges."""
+        begin, end = f"begin_{lo}", f"end_{hi}"
+        self.lines.append(f"const int {begin} = {lo}, {end} = {hi};")
+
+        def bound(keys: Expr, limit: Expr) -> str:
+            index = self.writer.index(keys)
+            return f"c.bound_within({index}, b, {self.value(limit).text}, {begin}, {end})"
+
+        for name, expr, pick in ((lo, lane.lo, "max"), (hi, lane.hi, "min")):
+            edge = self.edge(expr, bound)
+            self.lines.append(f"{name} = static_cast<int>(ffa::{pick}({name}, c.edge({edge})));")
+
     def expect(self, promise: Promise) -> None:
-        """Checks a promise in a row where it counts."""
+        """Checks a promise of a row where it counts."""
         op, args = promise.holds.op, promise.holds.args
         writer = self.writer
         matters = self.value(promise.when).text
         if op == "is_grouped":
             self.check_group(promise, f"!{self.group(*args)}.is_whole() & {matters}")
-        elif op == "is_sorted":
-            index = writer.index(args[0])
-            check = writer.check(
-                partial(writer.words, preconditions.is_sorted, args[0]), "seqlen_k"
-            )
-            self.lines.append(f"c.require_sorted({check}, {index}, b, {matters});")
         else:
             holds = self.value(promise.holds).text
             check = writer.check(
@@ -283,11 +301,18 @@ class _Body:
             )
             self.require(check, f"{holds} | !({matters})")
 
-    def edge(self, expr: Expr) -> str:
-        """An edge of a lane, before it is cut to the keys there are."""
+    def edge(self, expr: Expr, bound: Callable[[Expr, Expr], str]) -> str:
+        """An edge of a lane, before it is cut to the keys there are; its `upper_bound(keys, limit)` are what `bound` says."""
         if expr.op == "int":
             return _literal(min(max(expr.args[0], INT64[0]), INT64[1]))
-        return self.value(expr).text
+        return self.with_bounds(expr, bound).text
+
+    def with_bounds(self, expr: Expr, bound: Callable[[Expr, Expr], str]) -> _Code:
+        if expr.op == "upper_bound":
+            return self.named(bound(*expr.args), False)
+        if not has_bounds(expr):
+            return self.value(expr)
+        return self.named(*_pointwise(expr.op, [self.with_bounds(arg, bound) for arg in expr.args]))
 
     def value(self, expr: Expr) -> _Code:
         if expr not in self.known:
@@ -312,9 +337,6 @@ class _Body:
             self.writer.rows.value(expr)  # a check that does not depend on the key is made there
         if op == "table":
             return self.look_up(expr)
-        if op == "upper_bound":
-            index = self.writer.index(args[0])
-            return self.named(f"c.upper_bound({index}, b, {self.value(args[1]).text})", False)
         if op in ("group_begin", "group_end"):
             return _Code(f"{self.group(*args)}.{op.removeprefix('group_')}", False)
         values = [self.value(arg) for arg in args]

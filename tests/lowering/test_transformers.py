@@ -1,0 +1,89 @@
+"""Models of Hugging Face's transformers, as they are: their masks, made in the graph, lower whole, and the numbers are those of
+their eager attention."""
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import magi_compile
+from magi_compile.lowering.report import REPORT
+
+hf = pytest.importorskip("transformers")
+
+SEQLEN, LAYERS = 192, 2
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "eos_token_id": 1,
+}
+MODELS = {
+    "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**SIZES)),
+    "windows": lambda: (hf.MistralForCausalLM, hf.MistralConfig(**SIZES, sliding_window=40)),
+    "windows_and_softcap": lambda: (
+        hf.Gemma2ForCausalLM,
+        hf.Gemma2Config(**SIZES, sliding_window=40),
+    ),
+    "chunks": lambda: (
+        hf.Llama4ForCausalLM,
+        hf.Llama4TextConfig(
+            **SIZES,
+            intermediate_size_mlp=128,
+            attention_chunk_size=48,
+            num_local_experts=2,
+            interleave_moe_layer_step=4,
+        ),
+    ),
+}
+
+
+def packed():
+    """Three sequences in a row; positions begin anew."""
+    return {"position_ids": torch.cat([torch.arange(n) for n in (100, 40, 52)]).expand(2, -1)}
+
+
+def padded(left: bool):
+    mask = torch.ones(2, SEQLEN, dtype=torch.long)
+    mask[1, slice(0, 50) if left else slice(150, None)] = 0
+    return {"attention_mask": mask}
+
+
+def loss_and_gradient(name, implementation, inputs, backend=None):
+    torch.manual_seed(0)
+    kind, config = MODELS[name]()
+    model = kind._from_config(config, attn_implementation=implementation).eval()
+    tokens = torch.randint(2, 128, (2, SEQLEN))
+    forward = torch.compile(model, backend=backend) if backend else model
+    logits = forward(input_ids=tokens, use_cache=False, **inputs).logits
+    is_token = inputs.get("attention_mask", torch.ones(2, SEQLEN)).bool()[:, :-1]
+    loss = cross_entropy(logits[:, :-1][is_token], tokens[:, 1:][is_token])
+    loss.backward()
+    return [loss.detach(), model.get_input_embeddings().weight.grad]
+
+
+def assert_all_lowered():
+    assert not REPORT.refused
+    assert len(REPORT.lowered) == LAYERS
+
+
+@pytest.mark.parametrize(
+    "inputs", [packed(), padded(True), padded(False)], ids=["packed", "left", "right"]
+)
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled(name, inputs):
+    ours = loss_and_gradient(name, "flex_attention", inputs, backend="magi")
+    assert_all_lowered()
+    torch.testing.assert_close(ours, loss_and_gradient(name, "eager", inputs), atol=1e-5, rtol=1e-4)
+
+
+def test_their_own_compiled_attention():
+    """Without torch.compile around the model they compile flex_attention themselves."""
+    with magi_compile.enabled():
+        ours = loss_and_gradient("llama", "flex_attention", packed())
+    assert not REPORT.refused
+    expected = loss_and_gradient("llama", "eager", packed())
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
