@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,29 +15,9 @@ from magi_compile._checks import MaskCheck
 from magi_compile.masks import preconditions
 from magi_compile.masks.arithmetic import INT32, INT64, Value, apply, counted
 from magi_compile.masks.expr import TRUE, Expr
+from magi_compile.masks.key_index import Groups, Marks, Stretches, gather
 from magi_compile.masks.key_sets import Lane, Promise
 from magi_compile.masks.program import MaskProgram
-
-
-class _Groups(NamedTuple):
-    """The runs of equal values of a table along kv, sorted by value; all `[1 or batch, num_runs]`."""
-
-    value: Tensor
-    begin: (
-        Tensor  # of a run; of the first one, it is the begin of the group of all keys of this value
-    )
-    run_end: Tensor
-    end: Tensor  # behind the last key of this value
-    number: Tensor | None  # of the group; None: every run is one
-    is_whole: Tensor | None  # this run and those of this value behind it are one; None: all are
-
-
-class _Stretches(NamedTuple):
-    """Along kv, where the values of a table do not decrease; all `[1 or batch, seqlen_k]`."""
-
-    number: Tensor  # of the stretch
-    values: Tensor  # sorted, whatever the stretch
-    place: Tensor  # never decreases: first the stretch, then how many values are smaller
 
 
 class Evaluation:
@@ -113,45 +92,22 @@ class Evaluation:
     def narrow(self, keys: Expr, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
         """The keys of `[lo, hi)` where the key condition holds; checks that they are one interval."""
         self.want_truth(keys, self.value(keys))
-        is_key = self.tensor(self.value(keys)).expand(-1, self.seqlen_k)
-        position = torch.arange(self.seqlen_k, dtype=torch.int32, device=self.device)
-        pad = torch.nn.functional.pad
-        after = torch.where(is_key, position, self.seqlen_k).flip(-1).cummin(-1).values.flip(-1)
-        after = pad(after, (0, 1), value=self.seqlen_k)  # the first such key from here on
-        before = torch.where(is_key, position + 1, 0).cummax(-1).values
-        before = pad(before, (1, 0))  # behind the last such key before here
-        count = pad(is_key.cumsum(-1, dtype=torch.int32), (1, 0))
-        begin, end = _gather(after, lo), _gather(before, hi)
-        is_live = (lo < hi) & (begin < end)
-        is_whole = _gather(count, hi) - _gather(count, lo) == end - begin
-        words = preconditions.are_neighbours(self.program.describe(keys))
-        self.check(is_live & ~is_whole, words)
-        return torch.where(is_live, begin, 0), torch.where(is_live, end, 0)
+        marks = self.once("marks", keys, lambda: Marks.of(self.along_kv(self.value(keys))))
+        lo, hi, is_split = marks.narrow(lo, hi)
+        self.check(is_split, preconditions.are_neighbours(self.program.describe(keys)))
+        return lo, hi
 
     def narrow_to_group(
         self, promise: Promise, lo: Tensor, hi: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`[lo, hi)` from the first to the last key of the group in it, and where there are others between; None: nowhere.
-
-        `[lo, hi)` is what it is of all keys around the group, in rows where the promise counts. The others stay.
-        """
+        """`Groups.narrow` in rows where the promise counts; None: others lie between nowhere. The other rows stay."""
         groups, when = self.groups(promise.holds.args[0]), self.value(promise.when).data
         if groups.number is None or when is False:
             return lo, hi, None
-        place, _ = self.located(promise.holds)
-        number = _gather(groups.number, place)
-        # In order of their groups, and within a group along the keys.
-        stride = self.seqlen_k + 1
-        begins, ends = (groups.number * stride + x for x in (groups.begin, groups.run_end))
-        first = torch.searchsorted(*_aligned(ends, number * stride + lo), right=True)
-        last = torch.searchsorted(*_aligned(begins, number * stride + hi)) - 1
-        matters = (lo < hi) & when
-        is_in = matters & (first <= last)
-        first, last = (torch.where(is_in, x, 0) for x in (first, last))
-        begin, end = _gather(groups.begin, first), _gather(groups.run_end, last)
-        is_split = is_in & (begin != _gather(groups.begin, last))
-        lo = torch.where(matters, torch.where(is_in, torch.maximum(lo, begin), 0), lo)
-        return lo, torch.where(matters, torch.where(is_in, torch.minimum(hi, end), 0), hi), is_split
+        begin, end, is_split = groups.narrow(self.located(promise.holds)[0], lo, hi)
+        if not isinstance(when, Tensor):
+            return begin, end, is_split
+        return torch.where(when, begin, lo), torch.where(when, end, hi), is_split & when
 
     def check_group(self, promise: Promise, is_split: Tensor) -> None:
         keys, wanted = promise.holds.args
@@ -163,11 +119,8 @@ class Evaluation:
         (keys,), when = promise.holds.args, self.value(promise.when).data
         if when is False:
             return
-        stretch = self.stretches(keys).number
-        first, last = lo.clamp(max=self.seqlen_k - 1), (hi - 1).clamp(min=0)
-        is_broken = _gather(stretch, first) != _gather(stretch, last)
-        words = preconditions.is_sorted(self.program.describe(keys))
-        self.check(is_broken & (lo < hi) & when, words)
+        is_broken = ~self.stretches(keys).is_one(lo, hi) & (lo < hi) & when
+        self.check(is_broken, preconditions.is_sorted(self.program.describe(keys)))
 
     def expect(self, promise: Promise) -> None:
         """Checks a promise of a row in the rows where it counts."""
@@ -288,42 +241,14 @@ class Evaluation:
 
     # Searches along kv
 
-    def runs(self, keys: Expr) -> tuple[Tensor, Tensor, Tensor]:
-        """Maximal runs of equal values along kv: value, begin, end, each `[1 or batch, num_runs]`.
+    def along_kv(self, value: Value) -> Tensor:
+        """`[1 or batch, seqlen_k]`"""
+        return self.tensor(value).expand(-1, self.seqlen_k)
 
-        Where there are fewer runs the last one is repeated. On a host num_runs is what the data need; on a GPU
-        nobody waits for that and it is seqlen_k.
-        """
-
-        def compute():
-            data = self.tensor(counted(self.value(keys))).expand(-1, self.seqlen_k)
-            starts = torch.ones_like(data, dtype=torch.bool)
-            torch.ne(data[:, 1:], data[:, :-1], out=starts[:, 1:])
-            number = starts.cumsum(-1, dtype=torch.int32)
-            last = number[:, -1:]
-            room = int(last.max()) if _is_readable(data) else self.seqlen_k
-            wanted = torch.arange(1, room + 1, dtype=torch.int32, device=self.device)
-            begin = torch.searchsorted(number, torch.minimum(wanted, last))
-            follower = torch.nn.functional.pad(begin[:, 1:], (0, 1), value=self.seqlen_k)
-            end = torch.where(follower > begin, follower, self.seqlen_k)
-            return data.gather(-1, begin), begin.to(torch.int32), end.to(torch.int32)
-
-        return self.once("runs", keys, compute)
-
-    def groups(self, keys: Expr) -> _Groups:
-        def compute():
-            value, begin, end = self.runs(keys)
-            value, order = value.sort(dim=-1, stable=True)
-            begin, end = begin.gather(-1, order), end.gather(-1, order)
-            is_split = (value[:, 1:] == value[:, :-1]) & (begin[:, 1:] != begin[:, :-1])
-            if _is_readable(value) and not bool(is_split.any()):
-                return _Groups(value, begin, end, end, None, None)
-            last = torch.searchsorted(value, value, right=True) - 1
-            splits = torch.nn.functional.pad(is_split.cumsum(-1, dtype=torch.int32), (1, 0))
-            is_whole = splits.gather(-1, last) == splits
-            return _Groups(value, begin, end, end.gather(-1, last), last, is_whole)
-
-        return self.once("groups", keys, compute)
+    def groups(self, keys: Expr) -> Groups:
+        return self.once(
+            "groups", keys, lambda: Groups.of(self.along_kv(counted(self.value(keys))))
+        )
 
     def group_field(self, expr: Expr, field: str) -> Tensor | None:
         """A field of the group that each row looks up; empty and whole where there is no such group."""
@@ -331,40 +256,26 @@ class Evaluation:
         data = getattr(self.groups(expr.args[0]), field)
         if data is None:
             return None
-        found = _gather(data, place)
+        found = gather(data, place)
         return found | ~is_found if field == "is_whole" else torch.where(is_found, found, 0)
 
     def located(self, expr: Expr) -> tuple[Tensor, Tensor]:
-        """Where in `groups` the group that each row looks up begins, and whether there is one."""
+        """`Groups.locate` of what each row looks up."""
         keys, wanted = expr.args
+        return self.once(
+            "located",
+            Expr("is_grouped", expr.args),
+            lambda: self.groups(keys).locate(self.tensor(counted(self.value(wanted)))),
+        )
 
-        def locate():
-            groups = self.groups(keys)
-            values, sought = _aligned(groups.value, self.tensor(counted(self.value(wanted))))
-            place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
-            return place, _gather(groups.value, place) == sought
-
-        return self.once("locate", Expr("is_grouped", expr.args), locate)
-
-    def stretches(self, keys: Expr) -> _Stretches:
-        def compute():
-            data = self.tensor(counted(self.value(keys))).expand(-1, self.seqlen_k).contiguous()
-            number = torch.zeros_like(data, dtype=torch.int64)
-            torch.cumsum(data[:, 1:] < data[:, :-1], -1, out=number[:, 1:])
-            values = data.sort(dim=-1).values
-            place = number * (self.seqlen_k + 1) + torch.searchsorted(values, data)
-            return _Stretches(number, values, place)
-
-        return self.once("stretches", keys, compute)
+    def stretches(self, keys: Expr) -> Stretches:
+        return self.once(
+            "stretches", keys, lambda: Stretches.of(self.along_kv(counted(self.value(keys))))
+        )
 
     def bound_within(self, lo: Tensor, hi: Tensor, keys: Expr, limit: Expr) -> Tensor:
         """The first key of `[lo, hi)` whose value is above `limit`, or hi; the values never decrease there."""
-        number, values, place = self.stretches(keys)
-        sought = _aligned(values, self.tensor(counted(self.value(limit))))
-        num_below = torch.searchsorted(*sought, right=True)
-        stretch = _gather(number, lo.clamp(max=self.seqlen_k - 1))
-        bound = torch.searchsorted(*_aligned(place, stretch * (self.seqlen_k + 1) + num_below))
-        return torch.minimum(torch.maximum(bound, lo), hi)
+        return self.stretches(keys).bound_within(lo, hi, self.tensor(counted(self.value(limit))))
 
 
 def has_bounds(expr: Expr) -> bool:
@@ -401,24 +312,3 @@ def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: Mapping
             )
         if not shape[dim]:
             raise ValueError(f"`{text}` looks up a captured tensor without entries")
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    """Whether values can be looked at for free: on the host, and not fake."""
-    return tensor.device.type == "cpu" and type(tensor) is Tensor
-
-
-def _aligned(values: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands for searchsorted: one dtype, and a row of `values` for each row of `sought`."""
-    dtype = torch.promote_types(values.dtype, sought.dtype)
-    values, sought = values.to(dtype), sought.to(dtype)
-    if values.shape[0] == 1:
-        return values[0], sought.contiguous()
-    return values.contiguous(), sought.expand(values.shape[0], -1).contiguous()
-
-
-def _gather(table: Tensor, index: Tensor) -> Tensor:
-    """`table [1 or batch, n]` at `index [1 or batch, rows]`, batch entry by batch entry."""
-    if table.shape[0] == 1:
-        return table[0][index]
-    return table.gather(-1, index.long().expand(table.shape[0], -1))

@@ -1,0 +1,159 @@
+"""Indexes of values along kv, by which intervals of keys are found. Made once for a table, in O(keys) memory; on a GPU
+nothing waits for the device.
+
+Everything along kv is `[1 or batch, seqlen_k]`, intervals and what rows ask for are `[1 or batch, rows]`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Groups(NamedTuple):
+    """The runs of equal values, sorted by value and then by place; all `[1 or batch, num_runs]`.
+
+    Where there are fewer runs the last one is repeated. On a host num_runs is what the data need; on a GPU it is seqlen_k.
+    """
+
+    value: Tensor
+    begin: (
+        Tensor  # of a run; of the first one, it is the begin of the group of all keys of this value
+    )
+    run_end: Tensor
+    end: Tensor  # behind the last key of this value
+    number: Tensor | None  # of the group; None: every run is one
+    is_whole: Tensor | None  # this run and those of this value behind it are one; None: all are
+    seqlen_k: int
+
+    @staticmethod
+    def of(data: Tensor) -> Groups:
+        seqlen_k = data.shape[-1]
+        value, begin, end = _runs(data)
+        value, order = value.sort(dim=-1, stable=True)
+        begin, end = begin.gather(-1, order), end.gather(-1, order)
+        is_split = (value[:, 1:] == value[:, :-1]) & (begin[:, 1:] != begin[:, :-1])
+        if _is_readable(value) and not bool(is_split.any()):
+            return Groups(value, begin, end, end, None, None, seqlen_k)
+        last = torch.searchsorted(value, value, right=True) - 1
+        splits = torch.nn.functional.pad(is_split.cumsum(-1, dtype=torch.int32), (1, 0))
+        is_whole = splits.gather(-1, last) == splits
+        return Groups(value, begin, end, end.gather(-1, last), last, is_whole, seqlen_k)
+
+    def locate(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the runs of a value begin among all, and whether there is one."""
+        values, sought = _aligned(self.value, value)
+        place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
+        return place, gather(self.value, place) == sought
+
+    def narrow(self, place: Tensor, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[lo, hi)` from the first to the last key of the group at `place` in it, and whether others lie between.
+
+        Keys of other groups in `[lo, hi)` are such alone as lie between those of this one.
+        """
+        assert self.number is not None
+        number = gather(self.number, place)
+        # In order of their groups, and within a group along the keys.
+        stride = self.seqlen_k + 1
+        begins, ends = (self.number * stride + x for x in (self.begin, self.run_end))
+        first = torch.searchsorted(*_aligned(ends, number * stride + lo), right=True)
+        last = torch.searchsorted(*_aligned(begins, number * stride + hi)) - 1
+        is_in = (lo < hi) & (first <= last)
+        first, last = (torch.where(is_in, x, 0) for x in (first, last))
+        begin, end = gather(self.begin, first), gather(self.run_end, last)
+        is_split = is_in & (begin != gather(self.begin, last))
+        lo = torch.where(is_in, torch.maximum(lo, begin), 0)
+        return lo, torch.where(is_in, torch.minimum(hi, end), 0), is_split
+
+
+class Stretches(NamedTuple):
+    """Where the values do not decrease."""
+
+    number: Tensor  # of the stretch
+    values: Tensor  # sorted, whatever the stretch
+    place: Tensor  # never decreases: first the stretch, then how many values are smaller
+
+    @staticmethod
+    def of(data: Tensor) -> Stretches:
+        data = data.contiguous()
+        number = torch.zeros_like(data, dtype=torch.int64)
+        torch.cumsum(data[:, 1:] < data[:, :-1], -1, out=number[:, 1:])
+        values = data.sort(dim=-1).values
+        place = number * (data.shape[-1] + 1) + torch.searchsorted(values, data)
+        return Stretches(number, values, place)
+
+    def is_one(self, lo: Tensor, hi: Tensor) -> Tensor:
+        """Whether the values never decrease in `[lo, hi)`, if it is not empty."""
+        first, last = lo.clamp(max=self.number.shape[-1] - 1), (hi - 1).clamp(min=0)
+        return gather(self.number, first) == gather(self.number, last)
+
+    def bound_within(self, lo: Tensor, hi: Tensor, limit: Tensor) -> Tensor:
+        """The first key of `[lo, hi)` whose value is above `limit`, or hi; the values never decrease there."""
+        seqlen_k = self.number.shape[-1]
+        num_below = torch.searchsorted(*_aligned(self.values, limit), right=True)
+        stretch = gather(self.number, lo.clamp(max=seqlen_k - 1))
+        bound = torch.searchsorted(*_aligned(self.place, stretch * (seqlen_k + 1) + num_below))
+        return torch.minimum(torch.maximum(bound, lo), hi)
+
+
+class Marks(NamedTuple):
+    """The keys for which a condition holds; all `[1 or batch, seqlen_k + 1]`."""
+
+    after: Tensor  # the first such key from here on
+    before: Tensor  # behind the last such key before here
+    num_before: Tensor  # how many such keys are before here
+
+    @staticmethod
+    def of(is_key: Tensor) -> Marks:
+        seqlen_k, pad = is_key.shape[-1], torch.nn.functional.pad
+        position = torch.arange(seqlen_k, dtype=torch.int32, device=is_key.device)
+        after = torch.where(is_key, position, seqlen_k).flip(-1).cummin(-1).values.flip(-1)
+        before = torch.where(is_key, position + 1, 0).cummax(-1).values
+        count = is_key.cumsum(-1, dtype=torch.int32)
+        return Marks(pad(after, (0, 1), value=seqlen_k), pad(before, (1, 0)), pad(count, (1, 0)))
+
+    def narrow(self, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[lo, hi)` from the first to the last such key in it, and whether others lie between."""
+        begin, end = gather(self.after, lo), gather(self.before, hi)
+        is_live = (lo < hi) & (begin < end)
+        count = gather(self.num_before, hi) - gather(self.num_before, lo)
+        is_split = is_live & (count != end - begin)
+        return torch.where(is_live, begin, 0), torch.where(is_live, end, 0), is_split
+
+
+def gather(table: Tensor, index: Tensor) -> Tensor:
+    """`table [1 or batch, n]` at `index [1 or batch, rows]`, batch entry by batch entry."""
+    if table.shape[0] == 1:
+        return table[0][index]
+    return table.gather(-1, index.long().expand(table.shape[0], -1))
+
+
+def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximal runs of equal values: value, begin, end."""
+    seqlen_k = data.shape[-1]
+    starts = torch.ones_like(data, dtype=torch.bool)
+    torch.ne(data[:, 1:], data[:, :-1], out=starts[:, 1:])
+    number = starts.cumsum(-1, dtype=torch.int32)
+    last = number[:, -1:]
+    room = int(last.max()) if _is_readable(data) else seqlen_k
+    wanted = torch.arange(1, room + 1, dtype=torch.int32, device=data.device)
+    begin = torch.searchsorted(number, torch.minimum(wanted, last))
+    follower = torch.nn.functional.pad(begin[:, 1:], (0, 1), value=seqlen_k)
+    end = torch.where(follower > begin, follower, seqlen_k)
+    return data.gather(-1, begin), begin.to(torch.int32), end.to(torch.int32)
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    """Whether values can be looked at for free: on the host, and not fake."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor
+
+
+def _aligned(values: Tensor, sought: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands for searchsorted: one dtype, and a row of `values` for each row of `sought`."""
+    dtype = torch.promote_types(values.dtype, sought.dtype)
+    values, sought = values.to(dtype), sought.to(dtype)
+    if values.shape[0] == 1:
+        return values[0], sought.contiguous()
+    return values.contiguous(), sought.expand(values.shape[0], -1).contiguous()
