@@ -87,7 +87,10 @@ class Evaluation:
             return Value(bound(*expr.args), 0, self.seqlen_k)
         if not has_bounds(expr):
             return self.value(expr)
-        return apply(expr.op, [self.with_bounds(arg, bound) for arg in expr.args])
+        values = [self.with_bounds(arg, bound) for arg in expr.args]
+        if expr.op == "where":
+            self.want_truth(expr.args[0], values[0])
+        return apply(expr.op, values)
 
     def narrow(self, keys: Expr, lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
         """The keys of `[lo, hi)` where the key condition holds; checks that they are one interval."""

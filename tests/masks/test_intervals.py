@@ -193,6 +193,7 @@ def test_symbols():
         ("~t0[kv] & (q > kv)", [torch.arange(6)], TypeError, r"`t0\[kv\]` must be bool where"),
         ("t0[kv]", [torch.arange(6)], TypeError, r"`t0\[kv\]` must be bool where"),
         ("where(t0[q], kv, q) < 3", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where"),
+        ("where(t0[q], t0[kv] <= q, kv < 3)", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where"),
         ("q // s0 > kv", [], ValueError, "`s0` must not be zero, it divides"),
         ("q < s1", [], ValueError, "`symbols` must hold 2 ints, got 1"),
         ("t0[q] < 3", [torch.zeros(6)], TypeError, "`t0` must hold ints or bools, got torch.float32"),
