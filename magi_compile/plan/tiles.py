@@ -85,7 +85,7 @@ def build_tile_plan(
             on average over the borders. More are welcome where slices are short: `PaddedSizes`.
 
     Returns:
-        The plan. Its size is O(tiles + pairs of a tile and a slice in it), never O(blocks).
+        The plan. Its size is O(rows + pairs of a tile and a slice in it), never O(blocks).
 
     Raises:
         ValueError: where a size is not positive.
