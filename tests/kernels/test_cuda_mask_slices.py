@@ -242,6 +242,7 @@ def test_nothing_to_see(sizes, no_flags):
         ("t0[q]", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where it is a truth value, got integers"),
         ("t0[kv]", [torch.arange(6)], TypeError, r"`t0\[kv\]` must be bool where"),
         ("where(t0[q], kv, q) < 3", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where"),
+        ("where(t0[q], t0[kv] <= q, kv < 3)", [torch.arange(6)], TypeError, r"`t0\[q\]` must be bool where"),
         ("q // s0 > kv", [], ValueError, "`s0` must not be zero, it divides"),
         ("q < s1", [], ValueError, "`symbols` must hold 2 ints, got 1"),
         ("t0[q] < 3", [torch.zeros(6)], TypeError, "`t0` must hold ints or bools, got torch.float32"),

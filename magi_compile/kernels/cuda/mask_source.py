@@ -312,7 +312,10 @@ class _Body:
             return self.named(bound(*expr.args), False)
         if not has_bounds(expr):
             return self.value(expr)
-        return self.named(*_pointwise(expr.op, [self.with_bounds(arg, bound) for arg in expr.args]))
+        values = [self.with_bounds(arg, bound) for arg in expr.args]
+        if expr.op == "where":
+            self.want_truth(expr.args[0])
+        return self.named(*_pointwise(expr.op, values))
 
     def value(self, expr: Expr) -> _Code:
         if expr not in self.known:
