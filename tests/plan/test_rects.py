@@ -111,13 +111,16 @@ def stairs(num_steps):
     return [(3 * i, 3 * i + 3, 5, 7 + 2 * i, FULL) for i in range(num_steps)]
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 33, 70])
-def test_stairs_by_column(num_steps):
+@pytest.mark.parametrize("most_steps", [None, 32])
+@pytest.mark.parametrize("num_steps", [1, 2, 31, 32, 33, 64, 70])
+def test_stairs_by_column(num_steps, most_steps):
     """Each rect sees the columns of its step, or all of them where a staircase begins, down to where it ends."""
-    rects = trimmed(stairs(num_steps)).down_the_steps()
+    rects = trimmed(stairs(num_steps)).down_the_steps(most_steps)
+    length = most_steps or num_steps
+    ends = [min(i // length * length + length, num_steps) for i in range(num_steps)]
     assert tuples(rects) == [
-        (3 * i, 3 * num_steps, 5 + 2 * i if i else 5, 7 + 2 * i, -NO_DIAG, NO_DIAG)
-        for i in range(num_steps)
+        (3 * i, 3 * end, 5 if i % length == 0 else 5 + 2 * i, 7 + 2 * i, -NO_DIAG, NO_DIAG)
+        for i, end in enumerate(ends)
     ]
 
 
