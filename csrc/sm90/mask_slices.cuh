@@ -5,6 +5,7 @@
 // `Mask` is made from the program by magi_compile/kernels/cuda/mask_source.py; each phase is a launch of its own.
 #pragma once
 #include "block.cuh"
+#include "sorted.cuh"
 
 namespace ffa {
 
@@ -57,21 +58,6 @@ __device__ __forceinline__ Int clamped(Int index, Int size) { return max(0, min(
 template <class Element>
 __device__ __forceinline__ Element load(Int address, Int offset) {
     return reinterpret_cast<const Element*>(address)[offset];
-}
-
-// The number of i < count, from 0 on, for which is_before(i) holds.
-template <class IsBefore>
-__device__ __forceinline__ int partition_point(int count, IsBefore is_before) {
-    int low = 0;
-    for (int high = count; low < high;) {
-        const int middle = low + (high - low) / 2;
-        if (is_before(middle)) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
 }
 
 // The runs of equal values of an expression along the keys of one batch entry.

@@ -11,18 +11,24 @@ struct Range {
 
 constexpr int kSortChunk = 32;   // of keys that are sorted by looking at each other
 
-// The number of elements of the sorted `values` that are at most `x`.
-__device__ __forceinline__ int count_up_to(const int* values, int count, int x) {
+// The number of i < count, from 0 on, for which is_before(i) holds.
+template <class IsBefore>
+__device__ __forceinline__ int partition_point(int count, IsBefore is_before) {
     int low = 0;
     for (int high = count; low < high;) {
-        const int middle = (low + high) / 2;
-        if (values[middle] <= x) {
+        const int middle = low + (high - low) / 2;
+        if (is_before(middle)) {
             low = middle + 1;
         } else {
             high = middle;
         }
     }
     return low;
+}
+
+// The number of elements of the sorted `values` that are at most `x`.
+__device__ __forceinline__ int count_up_to(const int* values, int count, int x) {
+    return partition_point(count, [&](int i) { return values[i] <= x; });
 }
 
 // The places of `count` keys in order of the keys, no two of which are equal, each in its section: of `section(place)`, that has
@@ -48,16 +54,9 @@ __device__ __forceinline__ int* sort_by_key(const unsigned long long* keys, int 
             const bool is_left = (i - all.begin) / size % 2 == 0;
             const int begin = is_left ? min(own + size, all.end) : own - size;
             const unsigned long long key = keys[order[i]];
-            int low = begin;
-            for (int high = min(begin + size, all.end); low < high;) {
-                const int middle = (low + high) / 2;
-                if (keys[order[middle]] < key) {
-                    low = middle + 1;
-                } else {
-                    high = middle;
-                }
-            }
-            other[min(own, begin) + (i - own) + (low - begin)] = order[i];
+            const int num_smaller = partition_point(min(begin + size, all.end) - begin,
+                                                    [&](int j) { return keys[order[begin + j]] < key; });
+            other[min(own, begin) + (i - own) + num_smaller] = order[i];
         });
         int* const last = order;
         order = other;

@@ -4,8 +4,11 @@
 
 #include "plan.cuh"
 #include "rect.cuh"
+#include "sorted.cuh"
 
 namespace ffa {
+
+__device__ __forceinline__ int blocks_of(int cols, int block_cols) { return (cols + block_cols - 1) / block_cols; }
 
 // What a tile sees of one rectangle, or of several next to one another: a run, or a step of one.
 struct Step {
@@ -75,8 +78,6 @@ public:
     }
 
 private:
-    __device__ __forceinline__ int blocks_of(int cols) const { return (cols + block_cols_ - 1) / block_cols_; }
-
     // Which step is above which.
     __device__ __forceinline__ void look_above() {
         if (!may_have_stairs_) {
@@ -93,22 +94,17 @@ private:
     // Of the steps that begin in the next row the first one that sees nothing further left, if it leads on and that saves a block.
     __device__ __forceinline__ int step_below(int i) const {
         const Rect r = steps_[i].rect;
-        int low = i + 1;
-        for (int high = count_; low < high;) {
-            const int middle = (low + high) / 2;
-            const Rect& other = steps_[middle].rect;
-            if (other.row_begin < r.row_end || (other.row_begin == r.row_end && other.col_begin < r.common_begin())) {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
-        if (low == count_ || !r.is_step_above(steps_[low].rect)) {
+        const int found = i + 1 + partition_point(count_ - i - 1, [&](int j) {
+            const Rect& other = steps_[i + 1 + j].rect;
+            return other.row_begin < r.row_end || (other.row_begin == r.row_end && other.col_begin < r.common_begin());
+        });
+        if (found == count_ || !r.is_step_above(steps_[found].rect)) {
             return count_;
         }
-        const Rect& below = steps_[low].rect;
-        const int apart = blocks_of(r.col_end - r.col_begin) + blocks_of(below.col_end - below.col_begin);
-        return blocks_of(below.col_end - r.col_begin) < apart ? low : count_;
+        const Rect& below = steps_[found].rect;
+        const int apart =
+            blocks_of(r.col_end - r.col_begin, block_cols_) + blocks_of(below.col_end - below.col_begin, block_cols_);
+        return blocks_of(below.col_end - r.col_begin, block_cols_) < apart ? found : count_;
     }
 
     Step* const steps_;
@@ -119,11 +115,11 @@ private:
 
 // The run of a tile from one step of stairs to the last one below it, or of a step alone, which has no lane.
 __device__ __forceinline__ Run run_from(const Rect& top, const Rect& bottom, int lane, bool covers_tile, int block_cols) {
-    const int num_blocks = (bottom.col_end - top.col_begin + block_cols - 1) / block_cols;
+    const int num_blocks = blocks_of(bottom.col_end - top.col_begin, block_cols);
     const int left = bottom.common_begin() - top.col_begin;
     const int right = covers_tile ? top.common_end() - top.col_begin : 0;
     const int num_trail = num_blocks - right / block_cols;
-    const int num_lead = min((left + block_cols - 1) / block_cols, num_blocks - num_trail);
+    const int num_lead = min(blocks_of(left, block_cols), num_blocks - num_trail);
     return {top.row_begin,
             bottom.row_end,
             top.col_begin,

@@ -306,7 +306,7 @@ private:
             [&](int i, int before) { begun_[i] -= before + reached_[i]; });
     }
 
-    __device__ __forceinline__ int blocks_of(int cols) const { return (cols + walk_.block_cols - 1) / walk_.block_cols; }
+    __device__ __forceinline__ int blocks_of(int cols) const { return ffa::blocks_of(cols, walk_.block_cols); }
 
     // All pairs of a tile and a slice with rows in common, by tile. Whether there was room.
     __device__ bool meet() {
