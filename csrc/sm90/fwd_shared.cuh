@@ -80,7 +80,7 @@ struct ForwardConfig {
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
-    static constexpr bool kHasStairs = kHasStairs_;     // whose rows look up what they see: 1 to 2 % for all others
+    static constexpr bool kHasStairs = kHasStairs_;     // whose rows look up what they see: 1 to 3 % for all others
     static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;         // begins before they are there
 

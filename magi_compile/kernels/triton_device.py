@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# How many fields a tile and a run have, as `magi_compile/plan/tiles.py` orders them.
+# How many fields a tile and a run have, as `magi_compile/plan/tiles.py` orders them, and how many edges a row.
 TILE_FIELDS = tl.constexpr(4)
 RUN_FIELDS = tl.constexpr(12)
 LANES = tl.constexpr(4)

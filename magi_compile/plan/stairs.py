@@ -24,9 +24,14 @@ _NUM_COLS = 1 << 31
 def num_edge_rows(num_slices: int, total_rows: int, tile_rows: int) -> int:
     """Of how many rows a q walk has edges, ints or SymInts: of all where there are more slices than tiles, or of none.
 
-    Looking up costs a forward kernel 1 to 2 % of the time of every mask, which only many small slices pay back.
+    Looking up costs a forward kernel 1 to 3 % of the time of every mask, which only many small slices pay back.
     """
     return total_rows * torch.sym_min(1, num_slices // (total_rows // tile_rows + 1))
+
+
+def has_stairs(edge_rows: int) -> bool:
+    """Whether a walk whose rows have edges, or none, may have stairs; of a SymInt, of which shapes alone depend, yes."""
+    return not isinstance(edge_rows, int) or edge_rows > 0
 
 
 class Stairs(NamedTuple):
@@ -70,9 +75,13 @@ def find_stairs(
         edge_rows: how many rows have edges: all, or none, and then there are no stairs.
         exact: whether the result has no padding; else it is as long as `runs`.
     """
+    common_begin, common_end = runs.common_begin(), runs.common_end()
+    if not has_stairs(edge_rows):
+        lane = torch.zeros_like(run_tile)
+        edges = _edges(runs, lane, edge_rows, exact=exact)
+        return Stairs(run_tile, runs, common_begin, common_end, lane, edges)
     index = torch.arange(run_tile.numel(), device=run_tile.device)
     is_live = run_tile < num_tiles
-    common_begin, common_end = runs.common_begin(), runs.common_end()
     above, below = neighbours(run_tile, runs, is_live, block_cols)
     first, last = above, below
     for _ in range(max(tile_rows - 1, 1).bit_length()):
@@ -81,7 +90,7 @@ def find_stairs(
     starts_stairs = is_live & (above == index) & (below != index)
     num_before = starts_stairs.cumsum(0) - starts_stairs.long()
     number = num_before - num_before[torch.searchsorted(run_tile, run_tile)]
-    lane = torch.where(starts_stairs & (number < num_lanes(edge_rows)), number + 1, 0)
+    lane = torch.where(starts_stairs & (number < NUM_LANES), number + 1, 0)
     edges = _edges(runs, lane[first], edge_rows, exact=exact)
 
     # Steps are gone; what is left moves up.
@@ -109,11 +118,6 @@ def find_stairs(
     )
     run_tile = torch.where(is_padding, num_tiles, run_tile[kept])
     return Stairs(run_tile, Rects(*fields), begin, end, lane, edges)
-
-
-def num_lanes(edge_rows: int) -> int:
-    """How many stairs a tile may have."""
-    return NUM_LANES * torch.sym_min(1, edge_rows)
 
 
 def neighbours(

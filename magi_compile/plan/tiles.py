@@ -21,7 +21,7 @@ from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.cost import blocks_of, document_costs, longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import MOST_STEPS, NO_DIAG, Rects, least_from_here
-from magi_compile.plan.stairs import find_stairs, neighbours, num_edge_rows, num_lanes
+from magi_compile.plan.stairs import find_stairs, has_stairs, neighbours, num_edge_rows
 
 MAX_OVERLAP = 64
 MAX_CROSSINGS = 8
@@ -45,7 +45,7 @@ class TilePlan(NamedTuple):
     `num_lead` and the last `num_trail` blocks need the mask, the others are visible to all rows of
     the tile. Every block is seen by some row, and the runs of a tile do not overlap.
 
-    `*_edges [num_rows, NUM_LANES, 2]`, empty where no run has a `lane`: of a run with one, from 1 on, row r sees the columns
+    `*_edges [num_rows, NUM_LANES, 2]`, or no rows where no run may have a `lane`: of a run with one, from 1 on, row r sees the columns
     `begin <= c < end` for `begin, end = edges[r, lane - 1]`, which never move left from row to row.
     """
 
@@ -108,8 +108,9 @@ def build_tile_plan(
     num_rects = rects.row_begin.numel()
     # Rows that look up what they see meet stairs row by row, others column by column.
     edge_rows = num_edge_rows(num_rects, slices.seqlen_q, q_tile_rows)
-    has_stairs = not isinstance(edge_rows, int) or edge_rows > 0
-    by_q_rects = (columns, rects) if has_stairs else (rects.down_the_steps(MOST_STEPS),) * 2
+    by_q_rects = (
+        (columns, rects) if has_stairs(edge_rows) else (rects.down_the_steps(MOST_STEPS),) * 2
+    )
 
     def padded(sizes: _WalkSizes) -> PaddedSizes | None:
         where = sizes.total_rows, sizes.tile_rows
@@ -342,10 +343,11 @@ def _merge(
         & (runs.diag_hi[:-1] == NO_DIAG)
         & (run_tile[1:] != num_tiles)
     )
-    index = torch.arange(run_tile.numel(), device=order.device)
-    for neighbour in neighbours(run_tile, runs, run_tile < num_tiles, block_cols):
-        is_on_stairs = neighbour != index
-        joins[1:] &= (is_on_stairs[1:] & is_on_stairs[:-1]) * num_lanes(edge_rows) == 0
+    if has_stairs(edge_rows):
+        index = torch.arange(run_tile.numel(), device=order.device)
+        for neighbour in neighbours(run_tile, runs, run_tile < num_tiles, block_cols):
+            is_on_stairs = neighbour != index
+            joins[1:] &= ~(is_on_stairs[1:] & is_on_stairs[:-1])
     group_of = (~joins).cumsum(0) - 1
     num_pairs = run_tile.numel()
     group = torch.arange(

@@ -212,10 +212,7 @@ def enqueue(
     free_sms: int = 0,
 ) -> None:
     """One launch on torch's current stream and device; `results` are contiguous. All SMs but `free_sms` take part."""
-    walked = (
-        *(walk.runs.data_ptr(), walk.edges.data_ptr()),
-        *(_address(walk.part_shifts), walk.tiles.data_ptr()),
-    )
+    walked = map(_address, (walk.runs, walk.edges, walk.part_shifts, walk.tiles))
     places = Places._make((*map(_address, results), results.wide_rows, *walked))
     num_tiles = walk.tiles.shape[0]
     enqueue_at(q, k, v, far, results.out, num_tiles, places, problem, config, free_sms)
