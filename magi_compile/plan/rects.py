@@ -109,7 +109,7 @@ class Rects(NamedTuple):
         is_first = torch.ones_like(goes_on)
         is_first[1:] = ~goes_on[:-1]
         fields = zip(
-            self.down_to(self.select(last_of_chain(goes_on))),
+            self.down_to(self.select(_last_of_chain(goes_on))),
             (0, 0, 0, 0, -NO_DIAG, NO_DIAG),
             strict=True,
         )
@@ -137,7 +137,7 @@ class Rects(NamedTuple):
             goes_on &= index % most_steps != most_steps - 1
         col_begin = self.col_begin.clone()
         col_begin[1:] = torch.where(goes_on[:-1], above.col_end, below.col_begin)
-        return self._replace(row_end=self.row_end[last_of_chain(goes_on)], col_begin=col_begin)
+        return self._replace(row_end=self.row_end[_last_of_chain(goes_on)], col_begin=col_begin)
 
     def common_begin(self) -> Tensor:
         """The columns `[common_begin(), common_end())` are seen by all rows of trimmed rects, if there are some."""
@@ -179,7 +179,7 @@ def least_from_here(values: Tensor) -> Tensor:
     return values.flip(0).cummin(0).values.flip(0)
 
 
-def last_of_chain(goes_on: Tensor) -> Tensor:
+def _last_of_chain(goes_on: Tensor) -> Tensor:
     """For each index the next one that does not go on."""
     count = goes_on.numel()
     index = torch.arange(count, device=goes_on.device)
