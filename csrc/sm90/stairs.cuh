@@ -94,9 +94,11 @@ private:
     // Of the steps that begin in the next row the first one that sees nothing further left, if it leads on and that saves a block.
     __device__ __forceinline__ int step_below(int i) const {
         const Rect r = steps_[i].rect;
-        const int found = i + 1 + partition_point(count_ - i - 1, [&](int j) {
-            const Rect& other = steps_[i + 1 + j].rect;
-            return other.row_begin < r.row_end || (other.row_begin == r.row_end && other.col_begin < r.common_begin());
+        const int row = r.row_end, col = r.common_begin();
+        const Step* const later = steps_ + i + 1;
+        const int found = i + 1 + partition_point(count_ - i - 1, [=](int j) {   // by value: by reference spills
+            const Rect& other = later[j].rect;
+            return other.row_begin < row || (other.row_begin == row && other.col_begin < col);
         });
         if (found == count_ || !r.is_step_above(steps_[found].rect)) {
             return count_;
