@@ -22,6 +22,7 @@ from magi_compile.masks.expr import (
     build,
     const,
     int_value,
+    linear,
     var,
 )
 from magi_compile.masks.key_sets import (
@@ -157,8 +158,15 @@ def _direction(expr: Expr) -> int | None:
     elif expr.op not in ("add", "min", "max"):
         return None
     if None in inner or {1, -1} <= set(inner):
-        return None
+        return _sign_of_key(expr) if _looks_up_keys(expr) else None
     return 1 if 1 in inner else -1
+
+
+def _sign_of_key(expr: Expr) -> int | None:
+    """The direction of a sum that looks up keys, and adds or subtracts a multiple of kv: positions in documents, say, which grow in
+    each of them. None: there is no such multiple."""
+    count = linear(expr)[0].get(_KV, 0)
+    return None if count == 0 else (1 if count > 0 else -1)
 
 
 class _Solver:
@@ -400,7 +408,10 @@ class _Solver:
             return replace(x, m=m, s=s, is_negative=is_negative)
         parts = [build("mul", part.quotient, part.m) for part in (x, y)]
         if _is_of_keys(*parts):
-            return _Term(build("add", *parts), s=s)
+            whole = build("add", *parts)
+            if _direction(whole) == -1:
+                return _Term(build("neg", whole), m=const(-1), s=s, is_negative=True)
+            return _Term(whole, s=s)
         raise Refusal(
             f"`{parts[0]}` and `{parts[1]}` are compared, but depend on the key in two ways"
         )
