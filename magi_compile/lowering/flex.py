@@ -28,11 +28,15 @@ from magi_compile.lowering.flex_call import FlexCall, graphs, is_tensor
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.masks import MaskProgram, UnsupportedMaskError
+from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
 MIN_CAPACITY = 256
+# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
+MIN_PIECE = 256
+FEW_PIECES = 4  # of which all keys consist: then there is little to walk
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,29 @@ class Analysis:
     problem: AttnProblem
     program: MaskProgram | None
     kernel: str | None
+
+
+def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
+    """How many keys a batch entry has, and the captured ints of the mask; None where a graph is to serve several."""
+    seqlen_k, symbols = value_of(call.k).shape[2], [value_of(x) for x in call.mask_symbols]
+    are_known = all(isinstance(symbol, int) for symbol in symbols)
+    return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
+
+
+def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
+    """What speaks against a mask that repeats along the keys.
+
+    Raises:
+        UnsupportedMaskError: a row sees more intervals than are representable.
+    """
+    seqlen_k, symbols = sizes_of(call)
+    count, piece = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_piece))
+    if piece is None or piece >= MIN_PIECE or piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
+        return []
+    return [
+        f"a row sees up to {count} intervals of keys, in pieces of {piece}: kernels walk them one by one, "
+        f"which pays for pieces of {MIN_PIECE} keys and more"
+    ]
 
 
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
@@ -71,6 +98,7 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     try:
         tables = [value_of(table) for table in call.mask_tables]
         program = trace_graph(call.mask_mod, kinds, names, tables)
+        reasons += piece_reasons(call, program)
     except UnsupportedMaskError as error:
         reasons.extend(error.reasons)
     if program is not None and program.is_always_true and call.block_lists:
@@ -128,7 +156,7 @@ def emit_mask(
     else:
         rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
         capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
-        capacity = emit.arithmetic(operator.mul, capacity, max(1, program.max_intervals))
+        capacity = emit.arithmetic(operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call))))
     capacity = emit.arithmetic(operator.mul, capacity, batch)
     slices = emit.call(
         torch.ops.magi.mask_slices.default,

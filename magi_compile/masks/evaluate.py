@@ -16,7 +16,7 @@ from magi_compile.masks import preconditions
 from magi_compile.masks.arithmetic import INT32, INT64, Value, apply, counted
 from magi_compile.masks.expr import TRUE, Expr
 from magi_compile.masks.key_index import Groups, Marks, Stretches, gather
-from magi_compile.masks.key_sets import Lane, Promise
+from magi_compile.masks.key_sets import Lane, Promise, has_bounds
 from magi_compile.masks.program import MaskProgram
 
 
@@ -279,11 +279,6 @@ class Evaluation:
     def bound_within(self, lo: Tensor, hi: Tensor, keys: Expr, limit: Expr) -> Tensor:
         """The first key of `[lo, hi)` whose value is above `limit`, or hi; the values never decrease there."""
         return self.stretches(keys).bound_within(lo, hi, self.tensor(counted(self.value(limit))))
-
-
-def has_bounds(expr: Expr) -> bool:
-    """Whether an edge depends on the order of keys."""
-    return any(node.op == "upper_bound" for node in expr.walk())
 
 
 def is_plain(look_up: Expr) -> bool:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 VARIABLES = ("b", "h", "q", "kv")
 
@@ -85,6 +85,7 @@ class Expr:
 
 
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
+OPPOSITES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 _KINDS = {
     **dict.fromkeys(
         ("int", "var", "symbol", "add", "sub", "neg", "mul", "floordiv", "mod", "abs"), "int"
@@ -140,7 +141,8 @@ def build(op: str, *args: Expr) -> Expr:
 # Sums. They are kept as one term after the other in order of appearance, the constant last.
 
 
-def linear(expr: Expr) -> tuple[dict[Expr, int], int]:
+@lru_cache(maxsize=1 << 16)
+def linear(expr: Expr) -> tuple[Mapping[Expr, int], int]:
     """`expr` as integer multiples of terms plus a constant."""
     if expr.op == "int":
         return {}, expr.args[0]
@@ -154,7 +156,9 @@ def linear(expr: Expr) -> tuple[dict[Expr, int], int]:
     return {expr: 1}, 0
 
 
-def _combine(left: tuple[dict[Expr, int], int], right: tuple[dict[Expr, int], int], factor: int):
+def _combine(
+    left: tuple[Mapping[Expr, int], int], right: tuple[Mapping[Expr, int], int], factor: int
+) -> tuple[dict[Expr, int], int]:
     terms = dict(left[0])
     for term, count in right[0].items():
         terms[term] = terms.get(term, 0) + factor * count
@@ -163,7 +167,7 @@ def _combine(left: tuple[dict[Expr, int], int], right: tuple[dict[Expr, int], in
     return terms, left[1] + factor * right[1]
 
 
-def _sum(terms: dict[Expr, int], constant: int) -> Expr:
+def _sum(terms: Mapping[Expr, int], constant: int) -> Expr:
     total: Expr | None = None
     for term, count in terms.items():
         size = term if abs(count) == 1 else Expr("mul", (term, const(abs(count))))
@@ -211,8 +215,12 @@ def _floordiv(x: Expr, y: Expr) -> Expr:
         raise ExprError("division by zero")
     if int_value(y) == 1:
         return x
-    if x.op == y.op == "int":
-        return const(x.args[0] // y.args[0])
+    if y.op == "int":
+        terms, constant = linear(x)
+        divisor = y.args[0]
+        if all(count % divisor == 0 for count in terms.values()):
+            parts = {term: count // divisor for term, count in terms.items()}
+            return _sum(parts, constant // divisor)
     return Expr("floordiv", (x, y))
 
 
@@ -220,9 +228,11 @@ def _mod(x: Expr, y: Expr) -> Expr:
     x, y = _integers("%", x, y)
     if int_value(y) == 0:
         raise ExprError("division by zero")
-    if x.op == y.op == "int":
-        return const(x.args[0] % y.args[0])
-    return const(0) if int_value(y) == 1 else Expr("mod", (x, y))
+    if y.op == "int":
+        terms, constant = linear(x)
+        if all(count % y.args[0] == 0 for count in terms.values()):
+            return const(constant % y.args[0])
+    return Expr("mod", (x, y))
 
 
 def _abs(x: Expr) -> Expr:
@@ -230,6 +240,7 @@ def _abs(x: Expr) -> Expr:
     return const(abs(x.args[0])) if x.op == "int" else Expr("abs", (x,))
 
 
+@lru_cache(maxsize=1 << 16)
 def is_le(x: Expr, y: Expr) -> bool:
     """Whether `x <= y` can be seen without values, for every row and key."""
     if x == y or y == END:
@@ -243,10 +254,10 @@ def is_le(x: Expr, y: Expr) -> bool:
     if y.op == "max" and any(is_le(x, arg) for arg in y.args):
         return True
     terms, constant = _combine(linear(y), linear(x), -1)
-    return constant >= 0 and all(n > 0 and _is_natural(term) for term, n in terms.items())
+    return constant >= 0 and all(n > 0 and is_natural(term) for term, n in terms.items())
 
 
-def _is_natural(term: Expr) -> bool:
+def is_natural(term: Expr) -> bool:
     """Whether a term is at least 0 by what it is."""
     return term.op in ("var", "abs", "group_begin", "group_end", "upper_bound") or (
         term.op in ("mod", "floordiv")
@@ -304,6 +315,8 @@ def _not(x: Expr) -> Expr:
     _want_bool("~", x)
     if x.op == "bool":
         return const(not x.args[0])
+    if x.op in OPPOSITES:
+        return Expr(OPPOSITES[x.op], x.args)
     return x.args[0] if x.op == "not" else Expr("not", (x,))
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from magi_compile.masks.expr import END, FALSE, TRUE, ZERO, Expr, build, is_le
 
-MAX_INTERVALS = 8
+MAX_INTERVALS = 64
 _MAX_INTERMEDIATE = 64
 
 
@@ -29,8 +29,28 @@ class Promise(NamedTuple):
     when: Expr = TRUE
 
 
+class Grid(NamedTuple):
+    """Numbers the keys, `x = (kv + shift) // step + start`, and cuts them where `x` is a multiple of `length`.
+
+    `step` and `length` are positive, and known when the mask is evaluated, without looking into a tensor.
+    """
+
+    shift: Expr
+    step: Expr
+    start: Expr
+    length: Expr
+
+
+class Repeat(NamedTuple):
+    """The keys with `lo <= x % length < hi`: one interval of each piece of the grid."""
+
+    grid: Grid
+    lo: Expr
+    hi: Expr
+
+
 class Lane(NamedTuple):
-    """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds.
+    """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds, and that are in all of `repeats`.
 
     `grouped` are promises `is_grouped`. Where one is broken, keys of other values lie between those it speaks of, in `[lo, hi)`
     too: they do not count, and no harm is done if none lies between those that do.
@@ -44,6 +64,7 @@ class Lane(NamedTuple):
     keys: Expr = TRUE
     grouped: tuple[Promise, ...] = ()
     ordered: tuple[Promise, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
 
 
 class KeySet(NamedTuple):
@@ -55,6 +76,11 @@ class KeySet(NamedTuple):
 
 EVERYTHING = KeySet((Lane(ZERO, END),))
 NOTHING = KeySet(())
+
+
+def has_bounds(edge: Expr) -> bool:
+    """Whether an edge depends on the order of keys."""
+    return any(node.op == "upper_bound" for node in edge.walk())
 
 
 def too_many(count: int) -> str:
@@ -71,6 +97,7 @@ def intersect(x: KeySet, y: KeySet) -> KeySet:
             build("and", a.keys, b.keys),
             a.grouped + b.grouped,
             _merged(a.ordered, b.ordered),
+            _in_both(a.repeats, b.repeats),
         )
         for a in x.lanes
         for b in y.lanes
@@ -94,14 +121,14 @@ def select(rows: Expr, x: KeySet, y: KeySet) -> KeySet:
         b = y.lanes[i] if i < len(y.lanes) else empty
         if a is empty or b is empty:
             full = b if a is empty else a
-            a, b = (part._replace(keys=full.keys) for part in (a, b))
-        if a.keys == b.keys:
+            a, b = (part._replace(keys=full.keys, repeats=full.repeats) for part in (a, b))
+        if a.keys == b.keys and a.repeats == b.repeats:
             grouped, ordered = (
                 _during(rows, of_a) + _during(others, of_b)
                 for of_a, of_b in ((a.grouped, b.grouped), (a.ordered, b.ordered))
             )
             lo, hi = build("where", rows, a.lo, b.lo), build("where", rows, a.hi, b.hi)
-            lanes.append(Lane(lo, hi, a.keys, grouped, ordered))
+            lanes.append(Lane(lo, hi, a.keys, grouped, ordered, a.repeats))
         else:
             for part, when in ((a, rows), (b, others)):
                 lanes.append(part._replace(hi=build("where", when, part.hi, ZERO)))
@@ -110,6 +137,16 @@ def select(rows: Expr, x: KeySet, y: KeySet) -> KeySet:
 
 def _merged(x: tuple[Promise, ...], y: tuple[Promise, ...]) -> tuple[Promise, ...]:
     return tuple(dict.fromkeys(x + y))
+
+
+def _in_both(x: tuple[Repeat, ...], y: tuple[Repeat, ...]) -> tuple[Repeat, ...]:
+    """The repeats of both, one for each grid."""
+    found = {repeat.grid: repeat for repeat in x}
+    for repeat in y:
+        other = found.get(repeat.grid, repeat)
+        lo, hi = build("max", other.lo, repeat.lo), build("min", other.hi, repeat.hi)
+        found[repeat.grid] = Repeat(repeat.grid, lo, hi)
+    return tuple(found.values())
 
 
 def _during(rows: Expr, promises: tuple[Promise, ...]) -> tuple[Promise, ...]:
@@ -139,7 +176,7 @@ def prune(lanes: list[Lane]) -> tuple[Lane, ...]:
 
 def _join(x: Lane, y: Lane) -> Lane | None:
     """One lane for the union of two, where it is one for sure."""
-    if x.grouped != y.grouped:
+    if x.grouped != y.grouped or x.repeats != y.repeats:
         return None
     ordered = _merged(x.ordered, y.ordered)
     if x.lo == y.lo and x.hi == y.hi:

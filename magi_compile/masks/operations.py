@@ -39,7 +39,8 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Expr:
         args = [as_expr(arg) if _is_number(arg) else arg for arg in args]
         return operation(*args, **kwargs)
     except ExprError as error:
-        return unsupported(str(error))
+        refused = (arg for arg in args if isinstance(arg, Expr) and arg.op == "unsupported")
+        return next(refused, unsupported(str(error)))
     except TypeError:
         return unsupported(f"`{name}` is called in a way that masks do not have")
 

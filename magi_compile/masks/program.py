@@ -12,7 +12,10 @@ from torch import Tensor
 
 from magi_compile.masks.arithmetic import NARROW
 from magi_compile.masks.expr import TRUE, Expr, ExprError, parse
-from magi_compile.masks.solve import KeySet, UnsupportedMaskError, solve
+from magi_compile.masks.key_sets import MAX_INTERVALS, KeySet, Refusal
+from magi_compile.masks.repeats import least_piece, unroll
+from magi_compile.masks.slices import MAX_SEQLEN
+from magi_compile.masks.solve import UnsupportedMaskError, solve
 
 _UNSAFE_IN_NAME = re.compile(r"[^\w.\[\]]+")
 
@@ -74,8 +77,8 @@ class MaskProgram:
         return max((node.args[0] for node in self.expr.walk() if node.op == op), default=-1)
 
     @cached_property
-    def keys(self) -> KeySet:
-        """The key intervals of a row, as expressions.
+    def solved(self) -> KeySet:
+        """The keys of a row, as expressions, in lanes that may repeat along the keys.
 
         Raises:
             UnsupportedMaskError: with all reasons.
@@ -87,10 +90,48 @@ class MaskProgram:
                 [self.describe(reason) for reason in error.reasons]
             ) from None
 
-    @property
-    def max_intervals(self) -> int:
-        """How many key intervals a row may see; known without data. Raises as `keys` does."""
-        return len(self.keys.lanes)
+    def keys(self, seqlen_k: int, symbols: Sequence[int] = ()) -> KeySet:
+        """The key intervals of a row, as expressions.
+
+        Args:
+            seqlen_k: number of keys of a batch entry.
+            symbols: the captured ints.
+
+        Raises:
+            UnsupportedMaskError: with all reasons.
+            ValueError: a captured int by which keys repeat is not positive, or one that divides is zero.
+        """
+        if not self.repeats:
+            return self.solved
+        try:
+            return unroll(self.solved, seqlen_k, tuple(symbols))
+        except Refusal as refusal:
+            raise UnsupportedMaskError([self.describe(str(refusal))]) from None
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether the number of intervals depends on that of keys. Raises as `solved` does."""
+        return any(lane.repeats for lane in self.solved.lanes)
+
+    def max_intervals(self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None) -> int:
+        """How many key intervals a row may see; known without data. Raises as `keys` does.
+
+        Args:
+            seqlen_k: number of keys of a batch entry, None: not known yet.
+            symbols: the captured ints, None: not known yet.
+        """
+        if not self.repeats:
+            return len(self.solved.lanes)
+        if seqlen_k is None or (symbols is None and self.num_symbols):
+            return MAX_INTERVALS
+        return len(self.keys(seqlen_k, symbols or ()).lanes)
+
+    def least_piece(self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None) -> int | None:
+        """How many keys lie in the shortest pieces of which a row may see several, where the mask repeats along the keys by
+        `kv % length`; None where it does not, or where that is not known. The arguments are those of `max_intervals`."""
+        if not self.repeats or (symbols is None and self.num_symbols):
+            return None
+        return least_piece(self.solved, seqlen_k or MAX_SEQLEN, tuple(symbols or ()))
 
     def table_reasons(self, tables: Sequence[Tensor]) -> list[str]:
         """Every reason why it can not look up `tables`, as far as their shapes and dtypes tell."""

@@ -15,6 +15,7 @@ from functools import lru_cache
 from magi_compile.masks.expr import (
     END,
     ONE,
+    OPPOSITES,
     TRUE,
     ZERO,
     Expr,
@@ -29,10 +30,12 @@ from magi_compile.masks.key_sets import (
     EVERYTHING,
     MAX_INTERVALS,
     NOTHING,
+    Grid,
     KeySet,
     Lane,
     Promise,
     Refusal,
+    Repeat,
     as_key_set,
     intersect,
     prune,
@@ -58,7 +61,7 @@ class UnsupportedMaskError(NotImplementedError):
 
 @lru_cache(maxsize=1024)
 def solve(expr: Expr) -> KeySet:
-    """The keys for which the mask expression `expr` holds.
+    """The keys for which the mask expression `expr` holds, in lanes that may repeat along the keys.
 
     Raises:
         UnsupportedMaskError: with every reason found why intervals can not express the mask.
@@ -132,12 +135,11 @@ def _looks_up_keys(expr: Expr) -> bool:
     return any(node.op == "table" and "kv" in node.variables for node in expr.walk())
 
 
-def _refuse_periods(expr: Expr) -> None:
-    for node in expr.walk():
-        if node.op == "mod" and "kv" in node.variables:
-            raise Refusal(
-                f"`{node}` repeats along the keys, which is not a small union of intervals"
-            )
+def _refuse_repeats(expr: Expr) -> None:
+    """Raises where `expr` repeats along the keys by more than what it looks up, and is not a repeat alone."""
+    for node in _outside_tables(expr):
+        if node.op == "mod" and any(inner == _KV for inner in _outside_tables(node)):
+            raise Refusal(f"`{expr}` depends on the key by more than `{node}` alone")
 
 
 def _direction(expr: Expr) -> int | None:
@@ -163,10 +165,13 @@ def _direction(expr: Expr) -> int | None:
 
 
 def _sign_of_key(expr: Expr) -> int | None:
-    """The direction of a sum that looks up keys, and adds or subtracts a multiple of kv: positions in documents, say, which grow in
-    each of them. None: there is no such multiple."""
-    count = linear(expr)[0].get(_KV, 0)
-    return None if count == 0 else (1 if count > 0 else -1)
+    """The direction of a multiple of kv beside which there are look-ups alone: positions in documents, say, which grow in each of
+    them. None: it is something else."""
+    terms, _ = linear(expr)
+    count = terms.get(_KV, 0)
+    if count == 0 or any(_KV in _outside_tables(term) for term in terms if term != _KV):
+        return None
+    return 1 if count > 0 else -1
 
 
 class _Solver:
@@ -174,6 +179,7 @@ class _Solver:
         self.reasons: list[str] = []
         self.memo: dict[tuple[Expr, bool], Expr | KeySet] = {}
         self.promises: list[Promise] = []  # of the comparison at hand
+        self.grids: dict[Expr, Grid] = {}  # of `x % length`, the numbers of keys that repeat
 
     # Truth values. Negation is pushed down to the leaves, where complements are exact and small.
 
@@ -205,7 +211,7 @@ class _Solver:
         if op == "unsupported":
             return TRUE
         if not positive:
-            op = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}[op]
+            op = OPPOSITES[op]
         return self.compare(op, *args)
 
     def both(self, x: Expr | KeySet, y: Expr | KeySet) -> Expr | KeySet:
@@ -232,7 +238,6 @@ class _Solver:
 
     def key_condition(self, expr: Expr, positive: bool) -> KeySet:
         """A condition on the key alone, taken as it is."""
-        _refuse_periods(expr)
         if not _is_of_keys(expr):
             raise Refusal(f"`{expr}` looks up a row and a key together")
         return KeySet((Lane(ZERO, END, expr if positive else build("not", expr)),))
@@ -305,6 +310,8 @@ class _Solver:
         else:
             limit = build("neg", build("floordiv", limit, const(-term.a)))
             limit, is_lower = build("sub", limit, ONE), not is_lower
+        if term.base in self.grids:
+            return self.repeated(term.base, limit, is_lower)
         edge, ordered = self.first_above(term.base, limit)
         lane = Lane(edge, END) if is_lower else Lane(ZERO, edge)
         return KeySet(prune([lane._replace(ordered=ordered)]))
@@ -313,19 +320,25 @@ class _Solver:
         """The key from which on `base > limit`."""
         if base == _KV:
             return build("add", limit, ONE), ()
-        _refuse_periods(base)
+        _refuse_repeats(base)
         if _direction(base) != 1:
             raise Refusal(f"`{base}` is compared with a row, but does not grow along the keys")
         return Expr("upper_bound", (base, limit)), (Promise(Expr("is_sorted", (base,))),)
 
+    def repeated(self, base: Expr, limit: Expr, is_lower: bool) -> KeySet:
+        """The keys with `base <= limit`, or `base > limit`, where `base` repeats along them."""
+        grid, above = self.grids[base], build("add", limit, ONE)
+        repeat = Repeat(grid, above, grid.length) if is_lower else Repeat(grid, ZERO, above)
+        return KeySet((Lane(ZERO, END, repeats=(repeat,)),))
+
     def equal(self, term: _Term, value: Expr, positive: bool) -> Expr | KeySet:
         """The keys with `term == value`, or with `term != value`; term.s is 0."""
-        if term.base == _KV or term.c != ONE:
+        if term.base == _KV or term.c != ONE or term.base in self.grids:
             if positive:
                 return intersect(self.at_most(term, value), self.at_least(term, value))
             below = self.at_most(term, build("sub", value, ONE))
             return unite(below, self.at_least(term, build("add", value, ONE)))
-        _refuse_periods(term.base)
+        _refuse_repeats(term.base)
         bare = any(node == _KV for node in _outside_tables(term.base))
         if bare and _direction(term.base) is None:
             raise Refusal(f"`{term.base}` is compared with a row, but has no order along the keys")
@@ -382,7 +395,8 @@ class _Solver:
                     return self.scale(self.number(one), other)
         if op == "floordiv" and "kv" not in args[1].variables:
             return self.divide(self.number(args[0]), args[1])
-        _refuse_periods(expr)
+        if op == "mod" and "kv" not in args[1].variables:
+            return self.modulo(args[0], args[1])
         if _is_of_keys(expr) and op in ("mul", "floordiv"):
             return _Term(expr)
         raise Refusal(f"`{expr}` mixes rows and keys in a way that intervals can not express")
@@ -433,7 +447,8 @@ class _Solver:
             return self.divide(self.scale(x, const(-1)), build("neg", divisor))
         if isinstance(x, _Choice):
             return x.map(lambda arm: self.divide(arm, divisor))
-        if x.base != _KV and _is_of_keys(x.quotient, x.m, x.s, divisor):
+        is_plain = x.base == _KV or x.base in self.grids
+        if not is_plain and _is_of_keys(x.quotient, x.m, x.s, divisor):
             whole = build("add", build("mul", x.quotient, x.m), x.s)
             return _Term(build("floordiv", whole, divisor))
         factor = int_value(x.m)
@@ -444,6 +459,57 @@ class _Solver:
             top = build("add", x.r, build("mul", x.s, x.c))
             return _Term(x.base, a=x.a, r=top, c=build("mul", x.c, divisor))
         raise Refusal(f"`({x.quotient} * {x.m} + {x.s}) // {divisor}` is not a step function of kv")
+
+    def modulo(self, dividend: Expr, divisor: Expr) -> _Number:
+        """`dividend % divisor`, of a number of the key."""
+        if dividend.op == "abs":
+            inner = dividend.args[0]
+            arms = (build("mod", x, divisor) for x in (inner, build("neg", inner)))
+            return self.number(build("where", build("ge", inner, ZERO), *arms))
+        if dividend.op == "where":
+            arms = (build("mod", x, divisor) for x in dividend.args[1:])
+            return self.number(build("where", dividend.args[0], *arms))
+        whole = build("mod", dividend, divisor)
+        x = self.number(dividend)
+        if isinstance(x, Expr):
+            return build("mod", x, divisor)
+        if isinstance(x, _Term) and _looks_up_keys(x.base) and _is_of_keys(whole):
+            return _Term(whole)
+        if divisor.variables or any(node.op == "table" for node in divisor.walk()):
+            raise Refusal(f"`{whole}` repeats along the keys in steps that are not one number")
+        if isinstance(x, _Term) and x.base == _KV and x.a == 1 and self.sign(divisor) > 0:
+            if x.m == ONE:
+                return self.repeat(Grid(x.r, x.c, x.s, divisor))
+            if x.m == const(-1):  # -x % n is n - 1 - (x - 1) % n
+                start = build("neg", build("add", x.s, ONE))
+                inner = self.scale(self.repeat(Grid(x.r, x.c, start, divisor)), const(-1))
+                return self.add(inner, build("sub", divisor, ONE))
+        grid = self.without_repeat(x, divisor)
+        if grid is None:
+            raise Refusal(f"`{whole}` repeats along the keys, but not as a multiple of their number")
+        return self.repeat(grid)
+
+    def repeat(self, grid: Grid) -> _Term:
+        """The number of a key in its piece of the grid."""
+        quotient = build("floordiv", build("add", _KV, grid.shift), grid.step)
+        base = build("mod", build("add", quotient, grid.start), grid.length)
+        self.grids[base] = grid
+        return _Term(base)
+
+    def without_repeat(self, x: _Number, divisor: Expr) -> Grid | None:
+        """The grid of `x % divisor` where `x` is `y % n // c`, and n a multiple of `c * divisor`: that of `y // c % divisor`."""
+        if not isinstance(x, _Term) or x.base not in self.grids:
+            return None
+        is_plain = x.a == 1 and x.r == ZERO and x.m == ONE and x.s == ZERO
+        grid = self.grids[x.base]
+        n, c, length = (int_value(y) for y in (grid.length, x.c, divisor))
+        if not is_plain or n is None or c is None or length is None:
+            return None
+        if length <= 0 or n % (c * length):
+            return None
+        # ((kv + shift) // step + start) // c
+        shift = build("add", grid.shift, build("mul", grid.start, grid.step))
+        return Grid(shift, build("mul", grid.step, x.c), ZERO, divisor)
 
     def sign(self, factor: Expr) -> int:
         """The sign of a factor or divisor of kv; what is not a constant has to be positive."""

@@ -94,7 +94,7 @@ def _refuse(program: MaskProgram, tables: Sequence[Tensor] | None) -> None:
     """Raises UnsupportedMaskError with every reason against `program`, and against `tables` if they are known."""
     reasons = []
     try:
-        _ = program.keys
+        _ = program.solved
     except UnsupportedMaskError as error:
         reasons += error.reasons
     if tables is not None:

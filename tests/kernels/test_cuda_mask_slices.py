@@ -56,13 +56,13 @@ def random_cases():
     generator, found = random.Random(0), 0
     while found < 20:
         program = MaskProgram.parse(random_mask(generator, generator.randint(1, 5)))
-        try:
-            program.keys  # noqa: B018
-        except UnsupportedMaskError:
-            continue
         sizes = Sizes(
             generator.randint(1, 2), generator.randint(1, 40), generator.randint(1, 40), 50
         )
+        try:
+            program.keys(sizes.seqlen_k, [3])
+        except UnsupportedMaskError:
+            continue
         tables = tables_for(sizes.batch, max(sizes[1:3]), generator.randint(0, 9))
         yield f"random{found}", Case(program, tables, [3], sizes)
         found += 1
@@ -122,12 +122,17 @@ extern "C" void run(int mask, const char* params, int block) {{
 """
 
 
+def source_of(case):
+    keys = case.program.keys(case.sizes.seqlen_k, case.symbols)
+    return mask_source(case.program, keys, tuple(table.dtype for table in case.tables))
+
+
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
     """The kernel's source behind a header that knows one thread, for all masks at once."""
     numbers: dict[str, int] = {}
     for case in CASES.values():
-        source = mask_source(case.program, tuple(table.dtype for table in case.tables))
+        source = source_of(case)
         numbers.setdefault(source.text, len(numbers))
     masks = (text.replace("struct Mask ", f"struct Mask{i} ") for text, i in numbers.items())
     calls = (
@@ -207,10 +212,10 @@ def test_the_source_on_the_host(name, run_on_host, no_flags):
     assert_same(CASES[name], run_on_host(CASES[name]))
 
 
-@pytest.mark.parametrize("name", ["random0", "prefix_lm_document", "table0"])
+@pytest.mark.parametrize("name", ["halves", "prefix_lm_document", "packed_positions", "table0"])
 def test_compiles(name):
     case = CASES[name]
-    source = mask_source(case.program, tuple(table.dtype for table in case.tables))
+    source = source_of(case)
     cubin, log = nvrtc.run_nvrtc(mask_slices.mask_variant(source))
     assert cubin.startswith(b"\x7fELF")
     assert nvrtc.parse_resources(log).spilled_bytes == 0

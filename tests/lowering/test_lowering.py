@@ -51,6 +51,17 @@ def test_dynamic_lengths_share_one_graph():
     assert num_graphs() == 1
 
 
+def test_dynamic_lengths_of_a_mask_that_repeats():
+    """How many intervals a row sees is known when the graph runs."""
+    model = Attention()
+    compiled = torch.compile(model, backend=make_backend("aot_eager"), fullgraph=True, dynamic=True)
+    for seqlen in (192, 320, 130):
+        x, mask_mod = torch.randn(BATCH, seqlen, 32), noised_and_clean(seqlen // 2)
+        ours = values_and_grads(model, *compiled(x, block_mask(mask_mod, seqlen)))
+        assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
+    assert num_graphs() == 1
+
+
 def test_inductor_trains_like_dense():
     model = Attention()
     compiled = torch.compile(model, backend="magi", fullgraph=True)
@@ -75,6 +86,21 @@ def prefix(b, h, q, kv):
     return kv < 40
 
 
+def noised_and_clean(n):
+    """Blocks of 16 twice, as block diffusion models are trained."""
+
+    def mask_mod(b, h, q, kv):
+        row, key = q % n // 16, kv % n // 16
+        same = (row == key) & ((q < n) == (kv < n))
+        return same | ((row > key) & (kv >= n))
+
+    return mask_mod
+
+
+def batchified(b, h, q, kv):
+    return (q // 40 == kv // 40) & (kv % 40 <= q % 40)
+
+
 class Sink:
     def __init__(self, size):
         self.size = size
@@ -85,8 +111,11 @@ class Sink:
 
 @pytest.mark.parametrize(
     "mask_mod",
-    [window, or_masks(window, prefix), and_masks(prefix, window), or_masks(Sink(4), window)],
-    ids=["window", "or_masks", "and_masks", "callable"],
+    [
+        *(window, or_masks(window, prefix), and_masks(prefix, window), or_masks(Sink(4), window)),
+        *(batchified, noised_and_clean(80)),
+    ],
+    ids=["window", "or_masks", "and_masks", "callable", "batchified", "noised_and_clean"],
 )
 def test_masks_without_data(backend, mask_mod):
     model = Attention()

@@ -23,8 +23,16 @@ def by_head(b, h, q, kv):
     return (q >= kv) & (h > 0)
 
 
+SEQLEN = 130
+
+
 def dilated(b, h, q, kv):
     return (q - kv) % 2 == 0
+
+
+def neighbourhood(b, h, q, kv):
+    row, column = torch.clamp(q // 13, 2, 7), torch.clamp(q % 13, 2, 10)
+    return (torch.abs(row - kv // 13) <= 2) & (torch.abs(column - kv % 13) <= 2)
 
 
 def alibi(score, b, h, q, kv):
@@ -44,7 +52,7 @@ def weighted(b, h, q, kv):
     return WEIGHTS[q] >= WEIGHTS[kv]
 
 
-WEIGHTS = torch.arange(96.0)
+WEIGHTS = torch.arange(float(SEQLEN))
 
 CASES = {
     "float table": ({"mask": weighted}, "float"),
@@ -53,7 +61,8 @@ CASES = {
         "score_mod applies `add`|score_mod depends on",
     ),
     "per-head": (dict(mask=by_head), "head"),
-    "dilated": (dict(mask=dilated), "%"),
+    "dilated": (dict(mask=dilated), "key intervals, at most 64 are representable"),
+    "neighbourhood": (dict(mask=neighbourhood), "up to 5 intervals of keys, in pieces of 13"),
     "backend": (dict(mask=causal, kernel_options={"BACKEND": "TRITON"}), "BACKEND='TRITON'"),
 }
 
@@ -61,8 +70,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_refused_calls_stay_exact(name, caplog):
     options, reason = CASES[name]
-    x = torch.randn(BATCH, 2, 96, 16)
-    arguments = dict(options, mask=block_mask(options["mask"], 96))
+    x = torch.randn(BATCH, 2, SEQLEN, 16)
+    arguments = dict(options, mask=block_mask(options["mask"], SEQLEN))
     with caplog.at_level(logging.WARNING, "magi_compile"), torch.no_grad():
         ours = compiled()(x, **arguments)
         compiled()(x, **arguments)
@@ -77,16 +86,16 @@ def test_refused_calls_stay_exact(name, caplog):
 @pytest.mark.parametrize("name", CASES)
 def test_strict_raises_with_the_reason(name):
     options, reason = CASES[name]
-    x = torch.randn(BATCH, 2, 96, 16)
+    x = torch.randn(BATCH, 2, SEQLEN, 16)
     with pytest.raises(Exception, match=reason) as error:
-        compiled(strict=True)(x, **dict(options, mask=block_mask(options["mask"], 96)))
+        compiled(strict=True)(x, **dict(options, mask=block_mask(options["mask"], SEQLEN)))
     assert isinstance(getattr(error.value, "inner_exception", error.value), LoweringRefusedError)
 
 
 def test_all_reasons_are_listed():
-    x = torch.randn(BATCH, 2, 96, 16)
+    x = torch.randn(BATCH, 2, SEQLEN, 16)
     with torch.no_grad():
-        mask = block_mask(and_masks(by_head, weighted), 96)
+        mask = block_mask(and_masks(by_head, weighted), SEQLEN)
         compiled()(x, mask, score_mod=alibi)
     (decision,) = REPORT.refused
     wanted = ("score_mod", r"head \(h\)", r"`WEIGHTS\[q\]` is torch.float32", r"`WEIGHTS\[kv\]` is")
@@ -96,15 +105,15 @@ def test_all_reasons_are_listed():
 
 
 def test_training_on_a_cpu_cannot_fall_back():
-    x = torch.randn(BATCH, 2, 96, 16, requires_grad=True)
+    x = torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True)
     with pytest.raises(Exception, match="kept on FlexAttention"):
-        compiled()(x, block_mask(by_head, 96))
+        compiled()(x, block_mask(by_head, SEQLEN))
 
 
 @pytest.mark.gpu
 def test_max_scores_is_refused():
     """PyTorch itself refuses them on a CPU."""
-    x = torch.randn(BATCH, 2, 96, 16, device="cuda")
+    x = torch.randn(BATCH, 2, SEQLEN, 16, device="cuda")
     with torch.no_grad():
         compiled()(x, None, return_aux=AuxRequest(max_scores=True))
     (decision,) = REPORT.refused

@@ -335,6 +335,106 @@ def saw_teeth(batch, seqlen_q, seqlen_k):
     )
 
 
+def positions_from_starts(batch, seqlen_q, seqlen_k):
+    """Positions in documents, computed from where the document of a key begins."""
+    length = max(seqlen_q, seqlen_k)
+    document = (torch.rand(length, generator=torch.Generator().manual_seed(4)) < 0.05).cumsum(0)
+    starts = torch.searchsorted(document, torch.arange(int(document[-1]) + 1))
+
+    def mask_mod(b, h, q, kv):
+        position_q, position_kv = q - starts[document[q]], kv - starts[document[kv]]
+        near = (position_q >= position_kv) & (position_q - position_kv < 11)
+        return (document[q] == document[kv]) & (near | (position_kv < 3))
+
+    return mask_mod
+
+
+def batchified(batch, seqlen_q, seqlen_k):
+    """A mask of 50 rows, once for each 50 rows of the sequence."""
+
+    def mask_mod(b, h, q, kv):
+        row, key = q % 50, kv % 50
+        return (q // 50 == kv // 50) & ((key < 5) | ((row - key).abs() < 9))
+
+    return mask_mod
+
+
+def halves(batch, seqlen_q, seqlen_k):
+    """Noised blocks in front of clean ones, by what is left of a position."""
+    n = max(seqlen_q, seqlen_k) // 2 + 1
+    document = ids(n, 30)
+
+    def mask_mod(b, h, q, kv):
+        is_noised_q, is_noised_kv = q < n, kv < n
+        block_q, block_kv = q % n // 12, kv % n // 12
+        same = (block_q == block_kv) & (is_noised_q == is_noised_kv)
+        before = (block_q > block_kv) & is_noised_q & ~is_noised_kv
+        clean = (block_q >= block_kv) & ~is_noised_q & ~is_noised_kv
+        return (same | before | clean) & (document[q % n] == document[kv % n])
+
+    return mask_mod
+
+
+def all_copies(batch, seqlen_q, seqlen_k):
+    """Rows see the keys in front of them in all five copies of a sequence, behind a prompt."""
+    n = max(seqlen_q, seqlen_k) // 5 + 1
+    return lambda b, h, q, kv: (kv < 6) | (q < 6) | (((q - 6) % n - (kv - 6) % n).abs() < 4)
+
+
+def neighbourhood(batch, seqlen_q, seqlen_k):
+    """Pixels in lines of 17, and a square around each, pushed inside at the edges."""
+    last = max(seqlen_q, seqlen_k) // 17 - 1
+
+    def mask_mod(b, h, q, kv):
+        line = (q // 17).clamp(2, max(last - 2, 2))
+        column = (q % 17).clamp(3, 16 - 3)
+        return ((line - kv // 17).abs() <= 2) & ((column - kv % 17).abs() <= 3)
+
+    return mask_mod
+
+
+def video_tiles(batch, seqlen_q, seqlen_k):
+    """Tiles of eight tokens, three in a line and four lines in a frame: those around a tile, but for text at the end."""
+    text = max(seqlen_q, seqlen_k) - 9
+
+    def coordinates(index):
+        tile = index // 8
+        return tile // 12, tile % 12 // 3, tile % 3
+
+    def mask_mod(b, h, q, kv):
+        centres = zip(coordinates(q), coordinates(kv), strict=True)
+        near = [(x - y).abs() <= 1 for x, y in centres]
+        is_seen = near[0] & near[1] & near[2] & (q < text) & (kv < text)
+        return is_seen | (q >= text) | (kv >= text)
+
+    return mask_mod
+
+
+def dilated_window(batch, seqlen_q, seqlen_k):
+    def mask_mod(b, h, q, kv):
+        distance = torch.abs(q - kv)
+        return (distance <= 24) & (distance % 4 == 0)
+
+    return mask_mod
+
+
+def drafts(batch, seqlen_q, seqlen_k):
+    """Queries are blocks of eight that follow a prefix; each sees it, and of its own block what is not behind it."""
+    prefix = max(seqlen_k - seqlen_q, 0)
+
+    def mask_mod(b, h, q, kv):
+        key = kv - prefix
+        own = (kv >= prefix) & (q // 8 == key // 8) & (key % 8 <= q % 8)
+        return (kv < prefix) | own
+
+    return mask_mod
+
+
+def backwards(batch, seqlen_q, seqlen_k):
+    """Numbers of keys that fall, and repeat."""
+    return lambda b, h, q, kv: ((40 - kv) % 25 < q % 25) & (kv // 40 == q // 40)
+
+
 def numbers_from_truth(batch, seqlen_q, seqlen_k):
     return lambda b, h, q, kv: (q >= 30) * 8 + kv <= torch.where(kv < 20, q < 9, q + 4)
 
@@ -397,6 +497,15 @@ MASK_MODS = {
         block_diffusion_of_documents,
         packed_positions,
         saw_teeth,
+        positions_from_starts,
+        batchified,
+        halves,
+        all_copies,
+        neighbourhood,
+        video_tiles,
+        dilated_window,
+        drafts,
+        backwards,
         numbers_from_truth,
         everything,
         nothing,

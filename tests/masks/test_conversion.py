@@ -36,7 +36,7 @@ def test_intervals_equal_the_dense_mask(name, size):
         program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device="cpu"
     )
     intervals.check()
-    assert intervals.num_intervals == max(program.max_intervals, 1)
+    assert intervals.num_intervals == max(program.max_intervals(seqlen_k), 1)
     assert torch.equal(intervals.to_dense(), dense_mask(mask_mod, *size))
     assert_disjoint_and_sorted(intervals)
 
@@ -47,13 +47,13 @@ def test_random_masks_equal_their_dense_mask(seed):
     generator, checked = random.Random(seed), 0
     while checked < 40:
         program = MaskProgram.parse(text := random_mask(generator, generator.randint(1, 5)))
+        size = batch, seqlen_q, seqlen_k = [generator.randint(1, n) for n in (2, 40, 40)]
+        symbols = [generator.choice([2, 3, 5])]
         try:
-            program.keys  # noqa: B018
+            program.keys(seqlen_k, symbols)
         except UnsupportedMaskError:
             continue
-        size = batch, seqlen_q, seqlen_k = [generator.randint(1, n) for n in (2, 40, 40)]
         tables = tables_for(batch, max(seqlen_q, seqlen_k), generator.randint(0, 99))
-        symbols = [generator.choice([2, 3, 5])]
         sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         intervals = row_intervals(program, tables, symbols, **sizes, device="cpu")
         if all(check.ok for check in intervals.checks):

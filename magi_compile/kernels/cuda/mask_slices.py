@@ -207,7 +207,8 @@ def _route(
         raise ValueError(f"`capacity` must be at least 1, got {sizes.capacity}")
     batch, seqlen_q, seqlen_k, capacity = sizes
     num_rows, _ = packed_totals(batch, seqlen_q, seqlen_k)
-    source = mask_source(program, tuple(table.dtype for table in tables))
+    keys = program.keys(seqlen_k, symbols)
+    source = mask_source(program, keys, tuple(table.dtype for table in tables))
     variant, num_intervals = mask_variant(source), 2 * source.num_lanes * num_rows
     if 0 in (batch, seqlen_q, seqlen_k):
         return Route(source, variant, (0,) * source.num_words, (), num_intervals, 0)

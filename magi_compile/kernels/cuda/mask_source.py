@@ -19,9 +19,9 @@ import torch
 
 from magi_compile.masks import preconditions
 from magi_compile.masks.arithmetic import INT64
-from magi_compile.masks.evaluate import has_bounds, is_plain
+from magi_compile.masks.evaluate import is_plain
 from magi_compile.masks.expr import TRUE, Expr
-from magi_compile.masks.key_sets import Lane, Promise
+from magi_compile.masks.key_sets import KeySet, Lane, Promise, has_bounds
 from magi_compile.masks.program import MaskProgram
 
 # The elements of captured tensors, as CUDA calls them.
@@ -83,15 +83,16 @@ class MaskSource:
 
 
 @lru_cache(maxsize=1024)
-def mask_source(program: MaskProgram, dtypes: tuple[torch.dtype, ...]) -> MaskSource:
-    """The source for a program whose captured tensors have `dtypes`, of `ELEMENTS`.
+def mask_source(
+    program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, ...]
+) -> MaskSource:
+    """The source for a program whose captured tensors have `dtypes`, of `ELEMENTS`; `keys` are `program.keys(...)`.
 
     Raises:
-        UnsupportedMaskError: intervals can not express the mask.
         TypeError: a captured tensor of integers where a truth value is needed.
         ValueError: a number that 64 bits do not hold.
     """
-    return _Writer(program, dtypes).write()
+    return _Writer(program, keys, dtypes).write()
 
 
 class _Code(NamedTuple):
@@ -102,8 +103,9 @@ class _Code(NamedTuple):
 
 
 class _Writer:
-    def __init__(self, program: MaskProgram, dtypes: tuple[torch.dtype, ...]):
+    def __init__(self, program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, ...]):
         self.program = program
+        self.keys = keys
         self.dtypes = dtypes
         self.source = MaskSource()
         self.key_bodies: list[_Body] = []
@@ -112,9 +114,9 @@ class _Writer:
         self.rows = _Body(self, "q")
 
     def _lay_out_words(self) -> None:
-        exprs = [promise.when for promise in self.program.keys.required]
-        exprs += [promise.holds for promise in self.program.keys.required]
-        for lane in self.program.keys.lanes:
+        exprs = [promise.when for promise in self.keys.required]
+        exprs += [promise.holds for promise in self.keys.required]
+        for lane in self.keys.lanes:
             exprs += (lane.lo, lane.hi, lane.keys)
             exprs += (part for promise in lane.grouped + lane.ordered for part in promise)
         source = self.source
@@ -134,9 +136,8 @@ class _Writer:
             source.num_words += 1 + 2 * dims
 
     def write(self) -> MaskSource:
-        keys = self.program.keys
-        lanes = [self._lane(number, lane) for number, lane in enumerate(keys.lanes)]
-        for promise in keys.required:
+        lanes = [self._lane(number, lane) for number, lane in enumerate(self.keys.lanes)]
+        for promise in self.keys.required:
             self.rows.expect(promise)
         for number, (lo, hi) in enumerate(lanes or [("0", "0")]):
             self.rows.lines += [f"lo[{number}] = {lo};", f"hi[{number}] = {hi};"]

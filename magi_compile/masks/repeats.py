@@ -1,0 +1,152 @@
+"""Lanes that repeat along the keys as plain lanes, once it is known how many keys there are.
+
+    (kv // 32 == q // 32) & (kv % 32 <= q % 32)    ->    one lane
+    kv % 4096 <= q, of 8192 keys                   ->    two lanes
+
+A row sees one interval of each piece of a grid. Its pieces are numbered from the one with the first key of the lane on, so that
+as many lanes do as there can be pieces in one row, which a bound of the lane's length tells. That needs no data where both edges
+move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+
+from magi_compile.masks.expr import ZERO, Expr, build, const, int_value
+from magi_compile.masks.key_sets import (
+    MAX_INTERVALS,
+    Grid,
+    KeySet,
+    Lane,
+    Refusal,
+    Repeat,
+    has_bounds,
+    too_many,
+)
+from magi_compile.masks.spans import remainder_of, upper_bound_of
+
+_KV = Expr("var", ("kv",))
+
+
+@lru_cache(maxsize=1024)
+def unroll(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> KeySet:
+    """The same keys, of `seqlen_k`, in lanes without repeats.
+
+    Args:
+        keys: a solved mask.
+        seqlen_k: number of keys of a batch entry.
+        symbols: the captured ints, which have their names in the lanes still.
+
+    Raises:
+        Refusal: a row sees more intervals than it may.
+        ValueError: a captured int by which keys repeat is not positive, or one that divides is zero.
+    """
+    lanes = [plain for lane in keys.lanes for plain in _plain_lanes(lane, seqlen_k, symbols)]
+    if len(lanes) > MAX_INTERVALS:
+        raise Refusal(too_many(len(lanes)))
+    return keys._replace(lanes=tuple(lanes))
+
+
+def least_piece(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> int | None:
+    """How many keys the shortest pieces have of which a row may see several; None: it sees one of each grid."""
+    pieces = [piece for lane in keys.lanes for piece in _pieces_in_rows(lane, seqlen_k, symbols)]
+    return min(pieces, default=None)
+
+
+def _pieces_in_rows(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> Iterator[int]:
+    while lane.repeats:
+        grid, count = _next_repeat(lane, symbols).grid, _num_pieces(lane, seqlen_k, symbols)
+        if count > 1:
+            yield _keys_of_a_piece(grid, symbols)
+        lane = _in_piece(lane, 0, symbols)  # the others are as long
+
+
+def _plain_lanes(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> Iterator[Lane]:
+    if not lane.repeats:
+        yield lane
+        return
+    count = _num_pieces(lane, seqlen_k, symbols)
+    if count > MAX_INTERVALS:
+        grid = _next_repeat(lane, symbols).grid
+        number = build("mod", _number(_KV, grid), grid.length)
+        raise Refusal(f"`{number}`: {too_many(count)}")
+    for i in range(count):
+        yield from _plain_lanes(_in_piece(lane, i, symbols), seqlen_k, symbols)
+
+
+def _next_repeat(lane: Lane, symbols: tuple[int, ...]) -> Repeat:
+    """The one with the longest pieces: shorter ones then count in what these leave."""
+    return max(lane.repeats, key=lambda repeat: _keys_of_a_piece(repeat.grid, symbols))
+
+
+def _begin(lane: Lane) -> Expr:
+    """Where pieces are counted from. The order of keys is not known yet there."""
+    return ZERO if has_bounds(lane.lo) else build("max", lane.lo, ZERO)
+
+
+def _in_piece(lane: Lane, i: int, symbols: tuple[int, ...]) -> Lane:
+    """What is left of a lane in the piece `i` of its next repeat."""
+    repeat = _next_repeat(lane, symbols)
+    grid = repeat.grid
+    piece = build("add", build("floordiv", _number(_begin(lane), grid), grid.length), const(i))
+    first = build("mul", piece, grid.length)
+    lo = build("add", first, build("max", repeat.lo, ZERO))
+    hi = build("add", first, build("min", repeat.hi, grid.length))
+    return lane._replace(
+        lo=build("max", lane.lo, _key(lo, grid)),
+        hi=build("min", lane.hi, _key(hi, grid)),
+        repeats=tuple(other for other in lane.repeats if other != repeat),
+    )
+
+
+def _number(key: Expr, grid: Grid) -> Expr:
+    """The number that the grid gives to `key`."""
+    return build("add", build("floordiv", build("add", key, grid.shift), grid.step), grid.start)
+
+
+def _key(number: Expr, grid: Grid) -> Expr:
+    """The first key with such a number."""
+    return build("sub", build("mul", build("sub", number, grid.start), grid.step), grid.shift)
+
+
+def _keys_of_a_piece(grid: Grid, symbols: tuple[int, ...]) -> int:
+    sizes = []
+    for size in (grid.step, grid.length):
+        value = int_value(_bind(size, symbols))
+        assert value is not None, size
+        if value <= 0:
+            raise ValueError(f"`{size}` must be positive, keys repeat by it, got {value}")
+        sizes.append(value)
+    return sizes[0] * sizes[1]
+
+
+def _num_pieces(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> int:
+    """How many pieces of its next repeat a lane has keys in at most, in any row."""
+    grid = _next_repeat(lane, symbols).grid
+    begin, end = (_bind(edge, symbols) for edge in (_begin(lane), lane.hi))
+    num_keys = upper_bound_of(build("sub", build("min", end, const(seqlen_k)), begin))
+    num_keys = seqlen_k if num_keys is None else min(num_keys, seqlen_k)
+    if num_keys <= 0:
+        return 0
+    size = _keys_of_a_piece(grid, symbols)
+    steps = build("mul", grid.start, grid.step)
+    place = build("add", build("add", begin, grid.shift), steps)
+    in_piece = remainder_of(_bind(place, symbols), size)
+    return ((size - 1 if in_piece is None else in_piece) + num_keys - 1) // size + 1
+
+
+@lru_cache(maxsize=4096)
+def _bind(expr: Expr, symbols: tuple[int, ...]) -> Expr:
+    """`expr` with the captured ints as numbers."""
+    if expr.op == "symbol":
+        return const(symbols[expr.args[0]])
+    if not any(node.op == "symbol" for node in expr.walk()):
+        return expr
+    args = tuple(_bind(arg, symbols) if isinstance(arg, Expr) else arg for arg in expr.args)
+    if expr.op in ("floordiv", "mod") and args[1] == ZERO:
+        raise ValueError(f"`{expr.args[1]}` must not be zero, it divides")
+    return Expr(expr.op, args) if expr.op in _LEAVES else build(expr.op, *args)
+
+
+_LEAVES: Sequence[str] = ("table", "group_begin", "group_end", "upper_bound")
