@@ -57,14 +57,15 @@ def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
 
 
 def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
-    """What speaks against a mask that repeats along the keys.
+    """What speaks against a mask that repeats along the keys, where FlexAttention is the alternative.
 
     Raises:
         UnsupportedMaskError: a row sees more intervals than are representable.
     """
     seqlen_k, symbols = sizes_of(call)
     count, piece = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_piece))
-    if piece is None or piece >= MIN_PIECE or piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
+    are_long = piece is None or piece >= MIN_PIECE
+    if are_long or piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN) or _needs_cpu_gradients(call):
         return []
     return [
         f"a row sees up to {count} intervals of keys, in pieces of {piece}: kernels walk them one by one, "
@@ -156,7 +157,9 @@ def emit_mask(
     else:
         rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
         capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
-        capacity = emit.arithmetic(operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call))))
+        capacity = emit.arithmetic(
+            operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
+        )
     capacity = emit.arithmetic(operator.mul, capacity, batch)
     slices = emit.call(
         torch.ops.magi.mask_slices.default,

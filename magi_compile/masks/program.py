@@ -113,7 +113,9 @@ class MaskProgram:
         """Whether the number of intervals depends on that of keys. Raises as `solved` does."""
         return any(lane.repeats for lane in self.solved.lanes)
 
-    def max_intervals(self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None) -> int:
+    def max_intervals(
+        self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
+    ) -> int:
         """How many key intervals a row may see; known without data. Raises as `keys` does.
 
         Args:
@@ -126,7 +128,9 @@ class MaskProgram:
             return MAX_INTERVALS
         return len(self.keys(seqlen_k, symbols or ()).lanes)
 
-    def least_piece(self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None) -> int | None:
+    def least_piece(
+        self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
+    ) -> int | None:
         """How many keys lie in the shortest pieces of which a row may see several, where the mask repeats along the keys by
         `kv % length`; None where it does not, or where that is not known. The arguments are those of `max_intervals`."""
         if not self.repeats or (symbols is None and self.num_symbols):

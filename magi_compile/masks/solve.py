@@ -486,7 +486,9 @@ class _Solver:
                 return self.add(inner, build("sub", divisor, ONE))
         grid = self.without_repeat(x, divisor)
         if grid is None:
-            raise Refusal(f"`{whole}` repeats along the keys, but not as a multiple of their number")
+            raise Refusal(
+                f"`{whole}` repeats along the keys, but not as a multiple of their number"
+            )
         return self.repeat(grid)
 
     def repeat(self, grid: Grid) -> _Term:

@@ -5,7 +5,13 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, and_masks, flex_attention
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    and_masks,
+    create_mask,
+    flex_attention,
+)
+from torch.nn.functional import scaled_dot_product_attention
 
 from magi_compile import LoweringRefusedError
 from magi_compile.lowering.backend import make_backend
@@ -108,6 +114,17 @@ def test_training_on_a_cpu_cannot_fall_back():
     x = torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True)
     with pytest.raises(Exception, match="kept on FlexAttention"):
         compiled()(x, block_mask(by_head, SEQLEN))
+
+
+def test_small_pieces_train_on_a_cpu():
+    """Where FlexAttention can not, they are not refused."""
+    x = torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True)
+    compiled()(x, block_mask(neighbourhood, SEQLEN)).sum().backward()
+    assert len(REPORT.lowered) == 1
+    dense = create_mask(neighbourhood, None, None, SEQLEN, SEQLEN, device="cpu")
+    ours, x.grad = x.grad, None
+    scaled_dot_product_attention(x, x, x, dense).sum().backward()
+    assert_same([ours], [x.grad])
 
 
 @pytest.mark.gpu

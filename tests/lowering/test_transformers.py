@@ -19,7 +19,9 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "pad_token_id": 0,
     "eos_token_id": 1,
+    "use_cache": False,
 }
 MODELS = {
     "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**SIZES)),
@@ -37,6 +39,10 @@ MODELS = {
             num_local_experts=2,
             interleave_moe_layer_step=4,
         ),
+    ),
+    "encoder": lambda: (
+        hf.ModernBertForMaskedLM,
+        hf.ModernBertConfig(**SIZES, local_attention=32, global_attn_every_n_layers=LAYERS),
     ),
 }
 
@@ -58,7 +64,7 @@ def loss_and_gradient(name, implementation, inputs, backend=None):
     model = kind._from_config(config, attn_implementation=implementation).eval()
     tokens = torch.randint(2, 128, (2, SEQLEN))
     forward = torch.compile(model, backend=backend) if backend else model
-    logits = forward(input_ids=tokens, use_cache=False, **inputs).logits
+    logits = forward(input_ids=tokens, **inputs).logits
     is_token = inputs.get("attention_mask", torch.ones(2, SEQLEN)).bool()[:, :-1]
     loss = cross_entropy(logits[:, :-1][is_token], tokens[:, 1:][is_token])
     loss.backward()

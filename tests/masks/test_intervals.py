@@ -48,7 +48,9 @@ def test_random_masks(text, batch, seqlen_q, seqlen_k, seed):
     expected = evaluate(text, batch, seqlen_q, seqlen_k, tables, [3])
     assert torch.equal(intervals.to_dense(), expected)
     assert list(slices_from_intervals(intervals)) == list(
-        padded_slices_from_intervals(intervals, max(max_intervals, 1) * batch * seqlen_q)[0].normalize()
+        padded_slices_from_intervals(intervals, max(max_intervals, 1) * batch * seqlen_q)[
+            0
+        ].normalize()
     )
 
 

@@ -83,9 +83,7 @@ class MaskSource:
 
 
 @lru_cache(maxsize=1024)
-def mask_source(
-    program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, ...]
-) -> MaskSource:
+def mask_source(program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, ...]) -> MaskSource:
     """The source for a program whose captured tensors have `dtypes`, of `ELEMENTS`; `keys` are `program.keys(...)`.
 
     Raises:
