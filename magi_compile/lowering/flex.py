@@ -64,8 +64,9 @@ def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     """
     seqlen_k, symbols = sizes_of(call)
     count, piece = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_piece))
-    are_long = piece is None or piece >= MIN_PIECE
-    if are_long or piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN) or _needs_cpu_gradients(call):
+    if piece is None or piece >= MIN_PIECE or _needs_cpu_gradients(call):
+        return []
+    if piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
         return []
     return [
         f"a row sees up to {count} intervals of keys, in pieces of {piece}: kernels walk them one by one, "
