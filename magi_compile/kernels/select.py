@@ -10,16 +10,18 @@ import torch
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 
-# "module:Class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
+# "module:class or factory" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
     "cuda": "magi_compile.kernels.cuda:CudaKernel",
+    "cuda_padded": "magi_compile.kernels.cuda:padded_cuda_kernel",
     "triton": "magi_compile.kernels.triton:TritonKernel",
     "cpu": "magi_compile.kernels.cpu:CpuKernel",
     "reference": "magi_compile.kernels.reference:ReferenceKernel",
 }
 
-# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix.
-ONLY_IF_FORCED = frozenset({"reference"})
+# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix; what pads is not
+# measured yet beside Triton's kernel.
+ONLY_IF_FORCED = frozenset({"reference", "cuda_padded"})
 
 
 def select(problem: AttnProblem, force: str | None = None) -> Kernel:

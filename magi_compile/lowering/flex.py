@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import load, refusals_by_kernel, select
+from magi_compile.kernels.select import ONLY_IF_FORCED, load, refusals_by_kernel, select
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs, is_tensor
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
@@ -324,6 +324,8 @@ def _decision(call: FlexCall, found: Analysis) -> Decision:
     for name, why in refusals_by_kernel(found.problem).items():
         if name == found.kernel:
             break
+        if name in ONLY_IF_FORCED:
+            continue
         passed_over.append((name, tuple(why)))
     kernel = None if found.reasons else found.kernel
     return Decision(

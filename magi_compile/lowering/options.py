@@ -14,7 +14,7 @@ class LoweringOptions:
 
     Attributes:
         strict: raise where an attention cannot be lowered, instead of leaving it on FlexAttention.
-        kernel: the only kernel to use ("cuda", "triton", "cpu", "reference"); None chooses by device and problem.
+        kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses by device and problem.
         slice_capacity: how many slices a mask derived inside a graph may have, per batch entry. None stands for
             one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that needs
             more raises `MaskDataError` when it runs.

@@ -54,7 +54,7 @@ def flex_flash_attention(
         slices: what each row sees, on the device of q; see `AttnSlices`.
         softmax_scale: factor of the scores; None stands for `head_dim ** -0.5`.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
-        kernel: the only kernel to use ("cuda", "triton", "cpu", "reference"); None chooses.
+        kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses.
 
     Returns:
         `AttnOutput(out, lse)`.

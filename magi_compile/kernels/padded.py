@@ -1,0 +1,113 @@
+"""Head dimensions that a kernel does not have, by one that it has: with columns of zeros behind those that are there.
+
+Zeros in q and k add nothing to a score, those in v give zeros in out, which are cut off, and so are their gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
+from magi_compile.masks.slices import AttnSlices
+
+MOST_COLUMNS = 1.5  # for each one that is asked for: more would cost more than a kernel for all head dimensions
+
+
+class PaddedKernel:
+    """A kernel for few head dimensions, equal for k and v, as one for those in between and for unequal ones; see `Kernel`."""
+
+    def __init__(self, name: str, inner: Kernel, head_dims: Sequence[int]):
+        self.name = name
+        self.plans_in_graph = inner.plans_in_graph
+        self._inner = inner
+        self._head_dims = sorted(head_dims)
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        asked = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
+        padded = self._padded(problem)
+        if padded is None:
+            return [f"needs head dimensions up to {self._head_dims[-1]}, got {asked}"]
+        reasons = self._inner.refusals(padded)
+        if 2 * padded.head_dim > MOST_COLUMNS * (problem.head_dim + problem.head_dim_v):
+            reasons.append(
+                f"needs up to {MOST_COLUMNS} times the columns asked for, got {asked}, which "
+                f"would be {padded.head_dim}"
+            )
+        return reasons
+
+    def notes(self, problem: AttnProblem) -> list[str]:
+        padded = self._as(problem)
+        return [
+            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} run as {padded.head_dim}, with zeros",
+            *self._inner.notes(padded),
+        ]
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        return self._inner.plan(slices, self._as(problem))
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        return self._inner.plan_key(self._as(problem))
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> ForwardOutput:
+        padded = self._as(problem)
+        q, k, v = (_pad(x, padded.head_dim) for x in (q, k, v))
+        if prior is not None:
+            prior = ForwardOutput(_pad(prior.out, padded.head_dim), prior.lse)
+        out, lse = self._inner.forward(
+            *(q, k, v, slices, plan, padded), prior=prior, out_dtype=out_dtype
+        )
+        return ForwardOutput(_cut(out, problem.head_dim_v), lse)
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardOutput:
+        padded = self._as(problem)
+        dout, q, k, v, out = (_pad(x, padded.head_dim) for x in (dout, q, k, v, out))
+        dq, dk, dv = self._inner.backward(dout, dlse, q, k, v, out, lse, slices, plan, padded)
+        return BackwardOutput(
+            _cut(dq, problem.head_dim), _cut(dk, problem.head_dim), _cut(dv, problem.head_dim_v)
+        )
+
+    def _padded(self, problem: AttnProblem) -> AttnProblem | None:
+        asked = max(problem.head_dim, problem.head_dim_v)
+        found = next((head_dim for head_dim in self._head_dims if head_dim >= asked), None)
+        return None if found is None else replace(problem, head_dim=found, head_dim_v=found)
+
+    def _as(self, problem: AttnProblem) -> AttnProblem:
+        padded = self._padded(problem)
+        assert padded is not None, problem
+        return padded
+
+
+def _pad(x: Tensor, columns: int) -> Tensor:
+    return pad(x, (0, columns - x.shape[-1])) if x.shape[-1] < columns else x
+
+
+def _cut(x: Tensor, columns: int) -> Tensor:
+    return x[..., :columns].contiguous()
