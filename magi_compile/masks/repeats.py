@@ -10,7 +10,7 @@ move together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 from magi_compile.masks.expr import ZERO, Expr, build, const, int_value
@@ -27,6 +27,7 @@ from magi_compile.masks.key_sets import (
 from magi_compile.masks.spans import remainder_of, upper_bound_of
 
 _KV = Expr("var", ("kv",))
+_LOOK_UPS = ("table", "group_begin", "group_end", "upper_bound")  # which are not built
 
 
 @lru_cache(maxsize=1024)
@@ -146,7 +147,4 @@ def _bind(expr: Expr, symbols: tuple[int, ...]) -> Expr:
     args = tuple(_bind(arg, symbols) if isinstance(arg, Expr) else arg for arg in expr.args)
     if expr.op in ("floordiv", "mod") and args[1] == ZERO:
         raise ValueError(f"`{expr.args[1]}` must not be zero, it divides")
-    return Expr(expr.op, args) if expr.op in _LEAVES else build(expr.op, *args)
-
-
-_LEAVES: Sequence[str] = ("table", "group_begin", "group_end", "upper_bound")
+    return Expr(expr.op, args) if expr.op in _LOOK_UPS else build(expr.op, *args)
