@@ -104,8 +104,9 @@ def row_intervals(
     if not lanes:
         zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
         lanes = [(zero, zero)]
+    lanes = _disjoint(lanes)
     lo, hi = (torch.stack([x.expand(shape) for x in edges]) for edges in zip(*lanes, strict=True))
-    return RowIntervals(*_disjoint(lo, hi), seqlen_k, tuple(run.checks))
+    return RowIntervals(lo, hi, seqlen_k, tuple(run.checks))
 
 
 def check_arguments(
@@ -125,20 +126,20 @@ def check_arguments(
             raise ValueError(f"captured tensor `{name}` must be on {device}, got {tensor.device}")
 
 
-def _disjoint(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Sorts the intervals of each row, dimension 0, and joins those that overlap or touch; the others become `[0, 0)`."""
-    is_live = lo < hi
-    if lo.shape[0] == 1:
-        return torch.where(is_live, lo, 0), torch.where(is_live, hi, 0)
+def _disjoint(lanes: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Sorts the intervals of each row and joins those that overlap or touch; the others become `[0, 0)`."""
     far = 2**31 - 1
-    lo, order = torch.where(is_live, lo, far).sort(dim=0)
-    end = torch.where(is_live, hi, 0).gather(0, order).cummax(0).values
-    is_live = lo < far
-    # Dead ones come last, and begin behind what is in front of them.
-    begins = torch.ones_like(is_live)
-    begins[1:] = lo[1:] > end[:-1]
-    ends = torch.ones_like(is_live)
-    ends[:-1] = begins[1:]
-    first = torch.where(begins, lo, 0).cummax(0).values
-    is_left = ends & is_live
-    return torch.where(is_left, first, 0), torch.where(is_left, end, 0)
+    lanes = [(torch.where(lo < hi, lo, far), torch.where(lo < hi, hi, far)) for lo, hi in lanes]
+    count = len(lanes)
+    for step in range(count):  # odd-even transposition sort
+        for j in range(step % 2, count - 1, 2):
+            (a, b), (x, y) = lanes[j : j + 2]
+            swap = a > x
+            lanes[j] = torch.where(swap, x, a), torch.where(swap, y, b)
+            lanes[j + 1] = torch.where(swap, a, x), torch.where(swap, b, y)
+    for j in range(count - 1):
+        (a, b), (x, y) = lanes[j : j + 2]
+        join = (x <= b) & (x < far)
+        lanes[j] = torch.where(join, far, a), torch.where(join, far, b)
+        lanes[j + 1] = torch.where(join, a, x), torch.where(join, torch.maximum(b, y), y)
+    return [(torch.where(lo < far, lo, 0), torch.where(lo < far, hi, 0)) for lo, hi in lanes]
