@@ -96,6 +96,11 @@ def _longca(seqlen: int, rng: random.Random) -> Callable[[], int]:
     return _uniform_in_bin(table)(seqlen, rng)
 
 
+def _whole(seqlen: int, rng: random.Random) -> Callable[[], int]:
+    """One document."""
+    return lambda: seqlen
+
+
 def _blocks(seqlen: int, rng: random.Random) -> Callable[[], int]:
     """LongCA-bench's documents for block-causal masks: 1 to 8 blocks of 1024 tokens."""
     return lambda: BLOCK * rng.randint(1, MAX_BLOCKS)
@@ -108,4 +113,5 @@ SAMPLERS: dict[str, Callable[[int, random.Random], Callable[[], int]]] = {
     "prolong64k": _uniform_in_bin("prolong64k"),
     "prolong512k": _uniform_in_bin("prolong512k"),
     "blocks": _blocks,
+    "whole": _whole,
 }

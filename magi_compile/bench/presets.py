@@ -19,7 +19,9 @@ SEEDS_MASKS = (
     "block_causal_document",
 )
 # Those of LongCA-bench.
-LONGCA_MASKS = tuple(name for name in NAMED_MASKS if name != "block_diffusion")
+LONGCA_MASKS = tuple(
+    name for name in NAMED_MASKS if name not in ("block_diffusion", "sliding_tiles")
+)
 K = 1024
 
 
@@ -116,6 +118,14 @@ def _diffusion(level: str, device: str) -> list[Cell]:
     )
 
 
+def _video(level: str, device: str) -> list[Cell]:
+    """Videos of 3, 5 and 9 frames of 6 by 10 tiles of 384 tokens."""
+    if level == "sparse":
+        return []
+    seqlens = tuple(23040 * frames for frames in (3, 5, 9))
+    return _kernel_cells(("sliding_tiles",), seqlens, ((24, 24),), "whole")
+
+
 PRESETS = {
     "smoke": Preset(
         _smoke,
@@ -126,4 +136,5 @@ PRESETS = {
     "seeds": Preset(_seeds, {"cuda": None, "cpu": None}),
     "longca": Preset(_longca, {"cuda": None, "cpu": None}),
     "diffusion": Preset(_diffusion, {"cuda": None, "cpu": None}),
+    "video": Preset(_video, {"cuda": None, "cpu": None}),
 }

@@ -45,6 +45,7 @@ MASKS = (
     "block_causal_document",
     "sliding_window_causal",
     "block_diffusion",
+    "sliding_tiles",
 )
 
 

@@ -258,6 +258,44 @@ def block_diffusion(
     return NamedMask(mask_mod, _slices(items, docs.total, device))
 
 
+def sliding_tiles(
+    lengths: Sequence[int],
+    *,
+    tile: int = 384,
+    width: int = 10,
+    height: int = 6,
+    device: torch.device | str = "cpu",
+) -> NamedMask:
+    """Documents are videos in tiles of `tile` tokens, `width` to a line and `height` lines to a frame of tiles: a tile sees those at most
+    one away in each direction, three by three by three, as in sliding tile attention (arXiv 2502.04507)."""
+    docs = _documents(lengths, device)
+    ids, starts = docs.ids, docs.starts
+
+    def place(token):
+        number = token // tile
+        return number // (width * height), number // width % height, number % width
+
+    def mask_mod(b, h, q, kv):
+        first = starts[q]  # that of kv too, in one document
+        time, line, column = zip(place(q - first), place(kv - first), strict=True)
+        near = [(x - y).abs() <= 1 for x, y in (time, line, column)]
+        return (ids[q] == ids[kv]) & near[0] & near[1] & near[2]
+
+    items = []
+    for begin, end in docs.spans:
+        for first in range(begin, end, tile):
+            rows = (first, min(first + tile, end))
+            time, line, column = place(first - begin)
+            columns = range(max(column - 1, 0), min(column + 2, width))
+            for seen_time, seen_line in itertools.product((-1, 0, 1), repeat=2):
+                if time + seen_time < 0 or not 0 <= line + seen_line < height:
+                    continue
+                in_line = ((time + seen_time) * height + line + seen_line) * width
+                keys = (begin + (in_line + x) * tile for x in (columns[0], columns[-1] + 1))
+                items.append((rows, tuple(min(key, end) for key in keys), MaskType.FULL))
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
 MASKS: dict[str, Callable[..., NamedMask]] = {
     build.__name__: build
     for build in (
@@ -274,5 +312,6 @@ MASKS: dict[str, Callable[..., NamedMask]] = {
         prefix_lm_document,
         block_causal_document,
         block_diffusion,
+        sliding_tiles,
     )
 }

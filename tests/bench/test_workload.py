@@ -179,7 +179,7 @@ def test_documents_fill_the_sequence(sampler):
     assert sum(drawn) == 20000
     assert min(drawn) > 0
     assert drawn == lengths.sample(sampler, 20000, seed=1)
-    assert drawn != lengths.sample(sampler, 20000, seed=2)
+    assert sampler == "whole" or drawn != lengths.sample(sampler, 20000, seed=2)
 
 
 def test_seeds_documents_are_bin_middles_or_quarters():

@@ -38,7 +38,7 @@ class Case(NamedTuple):
 def library_cases():
     for name, lengths in (("short", [5, 1, 40, 17]), ("long", [300, 1, 2, 129, 200])):
         for mask, make in library.MASKS.items():
-            options = {"window": 37, "block": 16}
+            options = {"window": 37, "block": 16, "tile": 7, "width": 4, "height": 3}
             options = {k: v for k, v in options.items() if k in make.__kwdefaults__}
             program, tables = trace_mask_mod(make(lengths, **options).mask_mod)
             total = sum(lengths)

@@ -19,7 +19,7 @@ LENGTHS = [[1], [63], [5, 1, 40, 17], [300, 1, 2, 129, 200], [700, 821]]
 @pytest.mark.parametrize("name", MASKS)
 def test_library(name, lengths):
     """The mask_mod, its conversion, and the slices from the definition are one mask."""
-    options = {"window": 37, "block": 16}
+    options = {"window": 37, "block": 16, "tile": 7, "width": 3, "height": 2}
     options = {k: v for k, v in options.items() if k in MASKS[name].__kwdefaults__}
     mask, total = MASKS[name](lengths, **options), sum(lengths)
     expected = dense_mask(mask.mask_mod, 1, total, total)[0]
