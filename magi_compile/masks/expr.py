@@ -110,6 +110,9 @@ def var(name: str) -> Expr:
     return Expr("var", (name,))
 
 
+KV = var("kv")
+
+
 def symbol(index: int) -> Expr:
     return Expr("symbol", (index,))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from magi_compile.masks.expr import ZERO, Expr, build, const, int_value
+from magi_compile.masks.expr import KV, ZERO, Expr, build, const, int_value
 from magi_compile.masks.key_sets import (
     MAX_INTERVALS,
     Grid,
@@ -26,7 +26,6 @@ from magi_compile.masks.key_sets import (
 )
 from magi_compile.masks.spans import remainder_of, upper_bound_of
 
-_KV = Expr("var", ("kv",))
 _LOOK_UPS = ("table", "group_begin", "group_end", "upper_bound")  # which are not built
 
 
@@ -70,7 +69,7 @@ def _plain_lanes(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> Iterato
     count = _num_pieces(lane, seqlen_k, symbols)
     if count > MAX_INTERVALS:
         grid = _next_repeat(lane, symbols).grid
-        number = build("mod", _number(_KV, grid), grid.length)
+        number = build("mod", _number(KV, grid), grid.length)
         raise Refusal(f"`{number}`: {too_many(count)}")
     for i in range(count):
         yield from _plain_lanes(_in_piece(lane, i, symbols), seqlen_k, symbols)
