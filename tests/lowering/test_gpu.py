@@ -6,6 +6,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex
 
 import magi_compile
 from magi_compile.lowering.report import REPORT
+from magi_compile.masks.library import sliding_tiles
 from tests.masks.mask_mods import block_diffusion
 
 pytestmark = pytest.mark.gpu
@@ -41,6 +42,23 @@ def block_diffusion_mask(lengths):
 
     mask_mod = and_masks(same, blocks)
     return create_block_mask(mask_mod, None, None, 2 * total, 2 * total, device="cuda")
+
+
+def batchified_mask(lengths):
+    """Each 300 rows on their own; what repeats is one interval for a row."""
+    total = sum(lengths)
+
+    def mask_mod(b, h, q, kv):
+        return (q // 300 == kv // 300) & ((kv % 300 <= q % 300) | (kv % 300 < 17))
+
+    return create_block_mask(mask_mod, None, None, total, total, device="cuda")
+
+
+def sliding_tiles_mask(lengths):
+    """Up to 16 intervals for a row."""
+    mask = sliding_tiles(lengths, tile=64, width=5, height=3, device="cuda")
+    total = sum(lengths)
+    return create_block_mask(mask.mask_mod, None, None, total, total, device="cuda")
 
 
 def attend(q, k, v, mask):
@@ -87,6 +105,14 @@ def test_training_with_tiles_in_parts():
 
 def test_block_diffusion_of_packed_documents():
     check_training([(300, 460), (33, 127, 600)], make_mask=block_diffusion_mask)
+
+
+def test_masks_that_repeat_along_the_keys():
+    check_training([(1521,)], make_mask=batchified_mask)
+
+
+def test_sliding_tiles():
+    check_training([(3840,), (1000, 2840)], batch=1, make_mask=sliding_tiles_mask)
 
 
 def test_inference_in_a_cuda_graph():
