@@ -286,12 +286,12 @@ def sliding_tiles(
         for first in range(begin, end, tile):
             rows = (first, min(first + tile, end))
             time, line, column = place(first - begin)
-            columns = range(max(column - 1, 0), min(column + 2, width))
+            columns = max(column - 1, 0), min(column + 2, width)
             for seen_time, seen_line in itertools.product((-1, 0, 1), repeat=2):
                 if time + seen_time < 0 or not 0 <= line + seen_line < height:
                     continue
                 in_line = ((time + seen_time) * height + line + seen_line) * width
-                keys = (begin + (in_line + x) * tile for x in (columns[0], columns[-1] + 1))
+                keys = (begin + (in_line + x) * tile for x in columns)
                 items.append((rows, tuple(min(key, end) for key in keys), MaskType.FULL))
     return NamedMask(mask_mod, _slices(items, docs.total, device))
 

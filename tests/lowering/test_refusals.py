@@ -14,9 +14,14 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.functional import scaled_dot_product_attention
 
 from magi_compile import LoweringRefusedError
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.lowering.report import REPORT
+from magi_compile.masks import row_intervals, slices_from_intervals, trace_mask_mod
+from magi_compile.masks.block_lists import visible_blocks
+from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 
 from .conftest import BATCH, Attention, assert_same, block_mask
 
@@ -114,6 +119,29 @@ def test_training_on_a_cpu_cannot_fall_back():
     x = torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True)
     with pytest.raises(Exception, match="kept on FlexAttention"):
         compiled()(x, block_mask(by_head, SEQLEN))
+
+
+def test_what_small_pieces_would_cost():
+    """A neighbourhood of 13 by 13 pixels in lines of 128: what Hopper kernels would visit, and a BlockMask, over what it shows."""
+
+    def around(b, h, q, kv):
+        row, column = (torch.clamp(x, 6, 127 - 6) for x in (q // 128, q % 128))
+        return (torch.abs(row - kv // 128) <= 6) & (torch.abs(column - kv % 128) <= 6)
+
+    program, _ = trace_mask_mod(around)
+    intervals = row_intervals(program, batch=1, seqlen_q=128**2, seqlen_k=128**2)
+    slices = slices_from_intervals(intervals)
+    sizes = plan_tiles(AttnProblem("cuda", (9, 0), torch.bfloat16, 64, 8, 128, 128, 1.0))
+    plan = build_tile_plan(slices, **sizes._asdict())
+    num_blocks = RUN_FIELDS.index("num_blocks")
+    forward, backward = (int(runs[:, num_blocks].sum()) for runs in (plan.q_runs, plan.k_runs))
+    blocks = int(visible_blocks(intervals, 128, 128)[0].sum())
+    visited = (
+        forward * sizes.q_tile_rows * sizes.q_block_cols,
+        backward * sizes.k_tile_rows * sizes.k_block_cols,
+        blocks * 128 * 128,
+    )
+    assert [round(pairs / slices.area()) for pairs in visited] == [31, 20, 10]
 
 
 def test_small_pieces_train_on_a_cpu():

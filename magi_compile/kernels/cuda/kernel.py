@@ -16,6 +16,7 @@ from magi_compile.kernels.cuda.forward import ELEMENTS, forward
 from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
 from magi_compile.kernels.cuda.planner import plan_on_device
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
+from magi_compile.kernels.padded import PaddedKernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 
@@ -153,3 +154,8 @@ class CudaKernel:
             *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, k_edges, problem),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+
+
+def padded_cuda_kernel() -> PaddedKernel:
+    """The same for head dimensions that it does not have."""
+    return PaddedKernel("cuda_padded", CudaKernel(), CUDA_HEAD_DIMS)
