@@ -165,6 +165,17 @@ inline __device__ int least_of_warps(int own) {
     return least;
 }
 
+// One more than the last i < count of which flag(i) holds, or 0. Uses the shared memory of prefix_sum.
+template <class Flag>
+__device__ __forceinline__ int end_of(int count, Flag flag) {
+    int end = 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < count; i += blockDim.x) {
+        end = flag(i) ? i + 1 : end;
+    }
+    return -least_of_warps(__reduce_min_sync(~0u, -end));
+}
+
 // Sorts `count` keys, a power of two, so that none is_less than the one before it (bitonic).
 template <class Key, class IsLess>
 __device__ __forceinline__ void sort(Key* keys, int count, IsLess is_less) {

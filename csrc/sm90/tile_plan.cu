@@ -84,9 +84,11 @@ public:
         columns_ = reinterpret_cast<Rect*>(take(sizeof(Rect) / sizeof(int) * walk_.num_slices));
         goes_on_ = reinterpret_cast<unsigned*>(take(walk_.num_slices / 32 + 1));
         most_pairs_ = reinterpret_cast<unsigned*>(take(1));
+        num_slices_ = take(1);
     }
 
     __device__ void run() {
+        count_slices();
         sort_slices();
         join_slices();
         go_down_the_steps();
@@ -101,6 +103,7 @@ public:
     }
 
 private:
+    __device__ __forceinline__ int num_slices() const { return *num_slices_; }
     __device__ __forceinline__ Rect rect_of_slice(int i) const {
         const int q_begin = params_.q_ranges[2 * i], q_end = params_.q_ranges[2 * i + 1];
         const int k_begin = params_.k_ranges[2 * i], k_end = params_.k_ranges[2 * i + 1];
@@ -111,11 +114,18 @@ private:
             .trimmed();
     }
 
+    // Behind the last one there is room for more: for far more than there are, where a row may see many intervals.
+    __device__ void count_slices() {
+        const int count =
+            end_of(walk_.num_slices, [&](int i) { return params_.q_ranges[2 * i] < params_.q_ranges[2 * i + 1]; });
+        for_each(1, [&](int) { *num_slices_ = count; });
+    }
+
     // Notes after which slices one goes on.
     template <class GoesOn>
     __device__ void find_chains(GoesOn goes_on) {
-        for_each(walk_.num_slices / 32 + 1, [&](int word) { goes_on_[word] = 0; });
-        for_each(walk_.num_slices - 1, [&](int i) {
+        for_each(num_slices() / 32 + 1, [&](int word) { goes_on_[word] = 0; });
+        for_each(num_slices() - 1, [&](int i) {
             if (goes_on(i)) {
                 atomicOr(&goes_on_[i / 32], 1u << (i % 32));
             }
@@ -135,7 +145,7 @@ private:
 
     // By column and row, those without area behind the others. Often they are.
     __device__ void sort_slices() {
-        const int count = walk_.num_slices;
+        const int count = num_slices();
         for_each(count, [&](int i) {
             const Rect r = rect_of_slice(i);
             const unsigned long long place =
@@ -160,7 +170,7 @@ private:
     __device__ void join_slices() {
         const auto rect_at = [&](int i) { return rect_of_slice(slice_order_[i]); };
         find_chains([&](int i) { return rect_at(i).goes_on(rect_at(i + 1)); });
-        for_each(walk_.num_slices, [&](int i) {
+        for_each(num_slices(), [&](int i) {
             rects_[i] = goes_on(i - 1) ? Rect::nothing() : rect_at(i).down_to(rect_at(last_of_chain(i)));
         });
     }
@@ -173,7 +183,7 @@ private:
         find_chains([&](int i) {
             return !(is_limited && i % kMostSteps == kMostSteps - 1) && rects_[i].leads_down(rects_[i + 1]);
         });
-        for_each(walk_.num_slices, [&](int i) {
+        for_each(num_slices(), [&](int i) {
             Rect r = rects_[i];
             if (goes_on(i)) {
                 r.row_end = rects_[last_of_chain(i)].row_end;
@@ -184,7 +194,7 @@ private:
             columns_[i] = r;
         });
         if (is_transposed_) {
-            for_each(walk_.num_slices, [&](int i) {
+            for_each(num_slices(), [&](int i) {
                 rects_[i] = rects_[i].transposed();
                 columns_[i] = columns_[i].transposed();
             });
@@ -229,7 +239,7 @@ private:
     // begin there; a region is tiled from its start, to the next one.
     __device__ void cut_rows() {
         for_each(num_words_, [&](int word) { borders_[word] = 0; });
-        for_each(walk_.num_slices, [&](int i) {
+        for_each(num_slices(), [&](int i) {
             const Rect r = long_rects()[i];
             mark(r.row_begin);
             mark(r.row_end);
@@ -286,7 +296,7 @@ private:
     __device__ void count_blocks_begun(int num_candidates) {
         for_each(num_candidates + 1, [&](int i) { reached_[i] = 0; });
         for_each(num_candidates, [&](int i) { begun_[i] = 0; });
-        for_each(walk_.num_slices, [&](int i) {
+        for_each(num_slices(), [&](int i) {
             const Rect r = long_rects()[i];
             const int behind = count_up_to(candidate_begin_, num_candidates, r.row_begin);   // candidates, from this one on
             const int end = count_up_to(candidate_begin_, num_candidates, r.row_end - 1);
@@ -311,7 +321,7 @@ private:
     // All pairs of a tile and a slice with rows in common, by tile. Whether there was room.
     __device__ bool meet() {
         num_pairs_ = compact_prefix_sum(
-            walk_.num_slices,
+            num_slices(),
             [&](int i) {
                 const Rect r = rect(i);
                 return r.row_begin < r.row_end ? tile_of(r.row_end - 1) - tile_of(r.row_begin) + 1 : 0;
@@ -320,7 +330,7 @@ private:
         const bool fits = num_pairs_ <= walk_.max_runs;
         num_pairs_ = fits ? num_pairs_ : 0;
         for_each(num_pairs_, [&](int pair) {
-            const int slice = count_up_to(slice_pairs_, walk_.num_slices, pair) - 1;
+            const int slice = count_up_to(slice_pairs_, num_slices(), pair) - 1;
             const int tile = tile_of(rect(slice).row_begin) + pair - slice_pairs_[slice];
             pair_slice_[pair] = slice;
             pair_tile_[pair] = tile;
@@ -461,6 +471,7 @@ private:
     unsigned* goes_on_;   // a bit for each of them
     int* slice_pairs_;   // how many pairs the slices before this one have
     unsigned* most_pairs_;   // of one tile
+    volatile int* num_slices_;   // in memory: registers are short
 };
 
 }  // namespace ffa

@@ -77,6 +77,14 @@ int compact_prefix_sum(int count, Value value, Store store) {
     return prefix_sum(count, value, store);
 }
 
+template <class Flag>
+int end_of(int count, Flag flag) {
+    while (count > 0 && !flag(count - 1)) {
+        --count;
+    }
+    return count;
+}
+
 template <class Key, class IsLess>
 void sort(Key* keys, int count, IsLess is_less) {
     std::sort(keys, keys + count, is_less);

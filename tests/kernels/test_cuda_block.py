@@ -33,6 +33,15 @@ extern "C" int first(const bool* flags, int count, int threads) {
     return first;
 }
 
+extern "C" int end(const bool* flags, int count, int threads) {
+    int end = -1;
+    launch(1, threads, [&] {
+        const int found = ffa::end_of(count, [&](int i) { return flags[i]; });
+        ffa::for_each(1, [&](int) { end = found; });
+    });
+    return end;
+}
+
 extern "C" void least(const int* values, int* least, int threads) {
     launch(1, threads, [&] { least[threadIdx.x] = ffa::least_of_warps(values[threadIdx.x / 32]); });
 }
@@ -105,6 +114,16 @@ def test_first_of(count, threads, block):
         flags[:first] = False
         flags[first : first + 1] = True
         assert block.first(address(flags), count, threads) == max(first, 0)
+
+
+@pytest.mark.parametrize("threads", [32, 96])
+@pytest.mark.parametrize("count", COUNTS)
+def test_end_of(count, threads, block):
+    for end in {0, min(count, 1), count // 2, count}:
+        flags = torch.rand(count) < 0.5
+        flags[end:] = False
+        flags[max(end - 1, 0) : end] = True
+        assert block.end(address(flags), count, threads) == end
 
 
 @pytest.mark.parametrize("warps", [1, 3, 8])

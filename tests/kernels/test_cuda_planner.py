@@ -97,6 +97,12 @@ MASKS["diagonal_blocks"] = AttnSlices.from_slices(
     seqlen_q=320,
     seqlen_k=400,
 )
+# Far more room than slices, also between them.
+GAPPED = [MASKS["random1"].q_ranges, MASKS["random1"].k_ranges, MASKS["random1"].mask_types]
+GAPPED = [torch.cat([x[:3], x.new_zeros(7, *x.shape[1:]), x[3:]]) for x in GAPPED]
+MASKS["room"] = AttnSlices(
+    *(torch.cat([x, x.new_zeros(4000, *x.shape[1:])]) for x in GAPPED), seqlen_q=257, seqlen_k=391
+)
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 

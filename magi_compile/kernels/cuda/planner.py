@@ -112,7 +112,7 @@ def _route(
             + 10 * room.num_tiles
             + 17 * num_slices
             + num_slices // 32
-            + 2
+            + 3
         )
         packed = _WALK_SIZES.pack(
             *(room.num_tiles, room.num_runs, room.num_regions),
