@@ -58,7 +58,7 @@ def document_lengths(total: int, mean: int) -> list[int]:
 
 
 def convert(mask_mod, total: int) -> AttnSlices:
-    program, tables = trace_mask_mod(mask_mod)
+    program, tables, _ = trace_mask_mod(mask_mod)
     intervals = row_intervals(
         program, tables, batch=1, seqlen_q=total, seqlen_k=total, device="cpu"
     )
@@ -68,7 +68,7 @@ def convert(mask_mod, total: int) -> AttnSlices:
 
 def convert_padded(mask_mod, total: int, capacity: int) -> AttnSlices:
     """As a compiled graph does it."""
-    program, tables = trace_mask_mod(mask_mod)
+    program, tables, _ = trace_mask_mod(mask_mod)
     intervals = row_intervals(
         program, tables, batch=1, seqlen_q=total, seqlen_k=total, device="cpu"
     )

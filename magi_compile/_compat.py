@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -29,6 +30,38 @@ def version_of(tensor: Tensor) -> int:
 def fake_mode_of(tensor: Tensor) -> Any:
     """The FakeTensorMode that `tensor` belongs to, as a context manager."""
     return tensor.fake_mode  # type: ignore[attr-defined]
+
+
+def without_fake_tensors() -> Any:
+    """A context in which new tensors are real, also where a graph is compiled."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
+@contextmanager
+def vmap_in_ops() -> Iterator[None]:
+    """torch.vmap as in a program, also inside the implementation of an op, where the dispatcher may have put it aside. It
+    raises where an operation has no rule for it, instead of a loop over all elements."""
+    from torch._C import DispatchKey, _ForceDispatchKeyGuard, _functorch
+
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for name in _KEYS_OF_VMAP:
+        exclude = exclude.remove(getattr(DispatchKey, name))
+    has_fallback = _functorch._is_vmap_fallback_enabled()
+    _functorch._set_vmap_fallback_enabled(False)
+    try:
+        with _ForceDispatchKeyGuard(include, exclude):
+            yield
+    finally:
+        _functorch._set_vmap_fallback_enabled(has_fallback)
+
+
+_KEYS_OF_VMAP = (
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+    *("FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchBatchedDecomposition"),
+)
 
 
 def source_name(placeholder: torch.fx.Node) -> str:

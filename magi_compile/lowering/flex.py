@@ -24,11 +24,12 @@ from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import ONLY_IF_FORCED, load, refusals_by_kernel, select
 from magi_compile.lowering.emit import Emitter, value_of
-from magi_compile.lowering.flex_call import FlexCall, graphs, is_tensor
+from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
-from magi_compile.masks import MaskProgram, UnsupportedMaskError
+from magi_compile.masks import MaskProgram, UnsupportedMaskError, row_intervals
 from magi_compile.masks.slices import MAX_SEQLEN
+from magi_compile.masks.solve import refuse_broken
 from magi_compile.masks.trace import trace_graph
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
@@ -74,6 +75,26 @@ def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     ]
 
 
+def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
+    """Finds out now what a mask that depends on no data would find in every run.
+
+    Raises:
+        UnsupportedMaskError: the order of its computed tables is not what intervals need.
+    """
+    seqlen_k, symbols = sizes_of(call)
+    seqlen_q, batch = value_of(call.q).shape[2], value_of(call.q).shape[0]
+    if program.reads_tensors or not program.columns:
+        return
+    if seqlen_k is None or symbols is None or not all(isinstance(n, int) for n in (seqlen_q, batch)):
+        raise UnsupportedMaskError(
+            ["tables are computed from lengths that are dynamic in the graph; mark these as static, or "
+             "compute the tables in front of the mask_mod"]
+        )
+    with _compat.without_fake_tensors():
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        refuse_broken(row_intervals(program, (), symbols, **sizes, device="cpu").checks)
+
+
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     """Collects everything that speaks against lowering `call`, and what is needed to do it."""
     reasons = []
@@ -95,12 +116,12 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         reasons.append(str(error))
 
     program = None
-    kinds = ["table" if is_tensor(buffer) else "symbol" for buffer in call.mask_buffers]
     names = [_compat.source_name(table) for table in call.mask_tables]
     try:
-        tables = [value_of(table) for table in call.mask_tables]
-        program = trace_graph(call.mask_mod, kinds, names, tables)
+        captures = [value_of(buffer) for buffer in call.mask_buffers]
+        program = trace_graph(call.mask_mod, captures, names)
         reasons += piece_reasons(call, program)
+        refuse_without_data(call, program)
     except UnsupportedMaskError as error:
         reasons.extend(error.reasons)
     if program is not None and program.is_always_true and call.block_lists:
@@ -166,7 +187,7 @@ def emit_mask(
         torch.ops.magi.mask_slices.default,
         call.mask_tables,
         call.mask_symbols,
-        str(program),
+        program.text,
         batch,
         seqlen_q,
         emit.size(call.k, 2),
@@ -174,6 +195,7 @@ def emit_mask(
         value_of(call.q).device,
         list(call.block_lists),
         call.block_size if call.block_lists else [],
+        options.verify,
     )
     q_ranges, k_ranges, mask_types = (emit.call(operator.getitem, slices, i) for i in range(3))
     return Mask((q_ranges, k_ranges, mask_types))
@@ -351,7 +373,7 @@ def _replace(
     assert found.program is not None
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
-    key = (str(found.program), call.mask_buffers, call.block_lists, str(sizes))
+    key = (found.program.text, call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
         masks[key] = emit_mask(emit, call, found.program, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])

@@ -18,15 +18,20 @@ class LoweringOptions:
         slice_capacity: how many slices a mask derived inside a graph may have, per batch entry. None stands for
             one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that needs
             more raises `MaskDataError` when it runs.
+        verify: compare the slices with the mask_mod, at a few thousand points, in every run. Without it only the first
+            run of a mask in a process is compared.
     """
 
     strict: bool = False
     kernel: str | None = None
     slice_capacity: int | None = None
+    verify: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.strict, bool):
             raise TypeError(f"`strict` must be True or False, got {self.strict!r}")
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"`verify` must be True or False, got {self.verify!r}")
         if not isinstance(self.slice_capacity, (int, type(None))):
             raise TypeError(f"`slice_capacity` must be an int or None, got {self.slice_capacity!r}")
         if self.slice_capacity is not None and self.slice_capacity < 1:

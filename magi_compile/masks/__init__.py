@@ -8,7 +8,7 @@ from magi_compile.masks.plot import plot
 from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.masks.solve import UnsupportedMaskError
-from magi_compile.masks.trace import trace_graph, trace_mask_mod
+from magi_compile.masks.trace import TracedMask, trace_graph, trace_mask_mod
 
 __all__ = [
     "AttnSlice",
@@ -17,6 +17,7 @@ __all__ = [
     "MaskProgram",
     "MaskType",
     "RowIntervals",
+    "TracedMask",
     "UnsupportedMaskError",
     "create_block_mask",
     "padded_slices_from_intervals",

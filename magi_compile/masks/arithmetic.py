@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.masks.expr import FITS, Expr
+
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)
-
-# In PyTorch's own arithmetic these wrap around at values that masks have.
-NARROW = (torch.int8, torch.uint8, torch.int16)
+# How large a captured int may be: int64 has room for sums with it.
+MAX_SYMBOL = 2**40
 
 
 class Value(NamedTuple):
@@ -107,8 +108,35 @@ def _bounds(op: str, values: list[Value]) -> tuple[int, int]:
         return max(a, x), max(b, y)
     if op == "mod":
         return min(x + 1, 0), max(y - 1, 0)
-    size = max(abs(a), abs(b))  # of abs and floordiv
-    return (0 if op == "abs" or (a >= 0 and x > 0) else -size), size
+    if op == "floordiv" and x > 0:
+        return min(a // x, a // y), max(b // x, b // y)
+    size = max(abs(a), abs(b))  # of abs and of a quotient by what may be negative
+    return (0 if op == "abs" else -size), size
+
+
+def bounds_of(
+    expr: Expr, seqlen: int, range_of: Callable[[int], tuple[int, int]]
+) -> tuple[int, int]:
+    """Bounds that `expr` keeps to as unbounded integers, whatever the data.
+
+    Args:
+        expr: a number, or a truth value, which counts as 0 or 1.
+        seqlen: more than any of b, q and kv.
+        range_of: the least and the highest value of a captured tensor, by its number.
+    """
+    if expr.op in ("int", "bool"):
+        return int(expr.args[0]), int(expr.args[0])
+    if expr.op == "var":
+        return 0, seqlen - 1
+    if expr.op == "symbol":
+        return -MAX_SYMBOL, MAX_SYMBOL
+    if expr.op == "table":
+        return range_of(expr.args[0])
+    inner = [bounds_of(child, seqlen, range_of) for child in expr.children]
+    if expr.op in FITS:
+        (low, high), limits = inner[0], INT32 if expr.op == "int32" else INT64
+        return max(low, limits[0]), min(high, limits[1])
+    return _bounds(expr.op, [Value(0, *bounds) for bounds in inner])
 
 
 def _where(condition: Tensor | int, x: Tensor | int, y: Tensor | int) -> Tensor | int:

@@ -10,10 +10,12 @@ from torch import Tensor
 from magi_compile.masks import bands
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.convert import slices_from_intervals
-from magi_compile.masks.intervals import row_intervals
+from magi_compile.masks.intervals import RowIntervals, row_intervals
+from magi_compile.masks.record import MaskMod
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.masks.solve import UnsupportedMaskError
-from magi_compile.masks.trace import MaskMod, trace_mask_mod
+from magi_compile.masks.solve import UnsupportedMaskError, refuse_broken
+from magi_compile.masks.trace import TracedMask, trace_mask_mod
+from magi_compile.masks.verify import check_intervals
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -69,11 +71,8 @@ def create_block_mask(
     rows, keys = blocks
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
-    program, tables = trace_mask_mod(mask_mod)
-    intervals = row_intervals(
-        program, tables, batch=batch, seqlen_q=Q_LEN, seqlen_k=KV_LEN, device=device
-    )
-    intervals.check()
+    traced = trace_mask_mod(mask_mod, device)
+    intervals = _intervals(traced, batch, Q_LEN, KV_LEN, device)
     is_seen, is_full = visible_blocks(intervals, rows, keys)
     # A block beyond the end of the mask is partial for PyTorch, whatever it shows.
     is_full[:, Q_LEN // rows :] = False
@@ -115,18 +114,31 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         raise ValueError(
             f"`batch` must be {own_batch}, the batch size of `block_mask`, got {batch}"
         )
-    program, tables = trace_mask_mod(block_mask.mask_mod)
-    if program.is_always_true:
-        return _from_lists(block_mask, batch)
     seqlen_q, seqlen_k = block_mask.seq_lengths
     device = block_mask.kv_num_blocks.device
-    intervals = row_intervals(
-        program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
-    )
-    intervals.check()
+    traced = trace_mask_mod(block_mask.mask_mod, device)
+    if traced.program.is_always_true:
+        return _from_lists(block_mask, batch)
+    intervals = _intervals(traced, batch, seqlen_q, seqlen_k, device)
     for check in _lists_of(block_mask).checks(intervals, *block_mask.BLOCK_SIZE):
         check.raise_if_broken()
     return slices_from_intervals(intervals)
+
+
+def _intervals(
+    traced: TracedMask, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> RowIntervals:
+    """The row intervals of a mask_mod, checked."""
+    program, tables = traced.program, traced.tables
+    intervals = row_intervals(
+        program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
+    )
+    if not program.reads_tensors:
+        refuse_broken(intervals.checks)
+    intervals.check()
+    for check in check_intervals(program, tables, (), intervals):
+        check.raise_if_broken()
+    return intervals
 
 
 def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:

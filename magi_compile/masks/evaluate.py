@@ -18,6 +18,7 @@ from magi_compile.masks.expr import TRUE, Expr
 from magi_compile.masks.key_index import Groups, Marks, Stretches, gather
 from magi_compile.masks.key_sets import Lane, Promise, has_bounds
 from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.source import column, names_of_captures
 
 
 class Evaluation:
@@ -279,6 +280,27 @@ class Evaluation:
     def bound_within(self, lo: Tensor, hi: Tensor, keys: Expr, limit: Expr) -> Tensor:
         """The first key of `[lo, hi)` whose value is above `limit`, or hi; the values never decrease there."""
         return self.stretches(keys).bound_within(lo, hi, self.tensor(counted(self.value(limit))))
+
+
+def with_columns(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: Mapping[str, int],
+    device: torch.device,
+) -> list[Tensor]:
+    """The captured tensors and, behind them, those that the program computes: all that its expression looks up.
+
+    Args:
+        program: the mask.
+        tables: the captured tensors.
+        symbols: the captured ints.
+        sizes: how many values each of the variables b, q and kv takes.
+        device: where to compute.
+    """
+    named = names_of_captures(tables, symbols)
+    computed = [column(function, named, sizes, device) for function in program.columns.values()]
+    return [*tables[: program.num_captures], *computed] if computed else list(tables)
 
 
 def is_plain(look_up: Expr) -> bool:

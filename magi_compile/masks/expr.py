@@ -4,7 +4,7 @@
 
 Variables are `b`, `h`, `q`, `kv`; `t{i}` are captured tensors, looked up at every index they have; `s{i}` are
 captured integers that are known only when the mask is evaluated. Integers are unbounded, `//` and `%` floor,
-as in Python and PyTorch.
+as in Python and PyTorch. `int32(x)` is x, of which is known only when the mask is evaluated that it fits that dtype.
 
 Trees are made by `build` alone, which folds constants and sorts sums, so that equal trees compare equal and
 `parse(str(expr)) == expr`.
@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import count
 
 VARIABLES = ("b", "h", "q", "kv")
 
@@ -29,7 +30,8 @@ class ExprError(ValueError):
 class Expr:
     """One node. `args` holds sub-expressions, but for the leaves:
 
-    int (value), bool (value), var (name), symbol (number), table (number, *indices), unsupported (reason).
+    int (value), bool (value), var (name), symbol (number), table (number, *indices),
+    unsupported (serial number, *reasons).
     """
 
     op: str
@@ -62,6 +64,13 @@ class Expr:
         return frozenset().union(*(child.variables for child in self.children))
 
     @cached_property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it has no value: what is unsupported in it. Empty where it has one."""
+        if self.op == "unsupported":
+            return self.args[1:]
+        return tuple(dict.fromkeys(reason for child in self.children for reason in child.reasons))
+
+    @cached_property
     def kind(self) -> str:
         """ "int", "bool", or "any" where that depends on the dtype of a captured tensor."""
         if self.op in _KINDS:
@@ -84,13 +93,16 @@ class Expr:
         return f"Expr({self})"
 
 
+# Marks of a sum or product that PyTorch computes in this dtype, and that has to fit it.
+FITS = ("int32", "int64")
+
 _COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 OPPOSITES = {"lt": "ge", "ge": "lt", "gt": "le", "le": "gt", "eq": "ne", "ne": "eq"}
 _KINDS = {
     **dict.fromkeys(
         ("int", "var", "symbol", "add", "sub", "neg", "mul", "floordiv", "mod", "abs"), "int"
     ),
-    **dict.fromkeys(("group_begin", "group_end", "upper_bound"), "int"),
+    **dict.fromkeys(("group_begin", "group_end", "upper_bound", *FITS), "int"),
     **dict.fromkeys((*_COMPARISONS, "bool", "and", "or", "xor", "not"), "bool"),
     **dict.fromkeys(("table", "unsupported"), "any"),
 }
@@ -122,9 +134,16 @@ def table(index: int, *indices: Expr) -> Expr:
     return Expr("table", (index, *indices))
 
 
-def unsupported(reason: str) -> Expr:
-    """What a mask_mod computes and mask expressions can not say; `reason` reaches the user."""
-    return Expr("unsupported", (reason,))
+_CONNECTIVES = ("and", "or", "xor", "not")
+_serial = count()
+
+
+def unsupported(*reasons: str) -> Expr:
+    """What a mask_mod computes and mask expressions can not say; the reasons reach the user.
+
+    No two of them are equal: nothing is known of their values, so nothing may be folded or cancelled.
+    """
+    return Expr("unsupported", (next(_serial), *reasons))
 
 
 def int_value(expr: Expr) -> int | None:
@@ -135,10 +154,16 @@ def int_value(expr: Expr) -> int | None:
 def build(op: str, *args: Expr) -> Expr:
     """The expression `op(*args)`, simplified.
 
+    What has an unsupported operand is neither simplified nor known, so that it can not be cancelled or folded; truth values
+    keep their other operands, so that the user hears of all that is unsupported in them.
+
     Raises:
         ExprError: `op` does not exist for operands of these kinds.
     """
-    return _BUILDERS[op](*args)
+    reasons = [reason for arg in args for reason in arg.reasons]
+    if not reasons:
+        return _BUILDERS[op](*args)
+    return Expr(op, args) if op in _CONNECTIVES else unsupported(*dict.fromkeys(reasons))
 
 
 # Sums. They are kept as one term after the other in order of appearance, the constant last.
@@ -358,6 +383,20 @@ def _where(condition: Expr, x: Expr, y: Expr) -> Expr:
     return Expr("where", (condition, x, y))
 
 
+def _fits(dtype: str) -> Callable[[Expr], Expr]:
+    return lambda x: Expr(dtype, (x,))
+
+
+def without_marks(expr: Expr) -> Expr:
+    """`expr` as unbounded integers have it: `int32(x)` is x."""
+    if not any(node.op in FITS for node in expr.walk()):
+        return expr
+    args = [without_marks(arg) if isinstance(arg, Expr) else arg for arg in expr.args]
+    if expr.op in FITS:
+        return args[0]
+    return build(expr.op, *args) if expr.op in _BUILDERS else Expr(expr.op, tuple(args))
+
+
 def _integers(op: str, *args: Expr) -> tuple[Expr, ...]:
     """The operands of an operation on integers: a truth value beside an integer is 1 or 0, as PyTorch promotes it."""
     if {arg.kind for arg in args} != {"int", "bool"}:
@@ -395,6 +434,7 @@ _BUILDERS: dict[str, Callable[..., Expr]] = {
     "xor": _xor,
     "not": _not,
     "where": _where,
+    **{name: _fits(name) for name in FITS},
     **{op: _comparison(op) for op in _COMPARISONS},
 }
 
@@ -453,7 +493,7 @@ _AST_OPS: dict[type, str] = {
     ast.Eq: "eq",
     ast.NotEq: "ne",
 }
-_CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3}
+_CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3, **dict.fromkeys(FITS, 1)}
 
 
 def parse(text: str) -> Expr:

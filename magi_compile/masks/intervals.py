@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.evaluate import Evaluation
+from magi_compile.masks.arithmetic import MAX_SYMBOL
+from magi_compile.masks.evaluate import Evaluation, with_columns
 from magi_compile.masks.expr import Expr
 from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.ranges import expect_ranges
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,10 +99,13 @@ def row_intervals(
     if 0 in (batch, seqlen_q, seqlen_k):
         empty = torch.zeros(max(len(keys.lanes), 1), *shape, dtype=torch.int32, device=device)
         return RowIntervals(empty, empty, seqlen_k)
+    sizes = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
+    tables = with_columns(program, tables, symbols, sizes, device)
     run = Evaluation(program, tables, symbols, batch, seqlen_q, seqlen_k, device)
     lanes = [run.lane(lane) for lane in keys.lanes]
     for promise in keys.required:
         run.expect(promise)
+    expect_ranges(run)
     if not lanes:
         zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
         lanes = [(zero, zero)]
@@ -113,11 +118,17 @@ def check_arguments(
     program: MaskProgram, tables: Sequence[Tensor], symbols: Sequence[int], device: torch.device
 ) -> None:
     """Raises TypeError or ValueError for what `row_intervals` can not take, whatever its size."""
-    if len(tables) < program.num_tables:
-        raise ValueError(f"`tables` must hold {program.num_tables} tensors, got {len(tables)}")
+    if len(tables) < program.num_captures:
+        raise ValueError(f"`tables` must hold {program.num_captures} tensors, got {len(tables)}")
     if len(symbols) < program.num_symbols:
         raise ValueError(f"`symbols` must hold {program.num_symbols} ints, got {len(symbols)}")
-    for index, tensor in enumerate(tables[: program.num_tables]):
+    for symbol in symbols:
+        if abs(symbol) > MAX_SYMBOL:
+            raise ValueError(f"a captured int must be within 2**40, got {symbol}")
+    looked_up = {node.args[0] for node in program.expr.walk() if node.op == "table"}
+    for index, tensor in enumerate(tables[: program.num_captures]):
+        if index not in looked_up:
+            continue
         name = program.describe(Expr("table", (index,)))
         if tensor.is_floating_point() or tensor.is_complex():
             raise TypeError(f"captured tensor `{name}` must hold ints or bools, got {tensor.dtype}")

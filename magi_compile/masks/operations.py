@@ -1,17 +1,19 @@
-"""The operations of mask_mods, under all of their names, as expressions.
+"""The operations of mask_mods, under all of their names, as expressions that mean what PyTorch computes in its dtypes.
 
-An operation that is not in the table becomes an `unsupported` node, so that the user hears of all of them at once.
+An operation that expressions can not say is an `ExprError`; the tracer then looks for another way.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from magi_compile.masks.arithmetic import NARROW
+from magi_compile.masks.arithmetic import bounds_of
 from magi_compile.masks.expr import (
+    FITS,
     ONE,
     ZERO,
     Expr,
@@ -21,214 +23,361 @@ from magi_compile.masks.expr import (
     int_value,
     is_le,
     table,
-    unsupported,
 )
+from magi_compile.masks.slices import MAX_SEQLEN
+
+# A tensor of these is compared with a number of PyTorch's default dtype exactly below this.
+EXACT_FLOAT = 2**24
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def name_of(target: Any) -> str:
-    """One spelling for `operator.eq`, `Tensor.__eq__`, `torch.eq`, "eq" and `aten.eq.Scalar`."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return name.split(".")[0].strip("_")
+class Operand(NamedTuple):
+    """An operand of an operation: a tensor of no dimensions, or a captured tensor with some of its indices.
+
+    Attributes:
+        expr: what it is.
+        dtype: of the tensor; None for a Python number, which takes the dtype of the tensors beside it.
+        shape: of the dimensions that have no index yet.
+    """
+
+    expr: Expr
+    dtype: torch.dtype | None
+    shape: tuple = ()
 
 
-def call(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Expr:
+class Wraps(ExprError):
+    """An operation that PyTorch computes modulo a power of two, as far as its operands' dtypes tell.
+
+    Attributes:
+        expr: what it is without that.
+    """
+
+    def __init__(self, message: str, expr: Expr):
+        super().__init__(message)
+        self.expr = expr
+
+
+class Typing(NamedTuple):
+    """What an operation knows of dtypes.
+
+    Attributes:
+        result: the dtype of its result.
+        range_of: the values that a table's dtype has, by the number of the table.
+    """
+
+    result: torch.dtype
+    range_of: Callable[[int], tuple[int, int]]
+
+
+def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing) -> Expr:
+    """The result of an operation, of `typing.result`.
+
+    Args:
+        name: of the operation, as `name_of` in masks/source.py spells it.
+        args: `Operand`s, and what is no number as it is; sequences of both.
+        kwargs: likewise.
+        typing: see `Typing`.
+
+    Raises:
+        ExprError: expressions can not say it; `Wraps`, if they could but for the dtype.
+    """
     operation = _OPERATIONS.get(name)
     if operation is None:
-        return unsupported(f"`{name}` is not an operation on masks")
+        raise ExprError(f"`{name}` is not an operation on masks")
     try:
-        args = [as_expr(arg) if _is_number(arg) else arg for arg in args]
-        return operation(*args, **kwargs)
-    except ExprError as error:
-        refused = (arg for arg in args if isinstance(arg, Expr) and arg.op == "unsupported")
-        return next(refused, unsupported(str(error)))
-    except TypeError:
-        return unsupported(f"`{name}` is called in a way that masks do not have")
+        return operation(typing, *args, **kwargs)
+    except (TypeError, AttributeError):
+        raise ExprError(f"`{name}` is called in a way that masks do not have") from None
 
 
-def as_expr(value: Any) -> Expr:
-    if isinstance(value, Expr):
-        return value
-    if isinstance(value, (bool, int)):
-        return const(value)
-    if isinstance(value, float) and value.is_integer():
-        return const(int(value))
-    if _is_numpy_scalar(value):
-        return as_expr(value.item())
-    raise ExprError(f"`{value!r}` is not an integer, a truth value or a captured tensor")
+def is_number(value: Any) -> bool:
+    """Whether it is a number of Python or numpy."""
+    return isinstance(value, (bool, int, float)) or is_numpy_scalar(value)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or _is_numpy_scalar(value)
-
-
-def _is_numpy_scalar(value: Any) -> bool:
+def is_numpy_scalar(value: Any) -> bool:
     return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
 
 
-def _integers(x: Expr) -> Expr:
-    if x.op == "where" and x.kind == "any":
-        return build("where", x.args[0], *map(_integers, x.args[1:]))
-    return build("where", x, ONE, ZERO) if x.kind == "bool" else x
+# Operands
 
 
-def _bools(x: Expr) -> Expr:
-    if x.op == "where":
-        return build("where", x.args[0], *map(_bools, x.args[1:]))
-    return x if x.kind == "bool" else build("ne", x, ZERO)
-
-
-def _convert(x: Expr, *args: Any, dtype: torch.dtype | None = None, **_: Any) -> Expr:
-    dtype = next((arg for arg in args if isinstance(arg, torch.dtype)), dtype)
-    if dtype is None:
-        return x
-    if dtype == torch.bool:
-        return _bools(x)
-    if dtype.is_floating_point or dtype.is_complex:
-        raise ExprError(f"`{x}` is converted to {dtype}; masks are computed with integers")
-    if dtype in NARROW and x.kind != "bool":
-        raise ExprError(f"`{x}` is converted to {dtype}, which cuts large values")
-    return _integers(x)
-
-
-def _full(_: Any, size: Any = (), fill_value: Any = 0, *, dtype: Any = None, **__: Any) -> Expr:
-    if not isinstance(size, (tuple, list)) or len(size):
-        raise ExprError(f"a tensor of shape {size} is made inside the mask_mod")
-    return _convert(as_expr(fill_value), dtype)
-
-
-def _like(value: int) -> Callable[..., Expr]:
-    def full_like(x: Expr, fill_value: Any = value, *, dtype: Any = None, **_: Any) -> Expr:
-        is_bool = dtype is None and x.kind == "bool"
-        return _convert(as_expr(fill_value), torch.bool if is_bool else dtype)
-
-    return full_like
-
-
-def _new(value: int) -> Callable[..., Expr]:
-    return lambda x, size=(), **kwargs: _full(x, size, value, **kwargs)
-
-
-def _clamp(x: Expr, min: Any = None, max: Any = None) -> Expr:
-    if min is not None:
-        x = build("max", x, as_expr(min))
-    return x if max is None else build("min", x, as_expr(max))
-
-
-def _divide(x: Expr, y: Expr, *, rounding_mode: str | None = None) -> Expr:
-    down = build("floordiv", x, y)
-    if rounding_mode == "trunc" and is_le(ONE, y):
-        up = build("neg", build("floordiv", build("neg", x), y))
-        return down if is_le(ZERO, x) else build("where", build("lt", x, ZERO), up, down)
-    if rounding_mode != "floor":
-        raise ExprError(f"a division that does not round down; write `{down}`")
-    return down
-
-
-def _and(x: Expr, y: Expr) -> Expr:
-    """`x & y`, also of an integer and a constant that keeps or clears its low bits."""
-    if x.op == "int":
-        x, y = y, x
-    bits = int_value(y)
-    if bits is not None and x.kind != "bool":
-        if bits >= 0 and not bits & (bits + 1):
-            return build("mod", x, const(bits + 1))
-        if bits < 0 and not -bits & (-bits - 1):
-            return build("mul", build("floordiv", x, const(-bits)), const(-bits))
-    return build("and", x, y)
-
-
-def _power_of_two(y: Expr) -> Expr:
-    bits = int_value(y)
-    if bits is None or not 0 <= bits < 63:
-        raise ExprError(f"a shift by `{y}`")
-    return const(2**bits)
-
-
-def _get_item(x: Any, index: Any) -> Expr:
-    indices = index if isinstance(index, (tuple, list)) else [index]
-    if x.op != "table":
-        raise ExprError(f"`{x}` is indexed; only captured tensors can be")
-    for item in indices:
-        if not isinstance(item, (Expr, int)) or isinstance(item, bool):
-            kind = "`...`" if item is Ellipsis else f"`{item}`"
-            raise ExprError(
-                f"a captured tensor is indexed with {kind}; use one index for each dimension"
-            )
-    return table(*x.args, *map(as_expr, indices))
-
-
-def _same(x: Expr, **_: Any) -> Expr:
+def _scalar(x: Any) -> Operand:
+    if not isinstance(x, Operand):
+        raise ExprError(f"`{x}` is not an integer, a truth value or a captured tensor")
+    if x.shape:
+        raise ExprError(
+            f"`{x.expr}` has shape {list(x.shape)}; give it an index for each of its dimensions"
+        )
+    if x.dtype is not None and x.dtype != torch.bool and x.dtype not in INTEGERS:
+        raise ExprError(f"`{x.expr}` is {x.dtype}; masks are computed with integers")
     return x
 
 
-def _plain(op: str) -> Callable[..., Expr]:
-    def apply(*args: Any, **kwargs: Any) -> Expr:
+def _is_truth(x: Operand) -> bool:
+    return x.dtype == torch.bool if x.dtype is not None else x.expr.kind == "bool"
+
+
+def _integer(x: Any) -> Expr:
+    """`x` as a number: a truth value is 1 or 0."""
+    x = _scalar(x)
+    return build("where", x.expr, ONE, ZERO) if _is_truth(x) else x.expr
+
+
+def _truth(x: Any) -> Expr:
+    """`x` as a truth value: a number is true unless it is 0."""
+    x = _scalar(x)
+    return x.expr if _is_truth(x) else build("ne", x.expr, ZERO)
+
+
+def _checked(expr: Expr, typing: Typing) -> Expr:
+    """`expr`, whose value PyTorch has in `typing.result`."""
+    if typing.result not in INTEGERS:
+        raise ExprError(f"`{expr}` is {typing.result}; masks are computed with integers")
+    limits = torch.iinfo(typing.result)
+    low, high = bounds_of(expr, MAX_SEQLEN, typing.range_of)
+    if low < limits.min or high > limits.max:
+        raise Wraps(f"`{expr}` may wrap around in {typing.result}", expr)
+    return expr
+
+
+def marked(expr: Expr, dtype: torch.dtype) -> Expr | None:
+    """`expr` with a mark that it has to fit `dtype`; None where marks do not have that dtype."""
+    name = str(dtype).removeprefix("torch.")
+    return build(name, expr) if name in FITS else None
+
+
+# Operations
+
+
+def _arithmetic(op: str, of_bools: str | None = None) -> Callable[..., Expr]:
+    def apply(typing: Typing, *args: Any, **kwargs: Any) -> Expr:
         if kwargs.pop("alpha", 1) != 1 or kwargs:
             raise ExprError(f"`{op}` with keyword arguments")
-        return build(op, *args)
+        if typing.result == torch.bool:
+            if of_bools is None:
+                raise ExprError(f"`{op}` of truth values")
+            return build(of_bools, *map(_truth, args))
+        return _checked(build(op, *map(_integer, args)), typing)
 
     return apply
 
 
+def _reversed_sub(typing: Typing, x: Any, y: Any, **kwargs: Any) -> Expr:
+    return _arithmetic("sub")(typing, y, x, **kwargs)
+
+
+def _comparison(op: str) -> Callable[..., Expr]:
+    def apply(_: Typing, x: Any, y: Any) -> Expr:
+        for one, other, comparison in ((x, y, op), (y, x, _SWAPPED[op])):
+            if isinstance(other, float):
+                return _with_float(comparison, _integer(one), other)
+        x, y = _scalar(x), _scalar(y)
+        for one, other in ((x, y), (y, x)):
+            if one.dtype in INTEGERS and other.dtype is None:
+                value = int_value(other.expr)
+                limits = torch.iinfo(one.dtype)
+                if value is not None and not limits.min <= value <= limits.max:
+                    raise Wraps(f"`{other.expr}` is not a number of {one.dtype}", other.expr)
+        if _is_truth(x) and _is_truth(y) and op in ("eq", "ne"):
+            return build(op, x.expr, y.expr)
+        return build(op, _integer(x), _integer(y))
+
+    return apply
+
+
+_SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "ne"}
+
+
+def _with_float(op: str, x: Expr, number: float) -> Expr:
+    """An integer compared with a float: PyTorch rounds both to its default dtype, which changes no answer here."""
+    exact = float(torch.tensor(number, dtype=torch.get_default_dtype()))
+    if not abs(exact) < EXACT_FLOAT or torch.get_default_dtype() not in (
+        torch.float32,
+        torch.float64,
+    ):
+        raise ExprError(f"`{number}` is compared with `{x}`, which is not exact")
+    down, up = math.floor(exact), math.ceil(exact)
+    if op in ("eq", "ne"):
+        return build(op, x, const(down)) if down == up else const(op == "ne")
+    return build(op, x, const(up if op in ("lt", "ge") else down))
+
+
+def _bitwise(op: str) -> Callable[..., Expr]:
+    def apply(typing: Typing, x: Any, y: Any) -> Expr:
+        if typing.result == torch.bool:
+            return build(op, _truth(x), _truth(y))
+        a, b = _integer(x), _integer(y)
+        if a.op == "int":
+            a, b = b, a
+        bits = int_value(b)
+        if op == "and" and bits is not None:  # a constant that keeps or clears low bits
+            if bits >= 0 and not bits & (bits + 1):
+                return build("mod", a, const(bits + 1))
+            if bits < 0 and not -bits & (-bits - 1):
+                low = build("floordiv", a, const(-bits))
+                return _checked(build("mul", low, const(-bits)), typing)
+        sign = {"and": "&", "or": "|", "xor": "^"}[op]
+        raise ExprError(f"`{sign}` of the bits of `{a}` and `{b}`")
+
+    return apply
+
+
+def _not(typing: Typing, x: Any) -> Expr:
+    if typing.result == torch.bool:
+        return build("not", _truth(x))
+    return _checked(build("sub", const(-1), _integer(x)), typing)
+
+
 def _logical(op: str) -> Callable[..., Expr]:
-    return lambda *args: build(op, *map(_bools, args))
+    return lambda _, *args: build(op, *map(_truth, args))
+
+
+def _where(typing: Typing, condition: Any, x: Any, y: Any) -> Expr:
+    cast = _truth if typing.result == torch.bool else _integer
+    chosen = build("where", _truth(condition), cast(x), cast(y))
+    return chosen if typing.result == torch.bool else _checked(chosen, typing)
+
+
+def _convert(typing: Typing, x: Any, *_: Any, **__: Any) -> Expr:
+    """`x` in the dtype of the result."""
+    if typing.result == torch.bool:
+        return _truth(x)
+    return _checked(_integer(x), typing)
+
+
+def _full(typing: Typing, _: Any, size: Any = (), fill_value: Any = None, **__: Any) -> Expr:
+    if not isinstance(size, (tuple, list)) or len(size):
+        raise ExprError(f"a tensor of shape {size} is made inside the mask_mod")
+    return _convert(typing, fill_value)
+
+
+def _constant(value: int) -> Callable[..., Expr]:
+    return lambda typing, *_, **__: _convert(typing, Operand(const(value), None))
+
+
+def _full_like(typing: Typing, _: Any, fill_value: Any, **__: Any) -> Expr:
+    return _convert(typing, fill_value)
+
+
+def _new(value: int) -> Callable[..., Expr]:
+    number = Operand(const(value), None)
+    return lambda typing, x, size=(), **_: _full(typing, x, size, number)
+
+
+def _clamp(typing: Typing, x: Any, min: Any = None, max: Any = None) -> Expr:
+    expr = _integer(x)
+    if min is not None:
+        expr = build("max", expr, _integer(min))
+    if max is not None:
+        expr = build("min", expr, _integer(max))
+    return _checked(expr, typing)
+
+
+def _divide(typing: Typing, x: Any, y: Any, *, rounding_mode: str | None = None) -> Expr:
+    a, b = _integer(x), _integer(y)
+    down = build("floordiv", a, b)
+    if rounding_mode == "trunc" and is_le(ONE, b):
+        up = build("neg", build("floordiv", build("neg", a), b))
+        down = down if is_le(ZERO, a) else build("where", build("lt", a, ZERO), up, down)
+    elif rounding_mode != "floor":
+        raise ExprError(f"a division that does not round down; write `{down}`")
+    return _checked(down, typing)
+
+
+def _shift(op: str) -> Callable[..., Expr]:
+    def apply(typing: Typing, x: Any, y: Any) -> Expr:
+        y = _scalar(y)
+        bits = int_value(y.expr)
+        if bits is None or not 0 <= bits < 63:
+            raise ExprError(f"a shift by `{y.expr}`")
+        return _checked(build(op, _integer(x), const(2**bits)), typing)
+
+    return apply
+
+
+def _get_item(_: Typing, x: Any, index: Any) -> Expr:
+    indices = [index] if isinstance(index, Operand) or not isinstance(index, (tuple, list)) else index
+    if not isinstance(x, Operand) or x.expr.op != "table" or not x.shape:
+        what = x.expr if isinstance(x, Operand) else x
+        raise ExprError(f"`{what}` is indexed; only captured tensors can be")
+    places = []
+    for item in indices:
+        if not isinstance(item, Operand) or item.dtype in (torch.bool, torch.uint8):
+            kind = "`...`" if item is Ellipsis else f"`{getattr(item, 'expr', item)}`"
+            raise ExprError(
+                f"a captured tensor is indexed with {kind}; use one index for each dimension"
+            )
+        places.append(_scalar(item).expr)
+    if any(place.kind == "bool" for place in places) or len(places) > len(x.shape):
+        raise ExprError(f"`{x.expr}` has too many indices, or one that is a truth value")
+    return table(*x.expr.args, *places)
+
+
+def _same(_: Typing, x: Any, **__: Any) -> Expr:
+    return _scalar(x).expr
+
 
 
 _OPERATIONS: dict[str, Callable[..., Expr]] = {
     **{
-        name: _plain(op)
+        name: _arithmetic(op, of_bools)
+        for (op, of_bools), names in {
+            ("add", "or"): "add iadd",
+            ("sub", None): "sub subtract isub",
+            ("mul", "and"): "mul multiply imul",
+            ("floordiv", None): "floordiv floor_divide ifloordiv",
+            ("mod", None): "mod remainder imod",
+            ("neg", None): "neg negative",
+            ("abs", None): "abs absolute",
+            ("min", "and"): "minimum min",
+            ("max", "or"): "maximum max",
+        }.items()
+        for name in names.split()
+    },
+    **{
+        name: _comparison(op)
         for op, names in {
-            "add": "add iadd",
-            "sub": "sub subtract isub",
-            "mul": "mul multiply imul",
-            "floordiv": "floordiv floor_divide ifloordiv",
-            "mod": "mod remainder imod",
-            "neg": "neg negative",
-            "abs": "abs absolute",
-            "min": "minimum min",
-            "max": "maximum max",
             "lt": "lt less",
             "le": "le less_equal",
             "gt": "gt greater",
             "ge": "ge greater_equal",
             "eq": "eq",
             "ne": "ne not_equal",
+        }.items()
+        for name in names.split()
+    },
+    **{
+        name: _bitwise(op)
+        for op, names in {
+            "and": "and bitwise_and iand",
             "or": "or bitwise_or ior",
             "xor": "xor bitwise_xor ixor",
-            "not": "invert bitwise_not inv",
-            "where": "where",
         }.items()
         for name in names.split()
     },
     **{f"logical_{op}": _logical(op) for op in ("and", "or", "xor", "not")},
-    **dict.fromkeys(("and", "bitwise_and", "iand"), _and),
-    "rsub": lambda x, y: build("sub", y, x),
-    "pos": _same,
-    "positive": _same,
-    "clone": _same,
-    "contiguous": _same,
-    "detach": _same,
-    "to": _convert,
-    "type": _convert,
-    "bool": _bools,
-    "int": _integers,
-    "long": _integers,
-    "float": lambda x: _convert(x, torch.float32),
-    "clamp": _clamp,
-    "clip": _clamp,
-    "clamp_min": lambda x, min: _clamp(x, min=min),
-    "clamp_max": lambda x, max: _clamp(x, max=max),
-    "div": _divide,
-    "divide": _divide,
-    "truediv": _divide,
-    "rshift": lambda x, y: build("floordiv", x, _power_of_two(y)),
-    "lshift": lambda x, y: build("mul", x, _power_of_two(y)),
+    **dict.fromkeys(("invert", "bitwise_not", "inv"), _not),
+    "where": _where,
+    "rsub": _reversed_sub,
+    **dict.fromkeys(("pos", "positive", "clone", "contiguous", "detach"), _same),
+    **dict.fromkeys(("to", "type", "to_copy", "bool", "int", "long"), _convert),
+    **dict.fromkeys(("float", "double", "half", "bfloat16"), _convert),  # which refuse
+    **dict.fromkeys(("clamp", "clip"), _clamp),
+    "clamp_min": lambda typing, x, min: _clamp(typing, x, min=min),
+    "clamp_max": lambda typing, x, max: _clamp(typing, x, max=max),
+    **dict.fromkeys(("div", "divide", "truediv"), _divide),
+    "rshift": _shift("floordiv"),
+    "bitwise_right_shift": _shift("floordiv"),
+    "lshift": _shift("mul"),
+    "bitwise_left_shift": _shift("mul"),
     "getitem": _get_item,
     "index": _get_item,
     "new_ones": _new(1),
     "new_zeros": _new(0),
     "new_full": _full,
-    "ones_like": _like(1),
-    "zeros_like": _like(0),
-    "full_like": _like(0),
+    "ones_like": _constant(1),
+    "zeros_like": _constant(0),
+    "full_like": _full_like,
 }

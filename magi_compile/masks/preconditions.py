@@ -49,3 +49,7 @@ def is_entry(look_up: str, size: int) -> Words:
 
 def fits(capacity: int) -> Words:
     return f"the mask must fit in {capacity} slices (`slice_capacity`)", "it has {}"
+
+
+def fits_dtype(number: str, dtype: str) -> Words:
+    return f"`{number}` must not wrap around in {dtype}", "values of its tensors are too large"

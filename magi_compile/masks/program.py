@@ -3,78 +3,117 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from magi_compile.masks.arithmetic import NARROW
-from magi_compile.masks.expr import TRUE, Expr, ExprError, parse
+from magi_compile.masks.expr import TRUE, Expr, ExprError, parse, without_marks
 from magi_compile.masks.key_sets import MAX_INTERVALS, KeySet, Refusal
 from magi_compile.masks.repeats import least_piece, unroll
 from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solve import UnsupportedMaskError, solve
+from magi_compile.masks.source import functions, parameters
 
-_UNSAFE_IN_NAME = re.compile(r"[^\w.\[\]]+")
+_UNSAFE_IN_NAME = re.compile(r"[#`\s]+|,\s*(?=t\d+: )")
+_TABLE = re.compile(r"t\d+")
 
 
 @dataclass(frozen=True)
 class MaskProgram:
-    """A mask as an expression of b, q, kv, of captured tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
+    """A mask as an expression of b, q, kv, of tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
 
-    `str(program)` and `MaskProgram.parse` are inverse; tensors that have names carry them as a comment:
+    `program.text` and `MaskProgram.parse` are inverse. Tensors that have names carry them as a comment, behind which Python
+    functions may stand: of the tensors that are not captured but computed, and of the mask_mod itself.
 
-        (q >= kv) & (t0[q] == t0[kv])  # t0: document_ids
+        (t1[q] == t1[kv]) & (q >= kv)  # t0: documents, t1: documents.squeeze(0)
+        def t1(t0):
+            return t0.squeeze(0)
 
     Attributes:
         expr: the mask.
-        names: what the user calls the captured tensors, for messages; may be shorter than `num_tables`.
+        names: what the user calls the tensors, for messages; may be shorter than `num_tables`.
+        code: the functions, see `masks/source.py`.
     """
 
     expr: Expr
     names: tuple[str, ...] = ()
+    code: str = ""
 
     def __post_init__(self) -> None:
-        names = tuple(_UNSAFE_IN_NAME.sub("_", name) for name in self.names)
+        names = tuple(_UNSAFE_IN_NAME.sub(" ", name).strip() for name in self.names)
         object.__setattr__(self, "names", names)
 
     def __str__(self) -> str:
+        """For readers: the expression and the names."""
+        return self._headline(without_marks(self.expr))
+
+    @property
+    def text(self) -> str:
+        """All of it, for `parse`."""
+        return "\n".join(filter(None, (self._headline(self.expr), self.code)))
+
+    def _headline(self, expr: Expr) -> str:
         if not self.names:
-            return str(self.expr)
+            return str(expr)
         names = ", ".join(f"t{i}: {name}" for i, name in enumerate(self.names))
-        return f"{self.expr}  # {names}"
+        return f"{expr}  # {names}"
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> MaskProgram:
-        """Reads what `str(program)` wrote.
+        """Reads a program's `text`.
 
         Raises:
             ExprError: `text` is not a mask program.
         """
-        body, has_names, comment = text.partition("#")
+        headline, _, code = text.partition("\n")
+        body, has_names, comment = headline.partition("#")
         names: list[str] = []
-        for item in comment.split(",") if has_names else ():
+        for item in re.split(r", (?=t\d+: )", comment.strip()) if has_names else ():
             label, _, name = item.strip().partition(": ")
             if label != f"t{len(names)}" or not name:
                 raise ExprError(f"not a list of names: {comment.strip()!r}")
             names.append(name)
-        return MaskProgram(parse(body), tuple(names))
+        return MaskProgram(parse(body), tuple(names), code)
 
     @cached_property
-    def num_tables(self) -> int:
-        """How many captured tensors it takes: one more than the highest number in it."""
-        return self._highest("table") + 1
+    def functions(self) -> Mapping[str, Callable[..., Any]]:
+        """The functions of `code`, by name."""
+        return functions(self.code)
+
+    @cached_property
+    def columns(self) -> dict[int, Callable[..., Any]]:
+        """The functions that compute tensors, by the numbers of these; higher than those of all captured tensors."""
+        found = {int(name[1:]): f for name, f in self.functions.items() if _TABLE.fullmatch(name)}
+        return dict(sorted(found.items()))
+
+    @property
+    def is_verifiable(self) -> bool:
+        """Whether the mask_mod itself is among the functions, for `masks/verify.py`."""
+        return "mask" in self.functions
+
+    @cached_property
+    def reads_tensors(self) -> bool:
+        """Whether it depends on captured tensors."""
+        used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
+        if used - set(self.columns):
+            return True
+        names = (name for function in self.columns.values() for name in parameters(function))
+        return any(_TABLE.fullmatch(name) for name in names)
+
+    @cached_property
+    def num_captures(self) -> int:
+        """How many captured tensors it takes: one more than the highest number of one."""
+        used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
+        for function in self.functions.values():
+            used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
+        return max(used - set(self.columns), default=-1) + 1
 
     @cached_property
     def num_symbols(self) -> int:
         """How many captured ints it takes."""
-        return self._highest("symbol") + 1
-
-    def _highest(self, op: str) -> int:
-        return max((node.args[0] for node in self.expr.walk() if node.op == op), default=-1)
+        return max((n.args[0] for n in self.expr.walk() if n.op == "symbol"), default=-1) + 1
 
     @cached_property
     def solved(self) -> KeySet:
@@ -84,7 +123,7 @@ class MaskProgram:
             UnsupportedMaskError: with all reasons.
         """
         try:
-            return solve(self.expr)
+            return solve(without_marks(self.expr))
         except UnsupportedMaskError as error:
             raise UnsupportedMaskError(
                 [self.describe(reason) for reason in error.reasons]
@@ -136,41 +175,6 @@ class MaskProgram:
         if not self.repeats or (symbols is None and self.num_symbols):
             return None
         return least_piece(self.solved, seqlen_k or MAX_SEQLEN, tuple(symbols or ()))
-
-    def table_reasons(self, tables: Sequence[Tensor]) -> list[str]:
-        """Every reason why it can not look up `tables`, as far as their shapes and dtypes tell."""
-        reasons = []
-        for node in self.expr.walk():
-            if node.op != "table":
-                reasons += self._wrap_reasons(node, tables)
-                continue
-            tensor, text, count = tables[node.args[0]], self.describe(node), len(node.args) - 1
-            if tensor.dim() != count:
-                shape = list(tensor.shape)
-                reasons.append(f"`{text}` uses {count} indices for a tensor of shape {shape}")
-            if tensor.is_floating_point() or tensor.is_complex():
-                reasons.append(f"`{text}` is {tensor.dtype}; masks are computed with integers")
-        return reasons
-
-    def _wrap_reasons(self, node: Expr, tables: Sequence[Tensor]) -> list[str]:
-        """Why PyTorch would compute `node` modulo a power of two, which this program does not."""
-        narrow = [
-            child
-            for child in node.children
-            if child.op == "table" and tables[child.args[0]].dtype in NARROW
-        ]
-        others = [child for child in node.children if child not in narrow]
-        if not narrow or any(other.op not in ("int", "bool") for other in others):
-            return []
-        dtype = tables[narrow[0].args[0]].dtype
-        limits = torch.iinfo(dtype)
-        is_cut = any(not limits.min <= other.args[0] <= limits.max for other in others)
-        if not is_cut and node.op not in ("add", "sub", "mul", "neg", "abs"):
-            return []
-        return [
-            f"`{self.describe(node)}` may wrap around in {dtype}; "
-            "convert the captured tensor to torch.int32 before"
-        ]
 
     @property
     def is_always_true(self) -> bool:

@@ -8,9 +8,11 @@ Each rule below is an equality of sets, exact for every value of the captured te
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 
+from magi_compile._checks import MaskCheck, MaskDataError
 from magi_compile.masks.expr import (
     END,
     KV,
@@ -66,6 +68,22 @@ class UnsupportedMaskError(NotImplementedError):
         super().__init__("this mask is not representable yet: " + "; ".join(self.reasons))
 
 
+def refuse_broken(checks: Iterable[MaskCheck]) -> None:
+    """Raises for checks that fail of a mask without data: they always will.
+
+    Raises:
+        UnsupportedMaskError: with what fails.
+    """
+    reasons = []
+    for check in checks:
+        try:
+            check.raise_if_broken()
+        except MaskDataError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise UnsupportedMaskError(reasons)
+
+
 @lru_cache(maxsize=1024)
 def solve(expr: Expr) -> KeySet:
     """The keys for which the mask expression `expr` holds, in lanes that may repeat along the keys.
@@ -79,7 +97,7 @@ def solve(expr: Expr) -> KeySet:
         expr = TRUE
     for node in expr.walk():
         if node.op == "unsupported":
-            solver.reasons.append(node.args[0])
+            solver.reasons += node.args[1:]
     if "h" in expr.variables:
         solver.reasons.append(
             "the mask depends on the head (h): per-head masks are not representable"

@@ -1,303 +1,431 @@
-"""From a mask_mod to a MaskProgram: by calling it with symbols, or from the graph that Dynamo made of it.
+"""From the graph of a mask_mod to a MaskProgram.
 
-Both ways build expressions through the one table of operations.
+Every node is one of three. An **expression**, where expressions can say what PyTorch computes in its dtypes. A **column**, a
+table with a value for each row or each key, where a node depends on one of these alone: the graph computes it, whatever it is.
+And **unsupported**, with a reason, which is nothing that could be compared or cancelled.
 """
 
 from __future__ import annotations
 
-import functools
-import types
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.fx import Graph, GraphModule, Node
 
-from magi_compile.masks.expr import Expr, ExprError, symbol, table, unsupported, var
-from magi_compile.masks.operations import as_expr, call, name_of
+from magi_compile import _compat
+from magi_compile.masks.arithmetic import INT64
+from magi_compile.masks.expr import (
+    Expr,
+    ExprError,
+    const,
+    symbol,
+    table,
+    unsupported,
+    var,
+)
+from magi_compile.masks.operations import (
+    INTEGERS,
+    Operand,
+    Typing,
+    Wraps,
+    call,
+    is_number,
+    is_numpy_scalar,
+    marked,
+)
 from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.record import INDICES, MaskMod, record_mask_mod
 from magi_compile.masks.solve import UnsupportedMaskError
+from magi_compile.masks.source import (
+    SourceError,
+    at_points,
+    function_text,
+    functions,
+    is_random,
+    name_of,
+    names_of_captures,
+    parameters,
+    run,
+    sortable,
+    title_of,
+)
 
-MaskMod = Callable[[Any, Any, Any, Any], Any]
+_COMPARISONS = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal", "eq", "ne", "not_equal")
+_ENDS = (-(2**63), 2**63 - 1)
 
 
-def trace_mask_mod(mask_mod: MaskMod) -> tuple[MaskProgram, list[Tensor]]:
-    """Calls `mask_mod(b, h, q, kv)` once, with symbols.
+class TracedMask(NamedTuple):
+    """A mask_mod as a program, with what it captures.
 
-    Returns:
-        The program, and the captured tensors it looks up.
+    Attributes:
+        program: what it shows.
+        tables: the captured tensors, in the order of their numbers in the program.
+        watched: every tensor that it looked at, whose change may change the mask.
+    """
+
+    program: MaskProgram
+    tables: list[Tensor]
+    watched: list[Tensor]
+
+
+def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
+    """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`.
 
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
     """
-    tracer = _Tracer()
-    with tracer:
-        result = mask_mod(*(_Symbol(var(name), tracer) for name in ("b", "h", "q", "kv")))
-    expr = tracer.expr_of(result)
-    names = _tensor_names(mask_mod)
-    named = [names.get(id(tensor), f"t{i}") for i, tensor in enumerate(tracer.tables)]
-    has_names = any(id(tensor) in names for tensor in tracer.tables)
-    program = MaskProgram(expr, tuple(named) if has_names else ())
-    _refuse(program, tracer.tables)
-    return program, tracer.tables
+    recording = record_mask_mod(mask_mod, torch.device(device))
+    names = [name or f"t{i}" for i, name in enumerate(recording.names)]
+    has_names = any(recording.names)
+    program = trace_graph(recording.graph, recording.captures, names if has_names else ())
+    return TracedMask(program, recording.captures, recording.watched)
 
 
 def trace_graph(
-    graph: torch.fx.GraphModule,
-    capture_kinds: Sequence[str],
-    names: Sequence[str] = (),
-    tables: Sequence[Tensor] | None = None,
+    graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
-    """Reads the graph that Dynamo made of a mask_mod.
+    """Reads the graph of a mask_mod, such as Dynamo makes it.
 
     Args:
         graph: its placeholders are b, h, q, kv, then the captured values.
-        capture_kinds: for each captured value "table" (a tensor) or "symbol" (an int); tables and symbols are
-            numbered separately.
-        names: what the user calls the tables.
-        tables: the tables, real or fake, whose shapes and dtypes are looked at; None leaves that to the caller.
+        captures: the captured values, tensors (real or fake) and ints; tensors and ints are numbered separately.
+        names: what the user calls the captured tensors.
 
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
     """
-    values: dict[torch.fx.Node, Any] = {}
-    captures = _captures(capture_kinds)
-    arguments = [*map(var, ("b", "h", "q", "kv")), *captures]
-    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    if len(placeholders) != len(arguments):
-        raise ValueError(
-            f"`capture_kinds` must have {len(placeholders) - 4} entries, one for each captured value, "
-            f"got {len(capture_kinds)}"
-        )
-    values.update(zip(placeholders, arguments, strict=True))
-    for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            continue
-        args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        if node.op == "output":
-            result = args[0]
-        elif node.op in ("call_function", "call_method"):
-            values[node] = call(name_of(node.target), args, kwargs)
-            if _is_aliased(node):
-                values[node] = unsupported(f"`{node.target}` changes a value that is used again")
-        else:
-            values[node] = unsupported(f"`{node.op} {node.target}` in the graph of the mask_mod")
-    if isinstance(result, (tuple, list)):
-        (result,) = result
-    program = MaskProgram(as_expr(result), tuple(names))
-    _refuse(program, tables)
+    graph = graph.graph if isinstance(graph, GraphModule) else graph
+    program = _Tracer(graph, captures, list(names)).program()
+    _ = program.solved  # raises
     return program
 
 
-def _refuse(program: MaskProgram, tables: Sequence[Tensor] | None) -> None:
-    """Raises UnsupportedMaskError with every reason against `program`, and against `tables` if they are known."""
-    reasons = []
-    try:
-        _ = program.solved
-    except UnsupportedMaskError as error:
-        reasons += error.reasons
-    if tables is not None:
-        reasons += program.table_reasons(tables)
-    if reasons:
-        raise UnsupportedMaskError(reasons)
+@dataclass(frozen=True)
+class _Value:
+    """A node as it was understood.
+
+    Attributes:
+        node: of the tracer's own copy of the graph; None for a constant.
+        example: a tensor of its shape and dtype, or the value itself where that is no tensor.
+        variables: of which of b, h, q and kv it is a function.
+        expr: what it is, where expressions can say it.
+        reasons: why they can not.
+    """
+
+    node: Node | None
+    example: Any
+    variables: frozenset[str] = frozenset()
+    expr: Expr | None = None
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def is_column(self) -> bool:
+        """Whether a table can hold it for every row, or for every key."""
+        return self.variables <= {"b", "q"} or self.variables <= {"b", "kv"}
 
 
-def _captures(kinds: Sequence[str]) -> list[Expr]:
-    makers = {"table": table, "symbol": symbol}
-    counts = dict.fromkeys(makers, 0)
-    captures = []
-    for kind in kinds:
-        if kind not in makers:
-            raise ValueError(f"`capture_kinds` must hold 'table' or 'symbol', got {kind!r}")
-        captures.append(makers[kind](counts[kind]))
-        counts[kind] += 1
-    return captures
+class _Tracer:
+    def __init__(self, graph: Graph, captures: Sequence[Any], names: list[str]):
+        self.graph = Graph()
+        copies: dict[Node, Node] = {}
+        self.result = self.graph.graph_copy(graph, copies)
+        placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        if len(placeholders) != len(INDICES) + len(captures):
+            raise ValueError(
+                f"`captures` must have {len(placeholders) - 4} entries, one for each captured value, "
+                f"got {len(captures)}"
+            )
+        self.originals = {copy: node for node, copy in copies.items()}
+        self.tables = [value for value in captures if isinstance(value, Tensor)]
+        self.symbols = [value for value in captures if not isinstance(value, Tensor)]
+        self.names = names
+        fakes = [tensor for tensor in self.tables if _compat.is_fake(tensor)]
+        self.mode = _compat.fake_mode_of(fakes[0]) if fakes else None
+        self.columns: dict[Node, int] = {}
+        self.numbers: dict[str, int] = {}  # of columns, by what computes them
+        self.titles: dict[int, str] = {}
+        self.values: dict[Node, _Value] = {}
+        self.begin([copies[node] for node in placeholders], captures)
 
+    def begin(self, placeholders: list[Node], captures: Sequence[Any]) -> None:
+        with self.fake():
+            index = torch.empty((), dtype=torch.int64, device="cpu" if self.mode else "meta")
+        for node, name in zip(placeholders, INDICES, strict=False):
+            node.name = name
+            self.values[node] = _Value(node, index, frozenset([name]), var(name))
+        counts = {"t": 0, "s": 0}
+        for node, capture in zip(placeholders[len(INDICES) :], captures, strict=True):
+            kind = "t" if isinstance(capture, Tensor) else "s"
+            number = counts[kind]
+            counts[kind] += 1
+            node.name = f"{kind}{number}"
+            node.target = node.name
+            expr = table(number) if kind == "t" else symbol(number)
+            self.values[node] = _Value(node, self.example(capture), frozenset(), expr)
+        for node, name in zip(placeholders, INDICES, strict=False):
+            node.target = name
 
-def _is_aliased(node: torch.fx.Node) -> bool:
-    """Whether an in-place operation changes a value that something else reads too."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    is_in_place = is_in_place and name not in ("and_", "or_", "not_")
-    return is_in_place and any(len(arg.users) > 1 for arg in node.all_input_nodes[:1])
+    def example(self, capture: Any) -> Any:
+        is_real = isinstance(capture, Tensor) and not _compat.is_fake(capture)
+        return torch.empty_like(capture, device="meta") if is_real and not self.mode else capture
 
+    def fake(self) -> Any:
+        return self.mode or torch.no_grad()
 
-_IN_PLACE = ("iadd", "isub", "imul", "ifloordiv", "imod", "iand", "ior", "ixor")
+    # Nodes
 
+    def program(self) -> MaskProgram:
+        for node in list(self.graph.nodes):
+            if node not in self.values:
+                self.values[node] = self.value(node)
+        result = self.result
+        if isinstance(result, (tuple, list)):
+            (result,) = result
+        value = self.of(result)
+        expr = self.mask_of(value)
+        if expr.reasons:
+            return MaskProgram(expr, self.all_names())
+        return self.with_text(expr, value)
 
-# Calling a mask_mod with symbols
+    def of(self, argument: Any) -> _Value:
+        return self.values[argument] if isinstance(argument, Node) else _Value(None, argument)
 
-
-class _Symbol:
-    """Stands for a 0-d tensor inside a mask_mod."""
-
-    dtype = torch.int64
-    device = torch.device("cpu")
-    shape = torch.Size(())
-    ndim = 0
-
-    def __init__(self, expr: Expr, tracer: _Tracer):
-        self.expr = expr
-        self.tracer = tracer
-
-    def dim(self) -> int:
-        return 0
-
-    def size(self) -> torch.Size:
-        return self.shape
-
-    def numel(self) -> int:
-        return 1
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
-        symbols = [item for item in _flatten([args, kwargs or {}]) if isinstance(item, _Symbol)]
-        return symbols[0].tracer.call(name_of(func), args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self.tracer.call(name_of(name), (self, *args), kwargs)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    return lambda self, *args: self.tracer.call(name, (self, *args), {})
-
-
-def _reflected(name: str) -> Callable[..., Any]:
-    return lambda self, other: self.tracer.call(name, (other, self), {})
-
-
-for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "getitem"):
-    setattr(_Symbol, f"__{_name}__", _operator(_name))
-_BINARY = "add sub mul floordiv truediv mod and or xor rshift lshift pow matmul divmod"
-for _name in _BINARY.split():
-    setattr(_Symbol, f"__{_name}__", _operator(_name))
-    setattr(_Symbol, f"__r{_name}__", _reflected(_name))
-
-
-def _concrete(name: str) -> Callable[..., Any]:
-    def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedMaskError(
-            [
-                f"`{name}` of `{self.expr}` needs its value: a mask_mod can not branch on its arguments, "
-                f"use & | ~ and torch.where"
-            ]
-        )
-
-    return needs_value
-
-
-for _name in ("bool", "int", "index", "float", "len", "iter", "contains"):
-    setattr(_Symbol, f"__{_name}__", _concrete(_name))
-for _name in ("item", "tolist"):
-    setattr(_Symbol, _name, _concrete(_name))
-
-
-class _Tracer(TorchFunctionMode):
-    """Sees the operations of a mask_mod, also `captured_tensor[q]`, and numbers the captured tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: list[Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
-        kwargs = kwargs or {}
-        if any(isinstance(item, _Symbol) for item in _flatten([args, kwargs])):
-            return self.call(name_of(func), args, kwargs)
-        return func(*args, **kwargs)
-
-    def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> _Symbol:
-        args, kwargs = self.lower(args), self.lower(kwargs)
-        return _Symbol(call(name, args, kwargs), self)
-
-    def lower(self, value: Any) -> Any:
-        """Symbols and captured tensors as expressions, inside any nesting."""
-        if isinstance(value, _Symbol):
-            return value.expr
-        if isinstance(value, Tensor):
-            return self.table_of(value)
-        if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
-            return tuple(self.lower(item) for item in value)
-        if isinstance(value, dict):
-            return {key: self.lower(item) for key, item in value.items()}
-        return value
-
-    def table_of(self, tensor: Tensor) -> Expr:
-        for index, known in enumerate(self.tables):
-            if known is tensor:
-                return table(index)
-        self.tables.append(tensor)
-        return table(len(self.tables) - 1)
-
-    def expr_of(self, result: Any) -> Expr:
+    def mask_of(self, value: _Value) -> Expr:
         try:
-            return as_expr(self.lower(result))
+            operand = self.operand(value)
         except ExprError as error:
             return unsupported(f"the mask_mod returns something else than a truth value: {error}")
+        if not isinstance(operand, Operand):
+            return unsupported(f"the mask_mod returns something else than a truth value: `{operand!r}`")
+        if operand.expr.reasons:
+            return operand.expr
+        is_truth = operand.expr.kind == "bool" if operand.dtype is None else operand.dtype == torch.bool
+        if operand.shape:
+            return unsupported(f"the mask_mod returns `{operand.expr}` of shape {list(operand.shape)}")
+        if not is_truth:
+            return unsupported(f"a mask must be a truth value, got the integer `{operand.expr}`")
+        return operand.expr
+
+    def value(self, node: Node) -> _Value:
+        """Understands a node, of whose arguments all are understood."""
+        arguments: list[_Value] = [self.values[argument] for argument in node.all_input_nodes]
+        variables = frozenset().union(*(value.variables for value in arguments))
+        if node.op not in ("call_function", "call_method"):
+            return self.refused(node, None, variables, f"`{node.op} {node.target}` in the graph of the mask_mod")
+        name = name_of(node.target)
+        if is_random(name):
+            return self.refused(node, None, variables, f"`{name}` is random")
+        examples = torch.fx.map_arg((node.args, node.kwargs), lambda argument: self.values[argument].example)
+        try:
+            with self.fake():
+                example = run(node, *examples)
+        except Exception as error:
+            reason = f"`{name}` can not be followed: {str(error).splitlines()[0] if str(error) else error!r}"
+            return self.refused(node, None, variables, reason, arguments)
+        if _changes_what_is_used_again(node):
+            reason = f"`{node.target}` changes a value that is used again"
+            return self.refused(node, example, variables, reason, arguments)
+        if isinstance(example, (bool, int)) and not variables:
+            return _Value(node, example, variables, const(example))
+        try:
+            expr = self.expression(name, node, example)
+        except ExprError as error:
+            return self.refused(node, example, variables, str(error), arguments, error)
+        return _Value(node, example, variables, expr, expr.reasons)
+
+    def refused(
+        self,
+        node: Node,
+        example: Any,
+        variables: frozenset[str],
+        reason: str,
+        arguments: Sequence[_Value] = (),
+        error: ExprError | None = None,
+    ) -> _Value:
+        """A node that is no expression: left to columns, or unsupported."""
+        reasons = tuple(r for argument in arguments if argument.expr is not None for r in argument.expr.reasons)
+        value = _Value(node, example, variables, None, (reason,))
+        if isinstance(error, Wraps) and not reasons:
+            dtype = example.dtype
+            is_wide = dtype == torch.int64 and any(n.op == "table" for n in error.expr.walk())
+            mark = marked(error.expr, dtype)
+            if mark is not None and (is_wide or not value.is_column):
+                return _Value(node, example, variables, mark)
+            hint = "; convert the captured tensor to torch.int32 before"
+            value = _Value(node, example, variables, None, (reason + hint,))
+        is_fit = example is not None and not reasons and not _is_in_place(node)
+        if is_fit and value.is_column:
+            return value
+        return _Value(node, example, variables, unsupported(*dict.fromkeys(reasons or value.reasons)))
+
+    def expression(self, name: str, node: Node, example: Any) -> Expr:
+        if not isinstance(example, Tensor):
+            raise ExprError(f"`{name}` gives no tensor")
+        args, kwargs = torch.fx.map_arg(
+            (node.args, node.kwargs), lambda argument: self.values[argument]
+        )
+        if name in _COMPARISONS and not kwargs and len(args) == 2:
+            found = self.float_comparison(name, node, [self.of_any(arg) for arg in args])
+            if found is not None:
+                return found
+        args, kwargs = self.operands(args), self.operands(kwargs)
+        return call(name, args, kwargs, Typing(example.dtype, self.range_of))
+
+    def of_any(self, argument: Any) -> _Value:
+        return argument if isinstance(argument, _Value) else _Value(None, argument)
+
+    def operands(self, value: Any) -> Any:
+        """Values and numbers as operands, inside any nesting."""
+        if isinstance(value, _Value) or is_number(value):
+            return self.operand(self.of_any(value))
+        if isinstance(value, (tuple, list)):
+            return tuple(self.operands(item) for item in value)
+        if isinstance(value, dict):
+            return {key: self.operands(item) for key, item in value.items()}
+        return value
+
+    def operand(self, value: _Value) -> Any:
+        example = value.example.item() if is_numpy_scalar(value.example) else value.example
+        if value.expr is not None:
+            if isinstance(example, Tensor):
+                return Operand(value.expr, example.dtype, tuple(example.shape))
+            return Operand(value.expr, None)
+        if value.node is None:
+            return Operand(const(example), None) if isinstance(example, (bool, int)) else example
+        if isinstance(example, Tensor):
+            if example.dim() and value.variables:
+                raise ExprError(f"`{self.title(value.node)}` has shape {list(example.shape)}")
+            if example.dtype != torch.bool and example.dtype not in INTEGERS:
+                raise ExprError(
+                    f"`{self.title(value.node)}` is {example.dtype}; masks are computed with integers"
+                )
+            return Operand(self.column(value), example.dtype, tuple(example.shape))
+        if isinstance(example, torch.SymInt):
+            return Operand(self.column(value), None)
+        return example
+
+    def float_comparison(self, name: str, node: Node, sides: list[_Value]) -> Expr | None:
+        """The comparison of a row's float and a key's: as one of integers that have the same order."""
+        examples = [side.example for side in sides]
+        if not any(isinstance(x, Tensor) and x.is_floating_point() for x in examples):
+            return None
+        if not all(isinstance(x, Tensor) and not x.dim() for x in examples):
+            return None
+        if not all(side.is_column for side in sides) or any(side.expr and side.expr.reasons for side in sides):
+            return None
+        if frozenset().union(*(side.variables for side in sides)) <= {"b", "q"}:
+            return None  # one column
+        if frozenset().union(*(side.variables for side in sides)) <= {"b", "kv"}:
+            return None
+        dtype = torch.result_type(*examples)
+        ends = _ENDS if name.startswith("g") else _ENDS[::-1]
+        keys = []
+        for side, nan in zip(sides, ends, strict=True):
+            assert side.node is not None
+            with self.graph.inserting_after(node):
+                key = self.graph.call_function(sortable, (side.node, nan))
+            with self.graph.inserting_before(key):
+                cast = self.graph.call_method("to", (side.node, dtype))
+            key.args = (cast, nan)
+            with self.fake():
+                example = torch.empty_like(side.example, dtype=torch.int64)
+            self.values[cast] = _Value(cast, side.example, side.variables)
+            value = self.values[key] = _Value(key, example, side.variables)
+            keys.append(Operand(self.column(value), torch.int64))
+        return call(name, keys, {}, Typing(torch.bool, self.range_of))
+
+    # Columns
+
+    def column(self, value: _Value) -> Expr:
+        """A table of the value for each row or key, looked up at its own."""
+        node = value.node
+        assert node is not None
+        if node not in self.columns:
+            text = self.text_of("column", node)
+            if text is None:
+                raise ExprError(f"`{self.title(node)}` can not be computed for all rows or keys at a time")
+            number = self.numbers.setdefault(text, len(self.tables) + len(self.numbers))
+            self.columns[node] = number
+            self.titles[number] = self.title(node)
+        indices = [name for name in ("b", "q", "kv") if name in value.variables]
+        return table(self.columns[node], *map(var, indices))
+
+    def text_of(self, name: str, node: Node) -> str | None:
+        """A function that computes `node`, which has been tried; None where there is none."""
+        try:
+            text = function_text(name, node)
+            function = functions(text)[name]
+            captures = [self.values[n].example for n in self.graph.nodes if n.op == "placeholder"][4:]
+            tables = [x for x in captures if isinstance(x, Tensor)]
+            named = names_of_captures(tables, [x for x in captures if not isinstance(x, Tensor)])
+            with self.fake():
+                device = self.values[next(iter(self.graph.nodes))].example.device
+                point = torch.zeros(2, dtype=torch.int64, device=device)
+                at_points(function, dict.fromkeys(INDICES, point), named)
+        except SourceError:
+            return None
+        except Exception:  # whatever an operation says of vmap
+            return None
+        return text
+
+    def title(self, node: Node) -> str:
+        """What a node is, for messages."""
+        return title_of(node, dict(enumerate(self.names)))
+
+    # Dtypes
+
+    def range_of(self, number: int) -> tuple[int, int]:
+        if number < len(self.tables):
+            dtype = self.tables[number].dtype
+        else:
+            node = next(n for n, known in self.columns.items() if known == number)
+            example = self.values[node].example
+            dtype = example.dtype if isinstance(example, Tensor) else torch.int64
+        if dtype == torch.bool:
+            return 0, 1
+        if dtype not in INTEGERS:
+            return INT64
+        return torch.iinfo(dtype).min, torch.iinfo(dtype).max
+
+    # The program
+
+    def all_names(self) -> tuple[str, ...]:
+        if not self.names and not self.titles:
+            return ()
+        names = [self.names[i] if i < len(self.names) else f"t{i}" for i in range(len(self.tables))]
+        return (*names, *self.titles.values())
+
+    def with_text(self, expr: Expr, value: _Value) -> MaskProgram:
+        """The program of `expr`, with the columns that it looks up, numbered in order, and the mask_mod's own text."""
+        used = sorted({n.args[0] for n in expr.walk() if n.op == "table" and n.args[0] >= len(self.tables)})
+        numbers = {old: len(self.tables) + new for new, old in enumerate(used)}
+        nodes = {number: node for node, number in self.columns.items()}
+        texts = [function_text(f"t{numbers[old]}", nodes[old]) for old in used]
+        if value.node is not None:
+            texts.append(self.text_of("mask", value.node) or "")
+        self.titles = {numbers[old]: self.titles[old] for old in used}
+        return MaskProgram(_renumbered(expr, numbers), self.all_names(), "\n".join(filter(None, texts)))
 
 
-def _flatten(value: Any):
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _flatten(item)
-    elif isinstance(value, dict):
-        yield from _flatten(list(value.values()))
-    else:
-        yield value
+_IN_PLACE = ("iadd", "isub", "imul", "ifloordiv", "imod", "iand", "ior", "ixor", "setitem")
 
 
-def _tensor_names(mask_mod: Any) -> dict[int, str]:
-    """The names of the tensors that a callable holds, by `id`: its variables, attributes and arguments."""
-    names: dict[int, str] = {}
-    seen: set[int] = set()
-
-    def visit(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            names.setdefault(id(value), name)
-            return
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            visit(name, value.func)
-            for i, item in enumerate(value.args):
-                visit(f"{name}.args[{i}]", item)
-            visit_all(value.keywords)
-        elif isinstance(value, types.MethodType):
-            visit("self", value.__self__)
-            visit(name, value.__func__)
-        elif isinstance(value, types.FunctionType):
-            code = value.__code__
-            cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
-            visit_all({key: cell.cell_contents for key, cell in cells if _is_filled(cell)})
-            visit_all({key: value.__globals__.get(key) for key in code.co_names})
-            defaults = value.__defaults__ or ()
-            arguments = code.co_varnames[: code.co_argcount]
-            visit_all(dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)))
-            visit_all(value.__kwdefaults__ or {})
-        elif isinstance(value, (tuple, list)):
-            for i, item in enumerate(value):
-                visit(f"{name}[{i}]", item)
-        elif isinstance(value, dict):
-            visit_all(value)
-        elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
-            visit_all(vars(value))
-
-    def visit_all(items: dict[Any, Any]) -> None:
-        for key, item in items.items():
-            if isinstance(item, (Tensor, tuple, list, dict)) or callable(item):
-                visit(str(key), item)
-
-    visit("mask_mod", mask_mod)
-    return names
+def _renumbered(expr: Expr, numbers: dict[int, int]) -> Expr:
+    args = [_renumbered(arg, numbers) if isinstance(arg, Expr) else arg for arg in expr.args]
+    if expr.op == "table":
+        args[0] = numbers.get(args[0], args[0])
+    return Expr(expr.op, tuple(args))
 
 
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
+def _is_in_place(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    return is_in_place and name not in ("and_", "or_", "not_")
+
+
+def _changes_what_is_used_again(node: Node) -> bool:
+    """Whether an in-place operation changes a value that something else reads too."""
+    return _is_in_place(node) and any(len(arg.users) > 1 for arg in node.all_input_nodes[:1])

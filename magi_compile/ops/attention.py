@@ -189,7 +189,7 @@ def _slices(
     known = _derived.setdefault(block_mask, {})
     found = known.get(batch)
     if found is None or found.versions != list(map(version_of, found.tables)):
-        _, tables = trace_mask_mod(block_mask.mask_mod)
+        tables = trace_mask_mod(block_mask.mask_mod, device).watched
         slices = slices_from_block_mask(block_mask, batch=batch)
         found = known[batch] = _Derived(slices, tables, list(map(version_of, tables)))
     return found.slices

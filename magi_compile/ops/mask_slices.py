@@ -12,11 +12,17 @@ from magi_compile._checks import require
 from magi_compile.kernels.select import arch_of, mask_slices_kernel
 from magi_compile.masks import MaskProgram, padded_slices_from_intervals, row_intervals
 from magi_compile.masks.block_lists import BlockLists
+from magi_compile.masks.ranges import range_checks
+from magi_compile.masks.verify import MaskSizes, check_slices
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 Lists = tuple[Tensor, Tensor, Tensor]
+
+# Programs whose slices were compared with their mask_mods: once in a process is enough, unless a user asks for more.
+_verified: set[str] = set()
+MAX_VERIFIED = 1 << 16
 
 
 def _mask_slices(
@@ -30,12 +36,13 @@ def _mask_slices(
     device: torch.device,
     block_lists: Sequence[Tensor],
     block_size: Sequence[int],
+    verify: bool = False,
 ) -> Lists:
-    mask, sizes = MaskProgram.parse(program), (batch, seqlen_q, seqlen_k)
+    mask, sizes = MaskProgram.parse(program), MaskSizes(batch, seqlen_q, seqlen_k)
     on_device = mask_slices_kernel(arch_of(device))
     if on_device is not None:
         made = on_device(mask, tables, symbols, (*sizes, capacity), device)
-        lists, checks = made.lists, []
+        lists, checks = made.lists, range_checks(mask, made.tables, symbols, sizes, device)
         if block_lists:
             checks = BlockLists(*block_lists).checks(made.intervals(), *block_size)
     else:
@@ -48,6 +55,10 @@ def _mask_slices(
         )
         if block_lists:
             checks += BlockLists(*block_lists).checks(intervals, *block_size)
+    if verify or program not in _verified:
+        checks += check_slices(mask, tables, symbols, lists, sizes)
+        if len(_verified) < MAX_VERIFIED:
+            _verified.add(program)
     require(checks)
     if checks and device.type == "cuda":
         # A failed check raises later here, so no kernel may meet the nonsense that data it speaks of leads to.
@@ -76,7 +87,7 @@ def _mask_slices_fake(
 define(
     _lib,
     "mask_slices(Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, "
-    "SymInt seqlen_k, SymInt capacity, Device device, Tensor[] block_lists, SymInt[] block_size) "
+    "SymInt seqlen_k, SymInt capacity, Device device, Tensor[] block_lists, SymInt[] block_size, bool verify=False) "
     "-> (Tensor, Tensor, Tensor)",
     _mask_slices,
     _mask_slices_fake,

@@ -40,14 +40,14 @@ def library_cases():
         for mask, make in library.MASKS.items():
             options = {"window": 37, "block": 16, "tile": 7, "width": 4, "height": 3}
             options = {k: v for k, v in options.items() if k in make.__kwdefaults__}
-            program, tables = trace_mask_mod(make(lengths, **options).mask_mod)
+            program, tables, _ = trace_mask_mod(make(lengths, **options).mask_mod)
             total = sum(lengths)
             yield f"{mask}-{name}", Case(program, tables, [], Sizes(1, total, total, 300))
 
 
 def mask_mod_cases():
     for name, make in MASK_MODS.items():
-        program, tables = trace_mask_mod(make(2, 130, 97))
+        program, tables, _ = trace_mask_mod(make(2, 130, 97))
         yield name, Case(program, tables, [], Sizes(2, 130, 97, 600))
 
 

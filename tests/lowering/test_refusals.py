@@ -59,14 +59,14 @@ def compiled(strict=False):
     return torch.compile(attend, backend=backend, fullgraph=True)
 
 
-def weighted(b, h, q, kv):
-    return WEIGHTS[q] >= WEIGHTS[kv]
+def by_bits(b, h, q, kv):
+    return (BITS[q] & BITS[kv]) != 0
 
 
-WEIGHTS = torch.arange(float(SEQLEN))
+BITS = torch.arange(SEQLEN) % 8
 
 CASES = {
-    "float table": ({"mask": weighted}, "float"),
+    "bits": ({"mask": by_bits}, r"`&` of the bits of `BITS\[q\]` and `BITS\[kv\]`"),
     "score_mod": (
         dict(mask=causal, score_mod=alibi),
         "score_mod applies `add`|score_mod depends on",
@@ -106,10 +106,10 @@ def test_strict_raises_with_the_reason(name):
 def test_all_reasons_are_listed():
     x = torch.randn(BATCH, 2, SEQLEN, 16)
     with torch.no_grad():
-        mask = block_mask(and_masks(by_head, weighted), SEQLEN)
+        mask = block_mask(and_masks(by_head, by_bits), SEQLEN)
         compiled()(x, mask, score_mod=alibi)
     (decision,) = REPORT.refused
-    wanted = ("score_mod", r"head \(h\)", r"`WEIGHTS\[q\]` is torch.float32", r"`WEIGHTS\[kv\]` is")
+    wanted = ("score_mod", "`&` of the bits", r"head \(h\)")
     assert len(decision.reasons) == len(wanted)
     for reason, pattern in zip(decision.reasons, wanted, strict=True):
         assert re.search(pattern, reason)
@@ -128,7 +128,7 @@ def test_what_small_pieces_would_cost():
         row, column = (torch.clamp(x, 6, 127 - 6) for x in (q // 128, q % 128))
         return (torch.abs(row - kv // 128) <= 6) & (torch.abs(column - kv % 128) <= 6)
 
-    program, _ = trace_mask_mod(around)
+    program, *_ = trace_mask_mod(around)
     intervals = row_intervals(program, batch=1, seqlen_q=128**2, seqlen_k=128**2)
     slices = slices_from_intervals(intervals)
     sizes = plan_tiles(AttnProblem("cuda", (9, 0), torch.bfloat16, 64, 8, 128, 128, 1.0))

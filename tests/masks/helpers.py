@@ -73,8 +73,7 @@ def dynamo_program(
             values = dict(zip(placeholders, args, strict=True))
             values = [values.get(capture, capture) for capture in captures]
             is_table = [isinstance(value, Tensor) for value in values]
-            kinds = ["table" if table else "symbol" for table in is_table]
-            program = trace_graph(getattr(gm, node.args[4][-1].target), kinds)
+            program = trace_graph(getattr(gm, node.args[4][-1].target), values)
             tables = [value for value, table in zip(values, is_table, strict=True) if table]
             symbols = [
                 int(value) for value, table in zip(values, is_table, strict=True) if not table

@@ -30,7 +30,7 @@ def size_id(size):
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_intervals_equal_the_dense_mask(name, size):
     mask_mod = MASK_MODS[name](*size)
-    program, tables = trace_mask_mod(mask_mod)
+    program, tables, _ = trace_mask_mod(mask_mod)
     batch, seqlen_q, seqlen_k = size
     intervals = row_intervals(
         program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device="cpu"
@@ -75,7 +75,7 @@ def assert_disjoint_and_sorted(intervals):
 @pytest.mark.parametrize("name", MASK_MODS)
 def test_slices_equal_the_dense_mask(name, size):
     mask_mod = MASK_MODS[name](*size)
-    program, tables = trace_mask_mod(mask_mod)
+    program, tables, _ = trace_mask_mod(mask_mod)
     batch, seqlen_q, seqlen_k = size
     intervals = row_intervals(
         program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device="cpu"
@@ -98,7 +98,7 @@ def test_dynamo_graph(name):
     mask_mod = MASK_MODS[name](*size)
     program, tables, symbols = dynamo_program(mask_mod, *size)
     batch, seqlen_q, seqlen_k = size
-    text = str(program)
+    text = program.text
     assert MaskProgram.parse(text) == program
     intervals = row_intervals(
         text, tables, symbols, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device="cpu"
@@ -130,7 +130,7 @@ def test_symbols_that_divide_must_be_positive():
 
 
 def test_padded_slices_that_do_not_fit():
-    program, tables = trace_mask_mod(document_causal([3, 4, 5]).mask_mod)
+    program, tables, _ = trace_mask_mod(document_causal([3, 4, 5]).mask_mod)
     intervals = row_intervals(program, tables, batch=1, seqlen_q=12, seqlen_k=12)
     slices, fits = padded_slices_from_intervals(intervals, capacity=2)
     assert len(slices) == 2

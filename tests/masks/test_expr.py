@@ -195,12 +195,15 @@ def test_is_le(x, y, expected):
 
 def test_program_round_trip():
     program = MaskProgram(parse("t0[q] == t1[kv]"), ("document ids, {new}", "L['x'].cell[0]"))
-    assert program.names == ("document_ids_new_", "L[_x_].cell[0]")
-    assert str(program) == "t0[q] == t1[kv]  # t0: document_ids_new_, t1: L[_x_].cell[0]"
+    assert program.names == ("document ids, {new}", "L['x'].cell[0]")
+    assert str(program) == "t0[q] == t1[kv]  # t0: document ids, {new}, t1: L['x'].cell[0]"
     assert MaskProgram.parse(str(program)) == program
-    assert program.describe(program.expr) == "document_ids_new_[q] == L[_x_].cell[0][kv]"
-    assert (program.num_tables, program.num_symbols, program.max_intervals()) == (2, 0, 1)
+    assert program.describe(program.expr) == "document ids, {new}[q] == L['x'].cell[0][kv]"
+    assert (program.num_captures, program.num_symbols, program.max_intervals()) == (2, 0, 1)
     assert not program.is_always_true
+    odd = MaskProgram(parse("t0[q] == t1[kv]"), ("a,  t1: `b`#\n", "c"))
+    assert str(odd) == "t0[q] == t1[kv]  # t0: a t1: b, t1: c"
+    assert MaskProgram.parse(str(odd)) == odd
     assert MaskProgram.parse("True").is_always_true
 
 

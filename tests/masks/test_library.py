@@ -25,7 +25,7 @@ def test_library(name, lengths):
     expected = dense_mask(mask.mask_mod, 1, total, total)[0]
     mask.slices.validate()
     assert torch.equal(mask.slices.to_dense(), expected)
-    program, tables = trace_mask_mod(mask.mask_mod)
+    program, tables, _ = trace_mask_mod(mask.mask_mod)
     intervals = row_intervals(program, tables, batch=1, seqlen_q=total, seqlen_k=total)
     intervals.check()
     assert list(slices_from_intervals(intervals)) == list(mask.slices.normalize())
@@ -58,7 +58,7 @@ def test_library_through_dynamo(name):
 def test_as_few_slices_as_it_takes(name, count):
     options = {"window": 10} if "window" in MASKS[name].__kwdefaults__ else {}
     mask = MASKS[name]([30, 40, 50, 60], **options)
-    program, tables = trace_mask_mod(mask.mask_mod)
+    program, tables, _ = trace_mask_mod(mask.mask_mod)
     intervals = row_intervals(program, tables, batch=1, seqlen_q=180, seqlen_k=180)
     assert len(slices_from_intervals(intervals)) == count
     padded, _ = padded_slices_from_intervals(intervals, capacity=100)

@@ -18,7 +18,7 @@ from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.masks import preconditions
 from magi_compile.masks.arithmetic import INT64
 from magi_compile.masks.convert import packed_totals
-from magi_compile.masks.evaluate import Evaluation, check_look_up
+from magi_compile.masks.evaluate import Evaluation, check_look_up, with_columns
 from magi_compile.masks.intervals import RowIntervals, check_arguments
 from magi_compile.masks.program import MaskProgram
 
@@ -75,7 +75,7 @@ class Launch(NamedTuple):
     params: bytearray
     lists: tuple[Tensor, Tensor, Tensor]  # q_ranges, k_ranges, mask_types
     workspace: Tensor  # int32: what checks found, zeros at first; the intervals; scratch memory
-    tables: list[Tensor]
+    tables: list[Tensor]  # the captured ones and those computed
 
     def at(self, phase: Phase) -> bytearray:
         """`params` for one launch."""
@@ -154,7 +154,9 @@ def prepare(
     sizes: Sizes,
     device: torch.device,
 ) -> Launch:
-    """The memory for the slices and the parameters of the kernel, on `device`."""
+    """The memory for the slices and the parameters of the kernel, on `device`, and what the program computes itself."""
+    lengths = {"b": sizes.batch, "q": sizes.seqlen_q, "kv": sizes.seqlen_k}
+    tables = with_columns(program, tables, symbols, lengths, device)
     tables = [_readable(table, device) for table in tables]
     layouts = tuple((t.dtype, t.device, t.shape, t.stride()) for t in tables)
     key = (program, layouts, tuple(symbols), sizes, device)

@@ -1,0 +1,98 @@
+"""Whether numbers that PyTorch computes in one dtype fit it: what the marks of a mask expression ask for.
+
+Without data only the dtypes are known, and sums of two tables may wrap around. With data, bounds of each table bound the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import MaskCheck
+from magi_compile.masks import preconditions
+from magi_compile.masks.arithmetic import INT32, INT64, counted
+from magi_compile.masks.evaluate import Evaluation
+from magi_compile.masks.expr import FITS, Expr
+from magi_compile.masks.program import MaskProgram
+
+
+class _Range(NamedTuple):
+    """Bounds of a number, fp64 and 0-d; exact below 2**53 and rounded by less than 2**11 below 2**63."""
+
+    low: Tensor
+    high: Tensor
+
+
+def expect_ranges(run: Evaluation) -> None:
+    """Adds the checks of all marks in the program to those of `run`."""
+    for node in dict.fromkeys(run.program.expr.walk()):
+        if node.op in FITS:
+            run.checks.append(_check(run, node))
+
+
+def range_checks(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: Sequence[int],
+    device: torch.device,
+) -> list[MaskCheck]:
+    """The same checks alone; `tables` are the captured tensors and those computed."""
+    if 0 in sizes or not any(node.op in FITS for node in program.expr.walk()):
+        return []
+    run = Evaluation(program, tables, symbols, *sizes, device)
+    expect_ranges(run)
+    return run.checks
+
+
+def _check(run: Evaluation, mark: Expr) -> MaskCheck:
+    (inner,) = mark.args
+    low, high = _bounds(run, inner)
+    limits = INT32 if mark.op == "int32" else (INT64[0] / 2, INT64[1] / 2)
+    words = preconditions.fits_dtype(run.program.describe(inner), mark.op)
+    return MaskCheck((low >= limits[0]) & (high <= limits[1]), *words)
+
+
+def _bounds(run: Evaluation, expr: Expr) -> _Range:
+    op, args = expr.op, expr.args
+    if op in ("int", "bool", "var", "symbol", "table"):
+        value = counted(run.value(expr))
+        if op == "table" and isinstance(value.data, Tensor):
+            return _Range(*(x.double() for x in torch.aminmax(value.data)))
+        ends = (value.low, value.high)
+        return _Range(*(torch.tensor(float(end), device="cpu").double() for end in ends))
+    if op in FITS:
+        return _bounds(run, args[0])
+    if expr.kind == "bool":
+        return _Range(*torch.tensor([0.0, 1.0], dtype=torch.float64).unbind())
+    if op == "where":
+        args = args[1:]
+    inner = [_bounds(run, arg) for arg in args]
+    (a, b), (x, y) = inner[0], inner[-1]
+    if op == "add":
+        return _Range(a + x, b + y)
+    if op == "sub":
+        return _Range(a - y, b - x)
+    if op == "neg":
+        return _Range(-b, -a)
+    if op == "mul":
+        return _extremes(a * x, a * y, b * x, b * y)
+    if op == "where":
+        return _Range(torch.minimum(a, x), torch.maximum(b, y))
+    if op == "min":
+        return _Range(torch.minimum(a, x), torch.minimum(b, y))
+    if op == "max":
+        return _Range(torch.maximum(a, x), torch.maximum(b, y))
+    if op == "mod":
+        return _extremes(x, y, torch.zeros_like(x))
+    return _extremes(a, b, -a, -b)  # of abs and of a quotient
+
+
+def _extremes(*values: Tensor) -> _Range:
+    low = high = values[0]
+    for value in values[1:]:
+        low, high = torch.minimum(low, value), torch.maximum(high, value)
+    return _Range(low, high)

@@ -1,0 +1,264 @@
+"""Parts of a mask_mod as Python text, and running them: for tables that expressions look up, and for the mask itself.
+
+The text is made by FX from the mask_mod's own graph, so that it computes what PyTorch computes, in every dtype:
+
+    def t1(q, t0):
+        floor_divide = torch.floor_divide(t0[q], 3);
+        return floor_divide
+
+A function takes what it depends on: some of b, h, q and kv, captured tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+
+from magi_compile import _compat
+from magi_compile.masks.expr import VARIABLES
+
+
+# Of torch.isin: memory for each row.
+MAX_SOUGHT = 1024
+
+
+class SourceError(ValueError):
+    """Nodes that text can not say."""
+
+
+def sortable(x: Tensor, nan: int) -> Tensor:
+    """int64 keys that compare as the floats `x` do; `nan` is the key of what is not a number."""
+    bits = (x.double() + 0.0).view(torch.int64)  # -0.0 + 0.0 is 0.0
+    keys = torch.where(bits < 0, bits ^ (2**63 - 1), bits)
+    return torch.where(torch.isnan(x), nan, keys)
+
+
+# What a text may name: FX gives the first ones to every text.
+_BY_FX: dict[str, Any] = {
+    "torch": torch,
+    "device": torch.device,
+    "inf": float("inf"),
+    "nan": float("nan"),
+    "NoneType": type(None),
+}
+_NAMES: dict[str, Any] = {
+    **_BY_FX,
+    "operator": operator,
+    "getattr": getattr,
+    f"{__name__}.sortable".replace(".", "_"): sortable,
+}
+
+
+def function_text(name: str, result: Node) -> str:
+    """The text of a function that computes the node `result` from the placeholders of its graph."""
+    needed = _needed(result)
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in result.graph.nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].type = None
+            if node.op != "placeholder":  # equal functions have equal texts
+                copies[node].name = f"x{len(copies)}"
+    graph.output(copies[result])
+    code = graph.python_code("self")
+    unknown = [
+        key
+        for key, value in code.globals.items()
+        if key not in (*_BY_FX, "fx_pytree", "pytree") and _NAMES.get(key) is not value
+    ]
+    if unknown:
+        raise SourceError(f"`{unknown[0]}` is not a function of PyTorch")
+    _, signature, body = code.src.partition("def forward(self")
+    arguments, colon, body = body.partition("):\n")
+    assert signature and colon, code.src
+    lines = (line.partition(";")[0].rstrip() for line in body.splitlines())
+    text = "\n".join(line for line in lines if line)
+    return f"def {name}({arguments.removeprefix(', ')}):\n{text}\n"
+
+
+def _needed(result: Node) -> set[Node]:
+    needed, waiting = set(), [result]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    return needed
+
+
+@lru_cache(maxsize=1024)
+def functions(text: str) -> Mapping[str, Callable[..., Any]]:
+    """The functions of a text, by name."""
+    found: dict[str, Any] = dict(_NAMES)
+    exec(compile(text, "<mask>", "exec"), found)
+    return {key: value for key, value in found.items() if inspect.isfunction(value) and key not in _NAMES}
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def column(
+    function: Callable[..., Any],
+    captures: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    device: torch.device,
+) -> Tensor:
+    """A function's values for all of the b, q and kv that it takes: `[sizes[name] for name in them]`."""
+    names = [name for name in parameters(function) if name in VARIABLES]
+    shape = [sizes[name] for name in names]
+    grid = [torch.arange(size, device=device) for size in shape]
+    if len(grid) == 2:
+        grid = [x.flatten() for x in torch.meshgrid(*grid, indexing="ij")]
+    values = at_points(function, dict(zip(names, grid, strict=True)), captures)
+    return values.reshape(shape) if names else values
+
+
+def at_points(
+    function: Callable[..., Any], points: Mapping[str, Tensor], captures: Mapping[str, Any]
+) -> Tensor:
+    """A function's values at points, each given by as many entries of the tensors `points [n]`; as it is where it takes none."""
+    names = parameters(function)
+    moving = [name for name in names if name in VARIABLES]
+
+    def of_point(*index: Tensor) -> Tensor:
+        values = {**captures, **dict(zip(moving, index, strict=True))}
+        return function(*(values[name] for name in names))
+
+    with torch.no_grad(), _ScalarIndexing(), _compat.vmap_in_ops():
+        if moving:
+            return torch.vmap(of_point)(*(points[name] for name in moving))
+        return torch.as_tensor(of_point())
+
+
+def run(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a node computes of its arguments, real tensors or some without values; with indices as in `at_points`."""
+    if any(isinstance(arg, Tensor) and arg.is_meta for arg in args):
+        args, kwargs = _on_meta(list(args)), _on_meta(dict(kwargs))
+        if node.target in ("cpu", "cuda"):
+            return args[0]
+    with torch.no_grad(), _ScalarIndexing():
+        if node.op == "call_method":
+            return getattr(args[0], node.target)(*args[1:], **kwargs)  # type: ignore[arg-type]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _on_meta(value: Any) -> Any:
+    """Devices as that of tensors without values."""
+    if isinstance(value, list):
+        return [_on_meta(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _on_meta(item) for key, item in value.items()}
+    is_device = isinstance(value, torch.device) or value in ("cpu", "cuda")
+    return "meta" if is_device and not isinstance(value, Tensor) else value
+
+
+def title_of(node: Node, names: Mapping[int, str]) -> str:
+    """What a node is, for messages; `names` are what the user calls the captured tensors."""
+
+    def show(x: Any) -> str:
+        if isinstance(x, Node):
+            return title_of(x, names)
+        if isinstance(x, slice) and x.step is None:
+            return ":".join("" if end is None else show(end) for end in (x.start, x.stop))
+        if x is Ellipsis:
+            return "..."
+        return ", ".join(map(show, x)) if isinstance(x, (tuple, list)) else str(x)
+
+    if node.op == "placeholder":
+        is_table = node.name[0] == "t" and node.name[1:].isdecimal()
+        return names.get(int(node.name[1:]), node.name) if is_table else node.name
+    if node.target is sortable:  # of what is converted
+        return title_of(node.all_input_nodes[0].all_input_nodes[0], names)
+    name, arguments = name_of(node.target), [show(arg) for arg in node.args]
+    if name == "getitem":
+        return f"{arguments[0]}[{arguments[1]}]"
+    if name == "getattr":
+        return f"{arguments[0]}.{arguments[1]}"
+    if name in _SIGNS and len(arguments) == 2:
+        return f"({arguments[0]} {_SIGNS[name]} {arguments[1]})"
+    if node.op == "call_method":
+        return f"{arguments[0]}.{name}({', '.join(arguments[1:])})"
+    return f"{name}({', '.join(arguments)})"
+
+
+_SIGNS = {
+    **{"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "pow": "**"},
+    **{"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
+    **{"and": "&", "or": "|", "xor": "^", "rshift": ">>", "lshift": "<<"},
+}
+
+
+def name_of(target: Any) -> str:
+    """One spelling for `operator.eq`, `Tensor.__eq__`, `torch.eq`, "eq" and `aten.eq.Scalar`."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    return name.split(".")[0].strip("_")
+
+
+def is_random(name: str) -> bool:
+    """Whether the operation called `name` draws numbers."""
+    return name.startswith(_RANDOM)
+
+
+_RANDOM = (
+    *("rand", "bernoulli", "dropout", "multinomial", "normal", "poisson", "exponential"),
+    *("uniform", "geometric", "cauchy", "log_normal"),
+)
+
+
+class _ScalarIndexing(TorchFunctionMode):
+    """`tensor[index]` with tensors of no dimensions looks values up, and does not ask for the index on the host."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
+        if func is torch.Tensor.__getitem__:
+            indices = _as_tensors(*args)
+            if indices is not None:
+                return torch.ops.aten.index.Tensor(args[0], indices)
+        if func is torch.isin and not kwargs and _is_few(*args):
+            return (args[0] == args[1].flatten()).any()
+        return func(*args, **(kwargs or {}))
+
+
+def _is_few(element: Any, values: Any) -> bool:
+    """Whether one element is sought among few values; torch.isin has no rule for torch.vmap."""
+    are_tensors = isinstance(element, Tensor) and isinstance(values, Tensor)
+    return are_tensors and element.dim() == 0 and values.numel() <= MAX_SOUGHT
+
+
+def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
+    """The operands of aten.index for an index of which some part is a tensor of no dimensions; None for any other."""
+    items = index if isinstance(index, (tuple, list)) else [index]
+    if not any(isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool for item in items):
+        return None
+    operands: list[Tensor | None] = []
+    if any(item is Ellipsis for item in items):
+        place = next(i for i, item in enumerate(items) if item is Ellipsis)
+        missing = [slice(None)] * (tensor.dim() - len(items) + 1)
+        items = [*items[:place], *missing, *items[place + 1 :]]
+    for item in items:
+        if isinstance(item, Tensor):
+            operands.append(item)
+        elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
+            operands.append(torch.full((), item, dtype=torch.int64, device=tensor.device))
+        elif isinstance(item, slice) and item == slice(None):
+            operands.append(None)
+        else:
+            return None
+    return operands
+
+
+def names_of_captures(tables: Iterable[Any], symbols: Iterable[Any]) -> dict[str, Any]:
+    """Captured tensors and ints under the names that functions have for them."""
+    return {
+        **{f"t{i}": table for i, table in enumerate(tables)},
+        **{f"s{i}": symbol for i, symbol in enumerate(symbols)},
+    }

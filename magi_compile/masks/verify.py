@@ -1,0 +1,165 @@
+"""A second opinion on a converted mask: the mask_mod's own graph, asked at points.
+
+Whatever the solver made of a mask, intervals and slices have to show what the mask_mod shows. Here both are evaluated at a few
+thousand points (b, q, kv): random ones, ones beside the edges of slices, ones beside the edges of blocks. All on the tensors'
+device; on a GPU nothing waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import MaskCheck
+from magi_compile.masks.intervals import RowIntervals
+from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.source import at_points, names_of_captures
+
+NUM_POINTS = 4096
+MAX_PAIRS = 2**24  # of points and slices
+BLOCK = 64  # edges of the blocks of all kernels are multiples of it
+
+
+class Points(NamedTuple):
+    """Entries of the mask, int64 `[num_points]` each."""
+
+    b: Tensor
+    q: Tensor
+    kv: Tensor
+
+
+class MaskSizes(NamedTuple):
+    """How many values b, q and kv take."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+
+    @property
+    def by_variable(self) -> dict[str, int]:
+        return dict(zip(("b", "q", "kv"), self, strict=True))
+
+
+def random_points(count: int, sizes: MaskSizes, device: torch.device) -> Points:
+    """Points anywhere, every other one beside an edge of blocks."""
+    b, q, kv = (_below(count, size, device) for size in sizes)
+    is_edge = torch.arange(count, device=device) % 2 == 0
+    q, kv = (
+        torch.where(is_edge, x // BLOCK * BLOCK - (x & 1), x).clamp(0, size - 1)
+        for x, size in ((q, sizes.seqlen_q), (kv, sizes.seqlen_k))
+    )
+    return Points(b, q, kv)
+
+
+def points_of_slices(count: int, lists: Sequence[Tensor], sizes: MaskSizes) -> Points:
+    """Points beside the edges of slices: the first row, the last one or any, and the keys at its ends."""
+    q_ranges, k_ranges, mask_types = (x.long() for x in lists)
+    device = q_ranges.device
+    number = (q_ranges[:, 0] < q_ranges[:, 1]).cumsum(0)
+    wanted = (torch.rand(count, device=device) * number[-1]).long() + 1
+    place = torch.searchsorted(number, wanted).clamp(max=len(number) - 1)
+    (begin, end), (first, last), kind = (
+        q_ranges[place].unbind(-1),
+        k_ranges[place].unbind(-1),
+        mask_types[place],
+    )
+    inside = begin + (torch.rand(count, device=device) * (end - begin)).long()
+    row = torch.stack([begin, end - 1, inside])[_below(count, 3, device), torch.arange(count, device=device)]
+    lo = first + torch.where(kind >= 2, row - begin, 0)
+    hi = last - torch.where(kind % 2 == 1, end - 1 - row, 0)
+    key = torch.where(_below(count, 2, device) == 0, lo, hi) - _below(count, 2, device)
+    b = (row // sizes.seqlen_q).clamp(0, sizes.batch - 1)
+    q = (row - b * sizes.seqlen_q).clamp(0, sizes.seqlen_q - 1)
+    kv = (key - b * sizes.seqlen_k).clamp(0, sizes.seqlen_k - 1)
+    return Points(b, q, kv)
+
+
+def points_of_intervals(count: int, intervals: RowIntervals, sizes: MaskSizes) -> Points:
+    """Points beside the ends of a row's intervals."""
+    device = intervals.lo.device
+    b, q, _ = (_below(count, size, device) for size in sizes)
+    ends = torch.stack([intervals.lo, intervals.hi])
+    pick = (_below(count, size, device) for size in ends.shape[:2])
+    kv = ends[(*pick, b, q)] - _below(count, 2, device)
+    return Points(b, q, kv.long().clamp(0, sizes.seqlen_k - 1))
+
+
+def joined(*points: Points) -> Points:
+    return Points(*map(torch.cat, zip(*points, strict=True)))
+
+
+def shown_by_slices(lists: Sequence[Tensor], points: Points, sizes: MaskSizes) -> Tensor:
+    """Which points the slices show, bool `[num_points]`."""
+    q_ranges, k_ranges, mask_types = lists
+    row = (points.b * sizes.seqlen_q + points.q).to(torch.int32)[:, None]
+    key = (points.b * sizes.seqlen_k + points.kv).to(torch.int32)[:, None]
+    lo = k_ranges[:, 0] + torch.where(mask_types >= 2, row - q_ranges[:, 0], 0)
+    hi = k_ranges[:, 1] - torch.where(mask_types % 2 == 1, q_ranges[:, 1] - 1 - row, 0)
+    is_inside = (row >= q_ranges[:, 0]) & (row < q_ranges[:, 1]) & (key >= lo) & (key < hi)
+    return is_inside.any(1)
+
+
+def check_slices(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    lists: Sequence[Tensor],
+    sizes: MaskSizes,
+) -> list[MaskCheck]:
+    """That the slices `(q_ranges, k_ranges, mask_types)` show what the mask_mod shows, at points."""
+    if 0 in sizes or not program.is_verifiable:
+        return []
+    count = max(64, min(NUM_POINTS, MAX_PAIRS // max(1, len(lists[2]))))
+    device = lists[0].device
+    points = joined(
+        random_points(count // 2, sizes, device),
+        points_of_slices(count - count // 2, lists, sizes),
+    )
+    return _checks(program, tables, symbols, points, shown_by_slices(lists, points, sizes))
+
+
+def check_intervals(
+    program: MaskProgram, tables: Sequence[Tensor], symbols: Sequence[int], intervals: RowIntervals
+) -> list[MaskCheck]:
+    """The same of row intervals."""
+    sizes = MaskSizes(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
+    if 0 in sizes or not program.is_verifiable:
+        return []
+    device = intervals.lo.device
+    points = joined(
+        random_points(NUM_POINTS // 2, sizes, device),
+        points_of_intervals(NUM_POINTS // 2, intervals, sizes),
+    )
+    lo, hi = (x[:, points.b, points.q] for x in (intervals.lo, intervals.hi))
+    shown = ((points.kv >= lo) & (points.kv < hi)).any(0)
+    return _checks(program, tables, symbols, points, shown)
+
+
+def _checks(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    points: Points,
+    shown: Tensor,
+) -> list[MaskCheck]:
+    named = names_of_captures(tables, symbols)
+    arguments = {"b": points.b, "h": torch.zeros_like(points.b), "q": points.q, "kv": points.kv}
+    wanted = at_points(program.functions["mask"], arguments, named).expand_as(shown)
+    checks = []
+    for is_wrong, mask_mod, slices in ((wanted & ~shown, "shows", "hide"), (shown & ~wanted, "hides", "show")):
+        first = is_wrong.to(torch.uint8).argmax()
+        message = (
+            f"magi_compile must convert the mask `{program}` exactly, and has not: this is a bug of ours, please report it; "
+            "until it is mended, ask for FlexAttention with kernel_options={'BACKEND': 'TRITON'}"
+        )
+        detail = f"at b = {{}}, q = {{}}, kv = {{}} the mask_mod {mask_mod} what its slices {slices}"
+        place = tuple(x[first] for x in points)
+        checks.append(MaskCheck(~is_wrong.any(), f"{message} [{mask_mod}]", detail, place))
+    return checks
+
+
+def _below(count: int, size: int, device: torch.device) -> Tensor:
+    return torch.randint(size, (count,), device=device)
