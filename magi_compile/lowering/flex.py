@@ -85,10 +85,16 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
     seqlen_q, batch = value_of(call.q).shape[2], value_of(call.q).shape[0]
     if program.reads_tensors or not program.columns:
         return
-    if seqlen_k is None or symbols is None or not all(isinstance(n, int) for n in (seqlen_q, batch)):
+    if (
+        seqlen_k is None
+        or symbols is None
+        or not all(isinstance(n, int) for n in (seqlen_q, batch))
+    ):
         raise UnsupportedMaskError(
-            ["tables are computed from lengths that are dynamic in the graph; mark these as static, or "
-             "compute the tables in front of the mask_mod"]
+            [
+                "tables are computed from lengths that are dynamic in the graph; mark these as static, or "
+                "compute the tables in front of the mask_mod"
+            ]
         )
     with _compat.without_fake_tensors():
         sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}

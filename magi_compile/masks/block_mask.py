@@ -71,6 +71,7 @@ def create_block_mask(
     rows, keys = blocks
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
+    device = torch.device(device)
     traced = trace_mask_mod(mask_mod, device)
     intervals = _intervals(traced, batch, Q_LEN, KV_LEN, device)
     is_seen, is_full = visible_blocks(intervals, rows, keys)

@@ -13,11 +13,11 @@ Trees are made by `build` alone, which folds constants and sorts sums, so that e
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import count
 
 VARIABLES = ("b", "h", "q", "kv")
 
@@ -135,7 +135,7 @@ def table(index: int, *indices: Expr) -> Expr:
 
 
 _CONNECTIVES = ("and", "or", "xor", "not")
-_serial = count()
+_serial = itertools.count()
 
 
 def unsupported(*reasons: str) -> Expr:

@@ -298,7 +298,9 @@ def _shift(op: str) -> Callable[..., Expr]:
 
 
 def _get_item(_: Typing, x: Any, index: Any) -> Expr:
-    indices = [index] if isinstance(index, Operand) or not isinstance(index, (tuple, list)) else index
+    indices = (
+        [index] if isinstance(index, Operand) or not isinstance(index, (tuple, list)) else index
+    )
     if not isinstance(x, Operand) or x.expr.op != "table" or not x.shape:
         what = x.expr if isinstance(x, Operand) else x
         raise ExprError(f"`{what}` is indexed; only captured tensors can be")
@@ -317,7 +319,6 @@ def _get_item(_: Typing, x: Any, index: Any) -> Expr:
 
 def _same(_: Typing, x: Any, **__: Any) -> Expr:
     return _scalar(x).expr
-
 
 
 _OPERATIONS: dict[str, Callable[..., Expr]] = {

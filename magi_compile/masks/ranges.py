@@ -37,7 +37,7 @@ def range_checks(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: Sequence[int],
+    sizes: tuple[int, int, int],
     device: torch.device,
 ) -> list[MaskCheck]:
     """The same checks alone; `tables` are the captured tensors and those computed."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile.masks.solve import UnsupportedMaskError
 from magi_compile.masks.operations import is_numpy_scalar
+from magi_compile.masks.solve import UnsupportedMaskError
 from magi_compile.masks.source import is_random, name_of, run, title_of
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
@@ -97,11 +97,25 @@ def _operator(name: str) -> Callable[..., Any]:
 _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     **{
         f"__{name}__": (getattr(operator, name), False)
-        for name in "lt le gt ge eq ne neg pos invert getitem".split()
+        for name in ["lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "invert", "getitem"]
     },
     **{
         f"__{prefix}{name}__": (getattr(operator, f"__{name}__"), bool(prefix))
-        for name in "add sub mul floordiv truediv mod and or xor rshift lshift pow matmul".split()
+        for name in [
+            "add",
+            "sub",
+            "mul",
+            "floordiv",
+            "truediv",
+            "mod",
+            "and",
+            "or",
+            "xor",
+            "rshift",
+            "lshift",
+            "pow",
+            "matmul",
+        ]
         for prefix in ("", "r")
     },
 }
@@ -143,7 +157,9 @@ class _Recorder(TorchFunctionMode):
         self.is_running = False
 
     def index(self, name: str) -> _Symbol:
-        return _Symbol(self.graph.placeholder(name), torch.empty((), dtype=torch.int64, device="meta"), self)
+        return _Symbol(
+            self.graph.placeholder(name), torch.empty((), dtype=torch.int64, device="meta"), self
+        )
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
         kwargs = kwargs or {}
@@ -182,7 +198,9 @@ class _Recorder(TorchFunctionMode):
         finally:
             self.is_running = False
         if isinstance(example, (tuple, list)):
-            items = [self.graph.call_function(operator.getitem, (node, i)) for i in range(len(example))]
+            items = [
+                self.graph.call_function(operator.getitem, (node, i)) for i in range(len(example))
+            ]
             return tuple(map(self.symbol, items, example))
         return self.symbol(node, example)
 
@@ -224,7 +242,7 @@ class _Recorder(TorchFunctionMode):
 
     def node_of(self, tensor: Tensor) -> torch.fx.Node:
         if id(tensor) not in self.nodes:
-            last = next((n for n in reversed(self.graph.nodes) if n.op == "placeholder"))
+            last = next(n for n in reversed(self.graph.nodes) if n.op == "placeholder")
             with self.graph.inserting_after(last):
                 self.keep(tensor, self.graph.placeholder(f"t{len(self.captures)}"))
             self.captures.append(tensor)

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from magi_compile import _compat
 from magi_compile.masks.expr import VARIABLES
 
-
 # Of torch.isin: memory for each row.
 MAX_SOUGHT = 1024
 
@@ -100,7 +99,11 @@ def functions(text: str) -> Mapping[str, Callable[..., Any]]:
     """The functions of a text, by name."""
     found: dict[str, Any] = dict(_NAMES)
     exec(compile(text, "<mask>", "exec"), found)
-    return {key: value for key, value in found.items() if inspect.isfunction(value) and key not in _NAMES}
+    return {
+        key: value
+        for key, value in found.items()
+        if inspect.isfunction(value) and key not in _NAMES
+    }
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -192,9 +195,24 @@ def title_of(node: Node, names: Mapping[int, str]) -> str:
 
 
 _SIGNS = {
-    **{"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "truediv": "/", "mod": "%", "pow": "**"},
-    **{"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="},
-    **{"and": "&", "or": "|", "xor": "^", "rshift": ">>", "lshift": "<<"},
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "floordiv": "//",
+    "truediv": "/",
+    "mod": "%",
+    "pow": "**",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "rshift": ">>",
+    "lshift": "<<",
 }
 
 
@@ -237,7 +255,9 @@ def _is_few(element: Any, values: Any) -> bool:
 def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
     """The operands of aten.index for an index of which some part is a tensor of no dimensions; None for any other."""
     items = index if isinstance(index, (tuple, list)) else [index]
-    if not any(isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool for item in items):
+    if not any(
+        isinstance(item, Tensor) and item.dim() == 0 and item.dtype != torch.bool for item in items
+    ):
         return None
     operands: list[Tensor | None] = []
     if any(item is Ellipsis for item in items):
@@ -248,7 +268,8 @@ def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
         if isinstance(item, Tensor):
             operands.append(item)
         elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
-            operands.append(torch.full((), item, dtype=torch.int64, device=tensor.device))
+            place = torch.full((), item, dtype=torch.int64, device=tensor.device)  # type: ignore[arg-type]
+            operands.append(place)
         elif isinstance(item, slice) and item == slice(None):
             operands.append(None)
         else:

@@ -38,7 +38,6 @@ from magi_compile.masks.operations import (
 )
 from magi_compile.masks.program import MaskProgram
 from magi_compile.masks.record import INDICES, MaskMod, record_mask_mod
-from magi_compile.masks.solve import UnsupportedMaskError
 from magi_compile.masks.source import (
     SourceError,
     at_points,
@@ -47,13 +46,24 @@ from magi_compile.masks.source import (
     is_random,
     name_of,
     names_of_captures,
-    parameters,
     run,
     sortable,
     title_of,
 )
 
-_COMPARISONS = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal", "eq", "ne", "not_equal")
+_COMPARISONS = (
+    "lt",
+    "less",
+    "le",
+    "less_equal",
+    "gt",
+    "greater",
+    "ge",
+    "greater_equal",
+    "eq",
+    "ne",
+    "not_equal",
+)
 _ENDS = (-(2**63), 2**63 - 1)
 
 
@@ -199,12 +209,18 @@ class _Tracer:
         except ExprError as error:
             return unsupported(f"the mask_mod returns something else than a truth value: {error}")
         if not isinstance(operand, Operand):
-            return unsupported(f"the mask_mod returns something else than a truth value: `{operand!r}`")
+            return unsupported(
+                f"the mask_mod returns something else than a truth value: `{operand!r}`"
+            )
         if operand.expr.reasons:
             return operand.expr
-        is_truth = operand.expr.kind == "bool" if operand.dtype is None else operand.dtype == torch.bool
+        is_truth = (
+            operand.expr.kind == "bool" if operand.dtype is None else operand.dtype == torch.bool
+        )
         if operand.shape:
-            return unsupported(f"the mask_mod returns `{operand.expr}` of shape {list(operand.shape)}")
+            return unsupported(
+                f"the mask_mod returns `{operand.expr}` of shape {list(operand.shape)}"
+            )
         if not is_truth:
             return unsupported(f"a mask must be a truth value, got the integer `{operand.expr}`")
         return operand.expr
@@ -214,11 +230,15 @@ class _Tracer:
         arguments: list[_Value] = [self.values[argument] for argument in node.all_input_nodes]
         variables = frozenset().union(*(value.variables for value in arguments))
         if node.op not in ("call_function", "call_method"):
-            return self.refused(node, None, variables, f"`{node.op} {node.target}` in the graph of the mask_mod")
+            return self.refused(
+                node, None, variables, f"`{node.op} {node.target}` in the graph of the mask_mod"
+            )
         name = name_of(node.target)
         if is_random(name):
             return self.refused(node, None, variables, f"`{name}` is random")
-        examples = torch.fx.map_arg((node.args, node.kwargs), lambda argument: self.values[argument].example)
+        examples = torch.fx.map_arg(
+            (node.args, node.kwargs), lambda argument: self.values[argument].example
+        )
         try:
             with self.fake():
                 example = run(node, *examples)
@@ -246,7 +266,9 @@ class _Tracer:
         error: ExprError | None = None,
     ) -> _Value:
         """A node that is no expression: left to columns, or unsupported."""
-        reasons = tuple(r for argument in arguments if argument.expr is not None for r in argument.expr.reasons)
+        reasons = tuple(
+            r for argument in arguments if argument.expr is not None for r in argument.expr.reasons
+        )
         value = _Value(node, example, variables, None, (reason,))
         if isinstance(error, Wraps) and not reasons:
             dtype = example.dtype
@@ -259,14 +281,16 @@ class _Tracer:
         is_fit = example is not None and not reasons and not _is_in_place(node)
         if is_fit and value.is_column:
             return value
-        return _Value(node, example, variables, unsupported(*dict.fromkeys(reasons or value.reasons)))
+        return _Value(
+            node, example, variables, unsupported(*dict.fromkeys(reasons or value.reasons))
+        )
 
     def expression(self, name: str, node: Node, example: Any) -> Expr:
         if not isinstance(example, Tensor):
             raise ExprError(f"`{name}` gives no tensor")
-        args, kwargs = torch.fx.map_arg(
-            (node.args, node.kwargs), lambda argument: self.values[argument]
-        )
+        arguments: Any = (node.args, node.kwargs)
+        lookup: Any = self.values.__getitem__
+        args, kwargs = torch.fx.map_arg(arguments, lookup)
         if name in _COMPARISONS and not kwargs and len(args) == 2:
             found = self.float_comparison(name, node, [self.of_any(arg) for arg in args])
             if found is not None:
@@ -314,7 +338,9 @@ class _Tracer:
             return None
         if not all(isinstance(x, Tensor) and not x.dim() for x in examples):
             return None
-        if not all(side.is_column for side in sides) or any(side.expr and side.expr.reasons for side in sides):
+        if not all(side.is_column for side in sides) or any(
+            side.expr and side.expr.reasons for side in sides
+        ):
             return None
         if frozenset().union(*(side.variables for side in sides)) <= {"b", "q"}:
             return None  # one column
@@ -346,7 +372,9 @@ class _Tracer:
         if node not in self.columns:
             text = self.text_of("column", node)
             if text is None:
-                raise ExprError(f"`{self.title(node)}` can not be computed for all rows or keys at a time")
+                raise ExprError(
+                    f"`{self.title(node)}` can not be computed for all rows or keys at a time"
+                )
             number = self.numbers.setdefault(text, len(self.tables) + len(self.numbers))
             self.columns[node] = number
             self.titles[number] = self.title(node)
@@ -358,7 +386,9 @@ class _Tracer:
         try:
             text = function_text(name, node)
             function = functions(text)[name]
-            captures = [self.values[n].example for n in self.graph.nodes if n.op == "placeholder"][4:]
+            captures = [self.values[n].example for n in self.graph.nodes if n.op == "placeholder"][
+                4:
+            ]
             tables = [x for x in captures if isinstance(x, Tensor)]
             named = names_of_captures(tables, [x for x in captures if not isinstance(x, Tensor)])
             with self.fake():
@@ -400,21 +430,27 @@ class _Tracer:
 
     def with_text(self, expr: Expr, value: _Value) -> MaskProgram:
         """The program of `expr`, with the columns that it looks up, numbered in order, and the mask_mod's own text."""
-        used = sorted({n.args[0] for n in expr.walk() if n.op == "table" and n.args[0] >= len(self.tables)})
+        used = sorted(
+            {n.args[0] for n in expr.walk() if n.op == "table" and n.args[0] >= len(self.tables)}
+        )
         numbers = {old: len(self.tables) + new for new, old in enumerate(used)}
         nodes = {number: node for node, number in self.columns.items()}
         texts = [function_text(f"t{numbers[old]}", nodes[old]) for old in used]
         if value.node is not None:
             texts.append(self.text_of("mask", value.node) or "")
         self.titles = {numbers[old]: self.titles[old] for old in used}
-        return MaskProgram(_renumbered(expr, numbers), self.all_names(), "\n".join(filter(None, texts)))
+        return MaskProgram(
+            _renumbered(expr, numbers), self.all_names(), "\n".join(filter(None, texts))
+        )
 
 
 _IN_PLACE = ("iadd", "isub", "imul", "ifloordiv", "imod", "iand", "ior", "ixor", "setitem")
 
 
 def _renumbered(expr: Expr, numbers: dict[int, int]) -> Expr:
-    args = [_renumbered(arg, numbers) if isinstance(arg, Expr) else arg for arg in expr.args]
+    args: list[Any] = [
+        _renumbered(arg, numbers) if isinstance(arg, Expr) else arg for arg in expr.args
+    ]
     if expr.op == "table":
         args[0] = numbers.get(args[0], args[0])
     return Expr(expr.op, tuple(args))

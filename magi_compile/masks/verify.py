@@ -67,7 +67,9 @@ def points_of_slices(count: int, lists: Sequence[Tensor], sizes: MaskSizes) -> P
         mask_types[place],
     )
     inside = begin + (torch.rand(count, device=device) * (end - begin)).long()
-    row = torch.stack([begin, end - 1, inside])[_below(count, 3, device), torch.arange(count, device=device)]
+    row = torch.stack([begin, end - 1, inside])[
+        _below(count, 3, device), torch.arange(count, device=device)
+    ]
     lo = first + torch.where(kind >= 2, row - begin, 0)
     hi = last - torch.where(kind % 2 == 1, end - 1 - row, 0)
     key = torch.where(_below(count, 2, device) == 0, lo, hi) - _below(count, 2, device)
@@ -82,8 +84,8 @@ def points_of_intervals(count: int, intervals: RowIntervals, sizes: MaskSizes) -
     device = intervals.lo.device
     b, q, _ = (_below(count, size, device) for size in sizes)
     ends = torch.stack([intervals.lo, intervals.hi])
-    pick = (_below(count, size, device) for size in ends.shape[:2])
-    kv = ends[(*pick, b, q)] - _below(count, 2, device)
+    side, number = (_below(count, size, device) for size in ends.shape[:2])
+    kv = ends[side, number, b, q] - _below(count, 2, device)
     return Points(b, q, kv.long().clamp(0, sizes.seqlen_k - 1))
 
 
@@ -149,13 +151,18 @@ def _checks(
     arguments = {"b": points.b, "h": torch.zeros_like(points.b), "q": points.q, "kv": points.kv}
     wanted = at_points(program.functions["mask"], arguments, named).expand_as(shown)
     checks = []
-    for is_wrong, mask_mod, slices in ((wanted & ~shown, "shows", "hide"), (shown & ~wanted, "hides", "show")):
+    for is_wrong, mask_mod, slices in (
+        (wanted & ~shown, "shows", "hide"),
+        (shown & ~wanted, "hides", "show"),
+    ):
         first = is_wrong.to(torch.uint8).argmax()
         message = (
             f"magi_compile must convert the mask `{program}` exactly, and has not: this is a bug of ours, please report it; "
             "until it is mended, ask for FlexAttention with kernel_options={'BACKEND': 'TRITON'}"
         )
-        detail = f"at b = {{}}, q = {{}}, kv = {{}} the mask_mod {mask_mod} what its slices {slices}"
+        detail = (
+            f"at b = {{}}, q = {{}}, kv = {{}} the mask_mod {mask_mod} what its slices {slices}"
+        )
         place = tuple(x[first] for x in points)
         checks.append(MaskCheck(~is_wrong.any(), f"{message} [{mask_mod}]", detail, place))
     return checks

@@ -21,6 +21,7 @@ from magi_compile.masks import (
     row_intervals,
     trace_mask_mod,
 )
+from magi_compile.masks.evaluate import with_columns
 from tests.kernels.cpp import compile_library
 from tests.masks.mask_mods import MASK_MODS
 from tests.masks.random_masks import random_mask, tables_for
@@ -124,7 +125,9 @@ extern "C" void run(int mask, const char* params, int block) {{
 
 def source_of(case):
     keys = case.program.keys(case.sizes.seqlen_k, case.symbols)
-    return mask_source(case.program, keys, tuple(table.dtype for table in case.tables))
+    lengths = dict(zip(("b", "q", "kv"), case.sizes, strict=False))
+    tables = with_columns(case.program, case.tables, case.symbols, lengths, torch.device("cpu"))
+    return mask_source(case.program, keys, tuple(table.dtype for table in tables))
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_one_tensor_is_one_table():
         (lambda b, h, q, kv: torch.logical_xor(q > kv, q > 3), "(q > kv) ^ (q > 3)"),
         (lambda b, h, q, kv: operator.ixor(q > kv, q > 3), "(q > kv) ^ (q > 3)"),
         (lambda b, h, q, kv: q - kv <= 2.5, "q - kv <= 2"),
-        (lambda b, h, q, kv: 2.5 > q - kv, "q - kv < 3"),
+        (lambda b, h, q, kv: q - kv < 2.5, "q - kv < 3"),
         (lambda b, h, q, kv: (q - kv == 2.5) | (q > kv), "q > kv"),
         (lambda b, h, q, kv: ~(q - kv) < 4, "-q + kv - 1 < 4"),
         (lambda b, h, q, kv: (q > kv) + (q > 3), "(q > kv) | (q > 3)"),
