@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -43,19 +44,20 @@ def without_fake_tensors() -> Any:
 def vmap_in_ops() -> Iterator[None]:
     """torch.vmap as in a program, also inside the implementation of an op, where the dispatcher may have put it aside. It
     raises where an operation has no rule for it, instead of a loop over all elements."""
-    from torch._C import DispatchKey, _ForceDispatchKeyGuard, _functorch
+    from torch._C import DispatchKey, _ForceDispatchKeyGuard
 
+    functorch: Any = torch._C._functorch
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for name in _KEYS_OF_VMAP:
         exclude = exclude.remove(getattr(DispatchKey, name))
-    has_fallback = _functorch._is_vmap_fallback_enabled()
-    _functorch._set_vmap_fallback_enabled(False)
+    has_fallback = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
     try:
         with _ForceDispatchKeyGuard(include, exclude):
             yield
     finally:
-        _functorch._set_vmap_fallback_enabled(has_fallback)
+        functorch._set_vmap_fallback_enabled(has_fallback)
 
 
 _KEYS_OF_VMAP = (
@@ -70,9 +72,25 @@ def source_name(placeholder: torch.fx.Node) -> str:
     if source is None:
         return placeholder.name
     name = source.name() if callable(source.name) else source.name  # a property since torch 2.12
+    captured = re.fullmatch(r"(.*)\.__closure__\[(\d+)\]\.cell_contents", name)
+    if captured is not None:
+        function = _value_of_source(captured[1])
+        if isinstance(function, FunctionType):
+            return function.__code__.co_freevars[int(captured[2])]
     name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", name)
     name = re.sub(r"\b__import_\w+\.", "", name)  # a global of another module
     return re.sub(r"^___from_numpy\((.*)\)$", r"\1", name)
+
+
+def _value_of_source(name: str) -> Any:
+    """What Dynamo calls `name`, as in the guards of the frame that it compiles now; None where that can not be known."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        frame = InstructionTranslator.current_tx().output.root_tx
+        return eval(name, {"L": frame.f_locals, "G": frame.f_globals})
+    except Exception:  # outside of Dynamo, or of a source that only guards know
+        return None
 
 
 def allow_flex_attention_training_on_cpu() -> None:

@@ -102,10 +102,10 @@ def row_intervals(
     sizes = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
     tables = with_columns(program, tables, symbols, sizes, device)
     run = Evaluation(program, tables, symbols, batch, seqlen_q, seqlen_k, device)
+    expect_ranges(run)
     lanes = [run.lane(lane) for lane in keys.lanes]
     for promise in keys.required:
         run.expect(promise)
-    expect_ranges(run)
     if not lanes:
         zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
         lanes = [(zero, zero)]

@@ -133,6 +133,8 @@ def _truth(x: Any) -> Expr:
 
 def _checked(expr: Expr, typing: Typing) -> Expr:
     """`expr`, whose value PyTorch has in `typing.result`."""
+    if expr.reasons:
+        return expr
     if typing.result not in INTEGERS:
         raise ExprError(f"`{expr}` is {typing.result}; masks are computed with integers")
     limits = torch.iinfo(typing.result)

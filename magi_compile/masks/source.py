@@ -268,8 +268,8 @@ def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
         if isinstance(item, Tensor):
             operands.append(item)
         elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
-            place = torch.full((), item, dtype=torch.int64, device=tensor.device)  # type: ignore[arg-type]
-            operands.append(place)
+            number: Any = item
+            operands.append(torch.full((), number, dtype=torch.int64, device=tensor.device))
         elif isinstance(item, slice) and item == slice(None):
             operands.append(None)
         else:

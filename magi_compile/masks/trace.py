@@ -64,7 +64,7 @@ _COMPARISONS = (
     "ne",
     "not_equal",
 )
-_ENDS = (-(2**63), 2**63 - 1)
+_ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
 
 
 class TracedMask(NamedTuple):
@@ -242,6 +242,8 @@ class _Tracer:
         try:
             with self.fake():
                 example = run(node, *examples)
+                if self.mode is None and isinstance(example, Tensor) and not example.is_meta:
+                    example = torch.empty_like(example, device="meta")  # made inside the mask_mod
         except Exception as error:
             reason = f"`{name}` can not be followed: {str(error).splitlines()[0] if str(error) else error!r}"
             return self.refused(node, None, variables, reason, arguments)
@@ -385,18 +387,14 @@ class _Tracer:
         """A function that computes `node`, which has been tried; None where there is none."""
         try:
             text = function_text(name, node)
-            function = functions(text)[name]
-            captures = [self.values[n].example for n in self.graph.nodes if n.op == "placeholder"][
-                4:
-            ]
-            tables = [x for x in captures if isinstance(x, Tensor)]
-            named = names_of_captures(tables, [x for x in captures if not isinstance(x, Tensor)])
-            with self.fake():
-                device = self.values[next(iter(self.graph.nodes))].example.device
-                point = torch.zeros(2, dtype=torch.int64, device=device)
-                at_points(function, dict.fromkeys(INDICES, point), named)
         except SourceError:
             return None
+        devices = [tensor.device for tensor in self.tables if tensor.dim()]
+        try:
+            with self.fake():
+                point = torch.zeros(2, dtype=torch.int64, device=devices[0] if devices else "cpu")
+                named = names_of_captures(self.tables, self.symbols)
+                at_points(functions(text)[name], dict.fromkeys(INDICES, point), named)
         except Exception:  # whatever an operation says of vmap
             return None
         return text

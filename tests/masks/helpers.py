@@ -1,5 +1,6 @@
 """What the mask tests share: the dense mask of a mask_mod, and its program by both ways."""
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 
@@ -70,8 +71,12 @@ def dynamo_program(
         captures = node.args[8]
 
         def run(*args):
-            values = dict(zip(placeholders, args, strict=True))
-            values = [values.get(capture, capture) for capture in captures]
+            interpreter = torch.fx.Interpreter(gm)
+            interpreter.env = dict(zip(placeholders, args, strict=True))
+            for made in itertools.takewhile(lambda made: made is not node, gm.graph.nodes):
+                if made.op in ("call_function", "call_method"):
+                    interpreter.env[made] = interpreter.run_node(made)
+            values = [interpreter.env.get(capture, capture) for capture in captures]
             is_table = [isinstance(value, Tensor) for value in values]
             program = trace_graph(getattr(gm, node.args[4][-1].target), values)
             tables = [value for value, table in zip(values, is_table, strict=True) if table]
