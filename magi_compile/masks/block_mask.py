@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,6 +106,18 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         UnsupportedMaskError: intervals can not express the mask.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
+    return convert_block_mask(block_mask, batch).slices
+
+
+class Converted(NamedTuple):
+    """Slices, and the captured tensors that they were read from: as long as these stay as they are, so do the slices."""
+
+    slices: AttnSlices
+    watched: list[Tensor]
+
+
+def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Converted:
+    """`slices_from_block_mask`, for somebody who keeps the result."""
     if not hasattr(block_mask, "kv_num_blocks"):
         raise TypeError(f"`block_mask` must be a BlockMask, got {type(block_mask).__name__}")
     own_batch = block_mask.shape[0]
@@ -119,11 +131,11 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
     device = block_mask.kv_num_blocks.device
     traced = trace_mask_mod(block_mask.mask_mod, device)
     if traced.program.is_always_true:
-        return _from_lists(block_mask, batch)
+        return Converted(_from_lists(block_mask, batch), traced.watched)
     intervals = _intervals(traced, batch, seqlen_q, seqlen_k, device)
     for check in _lists_of(block_mask).checks(intervals, *block_mask.BLOCK_SIZE):
         check.raise_if_broken()
-    return slices_from_intervals(intervals)
+    return Converted(slices_from_intervals(intervals), traced.watched)
 
 
 def _intervals(

@@ -104,11 +104,13 @@ class MaskProgram:
 
     @cached_property
     def num_captures(self) -> int:
-        """How many captured tensors it takes: one more than the highest number of one."""
+        """How many captured tensors it takes; the numbers of those that it computes are behind theirs."""
+        if self.columns:
+            return min(self.columns)
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         for function in self.functions.values():
             used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
-        return max(used - set(self.columns), default=-1) + 1
+        return max(used, default=-1) + 1
 
     @cached_property
     def num_symbols(self) -> int:

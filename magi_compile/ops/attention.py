@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from magi_compile._compat import version_of
-from magi_compile.masks import AttnSlices, slices_from_block_mask, trace_mask_mod
+from magi_compile.masks import AttnSlices
+from magi_compile.masks.block_mask import convert_block_mask
 from magi_compile.ops.score_mod import trace_score_mod
 from magi_compile.ops.validation import check_options, check_packed, check_padded
 
@@ -189,7 +190,6 @@ def _slices(
     known = _derived.setdefault(block_mask, {})
     found = known.get(batch)
     if found is None or found.versions != list(map(version_of, found.tables)):
-        tables = trace_mask_mod(block_mask.mask_mod, device).watched
-        slices = slices_from_block_mask(block_mask, batch=batch)
-        found = known[batch] = _Derived(slices, tables, list(map(version_of, tables)))
+        slices, watched = convert_block_mask(block_mask, batch)
+        found = known[batch] = _Derived(slices, watched, list(map(version_of, watched)))
     return found.slices

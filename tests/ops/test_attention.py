@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, create_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from magi_compile import AttnSlices, flex_attention, flex_flash_attention
@@ -218,3 +218,24 @@ def test_max_scores_is_not_returned():
     x = torch.randn(1, 2, 64, 16)
     with pytest.raises(NotImplementedError, match="max_scores"):
         flex_attention(x, x, x, return_aux=AuxRequest(max_scores=True))
+
+
+def test_slices_follow_what_a_mask_mod_computes_from_captured_tensors():
+    """Views and sums of a tensor that is written to later, and numbers that were read from it."""
+    length = 40
+    doc, limit = torch.zeros(1, length, dtype=torch.int64), torch.tensor([20])
+
+    def mask_mod(b, h, q, kv):
+        ids = doc.squeeze(0) + 1
+        return (ids[q] == ids[kv]) & (q >= kv) & (kv < int(limit.max()))
+
+    x = torch.randn(1, 2, length, 16)
+    mask = create_block_mask(mask_mod, None, None, length, length, device="cpu")
+    for begin, end in ((40, 20), (10, 20), (10, 33)):
+        doc[:, begin:] = 1
+        limit.fill_(end)
+        mask.kv_num_blocks.fill_(1)
+        dense = create_mask(mask_mod, None, None, length, length, device="cpu")
+        expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, dense).nan_to_num()
+        actual = flex_attention(x, x, x, block_mask=mask)
+        torch.testing.assert_close(actual, expected)
