@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.dtensor.agreement import require_agreement
 from magi_compile.dtensor.collectives import (
     Collective,
     KernelSignals,
@@ -49,6 +50,7 @@ from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import select
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import problem_of
+from magi_compile.ops.validation import check_options, check_qkv
 
 
 def forward(
@@ -303,8 +305,12 @@ def _cp_ffa_fwd(
     chosen = _select_kernel(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
+    require_agreement(plan, group, reduce_group_name, q.device)
     if q.shape[0] != plan.rows:
-        raise ValueError(f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}")
+        raise ValueError(
+            f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
+            "take those of RankPlan.dispatch.positions(rank), padding included"
+        )
     moving = select_collective(collective, group, q.device)
     return forward(q, k, v, plan, chosen, problem, moving, group)
 
@@ -393,7 +399,7 @@ def context_parallel_attention(
     k: Tensor,
     v: Tensor,
     plan: PlanTensors,
-    group: dist.ProcessGroup | str,
+    group: dist.ProcessGroup | str | None,
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -410,7 +416,7 @@ def context_parallel_attention(
         k: `[seqlen_local, nheads_kv, head_dim]`.
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
-        group: the ranks, or the name of their process group.
+        group: the ranks, or the name of their process group; None for the default group.
         softmax_scale: factor of the scores; `head_dim ** -0.5` by default.
         softcap: 0.0 for none.
         kernel: the only kernel to consider, by name; empty chooses.
@@ -422,14 +428,17 @@ def context_parallel_attention(
         out `[seqlen_local, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_local]`.
 
     Raises:
-        ValueError: if a tensor does not fit the plan.
-        TypeError: if dtypes differ.
+        ValueError: if a tensor does not fit the others or the plan; on every rank, if the plans of the ranks do not fit
+            each other or the group, which the first call with a plan finds out.
+        TypeError: if an argument is of another kind.
         NotImplementedError: if no kernel or no collective can run this.
     """
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    names = [x if isinstance(x, str) else x.group_name for x in (group, reduce_group or group)]
+    check_options("softmax_scale", softmax_scale, softcap, kernel or None)
+    name = _name_of(group, "group")
+    names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
     out, lse = torch.ops.magi.cp_attention(
         q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, *names
     )
@@ -437,20 +446,37 @@ def context_parallel_attention(
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
-            raise ValueError(
-                f"`{name}` must be [seqlen_local, nheads, head_dim], got {list(x.shape)}"
-            )
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"`{name}` must have {q.shape[0]} rows like `q`, got {x.shape[0]}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"`{name}` must have the dtype of `q`, {q.dtype}, got {x.dtype}")
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"`k` must have head_dim {q.shape[2]} like `q`, got {k.shape[2]}")
-    if v.shape[1] != k.shape[1]:
-        raise ValueError(f"`v` must have {k.shape[1]} heads like `k`, got {v.shape[1]}")
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"`q` must have a multiple of the {k.shape[1]} heads of `k`, got {q.shape[1]}"
+    check_qkv(q, k, v, "[seqlen_local, nheads, head_dim]")
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"`k` must have the {q.shape[0]} rows of `q`, got {k.shape[0]}")
+    if not isinstance(plan, PlanTensors):
+        raise TypeError(
+            f"`plan` must be PlanTensors, got {type(plan).__name__}; "
+            "take those of this rank's plan, plan_rank(...).tensors(q.device)"
         )
+    if plan.data.device != q.device:
+        raise ValueError(
+            f"`plan` must be on the device of `q`, {q.device}, got {plan.data.device}; "
+            "take RankPlan.tensors(q.device)"
+        )
+    if plan.meta.device.type != "cpu":
+        raise ValueError(f"`plan.meta` must stay on the CPU, got {plan.meta.device}")
+
+
+def _name_of(group: Any, argument: str) -> str:
+    """What ops call a process group; None is the default group, as in torch.distributed."""
+    if isinstance(group, str):
+        return group
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError(
+                f"`{argument}` must be a process group, got None, which means the default group, and there is none; "
+                "call torch.distributed.init_process_group first"
+            )
+        return _compat.default_group_name()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"`{argument}` must be a process group of which this process is a member, its name, or None for the "
+            f"default group, got {type(group).__name__}; a DeviceMesh has groups, mesh.get_group(dim)"
+        )
+    return group.group_name

@@ -119,14 +119,13 @@ def dispatch(
         NotImplementedError: if the mask is not square.
     """
     check_self_attention(slices)
-    if cp_size < 1:
-        raise ValueError(f"`cp_size` must be at least 1, got {cp_size}")
+    check_count("cp_size", cp_size, 1)
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if slack < 0:
         raise ValueError(f"`slack` must not be negative, got {slack}")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"`chunk_size` must be at least 1, got {chunk_size}")
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, 1)
     sizes = [chunk_size] if chunk_size else chunk_sizes(slices, cp_size)
     least: tuple[float, ChunkTable, Tensor] | None = None  # imbalance, of what
     for size in sizes:
@@ -144,11 +143,24 @@ def dispatch(
 
 
 def check_self_attention(slices: AttnSlices) -> None:
+    if not isinstance(slices, AttnSlices):
+        raise TypeError(
+            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them of document borders "
+            "(AttnSlices.from_cu_seqlens), of ranges (AttnSlices.from_slices) or of a BlockMask "
+            "(magi_compile.masks.slices_from_block_mask)"
+        )
     if slices.seqlen_q != slices.seqlen_k:
         raise NotImplementedError(
             "context parallelism shards queries and keys alike, so `slices` must have seqlen_q == seqlen_k, "
             f"got {slices.seqlen_q} and {slices.seqlen_k}"
         )
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
 
 def chunk_sizes(slices: AttnSlices, cp_size: int) -> list[int]:

@@ -22,7 +22,6 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.collectives import Route, refuse_to_be_recorded
@@ -33,7 +32,7 @@ from magi_compile.dtensor.comm_plan import (
     plan_communication,
 )
 from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.dispatch import Dispatch, check_self_attention, dispatch
+from magi_compile.dtensor.dispatch import Dispatch, check_count, check_self_attention, dispatch
 from magi_compile.dtensor.stages import backward_begins_early, choose_degree, forward_begins_early
 from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
@@ -63,6 +62,12 @@ class ContextParallelOptions:
     backward_degree: int | None = None
     early: bool = True
     cost: CostModel = DEFAULT_COST
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_size", 1), ("degree", 0), ("backward_degree", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value, least)
 
 
 class PlanTensors(NamedTuple):
@@ -144,7 +149,11 @@ def plan_rank(
         NotImplementedError: if the mask is not square.
     """
     check_self_attention(slices)
-    if not 0 <= rank < cp_size:
+    check_count("cp_size", cp_size, 1)
+    check_count("rank", rank, 0)
+    if not isinstance(options, ContextParallelOptions):
+        raise TypeError(f"`options` must be ContextParallelOptions, got {type(options).__name__}")
+    if rank >= cp_size:
         raise ValueError(f"`rank` must be in [0, cp_size = {cp_size}), got {rank}")
     content = [slices.seqlen_q, slices.seqlen_k, cp_size]
     for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
@@ -153,11 +162,11 @@ def plan_rank(
     key = digest, rank
     with _lock:
         if key in _plans:
-            return _recent(_plans, key)
+            return recent(_plans, key)
     plan = _plan(slices, cp_size, rank, options, digest)
     with _lock:
         _plans.setdefault(key, plan)
-        return _recent(_plans, key)
+        return recent(_plans, key)
 
 
 def plan_rank_ahead(
@@ -192,22 +201,6 @@ def plan_rank_ahead(
 @cache
 def _planner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magi-plan")
-
-
-def check_agreement(plan: RankPlan, group: dist.ProcessGroup) -> None:
-    """Compares the plans of all ranks; for debugging, because it communicates and waits.
-
-    Raises:
-        ValueError: on every rank, naming the ranks whose mask or options differ from those of rank 0.
-    """
-    digests: list[int | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(digests, plan.digest, group)
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
-        raise ValueError(
-            "every rank must plan the same mask with the same options, but those of the ranks "
-            f"{different} differ from those of rank 0"
-        )
 
 
 _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
@@ -256,10 +249,11 @@ def _digest(content: list[int], options: ContextParallelOptions) -> int:
     return int.from_bytes(hasher.digest(), "little") >> 1
 
 
-_Plan = TypeVar("_Plan")
+_Kept = TypeVar("_Kept")
 
 
-def _recent(kept: OrderedDict[Hashable, _Plan], key: Hashable) -> _Plan:
+def recent(kept: OrderedDict[Hashable, _Kept], key: Hashable) -> _Kept:
+    """What is kept under `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept."""
     kept.move_to_end(key)
     while len(kept) > CACHE_SIZE:
         kept.popitem(last=False)
@@ -358,6 +352,9 @@ class MergedStage:
 class DevicePlan:
     """What `PlanTensors` say, ready to run."""
 
+    digest: int
+    rank: int
+    cp_size: int
     rows: int
     forward: list[DeviceStage]
     backward: list[DeviceStage]
@@ -373,11 +370,11 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     key = (*meta[:2].tolist(), data.device)
     if key not in _device_plans:
         _device_plans[key] = _unpack(meta.tolist(), data)
-    return _recent(_device_plans, key)
+    return recent(_device_plans, key)
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    _, _, cp_size, rows, num_forward, num_backward, is_early, is_backward_early = meta[:8]
+    digest, rank, cp_size, rows, num_forward, num_backward, is_early, is_backward_early = meta[:8]
     counts = iter(meta[8:])
     position = 0
 
@@ -407,4 +404,5 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
     backward_is_early = bool(is_backward_early) and not backward[0].is_empty
-    return DevicePlan(rows, forward, backward, merged, backward_is_early)
+    whose = (digest, rank, cp_size, rows)
+    return DevicePlan(*whose, forward, backward, merged, backward_is_early)

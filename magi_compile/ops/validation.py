@@ -19,12 +19,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
     """The tensors of `flex_flash_attention`."""
-    _check_kinds({"q": q, "k": k, "v": v}, "[total, nheads, head_dim]")
-    _check_heads("q", q, "k", k)
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(
-            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
-        )
+    check_qkv(q, k, v)
     if not isinstance(slices, AttnSlices):
         raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
     if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
@@ -36,6 +31,16 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
         raise ValueError(
             f"`slices` must be on the device of `q`, {q.device}, got {slices.q_ranges.device}; "
             "move it with slices.to(device)"
+        )
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str = "[total, nheads, head_dim]") -> None:
+    """What packed tensors have in common, but for the tokens of `q`."""
+    _check_kinds({"q": q, "k": k, "v": v}, layout)
+    _check_heads("q", q, "k", k)
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
         )
 
 

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, check_agreement, plan_rank
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close
 
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
@@ -32,7 +32,6 @@ def run_on_ranks(
 ):
     """Forward and backward on this rank; rank 0 compares the whole with the oracle."""
     plan = plan_rank(case.slices(), group.size(), group.rank(), options)
-    check_agreement(plan, group)
     inputs, problem = case.inputs(dtype, device), case.problem(dtype, device)
     where = plan.dispatch.positions(plan.rank)
     q, k, v, dout = (shard(x, where) for x in inputs[:4])
