@@ -140,10 +140,14 @@ def installed_pre_grad_pass() -> Any:
 
 
 def install_pre_grad_pass(graph_pass: Any) -> None:
-    """Makes `graph_pass` (or None) Inductor's `pre_grad_custom_pass`."""
+    """Makes `graph_pass` (or None) Inductor's `pre_grad_custom_pass`, in this thread and all that have not read it yet.
+
+    What is set in Inductor's config may hold for the thread that sets it alone (torch 2.13); others read the default.
+    """
     import torch._inductor.config as config
 
     config.pre_grad_custom_pass = graph_pass
+    config._config["pre_grad_custom_pass"].default = graph_pass  # type: ignore[attr-defined]
 
 
 def is_pre_grad_pass_of_ours(graph_pass: Any) -> bool:

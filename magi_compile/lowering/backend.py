@@ -68,7 +68,8 @@ def enabled(**options: Any) -> Iterator[None]:
 def enable(**options: Any) -> None:
     """Lowers FlexAttention in everything that stock Inductor compiles from now on (`torch.compile(model)`).
 
-    For code where somebody else calls torch.compile. Graphs that are compiled already stay as they are.
+    For code where somebody else calls torch.compile. Graphs that are compiled already stay as they are. It holds for all
+    threads; a thread that has compiled something keeps what it found then.
 
     Args:
         **options: the fields of `LoweringOptions`.

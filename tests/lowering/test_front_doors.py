@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,6 +35,31 @@ def test_enabled_ends_with_its_block(case):
         torch.compile(model, fullgraph=True)(x, mask)
     assert len(REPORT.lowered) == 1
     assert _compat.installed_pre_grad_pass() is None
+
+
+def test_enable_serves_other_threads(case):
+    model, x, mask, mask_mod = case
+
+    @torch.no_grad()
+    def num_lowered():
+        torch._dynamo.reset()
+        REPORT.clear()
+        with torch._inductor.config.patch(force_disable_caches=True):
+            ours = torch.compile(model, fullgraph=True)(x, mask)
+        assert_same(list(ours), list(model.dense(x, mask_mod)))
+        return len(REPORT.lowered)
+
+    def in_a_thread(function):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(function).result()
+
+    with magi_compile.enabled():
+        assert in_a_thread(num_lowered) == 1
+    assert in_a_thread(_compat.installed_pre_grad_pass) is None
+    magi_compile.enable()
+    assert in_a_thread(num_lowered) == 1
+    magi_compile.disable()
+    assert in_a_thread(_compat.installed_pre_grad_pass) is None
 
 
 def test_enable_refuses_to_replace_another_pass():
