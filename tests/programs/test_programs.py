@@ -1,10 +1,9 @@
-"""What users write around a compiled model trains as dense attention does: each program in a process that has run nothing
-else, or beside others that leave nothing behind."""
+"""What users write around a compiled model computes what dense attention does: each program in a process that has run nothing
+else, or behind others that leave nothing behind."""
 
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,58 +31,58 @@ PROCESSES = {
         ["non_reentrant_around_blocks"],
         ["export", "aot_inductor"],
         ["threads"],
-        ["fsdp2", "ddp"],
+        ["fsdp2"],
     ],
 }
 GPU = ["cuda_graphs"]
 
-RUNS = [(door, name) for door, lines in PROCESSES.items() for line in lines for name in line]
+RUNS = [
+    pytest.param(door, names, id=f"{door}-{names[0]}", marks=pytest.mark.slow)
+    for door, lines in PROCESSES.items()
+    for names in lines
+]
 
 
 @pytest.fixture(scope="session")
-def verdicts(tmp_path_factory):
-    """`verdicts(door, name, ...)`: what these programs print, by name; they share a folder of compiled code."""
-    folder = tmp_path_factory.mktemp("inductor")
-
-    @cache
-    def run(door, *names):
-        command = [sys.executable, "-m", "tests.programs.programs", door, *names]
-        environment = {**os.environ, **FRUGAL, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
-        try:
-            ended = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
-            printed, error = ended.stdout, ended.stderr
-        except subprocess.TimeoutExpired as expired:
-            printed, error = (expired.stdout or b"").decode(), f"not done after {TIMEOUT} s"
-        lines = (line.partition(": ") for line in printed.splitlines())
-        said = {name: said.replace("\x1f", "\n") for name, _, said in lines}
-        return {name: said.get(name, f"said nothing\n{error}") for name in names}
-
-    return run
+def compiled_code(tmp_path_factory):
+    """A folder that the programs share, as those of one user do."""
+    return tmp_path_factory.mktemp("inductor")
 
 
-@pytest.mark.parametrize(("door", "name"), RUNS)
-def test_program(verdicts, door, name):
-    (names,) = (line for line in PROCESSES[door] if name in line)
-    verdict = verdicts(door, *names)[name]
-    assert verdict == "ok", verdict
+def failures(folder, door, names):
+    """What went wrong in these programs, which run in one process."""
+    command = [sys.executable, "-m", "tests.programs.programs", door, *names]
+    environment = {**os.environ, **FRUGAL, "TORCHINDUCTOR_CACHE_DIR": str(folder)}
+    options = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+    try:
+        ended = subprocess.run(command, timeout=TIMEOUT, **options)
+        printed, error = ended.stdout, ended.stderr
+    except subprocess.TimeoutExpired as expired:
+        printed, error = (expired.stdout or b"").decode(), f"not done after {TIMEOUT} s"
+    said = dict(line.partition(": ")[::2] for line in printed.splitlines())
+    verdicts = {name: said.get(name, f"said nothing\n{error}") for name in names}
+    return [
+        f"{name}: {verdict}".replace("\x1f", "\n")
+        for name, verdict in verdicts.items()
+        if verdict != "ok"
+    ]
+
+
+@pytest.mark.parametrize(("door", "names"), RUNS)
+def test_programs(compiled_code, door, names):
+    failed = failures(compiled_code, door, names)
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("door", PROCESSES)
-@pytest.mark.parametrize("name", GPU)
-def test_program_on_a_gpu(verdicts, door, name):
-    verdict = verdicts(door, name)[name]
-    assert verdict == "ok", verdict
+def test_programs_on_a_gpu(compiled_code, door):
+    failed = failures(compiled_code, door, GPU)
+    assert not failed, "\n".join(failed)
 
 
 def test_every_program_runs():
     from tests.programs.programs import programs
 
-    assert {name for _, name in RUNS} | {*GPU} == programs().keys()
+    run = {name for lines in PROCESSES.values() for line in lines for name in line}
+    assert run | {*GPU} == programs().keys()
