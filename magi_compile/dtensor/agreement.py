@@ -1,7 +1,8 @@
 """Whether the ranks of a group hold plans of one mask, each its own: asked before the first rows travel by a plan.
 
-Once for each plan and group, because the answer takes a small all-gather and the host waits for it. What is agreed upon is
-kept by group: the ranks of one call in the same order, so they keep the same and ask together.
+Once for each of the first plans of a group, because the answer takes a small all-gather and the host waits for it: who plans
+anew in every step waits in the first steps alone. What is agreed upon is kept by group: the ranks of one call in the same order,
+so they keep the same and ask together.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from magi_compile import _compat
 from magi_compile.dtensor.collectives import refuse_to_be_recorded
 from magi_compile.dtensor.rank_plan import DevicePlan, recent
 
+FIRST_PLANS = 16  # of a group that are compared
+
+_asked: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _agreed: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[Hashable, None]] = WeakKeyDictionary()
 
 
@@ -34,7 +38,11 @@ def require_agreement(
     """
     agreed = _agreed.setdefault(group, OrderedDict())
     key = (plan.digest, plan.rank, reduce_group_name)
+    asked = _asked.get(group, 0)
     if key not in agreed:
+        if asked >= FIRST_PLANS:
+            return
+        _asked[group] = asked + 1
         mine = torch.tensor([plan.digest, plan.cp_size, plan.rank], device=device)
         refuse_to_be_recorded(mine)
         _require_equal_ranks(group, _compat.resolve_process_group(reduce_group_name))
