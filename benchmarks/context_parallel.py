@@ -44,9 +44,9 @@ from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.documents import document_packs
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, RankPlan, plan_rank, unpack
 from magi_compile.kernels import select as kernels
+from magi_compile.kernels.select import problem_of
 from magi_compile.masks.library import MASKS as LIBRARY
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.library import problem_of
 
 MASKS = ("full", "causal", "document_full", "document_causal", "block_causal_document")
 SPIN_CYCLES = 2_000_000

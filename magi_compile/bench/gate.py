@@ -10,8 +10,8 @@ from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout
 from magi_compile.bench.workload import Inputs, Workload
-from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.reference import exact_backward, exact_forward
+from magi_compile.kernels.select import problem_on
 from magi_compile.testing.numerics import plain_attention
 
 RESULTS = ("out", "dq", "dk", "dv")
@@ -83,16 +83,8 @@ def _exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], 
     """Out and gradients in fp64, and by plain PyTorch in the inputs' dtype, one key-value head at a time."""
     cell = workload.cell
     group = cell.nheads_q // cell.nheads_kv
-    problem = AttnProblem(
-        device_type=inputs.q.device.type,
-        device_arch=None,
-        dtype=inputs.q.dtype,
-        nheads_q=group,
-        nheads_kv=1,
-        head_dim=cell.head_dim,
-        head_dim_v=cell.head_dim,
-        softmax_scale=cell.head_dim**-0.5,
-    )
+    sizes, scale = (group, 1, cell.head_dim, cell.head_dim), cell.head_dim**-0.5
+    problem = problem_on(inputs.q.device, inputs.q.dtype, sizes, scale)
     exact, plain = [], []
     for kv_head in range(cell.nheads_kv):
         heads = slice(kv_head * group, (kv_head + 1) * group)

@@ -47,9 +47,8 @@ from magi_compile.kernels.base import (
     PhasedKernel,
 )
 from magi_compile.kernels.merge import sum_partials
-from magi_compile.kernels.select import select
+from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
-from magi_compile.ops.library import problem_of
 from magi_compile.ops.validation import check_options, check_qkv
 
 

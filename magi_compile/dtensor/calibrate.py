@@ -20,9 +20,8 @@ from magi_compile.dtensor.collectives import select as select_collective
 from magi_compile.dtensor.cost import CostModel, wave_rows
 from magi_compile.kernels.base import EarlyKernel
 from magi_compile.kernels.merge import sum_partials
-from magi_compile.kernels.select import select
+from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
-from magi_compile.ops.library import problem_of
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024

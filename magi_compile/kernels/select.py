@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
 
@@ -76,6 +77,33 @@ def load(name: str) -> Kernel:
 def arch_of(device: torch.device) -> tuple[int, int] | None:
     """The CUDA compute capability of a device; None for those that are not GPUs."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def problem_on(
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int, int],
+    softmax_scale: float,
+    softcap: float = 0.0,
+) -> AttnProblem:
+    """What attention on `device` asks of a kernel; `heads` are nheads_q, nheads_kv, head_dim and head_dim_v."""
+    return AttnProblem(device.type, arch_of(device), dtype, *heads, softmax_scale, softcap)
+
+
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    softcap: float = 0.0,
+    dtype: torch.dtype | None = None,
+) -> AttnProblem:
+    """What attention of `q`, `k` and `v` (real or fake) asks of a kernel: packed, or `[B, H, S, D]`.
+
+    `dtype` is what it computes in, that of `q` by default. Where a number of heads or a head size is dynamic, this is a guard.
+    """
+    heads = int(q.shape[1]), int(k.shape[1]), int(q.shape[-1]), int(v.shape[-1])
+    return problem_on(q.device, dtype or q.dtype, heads, softmax_scale, softcap)
 
 
 @cache

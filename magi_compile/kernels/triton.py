@@ -18,6 +18,7 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
+from magi_compile.kernels.plan_sizes import as_shape, check_sizes
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 
@@ -53,8 +54,9 @@ class TritonKernel:
         return []
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        plan = build_tile_plan(slices, **plan_tiles(problem, self.name)._asdict())
-        return [tensor.to(problem.device_type) for tensor in plan.to_list()]
+        sizes = plan_tiles(problem, self.name)
+        plan = [x.to(problem.device_type) for x in build_tile_plan(slices, **sizes._asdict())]
+        return [*plan[:3], as_shape(sizes, plan[0]), *plan[3:]]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem, self.name)
@@ -71,7 +73,8 @@ class TritonKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, q_edges, *_ = plan
+        q_tiles, q_runs, q_edges, sizes, *_ = plan
+        check_sizes(sizes, plan_tiles(problem, self.name))
         config = triton_config(problem)
         total_q, nheads_q, _ = q.shape
         out = q.new_empty(total_q, nheads_q, problem.head_dim_v)
@@ -108,7 +111,8 @@ class TritonKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        q_tiles, q_runs, q_edges, k_tiles, k_runs, k_edges = plan
+        q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
+        check_sizes(sizes, plan_tiles(problem, self.name))
         config = triton_config(problem)
         lse = lse.contiguous()
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

@@ -22,7 +22,13 @@ from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import ONLY_IF_FORCED, load, refusals_by_kernel, select
+from magi_compile.kernels.select import (
+    ONLY_IF_FORCED,
+    load,
+    problem_of,
+    refusals_by_kernel,
+    select,
+)
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
@@ -147,19 +153,8 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
 
 def _problem(call: FlexCall, score: ScoreMod) -> AttnProblem:
     q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
-    arch = torch.cuda.get_device_capability(q.device) if q.device.type == "cuda" else None
-    # Kernels are made for numbers of heads and head sizes: where these are dynamic, int() makes them guards.
-    return AttnProblem(
-        device_type=q.device.type,
-        device_arch=arch,
-        dtype=_out_dtype(call),
-        nheads_q=int(q.shape[1]),
-        nheads_kv=int(k.shape[1]),
-        head_dim=int(q.shape[3]),
-        head_dim_v=int(v.shape[3]),
-        softmax_scale=float(value_of(call.scale)) * score.scale,
-        softcap=score.softcap,
-    )
+    softmax_scale = float(value_of(call.scale)) * score.scale
+    return problem_of(q, k, v, softmax_scale, score.softcap, _out_dtype(call))
 
 
 def _out_dtype(call: FlexCall) -> torch.dtype:
@@ -232,6 +227,7 @@ def emit_attention(
                 *totals,
                 problem.dtype,
                 *heads,
+                problem.softcap,
                 kernel.name,
             )
         node = mask.plans[key]

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from magi_compile._checks import raise_pending
 from magi_compile._compat import version_of
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.select import arch_of, select
+from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define, define_differentiable, gradients
 
@@ -26,14 +26,6 @@ _lib = torch.library.Library("magi", "DEF")
 
 
 # plan
-
-
-def problem_of(
-    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, softcap: float
-) -> AttnProblem:
-    """What packed `q`, `k`, `v` (real or fake) ask of a kernel."""
-    heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    return AttnProblem(q.device.type, arch_of(q.device), q.dtype, *heads, softmax_scale, softcap)
 
 
 class Route(NamedTuple):
@@ -53,7 +45,7 @@ def _route(
     kernel: str | None,
 ) -> Route:
     """What runs attention of such tensors: a call is too short to find that out each time."""
-    problem = AttnProblem(device.type, arch_of(device), dtype, *heads, softmax_scale, softcap)
+    problem = problem_on(device, dtype, heads, softmax_scale, softcap)
     return Route(select(problem, kernel), problem)
 
 
@@ -68,10 +60,11 @@ def _plan(
     nheads_kv: int,
     head_dim: int,
     head_dim_v: int,
+    softcap: float,
     kernel: str,
 ) -> list[Tensor]:
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    chosen, problem = _route(q_ranges.device, dtype, heads, 1.0, 0.0, kernel)
+    chosen, problem = _route(q_ranges.device, dtype, heads, 1.0, softcap, kernel or None)
     slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k)
     return chosen.plan(slices, problem)
 
@@ -79,7 +72,7 @@ def _plan(
 define(
     _lib,
     "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
-    "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, str kernel) -> Tensor[]",
+    "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel) -> Tensor[]",
     _plan,
     _plan,  # shapes depend on shapes alone, so the plan of fake slices is the fake plan
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.select import problem_on
 from magi_compile.masks.slices import AttnSlices, MaskType
 
 FULL, CAUSAL, INV_CAUSAL, BI_CAUSAL = MaskType
@@ -72,18 +73,10 @@ class Case:
 
     def problem(self, dtype: torch.dtype, device: str | torch.device = "cpu") -> AttnProblem:
         """The case as a kernel sees it; 1/sqrt(head_dim) is moved a little so that no kernel can hard-code it."""
-        is_cuda = torch.device(device).type == "cuda"
-        return AttnProblem(
-            device_type=torch.device(device).type,
-            device_arch=torch.cuda.get_device_capability(device) if is_cuda else None,
-            dtype=dtype,
-            nheads_q=self.heads.nheads_q,
-            nheads_kv=self.heads.nheads_kv,
-            head_dim=self.heads.head_dim,
-            head_dim_v=self.heads.head_dim_v,
-            softmax_scale=1.1 * self.heads.head_dim**-0.5,
-            softcap=self.softcap,
-        )
+        heads = self.heads
+        sizes = heads.nheads_q, heads.nheads_kv, heads.head_dim, heads.head_dim_v
+        scale = 1.1 * heads.head_dim**-0.5
+        return problem_on(torch.device(device), dtype, sizes, scale, self.softcap)
 
     def inputs(self, dtype: torch.dtype, device: str | torch.device = "cpu") -> AttentionInputs:
         """Standard normal tensors, the same on every device."""

@@ -11,8 +11,8 @@ from magi_compile.dtensor.collectives import COLLECTIVES, select
 from magi_compile.dtensor.dispatch import STRATEGIES
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
 from magi_compile.kernels import select as kernels
+from magi_compile.kernels.select import problem_of
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.library import problem_of
 from magi_compile.testing.cases import Heads
 from magi_compile.testing.poison import poisoned_empty
 from tests.deterministic import deterministic_algorithms

@@ -27,9 +27,8 @@ from magi_compile.dtensor.stages import (
 )
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cpu import CpuKernel
-from magi_compile.kernels.select import KERNELS
+from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.library import problem_of
 from magi_compile.testing.cases import Heads
 from tests.dtensor import early_on_cpus
 from tests.dtensor.across_ranks import run_on_ranks

@@ -9,8 +9,7 @@ from magi_compile.dtensor.all_to_all import AllToAll
 from magi_compile.dtensor.attention import backward, forward
 from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
 from magi_compile.kernels.cpu import CpuKernel
-from magi_compile.kernels.select import KERNELS
-from magi_compile.ops.library import problem_of
+from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.testing.cases import Heads
 from tests.dtensor import phases_on_cpus
 from tests.dtensor.across_ranks import run_on_ranks

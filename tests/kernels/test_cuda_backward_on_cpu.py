@@ -394,8 +394,9 @@ def test_far_keys(case, block, are_there, launches):
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     is_near = near_keys(block, slices.seqlen_k)
-    rows = plan_tiles(problem).k_tile_rows
-    lists = two_lists(*plan[3:], is_near, rows)
+    sizes = plan_tiles(problem)
+    rows = sizes.k_tile_rows
+    lists = two_lists(*plan[3:], is_near, sizes)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
     loaded = [is_near[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]

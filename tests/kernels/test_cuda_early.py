@@ -10,6 +10,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.base import EarlyKernel
 from magi_compile.kernels.cuda.early import NO_PART, TILES_OF_A_PART, split_plan
 from magi_compile.kernels.cuda.kernel import CudaKernel
+from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, varlen
@@ -23,6 +24,7 @@ CASES = [
     varlen("documents", [700, 1, 90, 1257, 300], MaskType.CAUSAL),
 ]
 FEW = CASES[-3:]
+SIZES = PlanTiles(64, 32, 64, 32)
 HEADS = [Heads(4, 2, 64, 64), Heads(4, 1, 128, 128), Heads(2, 1, 192, 192)]
 SPIN_CYCLES = 2_000_000
 FREE_SMS = 32
@@ -64,10 +66,8 @@ def computed(tiles, runs, edges, seqlen_q, seqlen_k):
 def test_the_lists_make_up_the_plan(case, exact):
     slices = near_and_far(case.slices(), case.seqlen_k // 2)
     far_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
-    plan = build_tile_plan(
-        slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32, exact=exact
-    )
-    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, 64, far_begin)
+    plan = build_tile_plan(slices, **SIZES._asdict(), exact=exact)
+    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, SIZES, far_begin)
     near, near_visits = computed(split.near_tiles, split.runs, split.edges, *sizes)
     far, far_visits = computed(split.far_tiles, split.runs, split.edges, *sizes)
     parts, part_visits = computed(split.part_tiles, split.runs, split.edges, *sizes)
@@ -104,8 +104,8 @@ def test_the_longest_parts_come_first():
     slices = AttnSlices.from_lists(
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
-    plan = build_tile_plan(slices, q_tile_rows=64, q_block_cols=32, k_tile_rows=64, k_block_cols=32)
-    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, 64, 641)
+    plan = build_tile_plan(slices, **SIZES._asdict())
+    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, SIZES, 641)
     assert split.part_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 

@@ -147,7 +147,7 @@ def run_early(compiled, monkeypatch):
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
         walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
-        plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, tiles.q_tile_rows, cut + 1)
+        plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, tiles, cut + 1)
         # As they arrive: side by side, and there are others behind.
         packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
         far = packed[:-5].unbind(1)

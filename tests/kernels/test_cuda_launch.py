@@ -130,7 +130,9 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     far = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
-    plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, 192, far_begin=257)
+    plan = early.split_plan(
+        walk.q_tiles, walk.q_runs, walk.q_edges, plan_tiles(PROBLEM), far_begin=257
+    )
     arrive = lambda: order.append(len(launches))  # noqa: E731
     out, lse = early.forward_early(q, k, v, far, arrive, plan, PROBLEM)
     assert order == [("beside", "waits"), beside, 1, ("here", "waits")]

@@ -10,7 +10,7 @@ from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.bench.contenders.base import Attend, Contender, import_error
 from magi_compile.bench.workload import Inputs, Workload
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import load, refusals_by_kernel
+from magi_compile.kernels.select import load, problem_on, refusals_by_kernel
 
 
 class _Magi(Contender):
@@ -52,16 +52,8 @@ def _heads_as_rows(x: Tensor) -> Tensor:
 def _problem(workload: Workload, device: str) -> AttnProblem:
     cell = workload.cell
     heads = (1, 1) if workload.block_map else (cell.nheads_q, cell.nheads_kv)
-    return AttnProblem(
-        device_type=device,
-        device_arch=torch.cuda.get_device_capability() if device == "cuda" else None,
-        dtype=getattr(torch, cell.dtype),
-        nheads_q=heads[0],
-        nheads_kv=heads[1],
-        head_dim=cell.head_dim,
-        head_dim_v=cell.head_dim,
-        softmax_scale=cell.head_dim**-0.5,
-    )
+    dtype, head_dim = getattr(torch, cell.dtype), cell.head_dim
+    return problem_on(torch.device(device), dtype, (*heads, head_dim, head_dim), head_dim**-0.5)
 
 
 class MagiCuda(_Magi):

@@ -47,7 +47,9 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_passes,
     backward_sections,
+    plan_tiles,
 )
+from magi_compile.kernels.plan_sizes import check_sizes
 
 _STORE_ROWS = 16  # each warp stores its own rows
 _BLOCKS_PER_SM = 8  # of the kernel after
@@ -206,6 +208,7 @@ def backward_early(
     what the first one finds not there, it leaves to the second, behind their arrival.
     """
     check_far_keys(keys.k, keys.v)
+    check_sizes(lists.sizes, plan_tiles(problem))
     with on_device(q.device):
         tiles = [lists.near, lists.far]
         launches = _Launches(

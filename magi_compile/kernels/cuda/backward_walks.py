@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.cuda.backward_scratch import DQ_GROUP_ROWS
+from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.plan.tiles import RUN_FIELDS
 
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
@@ -23,10 +24,11 @@ class TwoLists(NamedTuple):
     far: Tensor
     runs: Tensor
     edges: Tensor
+    sizes: PlanTiles  # that the plan was made for
 
 
 def two_lists(
-    k_tiles: Tensor, k_runs: Tensor, k_edges: Tensor, is_near: Tensor, tile_rows: int
+    k_tiles: Tensor, k_runs: Tensor, k_edges: Tensor, is_near: Tensor, sizes: PlanTiles
 ) -> TwoLists:
     """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
 
@@ -35,11 +37,11 @@ def two_lists(
         k_runs: int32 `[num_runs, 12]`.
         k_edges: int32 `[total_k, NUM_LANES, 2]`.
         is_near: bool `[total_k]`.
-        tile_rows: keys that are loaded for a tile.
+        sizes: the tile sizes of the plan; a tile loads `k_tile_rows` keys.
     """
     row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
     before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
-    load_end = (row_begin + tile_rows).clamp(max=is_near.shape[0])
+    load_end = (row_begin + sizes.k_tile_rows).clamp(max=is_near.shape[0])
     num_far = load_end - row_begin - (before[load_end] - before[row_begin])
     is_filled = row_end > row_begin
 
@@ -48,7 +50,7 @@ def two_lists(
         return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
 
     return TwoLists(
-        only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs, k_edges
+        only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs, k_edges, sizes
     )
 
 

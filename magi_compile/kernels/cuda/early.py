@@ -23,7 +23,13 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
 from magi_compile.kernels.cuda.launch import check_far_keys, num_sms, on_device, tma_compatible
-from magi_compile.kernels.heuristics import heads_per_section, tiles_in_sections
+from magi_compile.kernels.heuristics import (
+    PlanTiles,
+    heads_per_section,
+    plan_tiles,
+    tiles_in_sections,
+)
+from magi_compile.kernels.plan_sizes import check_sizes
 from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
 
@@ -53,15 +59,15 @@ class SplitPlan(NamedTuple):
     runs: Tensor  # int32 [num_runs, 12], the near ones of each tile first
     edges: Tensor  # int32 [total_q, NUM_LANES, 2]
     far_begin: int
-    tile_rows: int
+    sizes: PlanTiles  # that it was made for
 
     @property
     def num_part_rows(self) -> int:
-        return self.part_tiles.shape[0] * self.tile_rows
+        return self.part_tiles.shape[0] * self.sizes.q_tile_rows
 
 
 def split_plan(
-    q_tiles: Tensor, q_runs: Tensor, q_edges: Tensor, tile_rows: int, far_begin: int
+    q_tiles: Tensor, q_runs: Tensor, q_edges: Tensor, sizes: PlanTiles, far_begin: int
 ) -> SplitPlan:
     """Cuts the q walk of a plan; on a GPU nothing waits for the device.
 
@@ -69,7 +75,7 @@ def split_plan(
         q_tiles: int32 `[num_tiles, 4]`, of a plan with at least one tile.
         q_runs: int32 `[num_runs, 12]`; no run has both near and far columns.
         q_edges: int32 `[total_q, NUM_LANES, 2]`.
-        tile_rows: most rows of a tile.
+        sizes: the tile sizes of the plan.
         far_begin: the first far column.
     """
     num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
@@ -113,7 +119,7 @@ def split_plan(
         runs,
         q_edges,
         far_begin,
-        tile_rows,
+        sizes,
     )
 
 
@@ -143,9 +149,10 @@ def forward_early(
         deterministic: no tile is cut in two, so that the result does not depend on when far keys come, bit by bit.
 
     Raises:
-        ValueError: if TMA can not read `far` as it lies.
+        ValueError: if TMA can not read `far` as it lies, or if `plan` is for other tiles than those of `problem`.
     """
     check_far_keys(*far)
+    check_sizes(plan.sizes, plan_tiles(problem))
     if deterministic:
         plan = plan._replace(part_tiles=plan.part_tiles[:0])
     with on_device(q.device):
@@ -168,7 +175,7 @@ def forward_early(
                 plan.far_parts.data_ptr(),
                 words + 4 * _NUM_BEGUN,
                 words + 4 * _NUM_STORED,
-                plan.tile_rows,
+                plan.sizes.q_tile_rows,
                 first_behind,
             )
             keys = FarKeys(far[0], far[1], plan.far_begin, lists + params)

@@ -17,6 +17,7 @@ from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
 from magi_compile.kernels.cuda.planner import plan_on_device
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.padded import PaddedKernel
+from magi_compile.kernels.plan_sizes import as_shape, check_sizes
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 
@@ -60,7 +61,7 @@ class CudaKernel:
         else:
             plan = build_tile_plan(slices, **sizes._asdict())
         parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
-        return [*plan[:3], parts, *plan[3:]]
+        return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem), problem.nheads_q
@@ -77,7 +78,8 @@ class CudaKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, q_edges, parts, *_ = plan
+        q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
+        check_sizes(sizes, plan_tiles(problem))
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
             return forward_in_parts(q, k, v, q_tiles, q_runs, q_edges, parts, problem)
@@ -85,7 +87,7 @@ class CudaKernel:
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> SplitPlan:
         q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)
-        return split_plan(q_tiles, q_runs, q_edges, plan_tiles(problem).q_tile_rows, far_begin)
+        return split_plan(q_tiles, q_runs, q_edges, plan_tiles(problem), far_begin)
 
     def forward_early(
         self,
@@ -118,11 +120,10 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardOutput:
-        *_, k_tiles, k_runs, k_edges = plan
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
         return backward(
             *(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, k_edges, problem),
-            deterministic=deterministic,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
     def backward_may_be_early(self) -> bool:
@@ -131,8 +132,8 @@ class CudaKernel:
     def early_backward_plan(
         self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem
     ) -> TwoLists:
-        *_, k_tiles, k_runs, k_edges = plan
-        return two_lists(k_tiles, k_runs, k_edges, is_near, plan_tiles(problem).k_tile_rows)
+        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
+        return two_lists(k_tiles, k_runs, k_edges, is_near, plan_tiles(problem))
 
     backward_early = staticmethod(backward_early)
 
@@ -149,11 +150,18 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> Tensor:
-        *_, k_tiles, k_runs, k_edges = plan
+        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
         return backward_in_phases(
             *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, k_edges, problem),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
+
+
+def _k_walk(plan: list[Tensor], problem: AttnProblem) -> list[Tensor]:
+    """The tiles, runs and edges of the k walk of `plan`, which must be made for the tiles of `problem`."""
+    *_, sizes, k_tiles, k_runs, k_edges = plan
+    check_sizes(sizes, plan_tiles(problem))
+    return [k_tiles, k_runs, k_edges]
 
 
 def padded_cuda_kernel() -> PaddedKernel:

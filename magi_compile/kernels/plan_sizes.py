@@ -1,0 +1,29 @@
+"""The tile sizes that a plan was made for, as a part of it: the shape of a tensor without elements.
+
+A shape is there on the host, in a CUDA graph and of a fake tensor too, so that every launch can hold it against the tile sizes
+that it is going to walk with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from magi_compile.kernels.heuristics import PlanTiles
+
+
+def as_shape(sizes: PlanTiles, plan: Tensor) -> Tensor:
+    """What says `sizes` in a plan: int32 `[*sizes, 0]`, on the device of `plan`, one of its tensors."""
+    return plan.new_empty((*sizes, 0))
+
+
+def check_sizes(plan: Tensor | Sequence[int], sizes: PlanTiles) -> None:
+    """Holds the tile sizes that a plan was made for, as they are or `as_shape`, against those that it will be walked with.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    made_for = tuple(plan.shape[:-1]) if isinstance(plan, Tensor) else tuple(plan)
+    if made_for != sizes:
+        raise ValueError(f"`plan` must be made for {sizes}, got one for {made_for}")

@@ -1,0 +1,105 @@
+"""A plan says which tile sizes it was made for, and no kernel walks one that was made for others."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import AttnProblem, KeyTensors, Signals
+from magi_compile.kernels.cuda import CudaKernel
+from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.triton import TritonKernel
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops import library
+
+ROWS, HEADS = 300, (4, 2, 64, 64)
+PLAIN = AttnProblem("cuda", (9, 0), torch.bfloat16, *HEADS, 0.125)
+CAPPED = replace(PLAIN, softcap=5.0)  # its backward walks in other blocks
+
+
+@pytest.fixture
+def slices():
+    return AttnSlices.from_lists([(0, 200), (100, 300)], [(0, 200), (201, 300)], [1, 0], ROWS, ROWS)
+
+
+def inputs():
+    q, out, dout = (torch.zeros(ROWS, 4, 64, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.zeros(ROWS, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    return dict(dout=dout, dlse=None, q=q, k=k, v=v, out=out, lse=torch.zeros(4, ROWS))
+
+
+def refused():
+    made_for, walked = (tuple(plan_tiles(x)) for x in (PLAIN, CAPPED))
+    sizes = ", ".join(f"{k}={v}" for k, v in plan_tiles(CAPPED)._asdict().items())
+    assert made_for != walked
+    message = rf"`plan` must be made for PlanTiles\({sizes}\), got one for \({made_for[0]}, "
+    return pytest.raises(ValueError, match=message)
+
+
+def test_the_sizes_are_a_shape_without_elements():
+    sizes = plan_tiles(PLAIN)
+    said = as_shape(sizes, torch.zeros(3, 4, dtype=torch.int32))
+    assert (said.shape, said.dtype, said.numel()) == ((*sizes, 0), torch.int32, 0)
+    check_sizes(said, sizes)
+    check_sizes(sizes, sizes)
+
+
+def test_forward_and_backward(slices):
+    kernel, x = CudaKernel(), inputs()
+    plan = kernel.plan(slices, PLAIN)
+    q, k, v = x["q"], x["k"], x["v"]
+    with refused():
+        kernel.forward(q, k, v, slices, plan, CAPPED)
+    with refused():
+        kernel.backward(**x, slices=slices, plan=plan, problem=CAPPED)
+    del x["k"], x["v"]
+    ends = dict(arrive=pytest.fail, depart=pytest.fail)
+    with refused():
+        kernel.backward_in_phases(**x, **ends, slices=slices, plan=plan, problem=CAPPED)
+
+
+def test_passes_that_begin_early(slices):
+    kernel, x = CudaKernel(), inputs()
+    q, k, v = x["q"], x.pop("k"), x.pop("v")
+    plan = kernel.early_plan(slices, PLAIN, 201)
+    with refused():
+        kernel.forward_early(q, k, v, (k, v), pytest.fail, plan, CAPPED)
+    is_near, plan = torch.arange(ROWS) < 100, kernel.plan(slices, PLAIN)
+    with refused():
+        kernel.early_backward_plan(plan, is_near, CAPPED)
+    lists = kernel.early_backward_plan(plan, is_near, PLAIN)
+    ends = dict(arrive=pytest.fail, depart=pytest.fail)
+    keys = KeyTensors(k, v, k, v)
+    with refused():
+        kernel.backward_early(
+            **x, **ends, keys=keys, signals=Signals(0, 0), lists=lists, problem=CAPPED
+        )
+
+
+def test_triton(slices):
+    kernel, x = TritonKernel(), inputs()
+    wide = replace(PLAIN, head_dim=256, head_dim_v=256)
+    plan = kernel.plan(slices, replace(PLAIN, device_type="cpu"))
+    with pytest.raises(ValueError, match="`plan` must be made for PlanTiles"):
+        kernel.forward(x["q"], x["k"], x["v"], slices, plan, wide)
+    with pytest.raises(ValueError, match="`plan` must be made for PlanTiles"):
+        kernel.backward(**x, slices=slices, plan=plan, problem=wide)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_the_op_plans_for_the_soft_cap(softcap, slices, monkeypatch):
+    """For a GPU, with slices on a CPU."""
+    problem = replace(PLAIN, softcap=softcap)
+
+    def problem_on(device, dtype, heads, softmax_scale, softcap):
+        return AttnProblem("cuda", (9, 0), dtype, *heads, softmax_scale, softcap)
+
+    monkeypatch.setattr(library, "problem_on", problem_on)
+    library._route.cache_clear()
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "cuda")
+    library._route.cache_clear()
+    check_sizes(plan[4], plan_tiles(problem))
