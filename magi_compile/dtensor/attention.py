@@ -50,6 +50,7 @@ from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.validation import check_options, check_qkv
+from magi_compile.ops.scale import Scaled
 
 
 def forward(
@@ -300,7 +301,8 @@ def _cp_ffa_fwd(
     group_name: str,
     reduce_group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    problem = problem_of(q, k, v, softmax_scale, softcap)
+    scaled = Scaled.of(q, softmax_scale)
+    problem = problem_of(q, k, v, scaled.softmax_scale, softcap)
     chosen = _select_kernel(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
@@ -311,7 +313,7 @@ def _cp_ffa_fwd(
             "take those of RankPlan.dispatch.positions(rank), padding included"
         )
     moving = select_collective(collective, group, q.device)
-    return forward(q, k, v, plan, chosen, problem, moving, group)
+    return forward(scaled.q, k, v, plan, chosen, problem, moving, group)
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -336,15 +338,17 @@ def _cp_ffa_bwd(
     group_name: str,
     reduce_group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    problem = problem_of(q, k, v, softmax_scale, softcap)
+    scaled = Scaled.of(q, softmax_scale)
+    problem = problem_of(q, k, v, scaled.softmax_scale, softcap)
     chosen = _select_kernel(problem, kernel or None)
     group = _compat.resolve_process_group(group_name)
     plan = unpack(meta, data)
     moving = select_collective(collective, group, q.device)
     reduce_group = _compat.resolve_process_group(reduce_group_name)
-    return backward(
-        dout, dlse, q, k, v, out, lse, plan, chosen, problem, moving, group, reduce_group
+    dq, dk, dv = backward(
+        dout, dlse, scaled.q, k, v, out, lse, plan, chosen, problem, moving, group, reduce_group
     )
+    return scaled.gradient(dq), dk, dv
 
 
 def _cp_ffa_bwd_fake(

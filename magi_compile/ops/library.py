@@ -21,6 +21,7 @@ from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.scale import Scaled
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -109,10 +110,12 @@ def _ffa_fwd(
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, head_dim_v = v.shape
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    chosen, problem = _route(q.device, q.dtype, heads, softmax_scale, softcap, kernel or None)
+    scaled = Scaled.of(q, softmax_scale)
+    scale = scaled.softmax_scale
+    chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
-    return chosen.forward(q, k, v, slices, plan, problem)
+    return chosen.forward(scaled.q, k, v, slices, plan, problem)
 
 
 def _ffa_fwd_fake(
@@ -152,10 +155,13 @@ def _ffa_bwd(
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, head_dim_v = v.shape
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    chosen, problem = _route(q.device, q.dtype, heads, softmax_scale, softcap, kernel or None)
+    scaled = Scaled.of(q, softmax_scale)
+    scale = scaled.softmax_scale
+    chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
-    return chosen.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
+    dq, dk, dv = chosen.backward(dout, dlse, scaled.q, k, v, out, lse, slices, plan, problem)
+    return scaled.gradient(dq), dk, dv
 
 
 def _ffa_bwd_fake(

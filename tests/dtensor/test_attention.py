@@ -68,6 +68,27 @@ def test_softcap_and_chosen_options(ranks_of):
     ranks_of(3).run(run_on_ranks, case, ContextParallelOptions(), torch.float32)
 
 
+def run_scales_that_are_not_positive(group):
+    case = replace(SQUARE["varlen_causal"], heads=Heads(4, 2, 16, 16))
+    plan = plan_rank(case.slices(), group.size(), group.rank(), OPTIONS)
+    where, tensors = plan.dispatch.positions(plan.rank), plan.tensors("cpu")
+    inputs = [shard(x, where) for x in case.inputs(torch.float32)[:4]]
+    for sign in (-1.0, 0.0):
+        found = []
+        for factor, scale in ((1.0, 0.3 * sign), (sign, 0.3)):
+            q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+            out, lse = context_parallel_attention(
+                q * factor, k, v, tensors, group.group_name, softmax_scale=scale
+            )
+            found.append((out, lse, *torch.autograd.grad(out, (q, k, v), inputs[3])))
+        for x, expected in zip(*found, strict=True):
+            torch.testing.assert_close(x, expected, atol=1e-6, rtol=1e-6)
+
+
+def test_scales_that_are_not_positive(ranks_of):
+    ranks_of(2).run(run_scales_that_are_not_positive)
+
+
 def run_new_masks_compiled(group, cases):
     for case in cases:
         run_on_ranks(group, case, OPTIONS, torch.float32, is_compiled=True)

@@ -38,6 +38,37 @@ def test_packed_values_and_gradients(slices):
         torch.testing.assert_close(grad.double(), expect, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("mask_type", [0, 1, 2, 3])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_scales_that_are_not_positive(scale, softcap, mask_type):
+    slices = AttnSlices.from_lists([(0, 70)], [(0, 90)], [mask_type])
+    q, k, v = packed(requires_grad=True)
+    out, lse = flex_flash_attention(q, k, v, slices, softmax_scale=scale, softcap=softcap)
+    exact = exact_forward(q, k, v, slices, scale, softcap)
+    torch.testing.assert_close(out.double(), exact.out, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    grads = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
+    expected = exact_backward(dout, dlse, q, k, v, exact.out, exact.lse, slices, scale, softcap)
+    for grad, expect in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad.double(), expect, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("score_mod", [lambda s, *_: -s, lambda s, *_: s * 0], ids=["-", "0"])
+@pytest.mark.parametrize("backend", ["magi", None])
+def test_score_mods_that_are_not_positive(score_mod, backend):
+    q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu")
+    attend = torch.compile(flex_attention, backend=backend) if backend else flex_attention
+    out = attend(q, k, v, score_mod, mask)
+    scores = score_mod(q @ k.mT / 4).masked_fill(~torch.ones(64, 64).bool().tril(), -math.inf)
+    expected = scores.softmax(-1) @ v
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    ours, dense = (torch.autograd.grad(x.sin().sum(), [q, k, v]) for x in (out, expected))
+    torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
+
+
 def test_gradient_of_lse_alone(slices):
     q, k, v = packed(requires_grad=True)
     _, lse = flex_flash_attention(q, k, v, slices)

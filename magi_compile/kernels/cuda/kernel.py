@@ -46,8 +46,6 @@ class CudaKernel:
             reasons.append(
                 f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
             )
-        if not problem.softmax_scale > 0:
-            reasons.append(f"needs a positive softmax_scale, got {problem.softmax_scale}")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:

@@ -1,0 +1,28 @@
+"""Scales of zero and below: no kernel sees one, because its sign goes into q."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Scaled(NamedTuple):
+    """`factor * q`, and a positive scale under which the scores are those of q: the gradient of q is `factor` times that of this one."""
+
+    q: Tensor
+    softmax_scale: float
+    factor: float
+
+    @staticmethod
+    def of(q: Tensor, softmax_scale: float) -> Scaled:
+        """Costs nothing where the scale is positive already."""
+        if softmax_scale > 0:
+            return Scaled(q, softmax_scale, 1.0)
+        if softmax_scale == 0:
+            return Scaled(q * 0.0, 1.0, 0.0)
+        return Scaled(-q, -softmax_scale, -1.0)
+
+    def gradient(self, dq: Tensor) -> Tensor:
+        """The gradient of q, in the memory of that of `self.q`."""
+        return dq if self.factor == 1.0 else dq.mul_(self.factor)
