@@ -23,6 +23,12 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def is_traced(tensor: Tensor) -> bool:
+    """Whether what is done with `tensor` becomes a graph (of make_fx), so that nothing may depend on its values."""
+    proxy = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+    return is_fake(tensor) or torch._C._get_dispatch_mode(proxy) is not None
+
+
 def version_of(tensor: Tensor) -> int:
     """How often `tensor` has been written to; 0 for tensors of `torch.inference_mode`, which do not count it."""
     return 0 if tensor.is_inference() else tensor._version

@@ -13,6 +13,7 @@ from torch import Tensor
 from magi_compile._compat import version_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import convert_block_mask
+from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.score_mod import trace_score_mod
 from magi_compile.ops.validation import check_options, check_packed, check_padded
 
@@ -82,8 +83,9 @@ def _attend(
     kernel: str | None = None,
 ) -> AttnOutput:
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "")
     out, lse = torch.ops.magi.attention(
-        q, k, v, *lists, [], float(softmax_scale), float(softcap), kernel or ""
+        q, k, v, *lists, plan, float(softmax_scale), float(softcap), kernel or ""
     )
     return AttnOutput(out, lse)
 

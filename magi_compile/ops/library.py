@@ -1,6 +1,6 @@
 """The custom ops of attention: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
-magi::plan         slices -> how the chosen kernel walks them
+magi::plan         slices -> how the chosen kernel walks them; nothing where that is found out in each call (`plans_in_graph`)
 magi::attention    attention over slices -> (out, lse), differentiable: becomes, where it is called,
 magi::ffa_fwd      its values
 magi::ffa_bwd      its gradients -> (dq, dk, dv)
@@ -8,15 +8,18 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 
 from __future__ import annotations
 
+import ctypes
+from collections import OrderedDict
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
+from magi_compile import _compat
 from magi_compile._checks import raise_pending
-from magi_compile._compat import version_of
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
@@ -66,7 +69,9 @@ def _plan(
 ) -> list[Tensor]:
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     chosen, problem = _route(q_ranges.device, dtype, heads, 1.0, softcap, kernel or None)
-    slices = AttnSlices(q_ranges, k_ranges, mask_types, total_q, total_k)
+    if not chosen.plans_in_graph:
+        return []
+    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     return chosen.plan(slices, problem)
 
 
@@ -78,17 +83,65 @@ define(
     _plan,  # shapes depend on shapes alone, so the plan of fake slices is the fake plan
 )
 
-# Plans of calls that bring none, by their slices: shared by all layers and by forward and backward.
-_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Plans of slices on a CPU, by what the slices are: comparing them costs little there.
+_by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
+_MOST_BY_CONTENT = 32
 
 
 def _plan_of(kernel: Kernel, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-    version = tuple(map(version_of, (slices.q_ranges, slices.k_ranges, slices.mask_types)))
-    key = (kernel.name, kernel.plan_key(problem), slices.seqlen_q, slices.seqlen_k, version)
-    plans = _plans.setdefault(slices.q_ranges, {})
-    if key not in plans:
-        plans[key] = kernel.plan(slices, problem)
-    return plans[key]
+    """The plan of a call that brings none."""
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
+    with torch.inference_mode(False):
+        if slices.device.type != "cpu":
+            return kernel.plan(slices, problem)
+        totals = slices.seqlen_q, slices.seqlen_k
+        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
+        if key not in _by_content:
+            _by_content[key] = kernel.plan(slices, problem)
+        _by_content.move_to_end(key)
+        if len(_by_content) > _MOST_BY_CONTENT:
+            _by_content.popitem(last=False)
+        return _by_content[key]
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    x = x.contiguous()
+    return ctypes.string_at(x.data_ptr(), x.nbytes)
+
+
+class _Kept(NamedTuple):
+    """A plan, and how often the tensors of its slices had been written to."""
+
+    versions: list[int]
+    plan: list[Tensor]
+
+
+# Plans of slices, as long as those live: shared by all layers.
+_kept: WeakKeyDictionary[AttnSlices, dict[Hashable, _Kept]] = WeakKeyDictionary()
+
+
+def plan_of_call(
+    q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices, softcap: float, kernel: str
+) -> list[Tensor]:
+    """The plan that a call of `magi::attention` takes along: forward and backward then walk the same one.
+
+    In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it is kept
+    until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
+    """
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    if torch.compiler.is_compiling() or _compat.is_traced(slices.q_ranges):
+        return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
+    chosen, problem = _route(q.device, q.dtype, heads, 1.0, softcap, kernel or None)
+    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured or any(x.is_inference() for x in lists):
+        return _plan_of(chosen, slices, problem)
+    key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
+    plans = _kept.setdefault(slices, {})
+    if key not in plans or plans[key].versions != versions:
+        plans[key] = _Kept(versions, _plan_of(chosen, slices, problem))
+    return plans[key].plan
 
 
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
