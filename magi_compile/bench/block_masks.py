@@ -134,4 +134,4 @@ def _overlaps(sizes: list[int], block: int) -> Tensor:
 
 def _full_slices(q_ranges: Tensor, k_ranges: Tensor, seqlen_q: int, seqlen_k: int) -> AttnSlices:
     kinds = torch.full((len(q_ranges),), int(MaskType.FULL), dtype=torch.int32)
-    return AttnSlices(q_ranges.int(), k_ranges.int(), kinds, seqlen_q, seqlen_k)
+    return AttnSlices.unchecked(q_ranges.int(), k_ranges.int(), kinds, seqlen_q, seqlen_k)

@@ -265,7 +265,10 @@ class CommPlan:
         )
         sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
         tables = zip(*(x.split(sizes) for x in bands.to_ranges(local)), seqlens_k, strict=True)
-        return [AttnSlices(q, k, types, seqlen_q, seqlen_k) for q, k, types, seqlen_k in tables]
+        return [
+            AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k)
+            for q, k, types, seqlen_k in tables
+        ]
 
 
 def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:

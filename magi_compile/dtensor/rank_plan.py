@@ -338,7 +338,7 @@ class MergedStage:
     def _joined(self, far_begin: int) -> DeviceStage:
         near, far = self.near.slices, self.far.slices
         refuse_to_be_recorded(near.q_ranges)
-        slices = AttnSlices(
+        slices = AttnSlices.unchecked(
             torch.cat([near.q_ranges, far.q_ranges]),
             torch.cat([near.k_ranges, far.k_ranges + far_begin]),
             torch.cat([near.mask_types, far.mask_types]),
@@ -390,7 +390,7 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     def stage() -> DeviceStage:
         is_local, num_slices, seqlen_k = take_counts(3)
         ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
-        slices = AttnSlices(*ranges, rows, seqlen_k)
+        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k)
         if is_local:
             return DeviceStage(slices, None)
         num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)

@@ -113,7 +113,9 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
         slices = None
         if call.decision.kernel:
             q, k, _, q_ranges, k_ranges, mask_types, *_ = args
-            slices = AttnSlices(q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0]).compact()
+            slices = AttnSlices.unchecked(
+                q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0]
+            ).compact()
         explanation.calls.append(AttentionCall(call.decision, slices))
         return target(*args)
 

@@ -175,7 +175,7 @@ def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
         still,
     )
     normal = bands.to_ranges(bands.normal_form(blocks))
-    slices = AttnSlices(*normal, batch * seqlen_q, batch * seqlen_k)
+    slices = AttnSlices.unchecked(*normal, batch * seqlen_q, batch * seqlen_k)
     return slices.to(block_mask.kv_num_blocks.device)
 
 

@@ -35,7 +35,7 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
     runs = _runs(intervals)
     first, last = runs.starts.nonzero().flatten(), runs.ends.nonzero().flatten()
     totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
-    slices = AttnSlices(*_gather_runs(intervals, runs, first, last), *totals)
+    slices = AttnSlices.unchecked(*_gather_runs(intervals, runs, first, last), *totals)
     return slices.normalize()
 
 
@@ -74,7 +74,7 @@ def padded_slices_from_intervals(
         mask_types = q_ranges[:, 0]
     check = MaskCheck(count <= capacity, *preconditions.fits(capacity), (count,))
     totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
-    return AttnSlices(q_ranges, k_ranges, mask_types, *totals), check
+    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals), check
 
 
 def packed_totals(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:

@@ -12,13 +12,14 @@ corners cut off along the diagonal:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.masks import bands
 
 # Kernels add row numbers to diagonal offsets in int32 and use +-2**30 for "no diagonal".
@@ -50,7 +51,9 @@ class AttnSlice(NamedTuple):
 class AttnSlices:
     """A list of slices over `seqlen_q` query rows and `seqlen_k` keys; their areas never overlap.
 
-    The constructor checks what shapes can tell; `validate` checks the values, and `from_lists` calls it.
+    The constructor checks shapes and, by `validate`, values: on a GPU it waits for the device. Where values can not be looked at
+    (inside torch.compile, of fake tensors, while a CUDA graph is captured) it leaves them to `flex_flash_attention`, which then
+    checks them on the device in each call, without a wait.
 
     Attributes:
         q_ranges: int32 `[num_slices, 2]`, half-open row ranges.
@@ -58,6 +61,7 @@ class AttnSlices:
         mask_types: int32 `[num_slices]`, values of `MaskType`.
         seqlen_q: number of query rows.
         seqlen_k: number of keys.
+        is_checked: whether the values are known to be right.
 
     A slice with an empty range sees nothing; lists of a fixed capacity are padded with such slices.
     """
@@ -67,6 +71,7 @@ class AttnSlices:
     mask_types: Tensor
     seqlen_q: int
     seqlen_k: int
+    is_checked: bool = field(init=False, repr=False, default=False)
 
     def __post_init__(self) -> None:
         num_slices = self.q_ranges.shape[0] if _is_table(self.q_ranges) else "num_slices"
@@ -94,6 +99,9 @@ class AttnSlices:
                 raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
             if isinstance(value, int) and not 0 <= value < MAX_SEQLEN:
                 raise ValueError(f"`{name}` must be in [0, 2**30), got {value}")
+        if _has_values(self.q_ranges):
+            self.validate()
+            object.__setattr__(self, "is_checked", True)
 
     # Constructors
 
@@ -101,7 +109,7 @@ class AttnSlices:
     def unchecked(
         cls, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor, seqlen_q: int, seqlen_k: int
     ) -> AttnSlices:
-        """What the constructor makes, of tensors that are known to be right: its checks take as long as a launch."""
+        """What the constructor makes, of tensors that are known to be right: nothing is checked, and nothing waits."""
         slices = object.__new__(cls)
         slices.__dict__.update(
             q_ranges=q_ranges,
@@ -109,6 +117,7 @@ class AttnSlices:
             mask_types=mask_types,
             seqlen_q=seqlen_q,
             seqlen_k=seqlen_k,
+            is_checked=True,
         )
         return slices
 
@@ -148,7 +157,6 @@ class AttnSlices:
         if seqlen_k is None:
             seqlen_k = int(tensors[1].max()) if tensors[1].numel() else 0
         slices = cls(*tensors, seqlen_q, seqlen_k)
-        slices.validate()
         return slices.to(device) if device is not None else slices
 
     @classmethod
@@ -255,7 +263,7 @@ class AttnSlices:
 
     @classmethod
     def _from_bands(cls, parts: bands.Bands, seqlen_q: int, seqlen_k: int) -> AttnSlices:
-        return cls(*bands.to_ranges(parts), seqlen_q, seqlen_k)
+        return cls.unchecked(*bands.to_ranges(parts), seqlen_q, seqlen_k)
 
     def _to_bands(self) -> bands.Bands:
         host = [x.cpu() for x in (self.q_ranges, self.k_ranges, self.mask_types)]
@@ -302,13 +310,7 @@ class AttnSlices:
     def compact(self) -> AttnSlices:
         """The same slices without the empty ones. Waits for the device if the slices are on a GPU."""
         live = self._live()
-        return AttnSlices(
-            self.q_ranges[live],
-            self.k_ranges[live],
-            self.mask_types[live],
-            self.seqlen_q,
-            self.seqlen_k,
-        )
+        return self._with_lists(self.q_ranges[live], self.k_ranges[live], self.mask_types[live])
 
     def _live(self) -> Tensor:
         q_begin, q_end = self.q_ranges.unbind(1)
@@ -323,13 +325,14 @@ class AttnSlices:
 
     def to(self, device: torch.device | str) -> AttnSlices:
         """The same slices on `device`."""
-        return AttnSlices(
-            self.q_ranges.to(device),
-            self.k_ranges.to(device),
-            self.mask_types.to(device),
-            self.seqlen_q,
-            self.seqlen_k,
+        return self._with_lists(
+            self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device)
         )
+
+    def _with_lists(self, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor) -> AttnSlices:
+        """The same slices in other tensors, checked if these are."""
+        make = AttnSlices.unchecked if self.is_checked else AttnSlices
+        return make(q_ranges, k_ranges, mask_types, self.seqlen_q, self.seqlen_k)
 
     def __len__(self) -> int:
         """Number of slices, padding included."""
@@ -406,6 +409,13 @@ class AttnSlices:
 
     def _with_bands(self, parts: bands.Bands) -> AttnSlices:
         return self._from_bands(parts, self.seqlen_q, self.seqlen_k).to(self.device)
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether the values of `tensor` can be looked at."""
+    if torch.compiler.is_compiling() or tensor.is_meta or _compat.is_traced(tensor):
+        return False
+    return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _describe(item: AttnSlice) -> str:

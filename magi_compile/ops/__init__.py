@@ -1,3 +1,3 @@
 """The custom ops and the public functions over them. Knows nothing of graphs."""
 
-from magi_compile.ops import library, mask_slices  # noqa: F401  (define the ops)
+from magi_compile.ops import checked_slices, library, mask_slices  # noqa: F401  (define the ops)

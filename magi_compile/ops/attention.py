@@ -83,6 +83,10 @@ def _attend(
     kernel: str | None = None,
 ) -> AttnOutput:
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    if not slices.is_checked:
+        totals = slices.seqlen_q, slices.seqlen_k
+        lists = q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
+        slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "")
     out, lse = torch.ops.magi.attention(
         q, k, v, *lists, plan, float(softmax_scale), float(softcap), kernel or ""

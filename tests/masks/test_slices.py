@@ -1,5 +1,6 @@
 """AttnSlices against their dense masks."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_compile.masks import AttnSlice, AttnSlices, MaskType
+from magi_compile.masks.slice_checks import slice_checks
 
 few = settings(max_examples=60, deadline=None)
 sizes = st.integers(1, 14)
@@ -53,10 +55,34 @@ def dense(item, seqlen_q, seqlen_k):
 
 def test_unchecked_makes_what_the_constructor_makes():
     slices = AttnSlices.causal(5)
-    fields = [getattr(slices, name) for name in slices.__dataclass_fields__]
-    same = AttnSlices.unchecked(*fields)
-    assert vars(same) == vars(slices)
+    fields = [field.name for field in dataclasses.fields(slices) if field.init]
+    made = [make(*(getattr(slices, x) for x in fields)) for make in (AttnSlices, slices.unchecked)]
+    assert vars(made[0]) == vars(made[1]) == vars(slices)
+    same = made[1]
     assert torch.equal(same.to_dense(), slices.to_dense())
+
+
+@few
+@given(slice_lists())
+def test_checks_without_a_wait_find_the_same(drawn):
+    """As few slices as here are all compared with one another."""
+    items, seqlen_q, seqlen_k = drawn
+    if not items:
+        return
+    lists = [torch.tensor(x, dtype=torch.int32) for x in zip(*items, strict=True)]
+    slices = AttnSlices.unchecked(*lists, seqlen_q, seqlen_k)
+    *others, overlap = slice_checks(slices)
+    assert all(bool(check.ok) for check in others)
+    pairs = [
+        (i, j)
+        for (i, a), (j, b) in itertools.combinations(
+            enumerate(dense(item, seqlen_q, seqlen_k) for item in items), 2
+        )
+        if bool((a & b).any())
+    ]
+    assert bool(overlap.ok) == (not pairs)
+    if pairs:
+        assert tuple(sorted(map(int, overlap.values))) in pairs
 
 
 @few
@@ -200,6 +226,33 @@ def test_from_lists_takes_tensors_and_infers_lengths():
 def test_larger_than_int32():
     slices = AttnSlices.causal(1 << 20)
     assert slices.area() == (1 << 20) * ((1 << 20) + 1) // 2
+
+
+BROKEN = [
+    ([[0, 4], [4, 9]], [[0, 4], [0, 8]], [0, 0], r"`q_ranges\[1\]` must .* seqlen_q = 8, got \[4, 9\]"),
+    ([[0, 4]], [[3, 2]], [0], r"`k_ranges\[0\]` must satisfy .* got \[3, 2\]"),
+    ([[-1, 4]], [[0, 4]], [0], r"`q_ranges\[0\]` must satisfy 0 <= start .* got \[-1, 4\]"),
+    ([[0, 4]], [[0, 4]], [7], r"`mask_types\[0\]` must be a MaskType .* got 7"),
+    ([[0, 4], [2, 8]], [[0, 4], [3, 8]], [0, 0], "slices must not overlap, .*: 0: .* and 1: "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("q_ranges", "k_ranges", "mask_types", "message"), BROKEN)
+def test_the_constructor_looks_at_values(q_ranges, k_ranges, mask_types, message):
+    lists = [int32(*x) for x in (q_ranges, k_ranges, mask_types)]
+    with pytest.raises(ValueError, match=message):
+        AttnSlices(*lists, 8, 8)
+    unseen = AttnSlices(*(x.to("meta") for x in lists), 8, 8)
+    assert not unseen.is_checked
+    assert AttnSlices.unchecked(*lists, 8, 8).is_checked
+
+
+def test_what_is_made_of_slices_nobody_looked_at_is_not_checked_either():
+    unseen = AttnSlices(*(int32(*x).to("meta") for x in ([[0, 4]], [[0, 4]], [0])), 8, 8)
+    assert not unseen.to("meta").is_checked
+    seen = AttnSlices.causal(8)
+    assert seen.to("meta").is_checked
+    assert seen.compact().is_checked
 
 
 def int32(*values):
