@@ -53,8 +53,8 @@ def padded_slices_from_intervals(
     Returns:
         The slices, and the check that they all fit; without room the first `capacity` of them are there.
     """
-    if capacity < 1:
-        raise ValueError(f"`capacity` must be at least 1, got {capacity}")
+    if capacity < 0:
+        raise ValueError(f"`capacity` must not be negative, got {capacity}")
     runs = _runs(intervals)
     places = []
     for flags in (runs.starts, runs.ends):
@@ -70,8 +70,8 @@ def padded_slices_from_intervals(
         q_ranges, k_ranges = (torch.where(is_used, x, 0) for x in (q_ranges, k_ranges))
         mask_types = torch.where(is_used[:, 0], mask_types, 0)
     else:
-        q_ranges = k_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
-        mask_types = q_ranges[:, 0]
+        q_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
+        k_ranges, mask_types = torch.zeros_like(q_ranges), q_ranges.new_zeros(capacity)
     check = MaskCheck(count <= capacity, *preconditions.fits(capacity), (count,))
     totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
     return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals), check

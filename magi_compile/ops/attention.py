@@ -162,7 +162,7 @@ def flex_attention(
     slices = _slices(block_mask, batch, seqlen_q, key.shape[2], query.device)
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     result = _attend(q, k, v, slices, softmax_scale, score.softcap)
-    out = result.out.view(batch, seqlen_q, nheads_q, -1).transpose(1, 2)
+    out = result.out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
     lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1)
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)

@@ -269,8 +269,8 @@ def test_wrong_arguments(text, tables, error, message, no_flags):
 
 def test_capacity_and_lengths_must_be_in_range(no_flags):
     program = MaskProgram.parse("q >= kv")
-    with pytest.raises(ValueError, match="`capacity` must be at least 1, got 0"):
-        mask_slices.prepare(program, [], [], Sizes(1, 6, 6, 0), CPU)
+    with pytest.raises(ValueError, match="`capacity` must not be negative, got -1"):
+        mask_slices.prepare(program, [], [], Sizes(1, 6, 6, -1), CPU)
     with pytest.raises(ValueError, match=r"`batch \* seqlen_q` must be below 2\*\*30"):
         mask_slices.prepare(program, [], [], Sizes(1024, 2**20, 6, 9), CPU)
 

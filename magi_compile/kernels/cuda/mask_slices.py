@@ -205,8 +205,8 @@ def _route(
     device: torch.device,
 ) -> Route:
     check_arguments(program, tables, symbols, device)
-    if sizes.capacity < 1:
-        raise ValueError(f"`capacity` must be at least 1, got {sizes.capacity}")
+    if sizes.capacity < 0:
+        raise ValueError(f"`capacity` must not be negative, got {sizes.capacity}")
     batch, seqlen_q, seqlen_k, capacity = sizes
     num_rows, _ = packed_totals(batch, seqlen_q, seqlen_k)
     keys = program.keys(seqlen_k, symbols)
