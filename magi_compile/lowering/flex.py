@@ -37,6 +37,7 @@ from magi_compile.masks import MaskProgram, UnsupportedMaskError, row_intervals
 from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solve import refuse_broken
 from magi_compile.masks.trace import trace_graph
+from magi_compile.ops.layout import inverse, memory_order
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
@@ -246,12 +247,16 @@ def emit_attention(
     out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
     out = emit.call(torch.reshape, out, (batch, seqlen_q, problem.nheads_q, problem.head_dim_v))
     out = emit.call(torch.transpose, out, 1, 2)
-    is_promised = value_of(call.node)[0].is_contiguous() and not value_of(out).is_contiguous()
-    if is_promised and not _is_packed_again(call.node):
-        # The call promises the layout of q; code after it may rely on it.
+    order = memory_order(value_of(call.node)[0].stride())
+    if not value_of(out).permute(order).is_contiguous() and not _is_packed_again(call.node):
+        # The call promises the memory order of q; code after it may rely on it.
+        out = emit.call(torch.permute, out, order)
         out = emit.call(torch.clone, out, memory_format=torch.contiguous_format)
+        out = emit.call(torch.permute, out, inverse(order))
     lse = emit.call(torch.reshape, lse, (problem.nheads_q, batch, seqlen_q))
     lse = emit.call(torch.transpose, lse, 0, 1)
+    if any(item.args[1] == 1 and item.users for item in call.node.users):
+        lse = emit.call(torch.clone, lse, memory_format=torch.contiguous_format)
     lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
     return result, out, lse
 

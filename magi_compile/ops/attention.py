@@ -13,6 +13,7 @@ from torch import Tensor
 from magi_compile._compat import version_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import convert_block_mask
+from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.score_mod import trace_score_mod
 from magi_compile.ops.validation import check_options, check_packed, check_padded
@@ -109,7 +110,7 @@ def flex_attention(
 ) -> Any:
     """`torch.nn.attention.flex_attention.flex_attention` on our kernels, for eager code, on any device.
 
-    Same signature, same results. Inside torch.compile it is PyTorch's own operator, for the lowering to find. The
+    Same signature, same results, in the memory order of q too. Inside torch.compile it is PyTorch's own operator, for the lowering to find. The
     slices of a BlockMask are kept as long as it lives, and derived again when a captured tensor is written to; other
     things that a mask_mod holds (ints, attributes) must stay as they are.
 
@@ -163,10 +164,13 @@ def flex_attention(
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     result = _attend(q, k, v, slices, softmax_scale, score.softcap)
     out = result.out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
-    lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1)
+    out = in_memory_order(out, memory_order(query.stride()))
+    if not return_lse and return_aux is None:
+        return out
+    lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous()
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
 class _Derived(NamedTuple):
