@@ -79,7 +79,7 @@ def check_options(
             continue
         if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat)):
             raise TypeError(f"`{name}` must be a number, got {number!r}")
-        if not math.isfinite(number):
+        if not -math.inf < number < math.inf:  # of a SymFloat too
             raise ValueError(f"`{name}` must be finite, got {number}")
     if softcap < 0:
         raise ValueError(f"`softcap` must not be negative, got {softcap}")

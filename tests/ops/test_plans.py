@@ -5,7 +5,9 @@ import torch
 
 from magi_compile import AttnSlices, flex_flash_attention
 from magi_compile.kernels.cpu import CpuKernel
-from magi_compile.kernels.reference import exact_backward, exact_forward
+from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.reference import ReferenceKernel, exact_backward, exact_forward
 from magi_compile.ops import library
 
 TOTAL = 64
@@ -173,3 +175,48 @@ def test_a_plan_is_a_value_of_the_graph():
     assert torch.ops.magi.plan in targets
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     assert torch.ops.magi.plan(*lists, TOTAL, TOTAL, q.dtype, 2, 2, 16, 16, 0.0, "cpu") == []
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_kernel_whose_plans_are_values_of_the_graph(dynamic, monkeypatch):
+    """The plan that comes is that of the slices beside it, forward and backward, and says its tile sizes."""
+    sizes = PlanTiles(192, 112, 128, 64)
+    forward, backward = ReferenceKernel.forward, ReferenceKernel.backward
+
+    def plan(self, slices, problem):
+        return [as_shape(sizes, slices.q_ranges), slices.q_ranges + 1]
+
+    def check_plan(slices, plan):
+        check_sizes(plan[0], sizes)
+        assert torch.equal(plan[1], slices.q_ranges + 1)
+
+    def checked_forward(self, q, k, v, slices, plan, problem):
+        check_plan(slices, plan)
+        return forward(self, q, k, v, slices, [], problem)
+
+    def checked_backward(self, *arguments):
+        check_plan(*arguments[-3:-1])
+        return backward(self, *arguments)
+
+    for name, function in (("forward", checked_forward), ("backward", checked_backward)):
+        monkeypatch.setattr(ReferenceKernel, name, function)
+    monkeypatch.setattr(ReferenceKernel, "plan", plan)
+    monkeypatch.setattr(ReferenceKernel, "plans_in_graph", True)
+
+    def attend(q, k, v, q_ranges):
+        outs = []
+        for ranges in (q_ranges, q_ranges // 2):
+            zeros = torch.zeros_like(ranges[:, 0])
+            slices = AttnSlices(ranges, q_ranges, zeros, q.shape[0], k.shape[0])
+            outs.append(flex_flash_attention(q, k, v, slices, kernel="reference").out)
+        return outs[0] + outs[1]
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
+    for total in (TOTAL, TOTAL + 16):
+        q, k, v = (torch.randn(total, 2, 16, requires_grad=True) for _ in range(3))
+        ranges = torch.tensor([[10, 60]]).int()
+        found = []
+        for function in (compiled, attend):
+            out = function(q, k, v, ranges)
+            found.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        torch.testing.assert_close(*found)
