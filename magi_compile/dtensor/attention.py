@@ -49,8 +49,8 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
-from magi_compile.ops.validation import check_options, check_qkv
 from magi_compile.ops.scale import Scaled
+from magi_compile.ops.validation import check_options, check_qkv
 
 
 def forward(

@@ -186,7 +186,9 @@ def main() -> int:
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
         record = {"device": device, "torch": torch.__version__, "command": " ".join(sys.argv[1:])}
         with open(options.output, "w") as file:
-            json.dump({**record, "right": dict(sorted(right.items())), "wrong": wrong}, file, indent=1)
+            json.dump(
+                {**record, "right": dict(sorted(right.items())), "wrong": wrong}, file, indent=1
+            )
     return bool(wrong)
 
 

@@ -51,7 +51,9 @@ def made_here(mask_mod):
 
 
 def test_without_a_mask():
-    assert_expected_inline(lowered(lambda x: flex_attention(x, x, x), x), """\
+    assert_expected_inline(
+        lowered(lambda x: flex_attention(x, x, x), x),
+        """\
 mask_slices_default = mask_slices.default([], [], True
     def mask(b):
         x2 = b.new_ones(size = (), dtype = torch.bool, device = device(type='cpu'))
@@ -73,7 +75,8 @@ transpose_4 = transpose(reshape_3, 1, 2)
 clone = clone(transpose_4)
 reshape_4 = reshape(getitem_8, (2, 1, 256))
 transpose_5 = transpose(reshape_4, 0, 1)
-mul = mul(transpose_5, 1.4426950408889634)""")
+mul = mul(transpose_5, 1.4426950408889634)""",
+    )
 
 
 def test_causal_with_a_soft_cap():
@@ -83,7 +86,9 @@ def test_causal_with_a_soft_cap():
 
         return flex_attention(x, x, x, capped, made_here(causal))
 
-    assert_expected_inline(lowered(attend, x), """\
+    assert_expected_inline(
+        lowered(attend, x),
+        """\
 mask_slices_default = mask_slices.default([], [], q >= kv
     def mask(q, kv):
         x3 = q >= kv
@@ -105,7 +110,8 @@ transpose_5 = transpose(reshape_3, 1, 2)
 clone = clone(transpose_5)
 reshape_4 = reshape(getitem_9, (2, 1, 256))
 transpose_6 = transpose(reshape_4, 0, 1)
-mul = mul(transpose_6, 1.4426950408889634)""")
+mul = mul(transpose_6, 1.4426950408889634)""",
+    )
 
 
 def test_documents_in_two_layers():
@@ -117,7 +123,9 @@ def test_documents_in_two_layers():
         x = flex_attention(x, x, x, block_mask=mask)
         return flex_attention(x, x, x, block_mask=mask)
 
-    assert_expected_inline(lowered(attend, x, document), """\
+    assert_expected_inline(
+        lowered(attend, x, document),
+        """\
 mask_slices_default = mask_slices.default([l_document_], [], (t0[q] == t0[kv]) & (q >= kv)  # t0: document
     def mask(b, q, kv, t0):
         x5 = b.new_ones((), dtype = torch.bool)
@@ -160,7 +168,8 @@ transpose_10 = transpose(reshape_8, 1, 2)
 clone_1 = clone(transpose_10)
 reshape_9 = reshape(getitem_14, (2, 1, 256))
 transpose_11 = transpose(reshape_9, 0, 1)
-mul_1 = mul(transpose_11, 1.4426950408889634)""")
+mul_1 = mul(transpose_11, 1.4426950408889634)""",
+    )
 
 
 def test_a_view_inside_the_mask_mod():
@@ -170,7 +179,9 @@ def test_a_view_inside_the_mask_mod():
 
         return flex_attention(x, x, x, block_mask=made_here(same))
 
-    assert_expected_inline(lowered(attend, x, document[None]), """\
+    assert_expected_inline(
+        lowered(attend, x, document[None]),
+        """\
 mask_slices_default = mask_slices.default([l_document_], [], t1[q] == t1[kv]  # t0: document, t1: document.squeeze(0)
     def t1(t0):
         x2 = t0.squeeze(0)
@@ -199,7 +210,8 @@ transpose_5 = transpose(reshape_3, 1, 2)
 clone = clone(transpose_5)
 reshape_4 = reshape(getitem_9, (2, 1, 256))
 transpose_6 = transpose(reshape_4, 0, 1)
-mul = mul(transpose_6, 1.4426950408889634)""")
+mul = mul(transpose_6, 1.4426950408889634)""",
+    )
 
 
 def test_a_block_mask_from_outside_with_lse():
@@ -208,7 +220,9 @@ def test_a_block_mask_from_outside_with_lse():
     def attend(x, mask):
         return flex_attention(x, x, x, block_mask=mask, return_aux=AuxRequest(lse=True))
 
-    assert_expected_inline(lowered(attend, x, mask), """\
+    assert_expected_inline(
+        lowered(attend, x, mask),
+        """\
 mask_slices_default = mask_slices.default([], [], q >= kv
     def mask(q, kv):
         x3 = q >= kv
@@ -230,7 +244,8 @@ transpose_3 = transpose(reshape_3, 1, 2)
 clone = clone(transpose_3)
 reshape_4 = reshape(getitem_7, (2, 1, 256))
 transpose_4 = transpose(reshape_4, 0, 1)
-mul_1 = mul(transpose_4, 1.4426950408889634)""")
+mul_1 = mul(transpose_4, 1.4426950408889634)""",
+    )
 
 
 def test_dynamic_lengths():
@@ -238,7 +253,9 @@ def test_dynamic_lengths():
         mask = create_block_mask(causal, None, None, x.shape[2], x.shape[2], device="cpu")
         return flex_attention(x, x, x, block_mask=mask)
 
-    assert_expected_inline(lowered(attend, x, dynamic=True), """\
+    assert_expected_inline(
+        lowered(attend, x, dynamic=True),
+        """\
 sym_size_int = sym_size.int(l_x_, 2)
 floordiv_4 = floordiv(sym_size_int, 16)
 add_4 = add(floordiv_4, 256)
@@ -267,4 +284,5 @@ transpose_5 = transpose(reshape_3, 1, 2)
 clone = clone(transpose_5)
 reshape_4 = reshape(getitem_67, (2, 1, sym_size_int_2))
 transpose_6 = transpose(reshape_4, 0, 1)
-mul_4 = mul(transpose_6, 1.4426950408889634)""")
+mul_4 = mul(transpose_6, 1.4426950408889634)""",
+    )
