@@ -315,7 +315,10 @@ def lower_flex_attention(
         LoweringRefusedError: a call cannot be lowered and `options.strict` is set, or it needs gradients on a CPU,
             where FlexAttention has none.
     """
-    calls = [call for gm in graphs(root) for call in _lower_graph(gm, root, options, report)]
+    # Without gradients: hooks for saved tensors, as those of a checkpoint that is around the compilation, must not see
+    # the fake tensors of the rewrite.
+    with torch.no_grad():
+        calls = [call for gm in graphs(root) for call in _lower_graph(gm, root, options, report)]
     report.num_graphs += bool(calls)
     return calls
 
@@ -388,6 +391,8 @@ def _replace(
         assert user.target is operator.getitem, user
         if user.users:
             index: Any = user.args[1]
+            # What was computed without gradients says so; the next call reads here whether it needs them.
+            value_of(outputs[index]).requires_grad_(value_of(user).requires_grad)
             user.replace_all_uses_with(outputs[index])
         call.node.graph.erase_node(user)
     call.node.graph.erase_node(call.node)

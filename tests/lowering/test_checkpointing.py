@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -62,3 +63,35 @@ def test_checkpointing(kind, runs, monkeypatch):
     grad, forward_runs = gradients(kind, monkeypatch)
     assert_same(grad, expected)
     assert forward_runs == runs
+
+
+@pytest.mark.parametrize("context", ["full", "selective"])
+def test_checkpoint_around_what_is_compiled_inside_it(context):
+    """The rewrite runs inside the checkpoint then; it must leave no trace among the saved tensors."""
+    mask = block_mask(document_causal(documents(96, 3)), 96)
+    x = torch.randn(BATCH, 96, 32, requires_grad=True)
+    layer = Attention()
+
+    def twice(x):
+        return layer(layer(x, mask)[0], mask)[0]
+
+    compiled = torch.compile(twice, backend=make_backend("aot_eager"), fullgraph=True)
+    out = checkpoint(compiled, x, use_reentrant=False, **CONTEXTS[context])
+    (grad,) = torch.autograd.grad(out.square().sum(), x)
+    (expected,) = torch.autograd.grad(compiled(x).square().sum(), x)
+    assert_same(grad, expected)
+
+
+def test_a_call_on_the_output_of_another_one_knows_of_gradients():
+    """Under the rewrite nothing needs gradients; what a call reads off the outputs of another one still says it."""
+
+    def attention_of_attention(x, mask, inner_mask):
+        x = flex_attention(x, x, x, block_mask=inner_mask)
+        return flex_attention(x, x, x, block_mask=mask)
+
+    causal = block_mask(lambda b, h, q, kv: q >= kv, 96)
+    by_head = block_mask(lambda b, h, q, kv: (q >= kv) & (h > 0), 96)
+    compiled = torch.compile(attention_of_attention, backend=make_backend("eager"))
+    x = torch.randn(BATCH, 2, 96, 16, requires_grad=True)
+    with pytest.raises(Exception, match=r"kept on FlexAttention[\s\S]*head"):
+        compiled(x, by_head, causal)

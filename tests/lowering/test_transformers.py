@@ -1,6 +1,8 @@
 """Models of Hugging Face's transformers, as they are: their masks, made in the graph, lower whole, and the numbers are those of
 their eager attention."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -93,3 +95,27 @@ def test_their_own_compiled_attention():
     assert not REPORT.refused
     expected = loss_and_gradient("llama", "eager", packed())
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("door", ["magi", "enabled"])
+def test_gradient_checkpointing(door):
+    """Each layer runs in a checkpoint of its own, and its attention is compiled inside it."""
+    torch.manual_seed(0)
+    kind, config = MODELS["llama"]()
+    tokens = torch.randint(2, 128, (2, SEQLEN))
+
+    def gradient(implementation, backend=None):
+        torch.manual_seed(0)
+        model = kind._from_config(config, attn_implementation=implementation).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        forward = torch.compile(model, backend=backend) if backend else model
+        logits = forward(input_ids=tokens, **packed()).logits
+        cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        return model.get_input_embeddings().weight.grad
+
+    # What comes from Inductor's cache is not rewritten again.
+    uncached = torch._inductor.config.patch(force_disable_caches=True)
+    with uncached, magi_compile.enabled() if door == "enabled" else nullcontext():
+        ours = gradient("flex_attention", "magi" if door == "magi" else None)
+    assert not REPORT.refused
+    torch.testing.assert_close(ours, gradient("eager"), atol=1e-5, rtol=1e-4)
