@@ -99,6 +99,18 @@ def _value_of_source(name: str) -> Any:
         return None
 
 
+#: Where the captured tensor and its indices begin among the arguments of an exported look-up.
+EXPORTED_LOOKUP_ARGUMENTS = 3
+
+
+def is_exported_lookup(node: torch.fx.Node) -> bool:
+    """Whether `node` of a mask_mod is how torch.export writes `captured[index]`: the call of an autograd function, with
+    the function's and the arguments' layout and its name in front."""
+    name = node.args[2] if len(node.args) > EXPORTED_LOOKUP_ARGUMENTS else None
+    is_call = getattr(node.target, "__name__", "") == "flat_apply"
+    return is_call and isinstance(name, str) and name.endswith("_higher_order_op.ModIndex")
+
+
 def allow_flex_attention_training_on_cpu() -> None:
     """Lifts `flex_attention`'s refusal of CPU tensors that require gradients, which the lowering makes good."""
     from torch.nn.attention import flex_attention as flex

@@ -1,4 +1,4 @@
-"""Adding nodes to a Dynamo graph, each with the fake value that later passes expect."""
+"""Adding nodes to a graph of Dynamo or of torch.export, each with the fake value that later passes expect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ def value_of(node: Any) -> Any:
     """The fake value of a node (a fake tensor, a SymInt, a tuple of them); anything else is its own value."""
     if not isinstance(node, Node):
         return node
-    return node.meta["example_value"]
+    return node.meta[value_key(node)]
+
+
+def value_key(node: Node) -> str:
+    """Where the graph of `node` keeps fake values: Dynamo's has "example_value", torch.export's "val"."""
+    return "example_value" if "example_value" in node.meta else "val"
 
 
 class Emitter:
@@ -24,6 +29,7 @@ class Emitter:
     def __init__(self, graph: torch.fx.Graph, before: Node):
         self.graph = graph
         self.before = before
+        self.value_key = value_key(before)
         self.fake_mode = _compat.fake_mode_of(value_of(before.args[0]))
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -33,7 +39,7 @@ class Emitter:
         with self.graph.inserting_before(self.before):
             node = self.graph.call_function(target, args, kwargs)
         with self.fake_mode:
-            node.meta["example_value"] = target(*values, **keyword_values)
+            node.meta[self.value_key] = target(*values, **keyword_values)
         return node
 
     def size(self, tensor: Node, dim: int) -> Node | int:

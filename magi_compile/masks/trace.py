@@ -7,6 +7,7 @@ And **unsupported**, with a reason, which is nothing that could be compared or c
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Tra
 def trace_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
-    """Reads the graph of a mask_mod, such as Dynamo makes it.
+    """Reads the graph that Dynamo or torch.export made of a mask_mod.
 
     Args:
         graph: its placeholders are b, h, q, kv, then the captured values.
@@ -148,7 +149,12 @@ class _Tracer:
                 f"`captures` must have {len(placeholders) - 4} entries, one for each captured value, "
                 f"got {len(captures)}"
             )
-        self.originals = {copy: node for node, copy in copies.items()}
+        for node in filter(_compat.is_exported_lookup, list(self.graph.nodes)):
+            captured, *indices = node.args[_compat.EXPORTED_LOOKUP_ARGUMENTS :]
+            with self.graph.inserting_before(node):
+                look_up = self.graph.call_function(operator.getitem, (captured, tuple(indices)))
+            node.replace_all_uses_with(look_up)
+            self.graph.erase_node(node)
         self.tables = [value for value in captures if isinstance(value, Tensor)]
         self.symbols = [value for value in captures if not isinstance(value, Tensor)]
         self.names = names

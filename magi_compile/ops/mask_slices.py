@@ -26,8 +26,8 @@ MAX_VERIFIED = 1 << 16
 
 
 def _mask_slices(
-    tables: Sequence[Tensor],
-    symbols: Sequence[int],
+    tables: Sequence[Tensor] | None,
+    symbols: Sequence[int] | None,
     program: str,
     batch: int,
     seqlen_q: int,
@@ -38,6 +38,7 @@ def _mask_slices(
     block_size: Sequence[int],
     verify: bool = False,
 ) -> Lists:
+    tables, symbols = tables or [], symbols or []  # AOTInductor passes None for an empty list
     mask, sizes = MaskProgram.parse(program), MaskSizes(batch, seqlen_q, seqlen_k)
     on_device = mask_slices_kernel(arch_of(device))
     if on_device is not None:

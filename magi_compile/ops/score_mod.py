@@ -65,7 +65,7 @@ class _Score:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func)).strip("_")
+        name = getattr(func, "__name__", str(func)).split(".")[0].strip("_")  # aten's "div.Tensor"
         method = {"mul": "mul", "multiply": "mul", "rmul": "mul", "tanh": "tanh", "neg": "neg"}.get(
             name
         )
