@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -111,20 +112,103 @@ def is_exported_lookup(node: torch.fx.Node) -> bool:
     return is_call and isinstance(name, str) and name.endswith("_higher_order_op.ModIndex")
 
 
-def allow_flex_attention_training_on_cpu() -> None:
-    """Lifts `flex_attention`'s refusal of CPU tensors that require gradients, which the lowering makes good."""
+def watch_flex_attention(
+    allows_cpu_training: Callable[[Any], bool], notice_eager: Callable[[], None]
+) -> None:
+    """Has PyTorch's FlexAttention ask us, from now on, in two places; everything else stays as it is.
+
+    Args:
+        allows_cpu_training: whether CPU tensors that need gradients are welcome, asked while Dynamo traces for a
+            backend, which is the argument, or while torch.export runs the model (None).
+        notice_eager: called before attention is computed eagerly: by FlexAttention itself, or where a graph broke at
+            its operator. Not where a graph that a compiler was given runs it.
+    """
     from torch.nn.attention import flex_attention as flex
 
-    if getattr(flex._validate_device, "allows_cpu_training", False):
+    if getattr(flex._validate_device, "is_ours", False):
         return
     validate_device = flex._validate_device
+    notice = torch.compiler.disable(notice_eager)
+
+    @torch._dynamo.assume_constant_result
+    def is_welcome() -> bool:
+        return allows_cpu_training(_backend_that_dynamo_traces_for())
 
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
-        if query.device.type != "cpu":
-            validate_device(query, key, value)
+        if not torch.compiler.is_compiling():
+            notice()
+        elif query.device.type == "cpu" and is_welcome():
+            return
+        validate_device(query, key, value)
 
-    validate.allows_cpu_training = True  # type: ignore[attr-defined]
+    # Dynamo still reads it as a part of its callers, but does not compile it by itself: then it would not notice.
+    torch._dynamo.eval_frame.skip_code(validate.__code__)
+    validate.is_ours = True  # type: ignore[attr-defined]
     flex._validate_device = validate
+
+    operator = torch.ops.higher_order.flex_attention
+    kernels = operator.py_kernels
+    dense = kernels[torch._C.DispatchKey.CompositeExplicitAutograd]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, score_mod: Any, *rest: Any) -> Any:
+        mask_mod = rest[0][-1]
+        if not isinstance(mask_mod, torch.fx.GraphModule):
+            notice()
+        return dense(q, k, v, score_mod, *rest)
+
+    kernels[torch._C.DispatchKey.CompositeExplicitAutograd] = attention
+    operator._dispatch_cache.clear()  # of earlier calls
+
+
+def _backend_that_dynamo_traces_for() -> Any:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:
+        return None
+
+
+def backends_around() -> list[Any]:
+    """The backends of the functions compiled by torch.compile that are being called right now, innermost first."""
+    from torch._dynamo.eval_frame import OptimizeContext
+
+    found, frame = [], sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("_dynamo/eval_frame.py"):
+            context = frame.f_locals.get("self")
+            if isinstance(context, OptimizeContext):
+                found.append(context.callback)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def layers_of(backend: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What Dynamo and torch.compile have wrapped in one another around a backend, outermost first, and the `options` that
+    torch.compile was given."""
+    layers: list[Any] = []
+    options: dict[str, Any] = {}
+    links = ("_torchdynamo_orig_backend", "compiler_fn", "backend_compile_fn", "func", "__self__")
+    while backend is not None and not any(backend is layer for layer in layers):
+        layers.append(backend)
+        options = options or (getattr(backend, "kwargs", None) or {}).get("options") or {}
+        inner = (getattr(backend, link, None) for link in links)
+        backend = next((layer for layer in inner if layer is not None), None)
+    return layers, options
+
+
+def graph_breaks() -> list[str]:
+    """Why Dynamo broke graphs so far: the first sentence for each reason."""
+    reasons = [
+        text.partition("Explanation:")[2] for text in torch._dynamo.utils.counters["graph_break"]
+    ]
+    return [reason.strip().split("\n")[0].split(". ")[0].rstrip(".") for reason in reasons]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "PreGradPass":  # made at first use: its base class brings Inductor with it
+        return _pre_grad_pass_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
@@ -132,22 +216,36 @@ def _pre_grad_pass_class() -> type:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class PreGradPass(CustomGraphPass):
-        def __init__(self, rewrite: Callable[[torch.fx.GraphModule], object], identity: str):
-            self.rewrite, self.identity = rewrite, identity
+        """Pickled as its identity, which is all that Inductor's caches have to know of it."""
+
+        __qualname__ = "PreGradPass"
+
+        def __init__(
+            self,
+            rewrite: Callable[[torch.fx.GraphModule], object] | None,
+            identity: str,
+            options: Any = None,
+        ):
+            self.rewrite, self.identity, self.options = rewrite, identity, options
 
         def __call__(self, graph: torch.fx.Graph) -> None:
-            assert graph.owning_module is not None
+            assert graph.owning_module is not None and self.rewrite is not None
             self.rewrite(graph.owning_module)
 
         def uuid(self) -> str:
             return self.identity
 
+        def __reduce__(self) -> Any:
+            return (type(self), (None, self.identity))
+
     return PreGradPass
 
 
-def pre_grad_pass(rewrite: Callable[[torch.fx.GraphModule], object], identity: str) -> Any:
-    """A pass over Dynamo's graphs for `install_pre_grad_pass`; Inductor's caches key on `identity`."""
-    return _pre_grad_pass_class()(rewrite, identity)
+def pre_grad_pass(
+    rewrite: Callable[[torch.fx.GraphModule], object], identity: str, options: Any = None
+) -> Any:
+    """A pass over Dynamo's graphs for `install_pre_grad_pass`; Inductor's caches key on `identity`. It keeps `options`."""
+    return _pre_grad_pass_class()(rewrite, identity, options)
 
 
 def installed_pre_grad_pass() -> Any:

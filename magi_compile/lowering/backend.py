@@ -12,10 +12,11 @@ from torch.fx import GraphModule
 
 from magi_compile import _compat
 from magi_compile._version import __version__
+from magi_compile.lowering import regions
 from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions, split_options
 
-_compat.allow_flex_attention_training_on_cpu()
+regions.watch()
 
 
 def make_backend(
@@ -35,7 +36,7 @@ def make_backend(
         mode: str | None = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
-        ours, rest = split_options({**defaults, **(options or {})})
+        ours, rest = chosen(options)
         lower_flex_attention(gm, ours)
         if inner == "inductor":
             settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
@@ -47,7 +48,11 @@ def make_backend(
         compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
         return compiler(gm, example_inputs)
 
+    def chosen(given: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
+        return split_options({**defaults, **(given or {})})
+
     defaults = {f"magi.{name}": value for name, value in asdict(options).items()}
+    backend.lowering_options = lambda given: chosen(given)[0]  # type: ignore[attr-defined]
     return backend
 
 
@@ -84,7 +89,7 @@ def enable(**options: Any) -> None:
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
     identity = f"magi_compile {__version__} {chosen}"
     _compat.install_pre_grad_pass(
-        _compat.pre_grad_pass(lambda gm: lower_flex_attention(gm, chosen), identity)
+        _compat.pre_grad_pass(lambda gm: lower_flex_attention(gm, chosen), identity, chosen)
     )
 
 

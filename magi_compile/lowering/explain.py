@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from magi_compile import _compat
+from magi_compile.lowering import regions
 from magi_compile.lowering.flex import LoweredCall, lower_flex_attention
-from magi_compile.lowering.options import LoweringOptions
+from magi_compile.lowering.options import DEFAULTS
 from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
 
@@ -88,11 +88,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a model or a function, got {type(fn).__name__}")
-    _compat.allow_flex_attention_training_on_cpu()
+    regions.watch()
     explanation = Explanation()
 
     def backend(gm: GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        calls = lower_flex_attention(gm, LoweringOptions(), explanation.report)
+        calls = lower_flex_attention(gm, DEFAULTS, explanation.report)
         for call in calls:
             call.node.target = _recording(call, explanation)
         for module in gm.modules():
@@ -100,6 +100,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
                 module.recompile()
         return gm.forward
 
+    backend.lowering_options = lambda _: DEFAULTS  # type: ignore[attr-defined]
     with torch.no_grad():
         torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
     return explanation

@@ -13,7 +13,8 @@ class LoweringOptions:
     """Options of `backend="magi"` (as `options={"magi.strict": True}`) and of `enable()` (as keywords).
 
     Attributes:
-        strict: raise where an attention cannot be lowered, instead of leaving it on FlexAttention.
+        strict: raise where an attention cannot be lowered, instead of leaving it on FlexAttention, or runs eagerly inside
+            of what is compiled (`lowering.regions.notice_eager_attention` says what is noticed).
         kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses by device and problem.
         slice_capacity: how many slices a mask derived inside a graph may have, per batch entry. None stands for
             one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that needs

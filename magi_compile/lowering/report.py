@@ -51,7 +51,10 @@ class Decision:
 
 @dataclass
 class LoweringReport:
-    """Everything lowered and refused since the start of the process, or since `clear()`."""
+    """Everything lowered and refused since the start of the process, or since `clear()`.
+
+    Under `enable()`, what Inductor takes from its cache is not lowered again, and so is not here.
+    """
 
     decisions: list[Decision] = field(default_factory=list)
     num_graphs: int = 0  # graphs with attention that were compiled, recompilations included
@@ -71,10 +74,16 @@ class LoweringReport:
         if decision.kernel:
             logger.info("%s", decision)
             return
-        key = (decision.location, decision.reasons)
+        self._warn_once((decision.location, decision.reasons), str(decision))
+
+    def warn_once(self, location: str, message: str) -> None:
+        """Logs what no graph has: a warning, once for each place."""
+        self._warn_once((location, ()), message)
+
+    def _warn_once(self, key: tuple[str, tuple[str, ...]], message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning("%s", decision)
+            logger.warning("%s", message)
 
     def clear(self) -> None:
         self.decisions.clear()
