@@ -42,9 +42,20 @@ def test_compiles_without_spills(variant):
 def test_cache(tmp_path, monkeypatch):
     first = nvrtc.compile_variant(VARIANTS[0])
     (cached,) = tmp_path.iterdir()
-    assert cached.read_bytes() == first
+    assert cached.read_bytes().endswith(first)
     monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: pytest.fail("not read from the cache"))
     assert nvrtc.compile_variant(VARIANTS[0]) == first
+
+
+def test_a_truncated_file_is_compiled_again(tmp_path, monkeypatch):
+    log = "0 bytes spill stores, 0 bytes spill loads\nUsed 100 registers"
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: (b"cubin", log))
+    nvrtc.compile_variant(VARIANTS[0])
+    (cached,) = tmp_path.iterdir()
+    whole = cached.read_bytes()
+    cached.write_bytes(whole[:-2])
+    assert nvrtc.compile_variant(VARIANTS[0]) == b"cubin"
+    assert cached.read_bytes() == whole
 
 
 def test_an_error_holds_the_log(tmp_path):

@@ -6,14 +6,14 @@ The sources include nothing but each other, so neither a CUDA toolkit nor a GPU 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import tempfile
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from cuda.bindings import nvrtc
+
+from magi_compile.kernels.cuda import cubin_cache
 
 ARCH = "sm_90a"
 
@@ -49,16 +49,17 @@ def compile_variant(variant: Variant) -> bytes:
     Raises:
         CompileError: if the compiler refuses the source, spills registers or serialises wgmma.
     """
-    path = cache_dir() / f"{variant.entry}_{_key(variant)}.cubin"
-    if path.exists():
-        return path.read_bytes()
+    name = f"{variant.entry}_{_key(variant)}.cubin"
+    kept = cubin_cache.read(name)
+    if kept is not None:
+        return kept
     cubin, log = run_nvrtc(variant)
     resources = parse_resources(log)
     if resources.spilled_bytes and not variant.may_spill:
         raise CompileError(f"{variant} spills {resources.spilled_bytes} bytes of registers:\n{log}")
     if resources.is_wgmma_serialized:
         raise CompileError(f"the compiler serialised the wgmma instructions of {variant}:\n{log}")
-    _write_atomically(path, cubin)
+    cubin_cache.write(name, cubin)
     return cubin
 
 
@@ -108,13 +109,6 @@ def source_dir() -> Path:
     )
 
 
-def cache_dir() -> Path:
-    """`$MAGI_COMPILE_CACHE_DIR`, or `magi_compile` in the user's cache directory."""
-    if configured := os.environ.get("MAGI_COMPILE_CACHE_DIR"):
-        return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "magi_compile"
-
-
 def _options(variant: Variant) -> list[str]:
     return [
         f"--gpu-architecture={ARCH}",
@@ -135,13 +129,6 @@ def _key(variant: Variant) -> str:
     for path in sorted(source_dir().iterdir()):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _write_atomically(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
 
 
 def _buffer(size: int) -> bytes:
