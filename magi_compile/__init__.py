@@ -9,13 +9,21 @@ from typing import TYPE_CHECKING, Any
 from magi_compile._version import __version__
 
 if TYPE_CHECKING:
+    from magi_compile import masks, ops
     from magi_compile._checks import MaskDataError, synchronize_checks
     from magi_compile.lowering.backend import disable, enable, enabled, make_backend
     from magi_compile.lowering.explain import explain
     from magi_compile.lowering.options import LoweringOptions
     from magi_compile.lowering.report import LoweringRefusedError, lowering_report
-    from magi_compile.masks import AttnSlice, AttnSlices, MaskType, create_block_mask
+    from magi_compile.masks import (
+        AttnSlice,
+        AttnSlices,
+        MaskType,
+        UnsupportedMaskError,
+        create_block_mask,
+    )
     from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
+    from magi_compile.ops.score_mod import UnsupportedScoreModError
 
 __all__ = [
     "AttnOutput",
@@ -25,6 +33,8 @@ __all__ = [
     "LoweringRefusedError",
     "MaskDataError",
     "MaskType",
+    "UnsupportedMaskError",
+    "UnsupportedScoreModError",
     "__version__",
     "create_block_mask",
     "disable",
@@ -35,6 +45,8 @@ __all__ = [
     "flex_flash_attention",
     "lowering_report",
     "make_backend",
+    "masks",
+    "ops",
     "synchronize_checks",
 ]
 
@@ -47,6 +59,8 @@ _HOMES = {
     "LoweringRefusedError": "lowering.report",
     "MaskDataError": "_checks",
     "MaskType": "masks",
+    "UnsupportedMaskError": "masks",
+    "UnsupportedScoreModError": "ops.score_mod",
     "create_block_mask": "masks",
     "disable": "lowering.backend",
     "enable": "lowering.backend",
@@ -58,15 +72,17 @@ _HOMES = {
     "make_backend": "lowering.backend",
     "synchronize_checks": "_checks",
 }
+# Packages that are public by themselves, loaded at first use too; `ops` defines `torch.ops.magi`.
+_PACKAGES = ("masks", "ops")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name == "masks":
-        return import_module(f"{__name__}.masks")
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_PACKAGES})

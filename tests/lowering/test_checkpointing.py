@@ -1,5 +1,7 @@
 """Activation checkpointing, full and selective, around lowered attention."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -95,3 +97,40 @@ def test_a_call_on_the_output_of_another_one_knows_of_gradients():
     x = torch.randn(BATCH, 2, 96, 16, requires_grad=True)
     with pytest.raises(Exception, match=r"kept on FlexAttention[\s\S]*head"):
         compiled(x, by_head, causal)
+
+
+POLICY_BEFORE_ANYTHING_ELSE = """
+from functools import partial
+
+import magi_compile
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import (
+    CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+)
+
+magi_compile.ops  # defines the op
+contexts = partial(create_selective_checkpoint_contexts, [torch.ops.magi.ffa_fwd.default])
+
+
+def attend(x):
+    return flex_attention(x.sin(), x, x)
+
+
+def saved(x):
+    return checkpoint(attend, x, use_reentrant=False, context_fn=contexts)
+
+
+def gradient(function):
+    x = torch.linspace(-1, 1, 2 * 64 * 16).view(1, 2, 64, 16).requires_grad_()
+    backend = magi_compile.make_backend("aot_eager")
+    torch.compile(function, backend=backend, fullgraph=True)(x).square().sum().backward()
+    return x.grad
+
+
+torch.testing.assert_close(gradient(saved), gradient(attend))
+"""
+
+
+def test_a_policy_names_the_op_in_a_fresh_process():
+    subprocess.run([sys.executable, "-c", POLICY_BEFORE_ANYTHING_ELSE], check=True)
