@@ -3,7 +3,7 @@
 python examples/plot_masks.py [docs/images/masks.png]
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 from magi_compile.masks.library import (
@@ -46,4 +46,6 @@ def main(path: str = "docs/images/masks.png") -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", nargs="?", default="docs/images/masks.png", help="of the picture")
+    main(parser.parse_args().path)

@@ -170,15 +170,24 @@ def explain(args: argparse.Namespace) -> None:
         print(magi_compile.explain(model, tokens, targets, document))
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--seqlen", type=int, default=4096)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--device", default=DEVICES[-1])
+    parser.add_argument("--steps", type=positive, default=40)
+    parser.add_argument("--seqlen", type=positive, default=4096)
+    parser.add_argument("--dim", type=positive, default=256)
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--kv-heads", type=positive, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--baseline", choices=("dense", "flex"), default="dense")
@@ -187,6 +196,12 @@ def main() -> None:
         "--explain", action="store_true", help="tell what becomes of each attention"
     )
     args = parser.parse_args()
+    if args.dim % args.heads:
+        parser.error(f"--dim must be a multiple of --heads {args.heads}, got {args.dim}")
+    if args.heads % args.kv_heads:
+        parser.error(f"--heads must be a multiple of --kv-heads {args.kv_heads}, got {args.heads}")
+    if args.device not in DEVICES:
+        parser.error(f"--device must be one of {', '.join(DEVICES)} here, got {args.device!r}")
     if args.explain:
         return explain(args)
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.command_line = ["magi-bench", *(sys.argv[1:] if arguments is None else arguments)]
     try:
         return args.command(args)
-    except (ValueError, FileNotFoundError, FileExistsError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.exit(2, f"magi-bench: {error}\n")
 
 
@@ -44,10 +44,12 @@ def _parser() -> argparse.ArgumentParser:
         _add_run_arguments(commands.add_parser(level, help=summary), level)
     masks = commands.add_parser("masks", help="list the masks, or draw one")
     masks.add_argument("--show", metavar="NAME", help="draw this mask")
-    masks.add_argument("--seqlen", type=parse_length, default=4096)
+    masks.add_argument("--seqlen", type=_length, default=4096)
     masks.add_argument("--lengths", choices=SAMPLERS, default="seeds")
-    masks.add_argument("--block", type=int, default=128, help="tokens of a block of a sparse mask")
-    masks.add_argument("--density", type=float, default=0.2, help="of a sparse mask")
+    masks.add_argument(
+        "--block", type=_count, default=128, help="tokens of a block of a sparse mask"
+    )
+    masks.add_argument("--density", type=_share, default=0.2, help="of a sparse mask")
     masks.add_argument("--seed", type=int, default=42)
     masks.add_argument("--output", type=Path, help="a .png or .svg; by default text")
     masks.set_defaults(command=_masks)
@@ -74,16 +76,16 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     )
     masks = SPARSE_MASKS if level == "sparse" else tuple(NAMED_MASKS)
     parser.add_argument("--masks", nargs="+", choices=masks, help="only these")
-    parser.add_argument("--seqlens", nargs="+", type=parse_length, help="only these, or others")
+    parser.add_argument("--seqlens", nargs="+", type=_length, help="only these, or others")
     parser.add_argument(
         "--heads", nargs="+", type=_heads, metavar="Q:KV", help="only these, or others"
     )
-    parser.add_argument("--head-dim", type=int)
+    parser.add_argument("--head-dim", type=_count)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--lengths", choices=SAMPLERS, help="how documents are drawn")
     if level == "sparse":
-        parser.add_argument("--blocks", nargs="+", type=int, help="only these sizes")
-        parser.add_argument("--densities", nargs="+", type=float, help="only these")
+        parser.add_argument("--blocks", nargs="+", type=_count, help="only these sizes")
+        parser.add_argument("--densities", nargs="+", type=_share, help="only these")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--contenders", nargs="+", choices=contenders.names(), metavar="NAME")
     parser.add_argument(
@@ -94,17 +96,49 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument("--output", type=Path, default=Path("magi-bench.jsonl"), help="JSONL file")
     parser.add_argument("--resume", action="store_true", help="go on with the output file")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and why not")
-    parser.add_argument("--time-limit", type=float, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--cell-limit", type=float, default=120.0, metavar="SECONDS")
-    parser.add_argument("--budget-ms", type=float, help="for the repetitions of a pass")
-    parser.add_argument("--min-reps", type=int, default=Protocol.min_reps)
-    parser.add_argument("--gate-seqlen", type=parse_length, help="longest sequence checked")
+    parser.add_argument("--time-limit", type=_positive, default=float("inf"), metavar="SECONDS")
+    parser.add_argument("--cell-limit", type=_positive, default=120.0, metavar="SECONDS")
+    parser.add_argument("--budget-ms", type=_positive, help="for the repetitions of a pass")
+    parser.add_argument("--min-reps", type=_count, default=Protocol.min_reps)
+    parser.add_argument("--gate-seqlen", type=_length, help="longest sequence checked")
     parser.add_argument("--cuda-graph", action="store_true", help="also time graph replays")
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 cache")
     parser.add_argument(
-        "--jobs", type=int, help="contenders checked at a time; by default 1 on a CPU, all on a GPU"
+        "--jobs",
+        type=_count,
+        help="contenders checked at a time; by default 1 on a CPU, all on a GPU",
     )
     parser.set_defaults(command=_run, level=level)
+
+
+def _length(text: str) -> int:
+    try:
+        return parse_length(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return number
+
+
+def _share(text: str) -> float:
+    number = _positive(text)
+    if number > 1:
+        raise argparse.ArgumentTypeError(f"must be a share of at most 1, got {text!r}")
+    return number
 
 
 def _heads(text: str) -> str:

@@ -10,9 +10,11 @@ the cost model predicts, forward and backward.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import torch
 
@@ -197,7 +199,7 @@ def table_of(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def plot(outcomes: Sequence[Outcome], path: str, title: str) -> None:
+def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     """Received rows and predicted efficiency over the number of ranks, as a picture. Needs matplotlib."""
     import matplotlib
 
@@ -244,6 +246,36 @@ def parse_count(text: str) -> int:
     return int(digits) * unit
 
 
+def parse_number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number, and not negative, got {text!r}")
+    return number
+
+
+def parse_positive(text: str) -> float:
+    number = parse_number(text)
+    if not number:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
+    return number
+
+
+def parse_counts(text: str) -> list[int]:
+    """Several counts, with commas in between."""
+    return [parse_count(part.strip()) for part in text.split(",")]
+
+
+def parse_strategies(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in STRATEGIES:
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(STRATEGIES)}, got {name!r}")
+    return names
+
+
 def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     parser = argparse.ArgumentParser(
         prog="python -m magi_compile.dtensor.simulate",
@@ -252,19 +284,25 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
     option = parser.add_argument
     option("--mask", choices=MASKS, default="document_causal")
     option("--tokens", type=parse_count, default="512k", help="of the whole sequence")
-    option("--cp", default="8,64", help="numbers of ranks")
+    option("--cp", type=parse_counts, default="8,64", help="numbers of ranks")
     option("--chunk", type=parse_count, help="tokens of a chunk; by default chosen from the mask")
-    option("--strategies", default=",".join(STRATEGIES))
-    option("--packs", type=int, default=4, help="packs of documents to average over")
+    option("--strategies", type=parse_strategies, default=",".join(STRATEGIES))
+    option("--packs", type=parse_count, default=4, help="packs of documents to average over")
     option("--seed", type=int, default=42, help="of the packs")
-    option("--slack", type=float, default=0.01)
-    option("--nheads-q", type=int, default=64)
-    option("--nheads-kv", type=int, default=8)
-    option("--head-dim", type=int, default=128)
-    option("--tflops", type=float, default=600.0, help="of one rank's attention forward")
-    option("--gbytes", type=float, default=350.0, help="per second into one rank")
-    option("--plot", help="where to write a picture")
+    option("--slack", type=parse_number, default=0.01)
+    option("--nheads-q", type=parse_count, default=64)
+    option("--nheads-kv", type=parse_count, default=8)
+    option("--head-dim", type=parse_count, default=128)
+    option("--tflops", type=parse_positive, default=600.0, help="of one rank's attention forward")
+    option("--gbytes", type=parse_positive, default=350.0, help="per second into one rank")
+    option("--plot", type=Path, help="where to write a picture")
     options = parser.parse_args(arguments)
+    if options.nheads_q % options.nheads_kv:
+        parser.error(
+            f"--nheads-q must be a multiple of --nheads-kv {options.nheads_kv}, got {options.nheads_q}"
+        )
+    if options.plot and not options.plot.parent.is_dir():
+        parser.error(f"--plot must lie in a directory that exists, got {str(options.plot)!r}")
 
     torch.set_num_threads(1)
     cost = CostModel.of_heads(
@@ -281,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
             [
                 simulate(
                     slices,
-                    int(cp_size),
+                    cp_size,
                     strategy,
                     chunk_size=options.chunk,
                     slack=options.slack,
@@ -291,8 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
                 for slices in masks
             ]
         )
-        for cp_size in options.cp.split(",")
-        for strategy in options.strategies.split(",")
+        for cp_size in options.cp
+        for strategy in options.strategies
     ]
     print(
         f"{options.mask}, {options.tokens} tokens, mean of {options.packs} packs, seed {options.seed}"

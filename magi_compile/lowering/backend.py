@@ -14,7 +14,7 @@ from magi_compile import _compat
 from magi_compile._version import __version__
 from magi_compile.lowering import regions
 from magi_compile.lowering.flex import lower_flex_attention
-from magi_compile.lowering.options import DEFAULTS, LoweringOptions, split_options
+from magi_compile.lowering.options import DEFAULTS, LoweringOptions, options_of, split_options
 
 regions.watch()
 
@@ -28,6 +28,9 @@ def make_backend(
         inner: another backend, by name or as a callable; "inductor" takes torch.compile's `mode` and `options`.
         options: what torch.compile's `options={"magi.*": ...}` override.
     """
+
+    if not isinstance(options, LoweringOptions):
+        raise TypeError(f"`options` must be a LoweringOptions, got {options!r}")
 
     def backend(
         gm: GraphModule,
@@ -63,7 +66,7 @@ magi = make_backend()
 def enabled(**options: Any) -> Iterator[None]:
     """`enable(**options)` for the length of a block."""
     previous = _compat.installed_pre_grad_pass()
-    enable(**options)
+    _enable(options_of("enabled", options))
     try:
         yield
     finally:
@@ -81,11 +84,15 @@ def enable(**options: Any) -> None:
 
     Raises:
         RuntimeError: another pass is installed as Inductor's `pre_grad_custom_pass`.
+        TypeError: an option does not exist, or its value is of the wrong type.
     """
+    _enable(options_of("enable", options))
+
+
+def _enable(chosen: LoweringOptions) -> None:
     previous = _compat.installed_pre_grad_pass()
     if previous is not None and not _compat.is_pre_grad_pass_of_ours(previous):
         raise RuntimeError(f"Inductor's `pre_grad_custom_pass` must be free, got {previous!r}")
-    chosen = LoweringOptions(**options)
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
     identity = f"magi_compile {__version__} {chosen}"
     _compat.install_pre_grad_pass(

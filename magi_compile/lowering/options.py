@@ -33,17 +33,37 @@ class LoweringOptions:
             raise TypeError(f"`strict` must be True or False, got {self.strict!r}")
         if not isinstance(self.verify, bool):
             raise TypeError(f"`verify` must be True or False, got {self.verify!r}")
-        if not isinstance(self.slice_capacity, (int, type(None))):
+        capacity = self.slice_capacity
+        if isinstance(capacity, bool) or not isinstance(capacity, (int, type(None))):
             raise TypeError(f"`slice_capacity` must be an int or None, got {self.slice_capacity!r}")
         if self.slice_capacity is not None and self.slice_capacity < 1:
             raise ValueError(f"`slice_capacity` must be at least 1, got {self.slice_capacity}")
         from magi_compile.kernels.select import KERNELS
 
+        if not isinstance(self.kernel, (str, type(None))):
+            raise TypeError(
+                f"`kernel` must be a name ({', '.join(KERNELS)}) or None, got {self.kernel!r}"
+            )
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
 
 
 DEFAULTS = LoweringOptions()
+
+
+def options_of(function: str, given: dict[str, Any]) -> LoweringOptions:
+    """The options that the keyword arguments `given` of `function` stand for.
+
+    Raises:
+        TypeError: one of them is no option.
+    """
+    known = [field.name for field in fields(LoweringOptions)]
+    for name, value in given.items():
+        if name not in known:
+            raise TypeError(
+                f"`{function}` must get no other options than {', '.join(known)}, got {name}={value!r}"
+            )
+    return LoweringOptions(**given)
 
 
 def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:

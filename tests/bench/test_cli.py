@@ -183,6 +183,17 @@ def test_presets_and_filters(arguments, count, capsys):
         (["kernel", "--masks", "x"], "invalid choice: 'x'"),
         (["sparse", "--preset", "seeds"], "have no such sparse cells"),
         (["report", "no-such-file"], "No such file"),
+        (["report", "."], "Is a directory"),
+        (["kernel", "--seqlens", "0"], "a number of tokens such as 8192, 8K or 1M, got '0'"),
+        (["kernel", "--head-dim", "0"], "--head-dim: must be a positive integer, got '0'"),
+        (["kernel", "--min-reps", "-1"], "--min-reps: must be a positive integer, got '-1'"),
+        (["kernel", "--jobs", "0"], "--jobs: must be a positive integer, got '0'"),
+        (["kernel", "--cell-limit", "0"], "--cell-limit: must be a positive number, got '0'"),
+        (["kernel", "--budget-ms", "x"], "--budget-ms: must be a positive number, got 'x'"),
+        (["sparse", "--densities", "1.5"], "--densities: must be a share of at most 1, got '1.5'"),
+        (["sparse", "--blocks", "0"], "--blocks: must be a positive integer, got '0'"),
+        (["masks", "--show", "uniform_blocks", "--block", "0"], "must be a positive integer"),
+        (["masks", "--show", "no_such_mask"], "`mask` must be one of "),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):

@@ -11,6 +11,7 @@ from magi_compile.dtensor.simulate import (
     lower_bound,
     main,
     parse_count,
+    parse_number,
     simulate,
     ulysses_rows_of,
 )
@@ -89,3 +90,29 @@ def test_counts():
     for text in ("", "k", "-1", "1.5m", "0"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be a positive count"):
             parse_count(text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--cp 0", "--cp: must be a positive count like 4096, 512k or 16m, got '0'"),
+        ("--cp 8,x", "--cp: must be a positive count like 4096, 512k or 16m, got 'x'"),
+        ("--strategies best", "--strategies: must be of "),
+        ("--packs 0", "--packs: must be a positive count"),
+        ("--slack=-1", "--slack: must be a number, and not negative, got '-1'"),
+        ("--nheads-q 0", "--nheads-q: must be a positive count"),
+        ("--nheads-q 12", "--nheads-q must be a multiple of --nheads-kv 8, got 12"),
+        ("--tflops 0", "--tflops: must be a positive number, got '0'"),
+        ("--gbytes x", "--gbytes: must be a number, and not negative, got 'x'"),
+        ("--plot no_such_directory/x.png", "--plot must lie in a directory that exists"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_slack_of_none():
+    assert parse_number("0") == 0.0

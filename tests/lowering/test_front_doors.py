@@ -9,6 +9,7 @@ import torch
 
 import magi_compile
 from magi_compile import _compat
+from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.options import LoweringOptions, split_options
 from magi_compile.lowering.report import REPORT
 
@@ -96,10 +97,40 @@ def test_unknown_option_is_named():
         LoweringOptions(kernel="fa3")
     with pytest.raises(ValueError, match="`slice_capacity` must be at least 1, got 0"):
         LoweringOptions(slice_capacity=0)
-    with pytest.raises(TypeError, match="`slice_capacity` must be an int or None, got 'many'"):
-        LoweringOptions(slice_capacity="many")
-    with pytest.raises(TypeError, match="`strict` must be True or False, got 'yes'"):
-        LoweringOptions(strict="yes")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slice_capacity": "many"}, "`slice_capacity` must be an int or None, got 'many'"),
+        ({"slice_capacity": True}, "`slice_capacity` must be an int or None, got True"),
+        ({"slice_capacity": 3.5}, "`slice_capacity` must be an int or None, got 3.5"),
+        ({"strict": "yes"}, "`strict` must be True or False, got 'yes'"),
+        ({"strict": 1}, "`strict` must be True or False, got 1"),
+        ({"kernel": 5}, r"`kernel` must be a name \(.*cpu.*\) or None, got 5"),
+        ({"kernel": ["cpu"]}, r"`kernel` must be a name \(.*\) or None, got \['cpu'\]"),
+    ],
+)
+def test_values_of_the_wrong_type(options, message):
+    with pytest.raises(TypeError, match=message):
+        LoweringOptions(**options)
+    with pytest.raises(TypeError, match=message):
+        magi_compile.enable(**options)
+    with pytest.raises(TypeError, match=message):
+        split_options({f"magi.{name}": value for name, value in options.items()})
+    assert _compat.installed_pre_grad_pass() is None
+
+
+def test_unknown_options():
+    message = "must get no other options than strict, kernel, slice_capacity, got unknown=1"
+    with pytest.raises(TypeError, match=f"`enable` {message}"):
+        magi_compile.enable(unknown=1)
+    with pytest.raises(TypeError, match=f"`enabled` {message}"), magi_compile.enabled(unknown=1):
+        pass
+    with pytest.raises(
+        TypeError, match=r"`options` must be a LoweringOptions, got \{'strict': True\}"
+    ):
+        make_backend(options={"strict": True})
 
 
 def test_inner_backend_without_options_says_so(case):
