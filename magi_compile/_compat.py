@@ -235,6 +235,9 @@ def _pre_grad_pass_class() -> type:
         def uuid(self) -> str:
             return self.identity
 
+        def __deepcopy__(self, _: Any) -> Any:
+            return self
+
         def __reduce__(self) -> Any:
             return (type(self), (None, self.identity))
 

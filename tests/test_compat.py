@@ -1,5 +1,7 @@
 """Private PyTorch names do what `_compat` says they do."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -70,6 +72,19 @@ def test_names_of_inputs(source, name):
 
 def test_inputs_without_a_source_have_their_own_name():
     assert _compat.source_name(SimpleNamespace(name="arg0_1")) == "arg0_1"
+
+
+def test_the_pass_is_pickled_as_its_identity():
+    """Inductor's cache key holds it in torch 2.11; a copy is the pass itself."""
+    graph_pass = _compat.pre_grad_pass(lambda gm: None, "of a version", options=3)
+    again = pickle.loads(pickle.dumps(graph_pass))
+    assert type(again) is type(graph_pass) is _compat.PreGradPass
+    assert (again.uuid(), again.rewrite) == ("of a version", None)
+    other = _compat.pre_grad_pass(print, "of a version", options=4)
+    assert pickle.dumps(other) == pickle.dumps(graph_pass)
+    assert copy.deepcopy(graph_pass) is graph_pass
+    with pytest.raises(AttributeError, match="has no attribute 'PostGradPass'"):
+        _compat.PostGradPass  # noqa: B018
 
 
 def test_versions_of_tensors():
