@@ -188,7 +188,11 @@ def layers_of(backend: Any) -> tuple[list[Any], dict[str, Any]]:
     torch.compile was given."""
     layers: list[Any] = []
     options: dict[str, Any] = {}
-    links = ("_torchdynamo_orig_backend", "compiler_fn", "backend_compile_fn", "func", "__self__")
+    dynamo = (
+        "_torchdynamo_orig_backend",
+        "_torchdynamo_orig_callable",
+    )  # the latter in older versions
+    links = (*dynamo, "compiler_fn", "backend_compile_fn", "func", "__self__")
     while backend is not None and not any(backend is layer for layer in layers):
         layers.append(backend)
         options = options or (getattr(backend, "kwargs", None) or {}).get("options") or {}

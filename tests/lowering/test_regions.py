@@ -1,5 +1,6 @@
 """Where compiled code that we lower for begins and ends: who may train on a CPU, and what runs eagerly inside of it."""
 
+import functools
 import logging
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import magi_compile
 from magi_compile import LoweringOptions, LoweringRefusedError
+from magi_compile.lowering import regions
 from magi_compile.lowering.backend import make_backend
 
 from .conftest import BATCH, block_mask
@@ -167,3 +169,22 @@ def test_import_changes_nothing_in_pytorch():
         "assert flex._validate_device is before\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_backends_in_wrappers_are_known():
+    """Those of torch.compile, of Dynamo, of DistributedDataParallel, and partial functions."""
+    backend = make_backend("aot_eager", LoweringOptions(strict=True))
+
+    class Splitter:
+        backend_compile_fn = functools.partial(backend)
+
+        def compile_fn(self, gm, inputs):
+            return gm
+
+    def of_dynamo(*_):
+        pass
+
+    of_dynamo._torchdynamo_orig_callable = Splitter().compile_fn
+    assert regions.options_for(of_dynamo) == LoweringOptions(strict=True)
+    assert regions.options_for(torch._dynamo.lookup_backend("aot_eager")) is None
+    assert regions.options_for(None) is None
