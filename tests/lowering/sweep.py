@@ -28,6 +28,7 @@ from magi_compile.masks import library, slices_from_block_mask
 from magi_compile.testing.cases import AttentionInputs
 from magi_compile.testing.numerics import assert_attention_close
 
+CASES_A_FUNCTION = 8  # before Dynamo refuses to compile a function again
 LENGTHS = {"short": (37, 1, 102, 160), "long": (500, 333, 4, 684)}
 MASKS = {
     "everything": lambda lengths, device: None,
@@ -170,7 +171,7 @@ def main() -> int:
     for number, case in enumerate(chosen(options.count, options.seed)):
         if time.perf_counter() - begin > options.seconds:
             break
-        if number % 32 == 0:
+        if number % CASES_A_FUNCTION == 0:
             torch._dynamo.reset()
             compiled.cache_clear()
         try:
