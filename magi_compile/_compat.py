@@ -40,6 +40,45 @@ def fake_mode_of(tensor: Tensor) -> Any:
     return tensor.fake_mode  # type: ignore[attr-defined]
 
 
+def copy_of_dynamo_graph(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph that Dynamo gave to a backend, for changes that Dynamo must not see: with all that AOTAutograd reads of it."""
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copies, return_output_node=True)
+    graph.output(output[0])  # type: ignore[index]
+    for node, copied in copies.items():
+        if hasattr(node, "_dynamo_source"):
+            copied._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
+    copied_gm = torch.fx.GraphModule(gm, graph)
+    for name, value in vars(gm).items():
+        vars(copied_gm).setdefault(name, value)
+    copied_gm.meta = dict(gm.meta)
+    return copied_gm
+
+
+def mark_as_without_source(placeholder: torch.fx.Node) -> None:
+    """Says that an input of a Dynamo graph is nothing that Dynamo gave it."""
+    placeholder._dynamo_source = None  # type: ignore[attr-defined]
+
+
+def static_fake_mode() -> Any:
+    """A FakeTensorMode without dynamic sizes, as a context manager."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def without_symbols(value: Any, mode: Any) -> Any:
+    """A tensor or int of a graph that is being compiled as one that `mode` knows, of the sizes that are at hand."""
+    if isinstance(value, torch.SymInt):
+        return 8 if value.node.hint is None else int(value.node.hint)
+    if not isinstance(value, Tensor):
+        return value
+    sizes, strides = ([without_symbols(x, mode) for x in f()] for f in (value.size, value.stride))
+    with mode:
+        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+
+
 def without_fake_tensors() -> Any:
     """A context in which new tensors are real, also where a graph is compiled."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

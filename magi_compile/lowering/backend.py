@@ -15,6 +15,7 @@ from magi_compile._version import __version__
 from magi_compile.lowering import regions
 from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions, options_of, split_options
+from magi_compile.lowering.prologue import split_off
 
 regions.watch()
 
@@ -40,16 +41,20 @@ def make_backend(
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
         ours, rest = chosen(options)
-        lower_flex_attention(gm, ours)
-        if inner == "inductor":
-            settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
-            return torch._inductor.compile(gm, example_inputs, options=settings)
-        if mode or rest:
+        if inner != "inductor" and (mode or rest):
             raise ValueError(
                 f"`mode` and `options` need the inner backend 'inductor', got {inner!r}"
             )
-        compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
-        return compiler(gm, example_inputs)
+        lower_flex_attention(gm, ours)
+        split = split_off(gm, example_inputs)
+        gm, example_inputs = split.graph, split.example_inputs
+        if inner == "inductor":
+            settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
+            compiled = torch._inductor.compile(gm, example_inputs, options=settings)
+        else:
+            compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
+            compiled = compiler(gm, example_inputs)
+        return split.wrap(compiled)
 
     def chosen(given: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
         return split_options({**defaults, **(given or {})})

@@ -44,6 +44,7 @@ from magi_compile.masks.source import (
     at_points,
     function_text,
     functions,
+    is_in_place,
     is_random,
     name_of,
     names_of_captures,
@@ -155,11 +156,18 @@ class _Tracer:
                 look_up = self.graph.call_function(operator.getitem, (captured, tuple(indices)))
             node.replace_all_uses_with(look_up)
             self.graph.erase_node(node)
+        # Sizes that are dynamic in Dynamo's graph must not be guarded on: what is tried here has sizes of its own.
+        is_compiled = any(not isinstance(x, Tensor) or _compat.is_fake(x) for x in captures)
+        self.mode = _compat.static_fake_mode() if is_compiled else None
+        self.has_dynamic_sizes = any(
+            isinstance(x, Tensor) and any(isinstance(size, torch.SymInt) for size in x.shape)
+            for x in captures
+        )
+        if is_compiled:
+            captures = [_compat.without_symbols(capture, self.mode) for capture in captures]
         self.tables = [value for value in captures if isinstance(value, Tensor)]
         self.symbols = [value for value in captures if not isinstance(value, Tensor)]
         self.names = names
-        fakes = [tensor for tensor in self.tables if _compat.is_fake(tensor)]
-        self.mode = _compat.fake_mode_of(fakes[0]) if fakes else None
         self.columns: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}  # of columns, by what computes them
         self.titles: dict[int, str] = {}
@@ -256,7 +264,7 @@ class _Tracer:
         if _changes_what_is_used_again(node):
             reason = f"`{node.target}` changes a value that is used again"
             return self.refused(node, example, variables, reason, arguments)
-        if isinstance(example, (bool, int)) and not variables:
+        if isinstance(example, (bool, int)) and self.is_constant(arguments):
             return _Value(node, example, variables, const(example))
         try:
             expr = self.expression(name, node, example)
@@ -286,7 +294,7 @@ class _Tracer:
                 return _Value(node, example, variables, mark)
             hint = "; convert the captured tensor to torch.int32 before"
             value = _Value(node, example, variables, None, (reason + hint,))
-        is_fit = example is not None and not reasons and not _is_in_place(node)
+        is_fit = example is not None and not reasons and not is_in_place(node)
         if is_fit and value.is_column:
             return value
         return _Value(
@@ -294,7 +302,11 @@ class _Tracer:
         )
 
     def expression(self, name: str, node: Node, example: Any) -> Expr:
-        if not isinstance(example, Tensor):
+        if isinstance(example, Tensor):
+            typing = Typing(example.dtype, self.range_of)
+        elif isinstance(example, (bool, int)):  # of Python numbers
+            typing = Typing(torch.bool if isinstance(example, bool) else torch.int64, self.range_of)
+        else:
             raise ExprError(f"`{name}` gives no tensor")
         arguments: Any = (node.args, node.kwargs)
         lookup: Any = self.values.__getitem__
@@ -304,7 +316,16 @@ class _Tracer:
             if found is not None:
                 return found
         args, kwargs = self.operands(args), self.operands(kwargs)
-        return call(name, args, kwargs, Typing(example.dtype, self.range_of))
+        return call(name, args, kwargs, typing)
+
+    def is_constant(self, arguments: Sequence[_Value]) -> bool:
+        """Whether a number that is computed from them is the same in every run."""
+        return all(
+            not self.has_dynamic_sizes
+            if isinstance(argument.example, Tensor)
+            else argument.expr is not None and argument.expr.op in ("int", "bool")
+            for argument in arguments
+        )
 
     def of_any(self, argument: Any) -> _Value:
         return argument if isinstance(argument, _Value) else _Value(None, argument)
@@ -335,7 +356,7 @@ class _Tracer:
                     f"`{self.title(value.node)}` is {example.dtype}; masks are computed with integers"
                 )
             return Operand(self.column(value), example.dtype, tuple(example.shape))
-        if isinstance(example, torch.SymInt):
+        if isinstance(example, (bool, int)):
             return Operand(self.column(value), None)
         return example
 
@@ -448,9 +469,6 @@ class _Tracer:
         )
 
 
-_IN_PLACE = ("iadd", "isub", "imul", "ifloordiv", "imod", "iand", "ior", "ixor", "setitem")
-
-
 def _renumbered(expr: Expr, numbers: dict[int, int]) -> Expr:
     args: list[Any] = [
         _renumbered(arg, numbers) if isinstance(arg, Expr) else arg for arg in expr.args
@@ -460,12 +478,6 @@ def _renumbered(expr: Expr, numbers: dict[int, int]) -> Expr:
     return Expr(expr.op, tuple(args))
 
 
-def _is_in_place(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return is_in_place and name not in ("and_", "or_", "not_")
-
-
 def _changes_what_is_used_again(node: Node) -> bool:
     """Whether an in-place operation changes a value that something else reads too."""
-    return _is_in_place(node) and any(len(arg.users) > 1 for arg in node.all_input_nodes[:1])
+    return is_in_place(node) and any(len(arg.users) > 1 for arg in node.all_input_nodes[:1])

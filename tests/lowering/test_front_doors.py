@@ -122,7 +122,7 @@ def test_values_of_the_wrong_type(options, message):
 
 
 def test_unknown_options():
-    message = "must get no other options than strict, kernel, slice_capacity, got unknown=1"
+    message = "must get no other options than strict, kernel, slice_capacity, verify, got unknown=1"
     with pytest.raises(TypeError, match=f"`enable` {message}"):
         magi_compile.enable(unknown=1)
     with pytest.raises(TypeError, match=f"`enabled` {message}"), magi_compile.enabled(unknown=1):

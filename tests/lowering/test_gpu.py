@@ -138,7 +138,10 @@ def test_failed_check_is_an_exception_and_the_context_survives():
         compiled(*tensors, broken)  # raises by itself where the device is quick
         magi_compile.synchronize_checks()
 
-    with pytest.raises(magi_compile.MaskDataError, match=r"`document\[kv\]` must hold.*, but the value \d+ that row"):
+    with pytest.raises(
+        magi_compile.MaskDataError,
+        match=r"`document\[kv\]` must hold.*, but the value \d+ that row",
+    ):
         attend_and_wait()
     assert torch.isfinite(compiled(*tensors, document_mask((1521,)))).all()
     magi_compile.synchronize_checks()

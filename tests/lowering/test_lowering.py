@@ -5,6 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, flex_attention, or_masks
 
 from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.options import LoweringOptions
 from magi_compile.lowering.report import REPORT
 
 from .conftest import (
@@ -266,7 +267,8 @@ def test_layers_with_one_mask_share_its_slices():
         return x
 
     mask = block_mask(document_causal(documents(96, 3)), 96)
-    torch.compile(model, backend=make_backend(keep), fullgraph=True)(
+    options = LoweringOptions(verify=True)  # then the graph has it, whose mask comes from outside
+    torch.compile(model, backend=make_backend(keep, options), fullgraph=True)(
         torch.randn(BATCH, 96, 32), mask
     )
     targets = [node.target for node in graphs[0].graph.nodes]

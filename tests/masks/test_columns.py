@@ -263,3 +263,29 @@ def test_documents_do_not_leak():
         dense = (doc[0][:, None] == doc[0]) & torch.ones(S, S).tril().bool()
         expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, dense)
         torch.testing.assert_close(compiled(x, doc), expected)
+
+
+def test_dynamic_sizes_and_ints_are_no_constants():
+    """What a graph computes from them follows them, in the graph that was compiled first."""
+    from torch.nn.attention.flex_attention import create_block_mask as pytorch_create_block_mask
+
+    def attend(x, doc, width):
+        def mask_mod(b, h, q, kv):
+            return (q - kv < width * 2 - 1) & (kv < doc.size(0) // 2 + q) & (q >= kv - doc.numel())
+
+        length = x.shape[2]
+        mask = pytorch_create_block_mask(mask_mod, None, None, length, length, device="cpu")
+        return flex_attention(x, x, x, block_mask=mask)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        attend, backend=make_backend("aot_eager"), fullgraph=True, dynamic=True
+    )
+    torch._dynamo.utils.counters.clear()
+    for length, size, width in ((60, 40, 9), (90, 20, 3), (50, 30, 17)):
+        x, doc = torch.randn(1, 2, length, 16), torch.zeros(size)
+        q, kv = torch.arange(length)[:, None], torch.arange(length)
+        dense = (q - kv < width * 2 - 1) & (kv < size // 2 + q) & (q >= kv - size)
+        expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, dense)
+        torch.testing.assert_close(compiled(x, doc, width), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

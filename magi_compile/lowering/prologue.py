@@ -1,0 +1,261 @@
+"""Masks that come from outside of a graph are derived in front of it, once for their content.
+
+    compiled(q, k, v, block lists, tables)   ->   slices, plan = kept, or derived from block lists and tables
+                                                  compiled(q, k, v, block lists, tables, slices, plan)
+
+A BlockMask that a graph is given has lists that somebody made before. Whoever writes to its tensors through PyTorch moves their
+version; whoever makes a new BlockMask has new tensors. So as long as these are the same objects with the same versions, slices
+and plan are as well, for every layer and every graph. They are inputs of the compiled graph, which never writes to them, and
+which CUDA graphs copy like any other input.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from magi_compile import _compat
+from magi_compile.lowering.emit import value_key, value_of
+from magi_compile.masks.source import is_in_place
+from magi_compile.ops import library, mask_slices  # noqa: F401  (define the ops)
+
+MAX_KEPT = 64  # masks, the least recently used goes
+
+_MASK_SLICES = torch.ops.magi.mask_slices.default
+_PLAN = torch.ops.magi.plan.default
+_BLOCK_LISTS, _VERIFY = 8, 10  # arguments of mask_slices
+# What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
+_OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
+
+
+class Kept(NamedTuple):
+    """What was derived, and from what."""
+
+    tensors: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+    values: tuple[Tensor, ...]
+    stream: int
+    is_there: torch.cuda.Event | None
+
+
+class Place(NamedTuple):
+    """An input of the graph, or the size of one."""
+
+    number: int
+    dim: int | None = None
+
+
+class Prologue:
+    """A function of a graph's inputs that gives the tensors of its masks."""
+
+    def __init__(self, module: GraphModule, places: Sequence[Place], example: Tensor):
+        self.module = module
+        self.places = places
+        self.device = example.device
+        self.text = f"{module.code} {example.device}"
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
+        arguments = [
+            inputs[place.number] if place.dim is None else inputs[place.number].shape[place.dim]
+            for place in self.places
+        ]
+        tensors = tuple(x for x in arguments if isinstance(x, Tensor))
+        numbers = tuple(x for x in arguments if not isinstance(x, Tensor))
+        key = (self.text, numbers, *map(id, tensors))
+        stream = _stream(self.device)
+        if stream is None or any(tensor.is_inference() for tensor in tensors):
+            return self.derive(arguments)
+        versions = tuple(tensor._version for tensor in tensors)
+        found = _kept.get(key)
+        if found is not None and found.versions == versions and _are_alive(found.tensors, tensors):
+            _kept.move_to_end(key)
+            if found.stream != stream:
+                _hand_over(found, self.device)
+            return found.values
+        values = self.derive(arguments)
+        _keep(key, tensors, versions, values, stream, self.device)
+        return values
+
+    def derive(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple(self.module(*arguments))
+
+
+_kept: OrderedDict[Any, Kept] = OrderedDict()
+
+
+def _keep(
+    key: Any,
+    tensors: tuple[Tensor, ...],
+    versions: tuple[int, ...],
+    values: tuple[Tensor, ...],
+    stream: int,
+    device: torch.device,
+) -> None:
+    def forget(_: Any) -> None:
+        _kept.pop(key, None)
+
+    is_there = None
+    if device.type == "cuda":
+        is_there = torch.cuda.Event()
+        is_there.record()
+    refs = tuple(weakref.ref(tensor, forget) for tensor in tensors)
+    _kept[key] = Kept(refs, versions, values, stream, is_there)
+    while len(_kept) > MAX_KEPT:
+        _kept.popitem(last=False)
+
+
+def _are_alive(refs: tuple[weakref.ref[Tensor], ...], tensors: tuple[Tensor, ...]) -> bool:
+    return all(ref() is tensor for ref, tensor in zip(refs, tensors, strict=True))
+
+
+def _stream(device: torch.device) -> int | None:
+    """The stream that a call uses; None while it is captured: a graph that is replayed has to derive its masks itself."""
+    if device.type != "cuda":
+        return 0
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _compat.raw_stream(index)
+
+
+def _hand_over(found: Kept, device: torch.device) -> None:
+    """The current stream, which did not derive the values, waits for them, and they for it."""
+    assert found.is_there is not None
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(found.is_there)
+    for value in found.values:
+        value.record_stream(stream)
+
+
+class Split(NamedTuple):
+    """A graph whose masks are inputs, and what gives these.
+
+    Attributes:
+        graph: takes the tensors of its masks behind its other inputs.
+        example_inputs: for all of them.
+        prologue: gives the tensors of the masks; None where there are none.
+    """
+
+    graph: GraphModule
+    example_inputs: list[Any]
+    prologue: Prologue | None = None
+
+    def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled graph as a function of the other inputs alone."""
+        prologue = self.prologue
+        return compiled if prologue is None else lambda *args: compiled(*args, *prologue(args))
+
+
+def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
+    """Takes the masks that come from outside out of a lowered graph, which gets an input for each of their tensors.
+
+    Args:
+        root: a graph of Dynamo, lowered. It stays as it is where there is such a mask, since Dynamo has more to read in it.
+        example_inputs: what Dynamo gave for its inputs.
+    """
+    is_whole = len(root.graph.find_nodes(op="placeholder")) == len(example_inputs)
+    if not is_whole or not any(map(_is_from_outside, root.graph.nodes)) or _writes_to_inputs(root):
+        return Split(root, example_inputs)
+    whole, root = root, _compat.copy_of_dynamo_graph(root)
+    placeholders = root.graph.find_nodes(op="placeholder")
+    masks = [node for node in root.graph.nodes if _is_from_outside(node)]
+    taken = [node for node in root.graph.nodes if _belongs_to(node, masks)]
+    needed: list[Node] = []
+    waiting = list(masks)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.append(node)
+            waiting += () if _is_size_of_input(node) else node.all_input_nodes
+    made = [node for node in root.graph.nodes if node in needed or node in taken]
+    if not all(
+        node.op == "placeholder" or node in taken or node.target in _OF_SIZES for node in made
+    ):
+        return Split(whole, example_inputs)
+    outputs = [
+        node
+        for node in taken
+        if isinstance(value_of(node), Tensor) and _is_used_outside(node, taken)
+    ]
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    places = []
+    for node in sorted(made, key=lambda node: not _is_given(node)):
+        if _is_given(node):
+            source, *dim = node.args if _is_size_of_input(node) else (node,)
+            places.append(Place(placeholders.index(source), *dim))  # type: ignore[arg-type]
+            copies[node] = graph.placeholder(node.name)
+        else:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    module = GraphModule({}, graph)
+    with root.graph.inserting_after(placeholders[-1]):
+        for number, node in enumerate(reversed(outputs)):
+            entry = root.graph.placeholder(f"magi_mask_{len(outputs) - 1 - number}")
+            entry.meta[value_key(node)] = value_of(node)
+            _compat.mark_as_without_source(entry)
+            node.replace_all_uses_with(entry)
+    for node in reversed(taken):
+        root.graph.erase_node(node)
+    for node in reversed(made):
+        if node.op != "placeholder" and node not in taken and not node.users:
+            root.graph.erase_node(node)
+    root.graph.lint()
+    root.recompile()
+    examples = [value_of(node) for node in outputs]
+    return Split(root, [*example_inputs, *examples], Prologue(module, places, examples[0]))
+
+
+def _is_from_outside(node: Node) -> bool:
+    """Whether it derives a mask whose block lists and captured tensors are inputs of the graph."""
+    if node.target is not _MASK_SLICES:
+        return False
+    tensors = [*node.args[0], *node.args[_BLOCK_LISTS]]  # type: ignore[misc]
+    is_input = all(isinstance(x, Node) and x.op == "placeholder" for x in tensors)
+    return bool(node.args[_BLOCK_LISTS]) and is_input and not node.args[_VERIFY]
+
+
+def _is_size_of_input(node: Node) -> bool:
+    if node.target is not torch.ops.aten.sym_size.int:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and source.op == "placeholder"
+
+
+def _is_given(node: Node) -> bool:
+    """Whether it is an argument of the prologue."""
+    return node.op == "placeholder" or _is_size_of_input(node)
+
+
+def _belongs_to(node: Node, masks: Sequence[Node]) -> bool:
+    """Whether it is one of the masks, its plan, or a part of either."""
+    if node in masks:
+        return True
+    if node.target is operator.getitem or node.target is _PLAN:
+        sources = [
+            x for x in node.all_input_nodes if isinstance(value_of(x), (Tensor, tuple, list))
+        ]
+        return bool(sources) and all(_belongs_to(source, masks) for source in sources)
+    return False
+
+
+def _is_used_outside(node: Node, taken: Sequence[Node]) -> bool:
+    return any(user not in taken for user in node.users)
+
+
+def _writes_to_inputs(root: GraphModule) -> bool:
+    """Whether anything in the graph may write to a tensor that it did not make."""
+    return any(
+        is_in_place(node)
+        for module in root.modules()
+        if isinstance(module, GraphModule)
+        for node in module.graph.nodes
+    )
