@@ -36,7 +36,7 @@ MASKS = {
     "window": lambda lengths, device: lambda b, h, q, kv: (q >= kv) & (q - kv < 70),
     "prefix": lambda lengths, device: lambda b, h, q, kv: (q >= kv) | (kv < lengths[0]),
     "padding": lambda lengths, device: lambda b, h, q, kv: (q >= kv) & (kv < lengths[2] + 100 * b),
-    "documents": lambda lengths, device: library.document(lengths, device=device).mask_mod,
+    "documents": lambda lengths, device: library.document_full(lengths, device=device).mask_mod,
     "causal documents": lambda lengths, device: (
         library.document_causal(lengths, device=device).mask_mod
     ),

@@ -99,7 +99,8 @@ def test_masks_in_turn_and_masks_that_die(derived, monkeypatch):
         masks.clear()
         del mask
         gc.collect()
-        check(compiled, mask := mask_of(ids(5 * n + 1)), grad=False)
+        mask = mask_of(ids(5 * n + 1))
+        check(compiled, mask, grad=False)
 
 
 def test_tensors_of_inference_mode_are_never_kept(derived):
