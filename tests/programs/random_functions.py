@@ -626,12 +626,12 @@ class Skip(Exception):
 @dataclass
 class Verdict:
     route: str
-    outcome: str  # equal, refused, data error, WRONG, RAISES
+    outcome: str  # equal, refused, data error, WRONG, "WRONG, SEEN" by the checks of the package itself, RAISES
     detail: str = ""
 
     @property
     def fails(self):
-        return self.outcome in ("WRONG", "RAISES")
+        return self.outcome in ("WRONG", "WRONG, SEEN", "RAISES")
 
 
 _count = 0
@@ -684,7 +684,8 @@ def judge(route, run, check):
         result = run()
     except Exception as error:
         if isinstance(error, magi_compile.MaskDataError) or "MaskDataError" in str(error):
-            return Verdict(route, "data error", one_line(error))
+            own = "bug of ours" in str(error)
+            return Verdict(route, "WRONG, SEEN" if own else "data error", one_line(error))
         if refusal(error):
             return Verdict(route, "refused", one_line(error))
         if "Dynamo failed to run FX node" in str(error) or type(error).__name__ == "Unsupported":
@@ -794,19 +795,12 @@ def _check_mask(mask_mod, program, routes, gradients, inner):
                                                         q, k, v, dout if gradients else None), lambda got: difference(got, want))  # fmt: skip
     if not any(route.startswith("compiled") for route in routes):
         return
-    try:  # what Dynamo refuses for PyTorch too is no case
-        torch._dynamo.reset()
 
-        def inside(q, k, v):
-            return flex.flex_attention(q, k, v, block_mask=flex.create_block_mask(mask_mod, B, H, Q, K, device="cpu", BLOCK_SIZE=block))
+    def inside(q, k, v):
+        return flex.flex_attention(q, k, v, block_mask=flex.create_block_mask(mask_mod, B, H, Q, K, device="cpu", BLOCK_SIZE=block))
 
-        def outside(q, k, v, block_mask):
-            return flex.flex_attention(q, k, v, block_mask=block_mask)
-
-        torch.compile(inside, backend="eager")(q, k, v)
-    except Exception as error:
-        yield Verdict("compiled", "dynamo raises", one_line(error))
-        return
+    def outside(q, k, v, block_mask):
+        return flex.flex_attention(q, k, v, block_mask=block_mask)
 
     def lowered_now(run):
         report = magi_compile.lowering_report()
@@ -882,18 +876,20 @@ def _check_score(module, program, routes, inner):
         return magi_compile.flex_attention(q, k, v, score_mod=score_mod, block_mask=block_mask, scale=scale)
 
     try:
-        out = theirs(q.float(), k.float(), v.float())
-        theirs(q, k, v)
+        if "compiled" in routes:  # Dynamo reads the score_mod for this, which takes longer than all the rest
+            out = theirs(q.float(), k.float(), v.float())
         want = run_with_gradients(written_out, q.float(), k.float(), v.float(), dout.float())
         plain = run_with_gradients(written_out, q, k, v, dout)
-        assert torch.allclose(out, want[0], rtol=1e-4, atol=1e-5, equal_nan=True), "the oracle is not PyTorch's"
+        assert "compiled" not in routes or torch.allclose(out, want[0], rtol=1e-4, atol=1e-5, equal_nan=True), "the oracle is not PyTorch's"
     except Exception as error:
         raise Skip(one_line(error)) from error
 
     def check(got):
         for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, want, plain, strict=True):
-            if name in ("dq", "dk", "dv") and max(largest) > 1e4:
+            if name != "out" and max(largest) > 1e4:
                 continue  # a log-sum-exp in fp32 does not tell how many keys share the largest score
+            if max(largest) > 1e20 and not x.isnan().any():
+                continue  # nor does anything tell which of two such scores is larger
             if x.dtype != z.dtype:
                 return f"{name} is {x.dtype}, PyTorch's is {z.dtype}"
             unit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
@@ -904,7 +900,7 @@ def _check_score(module, program, routes, inner):
             both = finite & x.float().isfinite()
             error = (x.float() - y)[both].abs().max().item() if both.any() else 0.0
             theirs = (z.float() - y)[both].abs().nan_to_num().max().item() if both.any() else 0.0
-            if error > 4 * unit * max(size, 1e-3) + 2 * theirs:
+            if error > 4 * unit * max(size, 1.0) + 2 * theirs:
                 return f"{name} differs by {error:.3g} where PyTorch does by {theirs:.3g}, of {size:.3g}"
         return None
 
