@@ -25,7 +25,11 @@ def one_thread():
 
 def assert_nothing_wrong(check, program, *args, **kwargs):
     try:
-        failing = [f"{v.route}: {v.outcome}: {v.detail}" for v in check(program, *args, **kwargs) if v.fails]
+        failing = [
+            f"{v.route}: {v.outcome}: {v.detail}"
+            for v in check(program, *args, **kwargs)
+            if v.fails
+        ]
     except Skip:
         return
     assert not failing, "\n".join([*failing, str(program)])
