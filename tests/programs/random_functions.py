@@ -1121,11 +1121,12 @@ def _check_score(module, program, routes, inner):
         for name, x, y, z in zip(("out", "dq", "dk", "dv"), got, want, plain, strict=True):
             if name != "out" and max(largest) > 1e4:
                 continue  # a log-sum-exp in fp32 does not tell how many keys share the largest score
-            if max(largest) > 1e20 and not x.isnan().any():
-                continue  # nor does anything tell which of two such scores is larger
+            if max(largest) > 1e6 and not x.isnan().any():
+                continue  # nor, of large ones, which of two is larger
             if x.dtype != z.dtype:
                 return f"{name} is {x.dtype}, PyTorch's is {z.dtype}"
             unit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+            slack = 1.0 if name == "out" else max(1.0, *largest)  # weights are as exact as scores
             finite = y.isfinite()
             if not torch.equal(x.float().isfinite(), z.float().isfinite()) and not torch.equal(
                 x.float().isfinite(), finite
@@ -1135,7 +1136,7 @@ def _check_score(module, program, routes, inner):
             both = finite & x.float().isfinite()
             error = (x.float() - y)[both].abs().max().item() if both.any() else 0.0
             theirs = (z.float() - y)[both].abs().nan_to_num().max().item() if both.any() else 0.0
-            if error > 4 * unit * max(size, 1.0) + 2 * theirs:
+            if error > 4 * unit * max(size, 1.0) * slack + 2 * theirs:
                 return f"{name} differs by {error:.3g} where PyTorch does by {theirs:.3g}, of {size:.3g}"
         return None
 
