@@ -26,13 +26,29 @@ struct MaskSlicesParams {
 
 static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/cuda/mask_slices.py");
 
-// Arithmetic of PyTorch's 64-bit integers: it wraps around, and division rounds down.
+// Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
+// masks/arithmetic.py; division rounds down.
 using Int = long long;
 using Bits = unsigned long long;
 
-__device__ __forceinline__ Int add(Int x, Int y) { return static_cast<Int>(static_cast<Bits>(x) + static_cast<Bits>(y)); }
-__device__ __forceinline__ Int sub(Int x, Int y) { return static_cast<Int>(static_cast<Bits>(x) - static_cast<Bits>(y)); }
-__device__ __forceinline__ Int mul(Int x, Int y) { return static_cast<Int>(static_cast<Bits>(x) * static_cast<Bits>(y)); }
+__device__ __forceinline__ Int end(bool is_negative) { return static_cast<Int>(~Bits{0} >> 1) ^ (is_negative ? ~Int{0} : 0); }
+
+__device__ __forceinline__ Int add(Int x, Int y) {
+    const Int sum = static_cast<Int>(static_cast<Bits>(x) + static_cast<Bits>(y));
+    return ((x ^ sum) & (y ^ sum)) < 0 ? end(x < 0) : sum;
+}
+
+__device__ __forceinline__ Int sub(Int x, Int y) {
+    const Int difference = static_cast<Int>(static_cast<Bits>(x) - static_cast<Bits>(y));
+    return ((x ^ y) & (x ^ difference)) < 0 ? end(x < 0) : difference;
+}
+
+__device__ __forceinline__ Int mul(Int x, Int y) {
+    const double size = static_cast<double>(x) * static_cast<double>(y);
+    const bool is_beyond = size >= 0x1p63 || size < -0x1p63;
+    return is_beyond ? end(size < 0) : static_cast<Int>(static_cast<Bits>(x) * static_cast<Bits>(y));
+}
+
 __device__ __forceinline__ Int neg(Int x) { return sub(0, x); }
 __device__ __forceinline__ Int abs(Int x) { return x < 0 ? neg(x) : x; }
 __device__ __forceinline__ Int min(Int x, Int y) { return x < y ? x : y; }

@@ -33,7 +33,12 @@ from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
-from magi_compile.masks import MaskProgram, UnsupportedMaskError, row_intervals
+from magi_compile.masks import (
+    MaskProgram,
+    UnsupportedMaskError,
+    padded_slices_from_intervals,
+    row_intervals,
+)
 from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solve import refuse_broken
 from magi_compile.masks.trace import trace_graph
@@ -106,6 +111,24 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
     with _compat.without_fake_tensors():
         sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         refuse_broken(row_intervals(program, (), symbols, **sizes, device="cpu").checks)
+
+
+def least_capacity(call: FlexCall, program: MaskProgram) -> int:
+    """How many slices a mask that depends on no tensor has in a batch entry; 0 where that is not known yet."""
+    seqlen_k, symbols = sizes_of(call)
+    seqlen_q = value_of(call.q).shape[2]
+    if (
+        program.reads_tensors
+        or symbols is None
+        or seqlen_k is None
+        or not isinstance(seqlen_q, int)
+    ):
+        return 0
+    with _compat.without_fake_tensors():
+        sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        intervals = row_intervals(program, (), symbols, **sizes, device="cpu")
+        _, fits = padded_slices_from_intervals(intervals, 1)
+        return int(fits.values[0])
 
 
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
@@ -184,6 +207,8 @@ def emit_mask(
         capacity = emit.arithmetic(
             operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
         )
+        if isinstance(capacity, int):
+            capacity = max(capacity, least_capacity(call, program))
     capacity = emit.arithmetic(operator.mul, capacity, batch)
     slices = emit.call(
         torch.ops.magi.mask_slices.default,

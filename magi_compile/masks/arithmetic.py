@@ -1,4 +1,4 @@
-"""Pointwise integer arithmetic that does not overflow: int32 exactly where it is enough, int64 elsewhere."""
+"""Pointwise integer arithmetic that does not wrap around: int32 exactly where it is enough, int64 elsewhere, which ends at its ends."""
 
 from __future__ import annotations
 
@@ -63,6 +63,11 @@ def apply(op: str, values: Sequence[Value]) -> Value:
             for value in values
         ]
     data = [value.data for value in values]
+    if any(isinstance(x, Tensor) for x in data):
+        data = [x if isinstance(x, Tensor) else _within(x) for x in data]
+        if op in _SATURATED and not INT64[0] <= low <= high <= INT64[1]:
+            return Value(_SATURATED[op](*data), _within(low), _within(high))
+        low, high = _within(low), _within(high)
     if op == "not":
         return Value(~data[0] if isinstance(data[0], Tensor) else not data[0], 0, 1)
     if op == "where":
@@ -70,6 +75,59 @@ def apply(op: str, values: Sequence[Value]) -> Value:
     if op in ("min", "max"):
         return Value(_extreme(op, *data), low, high)
     return Value(_POINTWISE[op](*data), low, high)
+
+
+def _within(number: int) -> int:
+    """The nearest number of 64 bits."""
+    return number if isinstance(number, bool) else min(max(number, INT64[0]), INT64[1])
+
+
+# Sums and products of 64 bits that end at the least and the highest number: what is beyond is further than any key.
+
+
+def _saturated(result: Tensor, is_beyond: Tensor, is_negative: Tensor) -> Tensor:
+    ends = torch.where(is_negative, INT64[0], INT64[1])
+    return torch.where(is_beyond, ends, result)
+
+
+def _long(*data: Tensor | int) -> list[Tensor]:
+    device = next(x.device for x in data if isinstance(x, Tensor))
+    return [torch.as_tensor(x, dtype=torch.int64, device=device) for x in data]
+
+
+def _add(x: Tensor | int, y: Tensor | int) -> Tensor:
+    x, y = _long(x, y)
+    result = x + y
+    return _saturated(result, ((x ^ result) & (y ^ result)) < 0, x < 0)
+
+
+def _sub(x: Tensor | int, y: Tensor | int) -> Tensor:
+    x, y = _long(x, y)
+    result = x - y
+    return _saturated(result, ((x ^ y) & (x ^ result)) < 0, x < 0)
+
+
+def _mul(x: Tensor | int, y: Tensor | int) -> Tensor:
+    x, y = _long(x, y)
+    size = x.double() * y.double()
+    return _saturated(x * y, (size >= 2.0**63) | (size < -(2.0**63)), size < 0)
+
+
+def _neg(x: Tensor | int) -> Tensor:
+    return _sub(0, x)
+
+
+def _abs(x: Tensor) -> Tensor:
+    return torch.where(x < 0, _neg(x), x)
+
+
+_SATURATED: dict[str, Callable[..., Tensor]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "neg": _neg,
+    "abs": _abs,
+}
 
 
 def counted(value: Value) -> Value:

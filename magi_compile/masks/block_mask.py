@@ -57,7 +57,9 @@ def create_block_mask(
     if not callable(mask_mod):
         raise TypeError(f"`mask_mod` must be a function of b, h, q and kv, got {mask_mod!r}")
     batch, nheads = (1 if size is None else size for size in (B, H))
-    blocks = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    blocks = BLOCK_SIZE if isinstance(BLOCK_SIZE, tuple) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(blocks) != 2:
+        raise ValueError(f"`BLOCK_SIZE` must be one number or two, got {BLOCK_SIZE!r}")
     for name, sizes in {
         "B": (batch,),
         "H": (nheads,),
@@ -65,7 +67,7 @@ def create_block_mask(
         "KV_LEN": (KV_LEN,),
         "BLOCK_SIZE": blocks,
     }.items():
-        if not all(isinstance(size, int) and size >= 1 for size in sizes):
+        if not all(type(size) is int and size >= 1 for size in sizes):
             given = sizes[0] if len(sizes) == 1 else sizes
             raise ValueError(f"`{name}` must be an int and at least 1, got {given!r}")
     rows, keys = blocks

@@ -194,6 +194,9 @@ _SWAPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "eq": "eq", "ne": "n
 
 def _with_float(op: str, x: Expr, number: float) -> Expr:
     """An integer compared with a float: PyTorch rounds both to its default dtype, which changes no answer here."""
+    if math.isinf(number) or math.isnan(number):
+        is_true = op == "ne" or (op in (("lt", "le") if number > 0 else ("gt", "ge")))
+        return const(is_true if math.isinf(number) else op == "ne")
     exact = float(torch.tensor(number, dtype=torch.get_default_dtype()))
     if not abs(exact) < EXACT_FLOAT or torch.get_default_dtype() not in (
         torch.float32,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import types
 from collections.abc import Callable, Sequence
@@ -44,6 +45,12 @@ def record_mask_mod(mask_mod: MaskMod, device: torch.device) -> Recording:
     """
     recorder = _Recorder(device)
     arguments = [recorder.index(name) for name in INDICES]
+    try:
+        inspect.signature(mask_mod).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"`mask_mod` must be a function of b, h, q and kv: {error}") from None
+    except ValueError:  # of a builtin, which has no signature
+        pass
     with recorder:
         result = mask_mod(*arguments)
     recorder.graph.output(recorder.lower(result))
@@ -93,6 +100,10 @@ def _operator(name: str) -> Callable[..., Any]:
     return lambda self, *args: self.recorder.call_method(name, (self, *args), {})
 
 
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, other: self.recorder.call(function, (self, other), {})
+
+
 # Python's operators by the names of their methods, and whether these exchange the operands.
 _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     **{
@@ -120,6 +131,21 @@ _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     },
 }
 _OPERATOR_OF = {getattr(Tensor, name): found for name, found in _OPERATORS.items()}
+for _name in [
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "truediv",
+    "mod",
+    "and",
+    "or",
+    "xor",
+    "rshift",
+    "lshift",
+    "pow",
+]:
+    setattr(_Symbol, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
 for _name in (*_OPERATORS, "__abs__"):
     setattr(_Symbol, _name, _operator(_name))
 

@@ -259,9 +259,22 @@ class _ScalarIndexing(TorchFunctionMode):
             indices = _as_tensors(*args)
             if indices is not None:
                 return torch.ops.aten.index.Tensor(args[0], indices)
+        kwargs = kwargs or {}
+        name = name_of(func)
         if func is torch.isin and not kwargs and _is_few(*args):
             return (args[0] == args[1].flatten()).any()
-        return func(*args, **(kwargs or {}))
+        if name in ("sub", "rsub", "subtract") and len(args) == 2:
+            args = _without_bools(*args)
+        return func(*args, **kwargs)
+
+
+def _without_bools(*args: Any) -> tuple[Any, ...]:
+    """The operands of a difference, a bool beside a number as a number: what torch.vmap makes of them for a mask_mod."""
+    dtypes = [x.dtype for x in args if isinstance(x, Tensor)]
+    if len(dtypes) != 2 or dtypes.count(torch.bool) != 1:
+        return args
+    (dtype,) = (dtype for dtype in dtypes if dtype != torch.bool)
+    return tuple(x.to(dtype) for x in args)
 
 
 def _is_few(element: Any, values: Any) -> bool:

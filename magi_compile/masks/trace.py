@@ -66,6 +66,7 @@ _COMPARISONS = (
     "ne",
     "not_equal",
 )
+_CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
 
 
@@ -206,7 +207,7 @@ class _Tracer:
             if node not in self.values:
                 self.values[node] = self.value(node)
         result = self.result
-        if isinstance(result, (tuple, list)):
+        if isinstance(result, (tuple, list)) and len(result) == 1:
             (result,) = result
         value = self.of(result)
         expr = self.mask_of(value)
@@ -250,6 +251,10 @@ class _Tracer:
         name = name_of(node.target)
         if is_random(name):
             return self.refused(node, None, variables, f"`{name}` is random")
+        tensors = [value.example for value in arguments if isinstance(value.example, Tensor)]
+        if name in _CLAMPS and len({x.dtype for x in tensors}) > 1:
+            reason = f"`{name}` of tensors of several dtypes, whose result PyTorch has in one or in another"
+            return self.refused(node, None, variables, reason)
         examples = torch.fx.map_arg(
             (node.args, node.kwargs), lambda argument: self.values[argument].example
         )
@@ -262,7 +267,7 @@ class _Tracer:
             reason = f"`{name}` can not be followed: {str(error).splitlines()[0] if str(error) else error!r}"
             return self.refused(node, None, variables, reason, arguments)
         if _changes_what_is_used_again(node):
-            reason = f"`{node.target}` changes a value that is used again"
+            reason = f"`{name}` changes a value that is used again"
             return self.refused(node, example, variables, reason, arguments)
         if isinstance(example, (bool, int)) and self.is_constant(arguments):
             return _Value(node, example, variables, const(example))

@@ -151,6 +151,10 @@ def flex_attention(
         )
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"`return_lse` must be True or False, got {return_lse!r}")
+    if not isinstance(return_aux, (flex.AuxRequest, type(None))):
+        raise TypeError(f"`return_aux` must be an AuxRequest or None, got {return_aux!r}")
     if return_aux is not None and return_lse:
         raise ValueError("`return_lse` and `return_aux` must not both be given")
     if return_aux is not None and return_aux.max_scores:
@@ -158,6 +162,10 @@ def flex_attention(
             "`return_aux` asks for max_scores, which the kernels do not return"
         )
     score = trace_score_mod(score_mod)
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
     slices = _slices(block_mask, batch, seqlen_q, key.shape[2], query.device)
@@ -199,7 +207,11 @@ def _slices(
         )
     known = _derived.setdefault(block_mask, {})
     found = known.get(batch)
-    if found is None or found.versions != list(map(version_of, found.tables)):
+    if (
+        found is None
+        or found.versions != list(map(version_of, found.tables))
+        or any(table.is_inference() for table in found.tables)  # whose writes nobody counts
+    ):
         slices, watched = convert_block_mask(block_mask, batch)
         found = known[batch] = _Derived(slices, watched, list(map(version_of, watched)))
     return found.slices

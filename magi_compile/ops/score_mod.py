@@ -29,6 +29,10 @@ class _Score:
 
     def _times(self, factor: Any) -> _Score:
         if isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device.type == "cpu":
+            if factor.requires_grad:
+                raise UnsupportedScoreModError(
+                    "score_mod multiplies the score by a tensor that needs a gradient"
+                )
             factor = factor.item()
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise UnsupportedScoreModError(
@@ -135,6 +139,8 @@ def trace_score_mod(score_mod: Callable[..., Any] | None, num_buffers: int = 0) 
     """
     if score_mod is None:
         return ScoreMod()
+    if not callable(score_mod):
+        raise TypeError(f"`score_mod` must be a function or None, got {score_mod!r}")
     indices = [_Unused(f"the {name} index") for name in ("batch", "head", "query", "key")]
     buffers = [_Unused(f"captured buffer {i}") for i in range(num_buffers)]
     try:
@@ -143,8 +149,8 @@ def trace_score_mod(score_mod: Callable[..., Any] | None, num_buffers: int = 0) 
         raise
     except Exception as error:
         raise UnsupportedScoreModError(f"score_mod could not be traced: {error}") from error
-    if isinstance(result, (tuple, list)):
-        result = result[0]
+    if isinstance(score_mod, torch.fx.GraphModule) and isinstance(result, (tuple, list)):
+        (result,) = result
     if not isinstance(result, _Score):
         raise UnsupportedScoreModError(f"score_mod returns {type(result).__name__}, not a score")
     if result.inner is None:

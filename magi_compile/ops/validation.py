@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +50,8 @@ def check_padded(
     query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
 ) -> None:
     """The tensors of `flex_attention`."""
+    if not isinstance(enable_gqa, bool):
+        raise TypeError(f"`enable_gqa` must be True or False, got {enable_gqa!r}")
     tensors = {"query": query, "key": key, "value": value}
     _check_kinds(tensors, "[B, H, S, D]")
     for name, tensor in tensors.items():
@@ -77,12 +81,16 @@ def check_options(
     for name, number in ((scale_name, scale), ("softcap", softcap)):
         if number is None and name == scale_name:
             continue
-        if isinstance(number, bool) or not isinstance(number, (int, float, torch.SymFloat)):
+        if isinstance(number, bool) or not isinstance(number, (numbers.Real, torch.SymFloat)):
             raise TypeError(f"`{name}` must be a number, got {number!r}")
+        if isinstance(number, int) and abs(number) > sys.float_info.max:
+            raise ValueError(f"`{name}` must be a number that a float holds")
         if not -math.inf < number < math.inf:  # of a SymFloat too
             raise ValueError(f"`{name}` must be finite, got {number}")
     if softcap < 0:
         raise ValueError(f"`softcap` must not be negative, got {softcap}")
+    if not isinstance(kernel, (str, type(None))):
+        raise TypeError(f"`kernel` must be a name or None, got {kernel!r}")
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
 
@@ -93,6 +101,8 @@ def _check_kinds(tensors: dict[str, Any], layout: str) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise ValueError(f"`{name}` must be a dense tensor, got {_kind_of(tensor)}")
         if tensor.ndim != layout.count(",") + 1:
             raise ValueError(f"`{name}` must be {layout}, got shape {list(tensor.shape)}")
         if tensor.dtype not in DTYPES:
@@ -107,6 +117,10 @@ def _check_kinds(tensors: dict[str, Any], layout: str) -> None:
             )
 
 
+def _kind_of(tensor: Tensor) -> str:
+    return "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
+
+
 def _check_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
     """Both layouts have the heads in dimension 1."""
     if q.shape[-1] == 0:
@@ -117,6 +131,8 @@ def _check_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
         )
     if k.shape[1] == 0:
         raise ValueError(f"`{k_name}` must have at least 1 head, got 0")
+    if q.shape[1] == 0:
+        raise ValueError(f"`{q_name}` must have at least 1 head, got 0")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
             f"`{q_name}` must have a multiple of the heads of `{k_name}`, {k.shape[1]}, "

@@ -252,11 +252,8 @@ def _numbers(
     run = Evaluation(program, (), symbols, 1, 1, 1, device)
     for expr in source.divisors:
         run.divisor(expr, run.value(expr))
-    numbers = [int(run.value(expr).data) for expr in source.numbers]
-    for expr, number in zip(source.numbers, numbers, strict=True):
-        if not INT64[0] <= number <= INT64[1]:
-            raise ValueError(f"`{expr}` must fit in 64 bits, got {number}")
-    return numbers
+    numbers = (int(run.value(expr).data) for expr in source.numbers)
+    return [min(max(number, INT64[0]), INT64[1]) for number in numbers]
 
 
 def _on_grid(number: int, num_items: int) -> Phase:

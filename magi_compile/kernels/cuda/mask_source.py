@@ -88,7 +88,6 @@ def mask_source(program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, .
 
     Raises:
         TypeError: a captured tensor of integers where a truth value is needed.
-        ValueError: a number that 64 bits do not hold.
     """
     return _Writer(program, keys, dtypes).write()
 
@@ -326,9 +325,7 @@ class _Body:
         if op == "bool":
             return _Code("true" if args[0] else "false", True)
         if op == "int":
-            if not INT64[0] <= args[0] <= INT64[1]:
-                raise ValueError(f"a number in a mask must fit in 64 bits, got {args[0]}")
-            return _Code(_literal(args[0]), False)
+            return _Code(_literal(min(max(args[0], INT64[0]), INT64[1])), False)
         if op == "var":
             return _Code(args[0], False)
         if _is_number(expr):
