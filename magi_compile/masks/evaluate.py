@@ -299,8 +299,12 @@ def with_columns(
         device: where to compute.
     """
     named = names_of_captures(tables, symbols)
+    if not program.columns:
+        return list(tables)
+    nothing = torch.empty(0, dtype=torch.int32, device=device)  # for those that are not looked up
+    first = min(program.columns)
     computed = [column(function, named, sizes, device) for function in program.columns.values()]
-    return [*tables[: program.num_captures], *computed] if computed else list(tables)
+    return [*tables[:first], *[nothing] * (first - len(tables)), *computed]
 
 
 def is_plain(look_up: Expr) -> bool:

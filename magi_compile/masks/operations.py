@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from magi_compile.masks.arithmetic import bounds_of
+from magi_compile.masks.arithmetic import INT64, bounds_of
 from magi_compile.masks.expr import (
     FITS,
     ONE,
@@ -232,7 +232,10 @@ def _bitwise(op: str) -> Callable[..., Expr]:
 def _not(typing: Typing, x: Any) -> Expr:
     if typing.result == torch.bool:
         return build("not", _truth(x))
-    return _checked(build("sub", const(-1), _integer(x)), typing)
+    number = _integer(x)
+    if bounds_of(number, MAX_SEQLEN, typing.range_of)[0] == INT64[0]:  # -x - 1 has no room for -x
+        raise ExprError(f"`~` of the bits of `{number}`")
+    return _checked(build("sub", const(-1), number), typing)
 
 
 def _logical(op: str) -> Callable[..., Expr]:

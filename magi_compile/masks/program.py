@@ -19,6 +19,20 @@ _UNSAFE_IN_NAME = re.compile(r"[#`\s]+|,\s*(?=t\d+: )")
 _TABLE = re.compile(r"t\d+")
 
 
+def _within_64_bits(keys: KeySet) -> KeySet:
+    """Raises UnsupportedMaskError where a tensor is compared with a number that 64 bits do not hold; for keys and rows, which are
+    small, the end of the 64 bits serves as well."""
+    for expr in (expr for lane in keys.lanes for expr in (lane.lo, lane.hi, lane.keys)):
+        large = [
+            n.args[0] for n in expr.walk() if n.op == "int" and not -(2**63) <= n.args[0] < 2**63
+        ]
+        if large and any(node.op == "table" for node in expr.walk()):
+            raise UnsupportedMaskError(
+                [f"a tensor is compared with {large[0]}, which 64 bits do not hold"]
+            )
+    return keys
+
+
 @dataclass(frozen=True)
 class MaskProgram:
     """A mask as an expression of b, q, kv, of tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
@@ -104,13 +118,11 @@ class MaskProgram:
 
     @cached_property
     def num_captures(self) -> int:
-        """How many captured tensors it takes; the numbers of those that it computes are behind theirs."""
-        if self.columns:
-            return min(self.columns)
+        """How many captured tensors it takes: one more than the highest number of one that its values depend on."""
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
-        for function in self.functions.values():
+        for function in self.columns.values():
             used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
-        return max(used, default=-1) + 1
+        return max(used - set(self.columns), default=-1) + 1
 
     @cached_property
     def num_symbols(self) -> int:
@@ -125,7 +137,7 @@ class MaskProgram:
             UnsupportedMaskError: with all reasons.
         """
         try:
-            return solve(without_marks(self.expr))
+            return _within_64_bits(solve(without_marks(self.expr)))
         except UnsupportedMaskError as error:
             raise UnsupportedMaskError(
                 [self.describe(reason) for reason in error.reasons]

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+MAX_FACTOR = 1e15  # of a score; beyond, products of scores and factors may not be finite
+
 
 @dataclass(frozen=True)
 class ScoreMod:
@@ -38,7 +40,12 @@ class _Score:
             raise UnsupportedScoreModError(
                 f"score_mod multiplies the score by {type(factor).__name__}; only constants can be folded"
             )
-        return _Score(self.outer * factor, self.inner)
+        outer = self.outer * factor
+        if not abs(outer) <= MAX_FACTOR or not abs(factor) <= MAX_FACTOR:
+            raise UnsupportedScoreModError(
+                f"score_mod multiplies the score by {factor}, which fp32 may not hold"
+            )
+        return _Score(outer, self.inner)
 
     def __mul__(self, other: Any) -> _Score:
         return self._times(other)

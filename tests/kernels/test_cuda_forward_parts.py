@@ -135,7 +135,7 @@ def test_whole_tiles_do_as_without_room_for_parts(kernel):
     """The tiles of a window are too short to be cut, though there is room."""
     slices, problem, inputs = prepared(replace(sliding_window(3600, 300), heads=HEADS[128]))
     plan = kernel.plan(slices, problem)
-    *q_walk, parts, _, _, _ = plan
+    *q_walk, parts, _, _, _, _ = plan
     assert parts.numel() > 0
     assert num_parts(plan) == 0
     assert_same(

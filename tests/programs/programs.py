@@ -139,6 +139,8 @@ def selective_around_blocks(door: Door) -> None:
 
 def selective_policy_first(door: Door) -> None:
     """A policy that names the op before anything is compiled."""
+    import magi_compile.ops  # noqa: F401
+
     attention = torch.ops.magi.ffa_fwd.default
     context_fn = partial(create_selective_checkpoint_contexts, [attention])
     model = make_model(partial(checkpoint, use_reentrant=False, context_fn=context_fn))
@@ -271,7 +273,6 @@ def copies(door: Door) -> None:
     model.compile(backend=door.backend)
     check_training(model, model, steps=[0])
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        check_training(copied, copied, steps=[1])
         copied.compile(backend=door.backend)
         check_training(copied, copied, steps=[2])
 
