@@ -104,47 +104,24 @@ def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, other: self.recorder.call(function, (self, other), {})
 
 
+_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+_ARITHMETIC = ("add", "sub", "mul", "floordiv", "truediv", "mod", "pow", "rshift", "lshift")
+_BITWISE = ("and", "or", "xor")
+
 # Python's operators by the names of their methods, and whether these exchange the operands.
 _OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
     **{
         f"__{name}__": (getattr(operator, name), False)
-        for name in ["lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "invert", "getitem"]
+        for name in (*_COMPARISONS, "neg", "pos", "invert", "getitem")
     },
     **{
         f"__{prefix}{name}__": (getattr(operator, f"__{name}__"), bool(prefix))
-        for name in [
-            "add",
-            "sub",
-            "mul",
-            "floordiv",
-            "truediv",
-            "mod",
-            "and",
-            "or",
-            "xor",
-            "rshift",
-            "lshift",
-            "pow",
-            "matmul",
-        ]
+        for name in (*_ARITHMETIC, *_BITWISE, "matmul")
         for prefix in ("", "r")
     },
 }
 _OPERATOR_OF = {getattr(Tensor, name): found for name, found in _OPERATORS.items()}
-for _name in [
-    "add",
-    "sub",
-    "mul",
-    "floordiv",
-    "truediv",
-    "mod",
-    "and",
-    "or",
-    "xor",
-    "rshift",
-    "lshift",
-    "pow",
-]:
+for _name in (*_ARITHMETIC, *_BITWISE):
     setattr(_Symbol, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
 for _name in (*_OPERATORS, "__abs__"):
     setattr(_Symbol, _name, _operator(_name))

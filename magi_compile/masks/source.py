@@ -161,8 +161,8 @@ def _on_meta(value: Any) -> Any:
         return [_on_meta(item) for item in value]
     if isinstance(value, dict):
         return {key: _on_meta(item) for key, item in value.items()}
-    is_device = isinstance(value, torch.device) or value in ("cpu", "cuda")
-    return "meta" if is_device and not isinstance(value, Tensor) else value
+    is_name = isinstance(value, str) and value.partition(":")[0] in ("cpu", "cuda")
+    return "meta" if is_name or isinstance(value, torch.device) else value
 
 
 def title_of(node: Node, names: Mapping[int, str]) -> str:

@@ -53,19 +53,8 @@ from magi_compile.masks.source import (
     title_of,
 )
 
-_COMPARISONS = (
-    "lt",
-    "less",
-    "le",
-    "less_equal",
-    "gt",
-    "greater",
-    "ge",
-    "greater_equal",
-    "eq",
-    "ne",
-    "not_equal",
-)
+_ORDERED = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal")
+_COMPARISONS = (*_ORDERED, "eq", "ne", "not_equal")
 _CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
 
