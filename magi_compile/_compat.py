@@ -35,6 +35,12 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def may_change_uncounted(tensor: Tensor) -> bool:
+    """Whether PyTorch itself writes to `tensor` without counting it: one of inference mode, or an output of Inductor's CUDA
+    graphs, which is the same object in every replay."""
+    return tensor.is_inference() or torch._C._is_cached_tensor(tensor)
+
+
 def fake_mode_of(tensor: Tensor) -> Any:
     """The FakeTensorMode that `tensor` belongs to, as a context manager."""
     return tensor.fake_mode  # type: ignore[attr-defined]

@@ -70,7 +70,7 @@ class Prologue:
         numbers = tuple(x for x in arguments if not isinstance(x, Tensor))
         key = (self.text, numbers, *map(id, tensors))
         stream = _stream(self.device)
-        if stream is None or any(tensor.is_inference() for tensor in tensors):
+        if stream is None or any(map(_compat.may_change_uncounted, tensors)):
             return self.derive(arguments)
         versions = tuple(tensor._version for tensor in tensors)
         found = _kept.get(key)

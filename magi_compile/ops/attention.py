@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from magi_compile._compat import version_of
+from magi_compile._compat import may_change_uncounted, version_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import convert_block_mask
 from magi_compile.ops.layout import in_memory_order, memory_order
@@ -210,7 +210,7 @@ def _slices(
     if (
         found is None
         or found.versions != list(map(version_of, found.tables))
-        or any(table.is_inference() for table in found.tables)  # whose writes nobody counts
+        or any(map(may_change_uncounted, found.tables))
     ):
         slices, watched = convert_block_mask(block_mask, batch)
         found = known[batch] = _Derived(slices, watched, list(map(version_of, watched)))

@@ -135,7 +135,7 @@ def plan_of_call(
         return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
     chosen, problem = _route(q.device, q.dtype, heads, 1.0, softcap, kernel or None)
     is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured or any(x.is_inference() for x in lists):
+    if is_captured or any(map(_compat.may_change_uncounted, lists)):
         return _plan_of(chosen, slices, problem)
     key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
     plans = _kept.setdefault(slices, {})

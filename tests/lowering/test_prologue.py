@@ -115,6 +115,25 @@ def test_tensors_of_inference_mode_are_never_kept(derived):
     assert not prologue._kept
 
 
+def test_outputs_of_cuda_graphs_are_never_kept(derived):
+    """A graph that makes the mask returns the same tensors in every replay, with other values and the same version."""
+    document = ids(40, 90)
+    mask = mask_of(document)
+    compiled = torch.compile(attend, backend=make_backend("eager"), fullgraph=True)
+    torch._C._set_cached_tensors_enabled(True)
+    torch._C._add_cached_tensor(document)
+    try:
+        for ends in ((40, 90), (10, 90)):
+            document.data.copy_(ids(*ends))
+            if ends[0] != 40:
+                mask.kv_num_blocks.data.copy_(mask_of(document).kv_num_blocks)
+            check(compiled, mask)
+    finally:
+        torch._C._remove_cached_tensor(document)
+        torch._C._set_cached_tensors_enabled(False)
+    assert not prologue._kept
+
+
 def test_a_graph_that_writes_to_its_inputs_derives_its_masks_itself(derived):
     def shifted(x, mask, document):
         document.add_(1)
