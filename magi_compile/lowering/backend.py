@@ -32,10 +32,10 @@ def make_backend(
 
     if not isinstance(options, LoweringOptions):
         raise TypeError(f"`options` must be a LoweringOptions, got {options!r}")
-    if not callable(inner) and inner not in torch._dynamo.list_backends(exclude_tags=()):
+    if not callable(inner) and inner not in torch.compiler.list_backends(exclude_tags=()):
         raise ValueError(
             f"`inner` must be a function or the name of a backend, one of "
-            f"{', '.join(torch._dynamo.list_backends())}, got {inner!r}"
+            f"{', '.join(torch.compiler.list_backends())}, got {inner!r}"
         )
 
     def backend(
