@@ -214,3 +214,17 @@ def test_something_else():
         slices_from_block_mask(3)
     with pytest.raises(TypeError, match="`mask_mod` must be a function of b, h, q and kv, got 3"):
         magi_compile.create_block_mask(3, None, None, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"H": True}, "`H` must be an int and at least 1, got True"),
+        ({"BLOCK_SIZE": 1.5}, r"`BLOCK_SIZE` must be an int and at least 1, got \(1.5, 1.5\)"),
+        ({"BLOCK_SIZE": (1, 2, 3)}, r"`BLOCK_SIZE` must be one number or two, got \(1, 2, 3\)"),
+    ],
+)
+def test_sizes_of_the_wrong_kind(sizes, message):
+    arguments = {"B": 1, "H": 1, "Q_LEN": 9, "KV_LEN": 9, "device": "cpu"} | sizes
+    with pytest.raises(ValueError, match=message):
+        magi_compile.create_block_mask(lambda b, h, q, kv: q >= kv, **arguments)

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, create_mask
@@ -270,3 +271,45 @@ def test_slices_follow_what_a_mask_mod_computes_from_captured_tensors():
         expected = torch.nn.functional.scaled_dot_product_attention(x, x, x, dense).nan_to_num()
         actual = flex_attention(x, x, x, block_mask=mask)
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"enable_gqa": "yes"}, TypeError, "`enable_gqa` must be True or False, got 'yes'"),
+        ({"return_lse": 1}, TypeError, "`return_lse` must be True or False, got 1"),
+        ({"return_aux": True}, TypeError, "`return_aux` must be an AuxRequest or None, got True"),
+        ({"score_mod": "x"}, TypeError, "`score_mod` must be a function or None, got 'x'"),
+        ({"scale": 10**400}, ValueError, "`scale` must be a number that a float holds"),
+        ({"score_mod": lambda s, b, h, q, kv: (s, s)}, NotImplementedError, "returns tuple"),
+        ({"score_mod": lambda s, *_: s * math.inf}, NotImplementedError, "fp32 may not hold"),
+        (
+            {"score_mod": lambda s, *_: s * torch.ones((), requires_grad=True)},
+            NotImplementedError,
+            "a tensor that needs a gradient",
+        ),
+    ],
+)
+def test_arguments_of_the_wrong_kind(options, error, message):
+    x = torch.randn(1, 2, 40, 16)
+    with pytest.raises(error, match=message):
+        flex_attention(x, x, x, **options)
+
+
+def test_other_wrong_arguments():
+    x = torch.randn(1, 2, 40, 16)
+    with pytest.raises(ValueError, match="`query` must be a dense tensor, got one of layout"):
+        flex_attention(x.to_sparse(), x, x)
+    packed, slices = torch.randn(16, 1, 8), AttnSlices.full(16, 16)
+    with pytest.raises(ValueError, match="`q` must have at least 1 head, got 0"):
+        flex_flash_attention(packed[:, :0], packed, packed, slices)
+    with pytest.raises(TypeError, match=r"`kernel` must be a name or None, got \['cpu'\]"):
+        flex_flash_attention(packed, packed, packed, slices, kernel=["cpu"])
+
+
+def test_autocast_and_numbers_of_numpy():
+    x = torch.randn(1, 2, 40, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flex_attention(x, x, x).dtype == torch.bfloat16
+    expected = flex_attention(x, x, x, scale=0.5)
+    torch.testing.assert_close(flex_attention(x, x, x, scale=np.float32(0.5)), expected)
