@@ -186,6 +186,8 @@ def bounds_of(
         return int(expr.args[0]), int(expr.args[0])
     if expr.op == "var":
         return 0, seqlen - 1
+    if expr.op == "unsupported":
+        return INT64
     if expr.op == "symbol":
         return -MAX_SYMBOL, MAX_SYMBOL
     if expr.op == "table":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from magi_compile.masks.arithmetic import MAX_SYMBOL
 from magi_compile.masks.expr import KV, ONE, TRUE, ZERO, Expr, build, const, int_value, linear
 from magi_compile.masks.key_sets import Grid, Promise, Refusal
 
@@ -216,6 +217,8 @@ class Arithmetic:
             arms = (build("mod", x, divisor) for x in dividend.args[1:])
             return self.number(build("where", dividend.args[0], *arms))
         whole = build("mod", dividend, divisor)
+        if abs(int_value(divisor) or 0) > MAX_SYMBOL:
+            raise Refusal(f"`{whole}` repeats in steps of more keys than there can be")
         x = self.number(dividend)
         if isinstance(x, Expr):
             return build("mod", x, divisor)

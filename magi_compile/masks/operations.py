@@ -233,6 +233,8 @@ def _not(typing: Typing, x: Any) -> Expr:
     if typing.result == torch.bool:
         return build("not", _truth(x))
     number = _integer(x)
+    if number.reasons:
+        return number
     if bounds_of(number, MAX_SEQLEN, typing.range_of)[0] == INT64[0]:  # -x - 1 has no room for -x
         raise ExprError(f"`~` of the bits of `{number}`")
     return _checked(build("sub", const(-1), number), typing)

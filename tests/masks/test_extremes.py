@@ -70,6 +70,14 @@ REFUSED = {
         lambda b, h, q, kv: torch.square(q - kv).clamp(min=0) < 16,
         "`square` is not an operation on masks",
     ),
+    "bits of what is unsupported": (
+        lambda b, h, q, kv: ~torch.square(q - kv) < 16,
+        "`square` is not an operation on masks",
+    ),
+    "steps": (
+        lambda b, h, q, kv: (q - kv) % M == 0,
+        "repeats in steps of more keys than there can",
+    ),
     "a tuple": (lambda b, h, q, kv: (q > 3, kv > 3), "something else than a truth value"),
 }
 
