@@ -35,6 +35,7 @@ from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.masks import (
     MaskProgram,
+    RowIntervals,
     UnsupportedMaskError,
     padded_slices_from_intervals,
     row_intervals,
@@ -87,21 +88,28 @@ def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     ]
 
 
+def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
+    """What a mask that depends on no tensor shows in every run; None for others, and while lengths are not known."""
+    seqlen_k, symbols = sizes_of(call)
+    batch, _, seqlen_q, _ = value_of(call.q).shape
+    is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
+    if program.reads_tensors or not is_known or seqlen_k is None or symbols is None:
+        return None
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    with _compat.without_fake_tensors():
+        return row_intervals(program, (), symbols, **sizes, device="cpu")
+
+
 def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
-    """Finds out now what a mask that depends on no data would find in every run.
+    """Finds out now what a mask of computed tables that depends on no tensor would find in every run.
 
     Raises:
-        UnsupportedMaskError: the order of its computed tables is not what intervals need.
+        UnsupportedMaskError: the order of these tables is not what intervals need.
     """
-    seqlen_k, symbols = sizes_of(call)
-    seqlen_q, batch = value_of(call.q).shape[2], value_of(call.q).shape[0]
     if program.reads_tensors or not program.columns:
         return
-    if (
-        seqlen_k is None
-        or symbols is None
-        or not all(isinstance(n, int) for n in (seqlen_q, batch))
-    ):
+    intervals = intervals_without_data(call, program)
+    if intervals is None:
         raise UnsupportedMaskError(
             [
                 "tables are computed from lengths that are dynamic in the graph; mark these as static, or "
@@ -109,26 +117,17 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
             ]
         )
     with _compat.without_fake_tensors():
-        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        refuse_broken(row_intervals(program, (), symbols, **sizes, device="cpu").checks)
+        refuse_broken(intervals.checks)
 
 
 def least_capacity(call: FlexCall, program: MaskProgram) -> int:
-    """How many slices a mask that depends on no tensor has in a batch entry; 0 where that is not known yet."""
-    seqlen_k, symbols = sizes_of(call)
-    seqlen_q = value_of(call.q).shape[2]
-    if (
-        program.reads_tensors
-        or symbols is None
-        or seqlen_k is None
-        or not isinstance(seqlen_q, int)
-    ):
+    """How many slices a mask that depends on no tensor has, on average over batch entries; 0 where that is not known yet."""
+    intervals = intervals_without_data(call, program)
+    if intervals is None or not intervals.batch:
         return 0
     with _compat.without_fake_tensors():
-        sizes = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        intervals = row_intervals(program, (), symbols, **sizes, device="cpu")
         _, fits = padded_slices_from_intervals(intervals, 1)
-        return int(fits.values[0])
+        return -(-int(fits.values[0]) // intervals.batch)
 
 
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
