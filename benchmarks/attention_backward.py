@@ -74,13 +74,18 @@ def magi(inputs: Inputs, mask: str, slices: AttnSlices, **defines: str) -> Backw
         return run
     variants = cuda_backward.backward_variants
 
-    def with_defines(problem: AttnProblem, deterministic: bool = False) -> tuple:
-        before, main, after = variants(problem, deterministic)
+    def with_defines(problem: AttnProblem, deterministic: bool, has_far_tiles: bool) -> tuple:
+        before, main, after = variants(problem, deterministic, has_far_tiles)
         changed = tuple({**dict(main.defines), **defines}.items())
         return before, replace(main, defines=changed), after
 
+    of_defines = functools.cache(cuda_backward._prepared.__wrapped__)
+
     def run_changed() -> tuple[Tensor, ...]:
-        with mock.patch.object(cuda_backward, "backward_variants", with_defines):
+        with (
+            mock.patch.object(cuda_backward, "backward_variants", with_defines),
+            mock.patch.object(cuda_backward, "_prepared", of_defines),
+        ):
             return run()
 
     return run_changed

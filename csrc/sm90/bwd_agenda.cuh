@@ -47,6 +47,6 @@ struct Agenda {
     int heads_per_section;   // divides num_heads
 };
 
-static_assert(sizeof(Agenda) == 48, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(Agenda) == 48, "packed by magi_compile/kernels/cuda/params.py");
 
 }  // namespace ffa

@@ -19,7 +19,7 @@ struct TileList {
     Agenda agenda;
 };
 
-static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/params.py");
 
 template <int kNumLists>
 struct BackwardParams {
@@ -45,8 +45,8 @@ struct BackwardParams {
     TileList lists[kNumLists];   // of near tiles, of far ones
 };
 
-static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/backward.py");
-static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/params.py");
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
           int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,

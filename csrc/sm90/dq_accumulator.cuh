@@ -15,7 +15,7 @@ struct DqSums {
     int row_groups;   // of a head
 };
 
-static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/params.py");
 
 // How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by one thread
 // block: where a cluster shares a tile, each of its blocks counts as `done`.

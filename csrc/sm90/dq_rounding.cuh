@@ -34,7 +34,7 @@ struct DqItems {
     }
 };
 
-static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/backward.py");
+static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/params.py");
 
 // How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
 // for.

@@ -8,9 +8,10 @@ namespace ffa {
 struct MergeParams {
     const float* part_out;   // [part_rows, nheads_q, head_dim], contiguous
     const float* part_lse;   // [nheads_q, part_rows]
-    uint2* out;              // [total_q, nheads_q, head_dim], contiguous, four elements each
+    FFA_ELEMENT* out;        // [total_q, nheads_q, head_dim]
     float* lse;              // [nheads_q, total_q]
     const Cut* cuts;         // [num_cuts]: those of no parts come last
+    long long out_row_stride, out_head_stride;   // in elements
     int num_cuts;
     int tile_rows;
     int num_heads;
@@ -18,7 +19,7 @@ struct MergeParams {
     int part_rows;
 };
 
-static_assert(sizeof(MergeParams) == 64, "packed by magi_compile/kernels/cuda/parts.py");
+static_assert(sizeof(MergeParams) == 80, "packed by magi_compile/kernels/cuda/params.py");
 
 constexpr int kThreads = 256;
 constexpr int kChunks = FFA_HEAD_DIM / 4;   // of a row: a thread takes one at a time
@@ -49,8 +50,9 @@ __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut,
         sum.w += weight * part.w;
     }
     const float scale = total == 0.f ? 0.f : 1.f / total;
-    params.out[at(row)] = {pack<FFA_ELEMENT>(sum.x * scale, sum.y * scale),
-                           pack<FFA_ELEMENT>(sum.z * scale, sum.w * scale)};
+    FFA_ELEMENT* const out = params.out + row * params.out_row_stride + head * params.out_head_stride;
+    reinterpret_cast<uint2*>(out)[chunk] = {pack<FFA_ELEMENT>(sum.x * scale, sum.y * scale),
+                                            pack<FFA_ELEMENT>(sum.z * scale, sum.w * scale)};
     if (chunk == 0) {
         params.lse[static_cast<long long>(head) * params.total_q + row] = reference + __logf(total);
     }

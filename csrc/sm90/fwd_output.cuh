@@ -158,14 +158,12 @@ template <class Config>
 __device__ __forceinline__ void Consumer<Config>::store_rows(const Element* staging, int warp_row, const TileOfHead& tile) const {
     constexpr int kChunks = Config::kHeadDim / 8;
     const int4* const chunks = reinterpret_cast<const int4*>(staging);
-    int4* const out_rows = static_cast<int4*>(params_.out_rows);
+    Element* const out_rows = static_cast<Element*>(params_.out_rows) + tile.head * params_.out_head_stride;
     for (int i = lane_; i < kWarpRows * kChunks; i += 32) {
         const int row = i / kChunks;
         const int chunk = i % kChunks;
         if (warp_row + row < tile.row_end) {
-            const long long out_row =
-                static_cast<long long>(warp_row + row) * params_.schedule.num_heads + tile.head;
-            out_rows[out_row * kChunks + chunk] =
+            reinterpret_cast<int4*>(out_rows + (warp_row + row) * params_.out_row_stride)[chunk] =
                 chunks[chunk / 8 * (kQSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
         }
     }

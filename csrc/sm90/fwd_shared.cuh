@@ -14,7 +14,7 @@ struct ForwardParams {
     TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: near and far keys
     TensorMap v[2];    // [nheads_kv, total_k, head_dim], likewise
     TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
-    void* out_rows;    // [total_q, nheads_q, head_dim], contiguous
+    void* out_rows;    // [total_q, nheads_q, head_dim], with the strides below
     float* lse;        // [nheads_q, total_q]
     float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for parts; or null
     float* wide_lse;   // [nheads_q, wide_rows]
@@ -31,9 +31,10 @@ struct ForwardParams {
     int far_begin;      // columns from here on are far keys
     float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;    // softmax_scale / softcap where scores are capped
+    long long out_row_stride, out_head_stride;   // of `out_rows`, in elements
 };
 
-static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/cuda/forward.py");
+static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/cuda/params.py");
 
 // Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
 struct EarlyForwardParams : ForwardParams {
@@ -51,7 +52,7 @@ enum TileList {
     kParts,   // the near runs of tiles with both; all of them are in sections
 };
 
-static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/cuda/early.py");
+static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/cuda/params.py");
 
 constexpr int kMaxConsumers = 3;
 

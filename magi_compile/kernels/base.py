@@ -40,7 +40,45 @@ class AttnProblem:
         return self.nheads_q // self.nheads_kv
 
 
+def output_stride(
+    shape: Sequence[Any], stride: Sequence[Any], head_dim_v: Any
+) -> tuple[Any, Any, Any]:
+    """The strides of the output of attention of a q `[total_q, nheads_q, head_dim]`: where all rows of a head of q are next
+    to each other, so are those of the output; else all heads of a row are. Of ints or SymInts.
+
+    The first is a contiguous `[1, nheads_q, total_q, head_dim]` as models have it: its output then needs no copy.
+    """
+    total_q, nheads_q, head_dim = shape
+    is_by_head = (
+        nheads_q != 1
+        and stride[2] == 1
+        and stride[0] == head_dim
+        and stride[1] == total_q * head_dim
+    )
+    return (
+        (head_dim_v, total_q * head_dim_v, 1)
+        if is_by_head
+        else (nheads_q * head_dim_v, head_dim_v, 1)
+    )
+
+
+def output_like(q: Tensor, head_dim_v: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for the output of attention of `q`, in `output_stride`."""
+    total_q, nheads_q, _ = q.shape
+    stride = output_stride(q.shape, q.stride(), head_dim_v)
+    return q.new_empty_strided((total_q, nheads_q, head_dim_v), stride, dtype=dtype or q.dtype)
+
+
+def in_output_layout(q: Tensor, out: Tensor) -> Tensor:
+    """`out` itself where it has the strides that `output_stride` says for `q`, else a copy that has."""
+    if out.stride() == output_stride(q.shape, q.stride(), out.shape[2]):
+        return out
+    return output_like(q, out.shape[2], out.dtype).copy_(out)
+
+
 class ForwardOutput(NamedTuple):
+    """Attention, in memory laid out as `output_stride` says where its dtype is that of q."""
+
     out: Tensor  # [total_q, nheads_q, head_dim_v], the dtype of q; rows that see nothing are 0
     lse: Tensor  # [nheads_q, total_q], fp32, natural log; rows that see nothing are -inf
 
@@ -125,7 +163,11 @@ class Kernel(Protocol):
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
-    ) -> BackwardOutput: ...
+        *,
+        deterministic: bool | None = None,
+    ) -> BackwardOutput:
+        """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default."""
+        ...
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, output_like
 from magi_compile.kernels.cpu_pieces import Piece, additive_mask, cut, plan_pieces
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.masks.slices import AttnSlices
@@ -65,7 +65,7 @@ class CpuKernel:
         merges = not all(piece.is_first for piece in pieces)
         dtype = torch.float32 if merges or problem.softcap else q.dtype
         total_q, nheads_q, _ = q.shape
-        out = torch.zeros(total_q, nheads_q, problem.head_dim_v, dtype=dtype)
+        out = output_like(q, problem.head_dim_v, dtype).zero_()
         lse = torch.full((nheads_q, total_q), -torch.inf)
 
         width = max(problem.head_dim, problem.head_dim_v)
@@ -98,6 +98,8 @@ class CpuKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
     ) -> BackwardOutput:
         # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))

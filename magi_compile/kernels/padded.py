@@ -86,10 +86,14 @@ class PaddedKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
     ) -> BackwardOutput:
         padded = self._as(problem)
         dout, q, k, v, out = (_pad(x, padded.head_dim) for x in (dout, q, k, v, out))
-        dq, dk, dv = self._inner.backward(dout, dlse, q, k, v, out, lse, slices, plan, padded)
+        dq, dk, dv = self._inner.backward(
+            *(dout, dlse, q, k, v, out, lse, slices, plan, padded), deterministic=deterministic
+        )
         return BackwardOutput(
             _cut(dq, problem.head_dim), _cut(dk, problem.head_dim), _cut(dv, problem.head_dim_v)
         )

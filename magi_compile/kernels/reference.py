@@ -141,6 +141,8 @@ class ReferenceKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
     ) -> BackwardOutput:
         dq, dk, dv = exact_backward(
             dout, dlse, q, k, v, out, lse, slices, problem.softmax_scale, problem.softcap

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, output_like
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
@@ -77,7 +77,7 @@ class TritonKernel:
         check_sizes(sizes, plan_tiles(problem, self.name))
         config = triton_config(problem)
         total_q, nheads_q, _ = q.shape
-        out = q.new_empty(total_q, nheads_q, problem.head_dim_v)
+        out = output_like(q, problem.head_dim_v)
         lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
         if out.numel():
             with torch.cuda.device_of(q):
@@ -110,6 +110,8 @@ class TritonKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
     ) -> BackwardOutput:
         q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
         check_sizes(sizes, plan_tiles(problem, self.name))

@@ -269,8 +269,7 @@ def emit_attention(
         kernel.name,
     )
     out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
-    out = emit.call(torch.reshape, out, (batch, seqlen_q, problem.nheads_q, problem.head_dim_v))
-    out = emit.call(torch.transpose, out, 1, 2)
+    out = _unpacked(emit, out, batch, seqlen_q)
     order = memory_order(value_of(call.node)[0].stride())
     if not value_of(out).permute(order).is_contiguous() and not _is_packed_again(call.node):
         # The call promises the memory order of q; code after it may rely on it.
@@ -283,6 +282,20 @@ def emit_attention(
         lse = emit.call(torch.clone, lse, memory_format=torch.contiguous_format)
     lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
     return result, out, lse
+
+
+def _unpacked(emit: Emitter, out: Node, batch: Any, seqlen_q: Any) -> Node:
+    """`[B * S, H, D]` as `[B, H, S, D]`, a view, whichever of rows and heads come first in memory."""
+    nheads, head_dim = (int(size) for size in value_of(out).shape[1:])
+    is_by_head = nheads > 1 and value_of(out).stride(0) == head_dim
+    if not is_by_head:
+        out = emit.call(torch.reshape, out, (batch, seqlen_q, nheads, head_dim))
+        return emit.call(torch.transpose, out, 1, 2)
+    out = emit.call(torch.transpose, out, 0, 1)
+    if isinstance(batch, int) and batch == 1:
+        return emit.call(torch.reshape, out, (1, nheads, seqlen_q, head_dim))
+    out = emit.call(torch.reshape, out, (nheads, batch, seqlen_q, head_dim))
+    return emit.call(torch.transpose, out, 0, 1)
 
 
 def _is_packed_again(attention: Node) -> bool:

@@ -139,19 +139,23 @@ class Split(NamedTuple):
     """A graph whose masks are inputs, and what gives these.
 
     Attributes:
-        graph: takes the tensors of its masks behind its other inputs.
+        graph: takes the tensors of its masks behind those other inputs that it still needs.
         example_inputs: for all of them.
         prologue: gives the tensors of the masks; None where there are none.
+        needed: which of the other inputs the graph takes.
     """
 
     graph: GraphModule
     example_inputs: list[Any]
     prologue: Prologue | None = None
+    needed: tuple[int, ...] = ()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the other inputs alone."""
-        prologue = self.prologue
-        return compiled if prologue is None else lambda *args: compiled(*args, *prologue(args))
+        prologue, needed = self.prologue, self.needed
+        if prologue is None:
+            return compiled
+        return lambda *args: compiled(*[args[i] for i in needed], *prologue(args))
 
 
 def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
@@ -208,10 +212,22 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     for node in reversed(made):
         if node.op != "placeholder" and node not in taken and not node.users:
             root.graph.erase_node(node)
+    # Each input costs every call. Those that no mask was made of stay, as Dynamo gave them.
+    taken_on = []
+    for number, entry in enumerate(placeholders):
+        if entry in made and not entry.users and isinstance(value_of(entry), Tensor):
+            root.graph.erase_node(entry)
+        else:
+            taken_on.append(number)
     root.graph.lint()
     root.recompile()
     examples = [value_of(node) for node in outputs]
-    return Split(root, [*example_inputs, *examples], Prologue(module, places, examples[0]))
+    return Split(
+        root,
+        [*(example_inputs[i] for i in taken_on), *examples],
+        Prologue(module, places, examples[0]),
+        tuple(taken_on),
+    )
 
 
 def _is_from_outside(node: Node) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
-from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.base import AttnProblem, Kernel, in_output_layout, output_like
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define, define_differentiable, gradients
@@ -168,7 +168,8 @@ def _ffa_fwd(
     chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
-    return chosen.forward(scaled.q, k, v, slices, plan, problem)
+    out, lse = chosen.forward(scaled.q, k, v, slices, plan, problem)
+    return in_output_layout(q, out), lse
 
 
 def _ffa_fwd_fake(
@@ -184,7 +185,7 @@ def _ffa_fwd_fake(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     total_q, nheads_q, _ = q.shape
-    out = q.new_empty(total_q, nheads_q, v.shape[2])
+    out = output_like(q, v.shape[2])
     return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
 
 
@@ -203,6 +204,7 @@ def _ffa_bwd(
     softmax_scale: float,
     softcap: float,
     kernel: str,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise_pending()
     total_q, nheads_q, head_dim = q.shape
@@ -213,7 +215,9 @@ def _ffa_bwd(
     chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
-    dq, dk, dv = chosen.backward(dout, dlse, scaled.q, k, v, out, lse, slices, plan, problem)
+    dq, dk, dv = chosen.backward(
+        *(dout, dlse, scaled.q, k, v, out, lse, slices, plan, problem), deterministic=deterministic
+    )
     return scaled.gradient(dq), dk, dv
 
 
@@ -231,8 +235,8 @@ define(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
 define(
     _lib,
     "ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
-    "Tensor k_ranges, Tensor mask_types, Tensor[] plan, float softmax_scale, float softcap, str kernel) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor k_ranges, Tensor mask_types, Tensor[] plan, float softmax_scale, float softcap, str kernel, "
+    "bool deterministic) -> (Tensor, Tensor, Tensor)",
     _ffa_bwd,
     _ffa_bwd_fake,
 )
@@ -260,7 +264,9 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         lists = (q_ranges, k_ranges, mask_types)
-        arguments = (dout, dlse, q, k, v, out, lse, *lists, plan, *ctx.options)
+        # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        arguments = (dout, dlse, q, k, v, out, lse, *lists, plan, *ctx.options, deterministic)
         return (*gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
 
 

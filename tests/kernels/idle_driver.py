@@ -1,10 +1,12 @@
 """A driver that does nothing, for tests of what the host hands to it: no GPU needed."""
 
+import ctypes
 import struct
 
 import torch
 
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from magi_compile.kernels.cuda import backward, calls, early, forward, parts
+from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES, Struct
 
 
 def address_map(address: int) -> bytes:
@@ -12,17 +14,48 @@ def address_map(address: int) -> bytes:
     return struct.pack("<Q", address).ljust(TENSOR_MAP_BYTES, b"\0")
 
 
-def install(monkeypatch, module, **more) -> list[bytes]:
-    """Gives `module` such a driver, and what else it is to find by name; returns the parameters of every launch."""
+def install(monkeypatch) -> list[bytes]:
+    """Gives all launches such a driver; returns the parameters of every launch."""
     found: list[bytes] = []
-    fakes = {
-        "launch": lambda function, grid, block, params, stream, **_: found.append(params),
-        "load_function": lambda variant, device: None,
-        "num_sms": lambda device: 132,
-        "current_stream": lambda device: 0,
-        "tensor_map": lambda x, box_rows: address_map(x.data_ptr()),
-    }
-    for name, fake in (fakes | more).items():
-        monkeypatch.setattr(module, name, fake)
+    fake_hopper(
+        monkeypatch,
+        num_sms=132,
+        load_function=lambda variant, device: None,
+        launch=lambda function, grid, block, params, stream, **_: found.append(bytes(params)),
+        encode=lambda tensor_map, address: address_map(address),
+    )
+    return found
+
+
+def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
+    """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
+    clear_caches()
+    for module in (forward, parts, early, backward):
+        monkeypatch.setattr(module, "load_function", load_function)
+        monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
+    for module in (calls, early, backward):
+        monkeypatch.setattr(module, "current_stream", lambda device: 0)
+    monkeypatch.setattr(calls, "launch", launch)
+    monkeypatch.setattr(calls, "encode", encode)
+    monkeypatch.setattr(calls, "fill_zeros", fill_zeros)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
+
+
+def clear_caches() -> None:
+    """What was prepared for another GPU is forgotten."""
+    for cached in (forward._call, parts._call, parts._cut_call, early._call, backward._prepared):
+        cached.cache_clear()
+
+
+def fill_zeros(address: int, num_words: int, stream: int) -> None:
+    ctypes.memset(address, 0, 4 * num_words)
+
+
+def fields(layout: Struct, params: bytes) -> dict[str, int | float | bytes]:
+    """Every field of a struct by its name in C++, read from its bytes; a tensor map as its first 8 bytes."""
+    assert len(params) == layout.size
+    found = {}
+    for name, offset, scalar in layout.places():
+        format = "<Q" if scalar.size == TENSOR_MAP_BYTES else scalar.format
+        (found[name],) = struct.unpack_from(format, params, offset)
     return found

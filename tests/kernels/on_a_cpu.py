@@ -9,15 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-import torch
-from torch import Tensor
 
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
 from magi_compile.kernels.cuda.nvrtc import Variant
+from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES, TensorMap
 from tests.deterministic import deterministic_algorithms
+from tests.kernels import idle_driver
 from tests.kernels.cpp import LIBRARY, compiler_command
 
 _MAIN = """
@@ -69,7 +67,7 @@ class CompiledKernel:
         memory = bytearray(len(params) + 64)
         at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
         at += -at % 64
-        ctypes.memmove(at, params, len(params))
+        ctypes.memmove(at, bytes(params), len(params))
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
         ended = self._run(ctypes.c_void_p(at), x, y, num_threads, num_at_once, timing, cluster)
         assert ended, "some threads wait for what never comes"
@@ -85,39 +83,37 @@ def compile_once(
 @contextmanager
 def launching(
     monkeypatch: pytest.MonkeyPatch,
-    module: ModuleType,
     compiled: Callable[[Variant], CompiledKernel],
     num_sms: int,
-    **fakes: Callable[..., object],
+    launch: Callable[..., object],
 ) -> Iterator[None]:
-    """The host's code in `module` finds a GPU of `num_sms` SMs, which is this CPU; `fakes` stand for what else it calls."""
-    fakes |= {
-        "load_function": lambda variant, device: compiled(variant),
-        "num_sms": lambda device: num_sms,
-        "current_stream": lambda device: 0,
-        "tensor_map": tensor_map,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of the CPU
-    module._route.cache_clear()
+    """The host's code finds a GPU of `num_sms` SMs, which is this CPU, where `launch` launches."""
+    idle_driver.fake_hopper(
+        monkeypatch,
+        num_sms=num_sms,
+        load_function=lambda variant, device: compiled(variant),
+        launch=launch,
+        encode=encode,
+    )
     # What is not written is NaN.
     with deterministic_algorithms():
         yield
-    module._route.cache_clear()
+    idle_driver.clear_caches()
 
 
-def tensor_map(x: Tensor, box_rows: int) -> bytes:
-    """A descriptor of `[rows, heads, head_dim]` of 16-bit elements, read in swizzled boxes of 64 columns."""
-    rows, heads, head_dim = x.shape
-    strides = (2 * x.stride(0), 2 * x.stride(1))
-    return _packed(x.data_ptr(), (head_dim, rows, heads), strides, (64, box_rows), 2, True)
-
-
-def stats_map(address: int, nheads: int, padded_rows: int, box_rows: int) -> bytes:
-    """A descriptor of `[nheads, padded_rows / 8]` times 96 bytes, read in boxes of those of `box_rows`."""
-    words = padded_rows // 8 * 12
-    return _packed(address, (words, 1, nheads), (8 * words,) * 2, (box_rows // 8 * 12, 1), 8, False)
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """A descriptor of `[heads, rows, columns]`."""
+    columns, rows, heads = tensor_map.sizes
+    element_bytes = 2 if tensor_map.is_swizzled else 8
+    box = tensor_map.box[:2]
+    return _packed(
+        address,
+        (columns, rows, heads),
+        tensor_map.strides,
+        box,
+        element_bytes,
+        tensor_map.is_swizzled,
+    )
 
 
 def _packed(

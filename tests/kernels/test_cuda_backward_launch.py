@@ -11,8 +11,10 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import backward as module
+from magi_compile.kernels.cuda import calls
 from magi_compile.kernels.cuda.backward_scratch import Scratch
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from magi_compile.kernels.cuda.params import BACKWARD, POSTPROCESS, PREPROCESS
+from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections
 from magi_compile.plan.stairs import NUM_LANES
 from tests.kernels import idle_driver
@@ -22,34 +24,25 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 EDGES = torch.zeros(ROWS, NUM_LANES, 2, dtype=torch.int32)
-# As the sources in csrc/sm90 assert and lay out: after seven tensor maps in the main kernel.
-PREPROCESS = struct.Struct("<6Qi4x3Q4qif7Q2iQ10iQ")
-MAIN, LIST = struct.Struct("<2QQi4xQ3if8Qi2f4x"), struct.Struct("<6Q2i")
-POSTPROCESS = struct.Struct("<Qi4xQ3ifQ")
-SIZES = (240, 1088, 48)
+LAYOUTS = {x.size: x for x in (PREPROCESS[1], BACKWARD[1], POSTPROCESS)}
 
 
 class Call(NamedTuple):
-    before: tuple
-    maps: list[int]  # the addresses that they begin with
-    main: tuple
-    tiles: tuple  # the list of them
-    after: tuple
+    """The fields of the parameters of each launch."""
+
+    before: dict
+    main: dict
+    after: dict
 
 
-def addresses(params: bytes) -> list[int]:
-    """What the tensor maps of the main kernel begin with."""
-    return [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(7)]
+def read(params: bytes) -> dict:
+    return idle_driver.fields(LAYOUTS[len(params)], params)
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    found = idle_driver.install(
-        monkeypatch, module, _stats_map=lambda address, *_: idle_driver.address_map(address)
-    )
-    module._route.cache_clear()
-    yield found
-    module._route.cache_clear()
+    yield idle_driver.install(monkeypatch)
+    idle_driver.clear_caches()
 
 
 def inputs() -> dict[str, torch.Tensor]:
@@ -63,12 +56,16 @@ def call(launches, tensors, problem=PROBLEM, tiles=TILES):
     launches.clear()
     names = ("dout", "dlse", "q", "k", "v", "out", "lse")
     grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, EDGES, problem)
-    assert [len(params) for params in launches] == list(SIZES)
-    before, main, after = launches
-    fields = MAIN.unpack_from(main, 7 * TENSOR_MAP_BYTES)
-    tiles = LIST.unpack_from(main, 7 * TENSOR_MAP_BYTES + MAIN.size)
-    before, after = PREPROCESS.unpack(before), POSTPROCESS.unpack(after)
-    return grads, Call(before, addresses(main), fields, tiles, after)
+    assert [len(params) for params in launches] == list(LAYOUTS)
+    return grads, Call(*map(read, launches))
+
+
+def items(found: dict, prefix: str) -> list:
+    """The fields of a struct in it."""
+    return [value for name, value in found.items() if name.startswith(f"{prefix}.")]
+
+
+AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -76,27 +73,32 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         tensors = inputs()
         (dq, dk, dv), found = call(launches, tensors)
         at = {name: x.data_ptr() for name, x in tensors.items()}
-        assert found.before[:4] == (at["out"], at["dout"], at["lse"], at["dlse"])
-        stats, dq_sum = found.before[4:6]
-        grads = (dk.data_ptr(), dv.data_ptr())
-        assert found.maps == [*(at[n] for n in ("q", "dout", "k", "v")), stats, *grads]
-        assert found.main[:2] == grads
+        before, main, after = found
+        for name in ("out", "dout", "lse", "dlse"):
+            assert before[name] == at[name]
+        for name in ("q", "dout", "k", "v"):
+            assert main[name] == at[name]
+        for name, grad in (("dk", dk), ("dv", dv)):
+            assert main[name] == main[f"{name}_rows"] == grad.data_ptr()
+        assert main["stats"] == before["stats"]
         row_groups, nheads = PADDED // 16, (HEADS_Q, HEADS_Q // HEADS_KV)
-        items = (dq_sum, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale)
-        assert found.main[2:9] == found.after[:-1] == items
-        done, wanted, turns, progress, runs, edges, *signals = found.main[9:17]
-        assert wanted == 0  # dq is rounded behind it
-        assert turns == 0  # additions have no order
-        assert (done, wanted, progress) == found.before[7:10]
-        assert progress == found.after[-1]
-        assert edges == EDGES.data_ptr()
-        assert signals == [0, 0]
-        assert (found.tiles[0], runs) == found.before[16:18] == (TILES.data_ptr(), RUNS.data_ptr())
-        strides = (*tensors["out"].stride()[:2], *tensors["dout"].stride()[:2])
-        assert found.before[10:14] == strides
-        assert found.before[14] == ROWS
-        assert found.before[15] == -1 / PROBLEM.softmax_scale
-    assert module._route.cache_info().misses == 1
+        sums = before["dq.data"]
+        expected = [sums, row_groups, dq.data_ptr(), ROWS, *nheads, PROBLEM.softmax_scale]
+        assert items(main, "dq") == items(after, "items") == expected
+        assert main["visits.wanted"] == before["wanted"] == 0  # dq is rounded behind it
+        assert main["visits.turns"] == 0  # additions have no order
+        assert main["visits.done"] == before["done"]
+        assert main["dq_progress"] == before["dq_progress"] == after["progress"]
+        assert main["edges"] == EDGES.data_ptr()
+        assert main["have_arrived"] == main["are_complete"] == 0
+        assert main["lists[0].tiles"] == before["agendas[0].tiles"] == TILES.data_ptr()
+        assert main["runs"] == before["agendas[0].runs"] == RUNS.data_ptr()
+        for name in ("out", "dout"):
+            strides = [before[f"{name}_{of}_stride"] for of in ("row", "head")]
+            assert strides == list(tensors[name].stride()[:2])
+        assert before["total_q"] == ROWS
+        assert before["lse_factor"] == -1 / PROBLEM.softmax_scale
+    assert module._prepared.cache_info().misses == 1
 
 
 @pytest.mark.parametrize("sections", [(1, 1), (1, 2), (2, 1), (4, 1)])
@@ -116,17 +118,20 @@ def test_what_lies_in_scratch_does_not_overlap(
     for name in "kv":
         tensors[name] = torch.randn(ROWS, heads_kv, HEAD_DIM).to(torch.bfloat16)
     _, found = call(launches, tensors, problem, TILES[:num_tiles])
-    stats, dq_sum = found.before[4:6]
-    entries, num_entries, counters, arrivals, partials = found.before[18:23]
-    done, wanted, progress = found.before[7:10]
-    workspace, agenda_tiles, first_slot, num_slots, group, grid, *others = found.before[25:]
-    assert found.tiles[1:] == found.before[18:25]
-    assert found.main[17] == group
-    assert found.before[23:25] == (heads_kv, heads)
-    assert (agenda_tiles, first_slot, group) == (num_tiles, 0, HEADS_Q // heads_kv)
-    assert grid == min(num_tiles * HEADS_Q, 132)
-    # No way that all go, no tiles behind.
-    assert others == [0, *passes, at_once, 0]
+    before, main, _ = found
+    writer = "agendas[0]"
+    assert items(main, "lists[0].agenda") == items(before, f"{writer}.agenda")
+    group, grid = HEADS_Q // heads_kv, min(num_tiles * HEADS_Q, 132)
+    assert main["qhead_per_kvhead"] == before[f"{writer}.qhead_per_kvhead"] == group
+    assert before[f"{writer}.agenda.num_heads"] == heads_kv
+    assert before[f"{writer}.agenda.heads_per_section"] == heads
+    assert (before[f"{writer}.num_tiles"], before[f"{writer}.first_slot"]) == (num_tiles, 0)
+    assert before[f"{writer}.num_blocks"] == grid
+    assert before[f"{writer}.is_one_way"] == before[f"{writer}.tiles_behind"] == 0
+    of_passes = ("most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
+    assert tuple(before[f"{writer}.{name}"] for name in of_passes) == passes
+    assert before[f"{writer}.sections_at_once"] == at_once
+    num_slots = before[f"{writer}.num_slots"]
     num_items = num_tiles * heads_kv // heads
     slots_of_parts = min(num_items * group, 768 // heads) if group > 1 else 0
     assert num_slots == max(slots_of_parts, num_tiles * (most_heads > 0))
@@ -144,15 +149,18 @@ def test_what_lies_in_scratch_does_not_overlap(
         PADDED // 16 + 1,
         7 + 2 * 16 * grid,
     ]
-    starts = [dq_sum, stats, partials, entries, counters, num_entries, workspace, arrivals]
-    starts += [done, wanted, progress]
+    of_agenda = ("partials", "entries", "counters", "num_entries")
+    starts = [before["dq.data"], before["stats"]]
+    starts += [before[f"{writer}.agenda.{name}"] for name in of_agenda]
+    starts += [before[f"{writer}.scratch"], before[f"{writer}.agenda.arrivals"]]
+    starts += [before[name] for name in ("done", "wanted", "dq_progress")]
     ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
     ends[6] += -ends[6] % 16  # what follows the agenda
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
-    assert entries % 16 == partials % 16 == stats % 16 == dq_sum % 16 == 0
+    assert not any(starts[i] % 16 for i in (0, 1, 2, 3))
     scratch = Scratch.of(problem, PADDED, num_tiles, 1, heads, grid, most_heads > 0)
-    assert scratch.size == ends[-1] - dq_sum
+    assert scratch.size == ends[-1] - starts[0]
 
 
 def test_what_is_never_handed_on(launches, monkeypatch):
@@ -165,7 +173,9 @@ def test_what_is_never_handed_on(launches, monkeypatch):
         tensors = inputs()
         args = (*(tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
         module.backward(*args, deterministic=deterministic)
-        found.append(PREPROCESS.unpack(launches[0])[32:35])
+        before = read(launches[0])
+        names = ("most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
+        found.append(tuple(before[f"agendas[0].{name}"] for name in names))
     assert found == [(2, 7, 8), (0, 0, 0)]
 
 
@@ -187,15 +197,9 @@ def test_what_tma_can_not_read_is_copied(what, name, launches):
         "expanded": x[:1].expand(x.shape),
     }[what]
     _, found = call(launches, tensors)
-    used = {
-        "out": found.before[0],
-        "dout": found.maps[1],
-        "q": found.maps[0],
-        "k": found.maps[2],
-        "v": found.maps[3],
-    }
-    assert used[name] != tensors[name].data_ptr()
-    assert used[name] % 16 == 0
+    used = found.before[name] if name == "out" else found.main[name]
+    assert used != tensors[name].data_ptr()
+    assert used % 16 == 0
 
 
 def test_strided_inputs_are_read_where_they_are(launches):
@@ -203,7 +207,7 @@ def test_strided_inputs_are_read_where_they_are(launches):
     qkv = torch.randn(ROWS, 3, HEADS_Q, HEAD_DIM).to(torch.bfloat16)
     tensors["q"] = qkv[:, 0]
     _, found = call(launches, tensors)
-    assert found.maps[0] == qkv.data_ptr()
+    assert found.main["q"] == qkv.data_ptr()
 
 
 class Steps:
@@ -213,11 +217,11 @@ class Steps:
         self.tensors, self.done, self.params = tensors, [], []
         self.keys = [tensors[n] for n in "kv"]
         self.grads = [torch.empty_like(x) for x in self.keys]
-        monkeypatch.setattr(module, "launch", self.launch)
+        monkeypatch.setattr(calls, "launch", self.launch)
 
     def launch(self, function, *rest, may_start_early=False, **_):
         *_, params, _ = rest
-        name = dict(zip(SIZES, ("before", "main", "after"), strict=True))[len(params)]
+        name = dict(zip(LAYOUTS, ("before", "main", "after"), strict=True))[len(params)]
         self.done.append((name, may_start_early))
         self.params.append(params)
 
@@ -239,8 +243,8 @@ class Steps:
     @property
     def mapped(self):
         """The addresses of k, v, dk and dv in the main kernel's tensor maps."""
-        maps = addresses(self.params[-2])
-        return [maps[i] for i in (2, 3, 5, 6)]
+        main = read(self.params[-2])
+        return [main[name] for name in ("k", "v", "dk", "dv")]
 
 
 def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
@@ -252,7 +256,7 @@ def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
     launched = [(name, False) for name in ("before", "main", "after")]
     assert steps.done == [launched[0], "arrive", launched[1], "depart", launched[2]]
     assert steps.mapped == [x.data_ptr() for x in (*steps.keys, *steps.grads)]
-    assert POSTPROCESS.unpack(steps.params[2])[2] == dq.data_ptr()
+    assert read(steps.params[2])["items.dq"] == dq.data_ptr()
 
 
 def test_in_one_call_a_launch_begins_while_the_one_in_front_of_it_ends(launches, monkeypatch):
@@ -272,10 +276,10 @@ def test_keys_that_tma_can_not_read_are_copied_when_they_are_there(launches, mon
 
 
 def test_fewer_keys_at_the_same_addresses(launches, monkeypatch):
-    def tensor_map(x, box_rows):
-        return struct.pack("<2Q", x.data_ptr(), len(x)).ljust(TENSOR_MAP_BYTES, b"\0")
+    def encode(tensor_map, address):
+        return struct.pack("<2Q", address, tensor_map.sizes[1]).ljust(TENSOR_MAP_BYTES, b"\0")
 
-    monkeypatch.setattr(module, "tensor_map", tensor_map)
+    monkeypatch.setattr(calls, "encode", encode)
     steps = Steps(monkeypatch, inputs())
     whole = (steps.keys, steps.grads)
     for num_keys in (ROWS, ROWS - 7, ROWS):

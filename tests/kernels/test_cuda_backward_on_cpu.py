@@ -13,7 +13,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.base import KeyTensors, Signals
 from magi_compile.kernels.cuda import backward as module
 from magi_compile.kernels.cuda.backward_walks import two_lists
-from magi_compile.kernels.cuda.launch import TENSOR_MAP_BYTES
+from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES
 from magi_compile.kernels.heuristics import BackwardPasses, backward_config, plan_tiles
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
@@ -29,7 +29,7 @@ from magi_compile.testing.cases import (
 )
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.dq_additions import additions_of_tiles
-from tests.kernels.on_a_cpu import compile_once, launching, stats_map
+from tests.kernels.on_a_cpu import compile_once, launching
 
 NUM_SMS = 4
 DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 136))  # in BackwardParams
@@ -118,8 +118,7 @@ def compiled(tmp_path_factory):
 @pytest.fixture
 def launches(compiled, monkeypatch):
     found = Launches()
-    fakes = {"launch": found.launch, "_stats_map": stats_map}
-    with launching(monkeypatch, module, compiled, NUM_SMS, **fakes):
+    with launching(monkeypatch, compiled, NUM_SMS, found.launch):
         yield found
 
 

@@ -62,11 +62,7 @@ def launches(compiled, monkeypatch):
         if shared_bytes is None:
             found.append(grid)
 
-    fakes = {
-        "launch": launch,
-        "zero_word": lambda stream, device: torch.zeros(1, dtype=torch.int32),
-    }
-    with launching(monkeypatch, module, compiled, NUM_SMS, **fakes):
+    with launching(monkeypatch, compiled, NUM_SMS, launch):
         yield found
 
 
@@ -140,7 +136,6 @@ def run_early(compiled, monkeypatch):
     `first_behind` on begin behind that; `timing` other than 0 is a random one."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(early, "_stream", lambda device: stream)
-    monkeypatch.setattr(early, "num_sms", lambda device: NUM_SMS)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
 
@@ -160,7 +155,7 @@ def run_early(compiled, monkeypatch):
         def launch(function, grid, block, params, stream):
             if first_behind is not None and not grids:
                 arrive()
-                grid, params = NUM_SMS, params[:-4] + struct.pack("<i", first_behind)
+                grid, params = NUM_SMS, bytes(params[:-4]) + struct.pack("<i", first_behind)
             function(grid, block, params, NUM_SMS, timing)
             grids.append(grid)
 
@@ -168,7 +163,7 @@ def run_early(compiled, monkeypatch):
             torch.cat([x[:cut], torch.full_like(x[:9], torch.nan)])[:cut]
             for x in (inputs.k, inputs.v)
         ]
-        with launching(monkeypatch, module, compiled, NUM_SMS, launch=launch):
+        with launching(monkeypatch, compiled, NUM_SMS, launch):
             result = early.forward_early(inputs.q, *near, far, arrive, plan, problem, **options)
         return result, grids, plan
 
@@ -205,8 +200,7 @@ def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
 
 @pytest.mark.parametrize("timing", [1, 2, 3])
 def test_far_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
-    monkeypatch.setattr(early, "_sizes", early._sizes.__wrapped__)
-    monkeypatch.setattr(early, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
+    monkeypatch.setattr(module, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
     case = replace(CASES[0], heads=Heads(4, 2, 64, 64))
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
     inputs = case.inputs(torch.bfloat16)
@@ -236,8 +230,6 @@ def test_one_block_computes_where_all_are_to_be_left_free(run_early):
 @pytest.fixture
 def in_parts(launches, monkeypatch):
     """Attention with tiles in parts, and how many parts each cut tile has."""
-    for name in ("launch", "load_function", "current_stream"):
-        monkeypatch.setattr(parts, name, getattr(module, name))
     monkeypatch.setattr(parts, "num_sms", lambda device: 8)
     monkeypatch.setattr(
         *(parts, "_known_size"),
@@ -247,7 +239,6 @@ def in_parts(launches, monkeypatch):
     variant = parts.parts_variant()
     free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
     monkeypatch.setattr(parts, "parts_variant", lambda: replace(variant, defines=free_merge))
-    parts._route.cache_clear()
 
     def run(inputs, slices, problem):
         sizes = plan_tiles(problem)

@@ -1,13 +1,11 @@
 """What the host hands to the forward kernel, with a driver that does nothing: no GPU needed. And threads that come to
 the driver without a context."""
 
-import struct
 import subprocess
 import sys
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,40 +16,21 @@ from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.cuda import early, launch, parts
 from magi_compile.kernels.cuda import forward as module
 from magi_compile.kernels.cuda.launch import (
-    TENSOR_MAP_BYTES,
     check_far_keys,
     is_tma_layout,
     load_function,
 )
+from magi_compile.kernels.cuda.params import EARLY_FORWARD, FORWARD, MERGE
 from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.stairs import NUM_LANES
 from magi_compile.plan.tiles import build_tile_plan
 from tests.kernels import idle_driver
+from tests.kernels.idle_driver import fields
 from tests.kernels.part_plan import PartPlan
 
-
-class Pointers(NamedTuple):
-    """The addresses in ForwardParams, and what is among them."""
-
-    out: int
-    lse: int
-    wide_out: int
-    wide_lse: int
-    prior_out: int
-    prior_lse: int
-    wide_rows: int
-    runs: int
-    edges: int
-    part_shifts: int
-    tiles: int
-    ticket: int
-
-
-NOTHING = Pointers(*[0] * 12)
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
-PARAMS_BYTES, EARLY_PARAMS_BYTES = 960, 1088  # as csrc/sm90/fwd_shared.cuh asserts
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
 EDGES = torch.zeros(256, NUM_LANES, 2, dtype=torch.int32)
 
@@ -59,24 +38,20 @@ EDGES = torch.zeros(256, NUM_LANES, 2, dtype=torch.int32)
 @pytest.fixture
 def launches(monkeypatch):
     """The parameters of every launch; tensor maps begin with the address of their tensor."""
-    found = idle_driver.install(
-        monkeypatch,
-        module,
-        zero_word=lambda stream, device: torch.zeros(1, dtype=torch.int32),
-    )
-    module._route.cache_clear()
-    yield found
-    module._route.cache_clear()
+    yield idle_driver.install(monkeypatch)
+    idle_driver.clear_caches()
 
 
 def inputs():
     return [torch.randn(256, heads, 64).to(torch.bfloat16) for heads in (4, 2, 2)]
 
 
-def pointers(params):
-    """The addresses in the tensor maps, and those behind them."""
-    maps = [struct.unpack_from("<Q", params, i * TENSOR_MAP_BYTES)[0] for i in range(6)]
-    return maps, Pointers(*struct.unpack_from("<12Q", params, 6 * TENSOR_MAP_BYTES))
+MAPS = ("q", "k[0]", "k[1]", "v[0]", "v[1]", "out")
+OTHERS = ("wide_out", "wide_lse", "prior_out", "prior_lse", "wide_rows", "part_shifts")
+
+
+def addresses(found, *names):
+    return [found[name] for name in names]
 
 
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
@@ -84,20 +59,27 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
     for _ in range(3):
         q, k, v = inputs()
         calls.append((q, k, v, *module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)))
-    assert module._route.cache_info().misses == 1
+    assert module._call.cache_info().misses == 1
     for params, (q, k, v, out, lse) in zip(launches, calls, strict=True):
-        assert len(params) == PARAMS_BYTES
-        maps, found = pointers(params)
+        found = fields(FORWARD, params)
         at_q, at_k, at_v, at_out = (x.data_ptr() for x in (q, k, v, out))
-        assert maps == [at_q, at_k, 0, at_v, 0, at_out]
-        assert found._replace(ticket=0) == NOTHING._replace(
-            out=at_out,
-            lse=lse.data_ptr(),
-            runs=RUNS.data_ptr(),
-            edges=EDGES.data_ptr(),
-            tiles=TILES.data_ptr(),
-        )
-        assert found.ticket  # 60 tiles of 4 heads are more than 132
+        assert addresses(found, *MAPS) == [at_q, at_k, 0, at_v, 0, at_out]
+        assert addresses(found, "out_rows", "lse") == [at_out, lse.data_ptr()]
+        assert addresses(found, "runs", "edges", "schedule.tiles") == [
+            x.data_ptr() for x in (RUNS, EDGES, TILES)
+        ]
+        assert not any(addresses(found, *OTHERS))
+        assert found["schedule.ticket"]  # 60 tiles of 4 heads are more than 132
+
+
+def test_an_output_has_the_strides_of_q(launches):
+    q, k, v = inputs()
+    q = q.transpose(0, 1).contiguous().transpose(0, 1)
+    out, _ = module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)
+    assert out.stride() == q.stride() == (64, 256 * 64, 1)
+    (params,) = launches
+    found = fields(FORWARD, params)
+    assert addresses(found, "out_row_stride", "out_head_stride") == [64, 256 * 64]
 
 
 def test_a_prior_and_a_wide_output(launches):
@@ -107,13 +89,12 @@ def test_a_prior_and_a_wide_output(launches):
         *(q, k, v, TILES[:1], RUNS, EDGES, PROBLEM), prior=prior, out_dtype=torch.float32
     )
     (params,) = launches
-    maps, found = pointers(params)
-    assert maps[5] == 0  # a wide output does not leave through a tensor map
-    assert (found.out, found.lse, found.ticket) == (0, 0, 0)
-    assert (found.wide_out, out.dtype) == (out.data_ptr(), torch.float32)
-    assert (found.prior_out, found.prior_lse) == tuple(x.data_ptr() for x in prior)
-    assert found.wide_rows == 256
-    assert len(params) == PARAMS_BYTES
+    found = fields(FORWARD, params)
+    assert found["out"] == 0  # a wide output does not leave through a tensor map
+    assert addresses(found, "out_rows", "lse", "schedule.ticket") == [0, 0, 0]
+    assert (found["wide_out"], out.dtype) == (out.data_ptr(), torch.float32)
+    assert addresses(found, "prior_out", "prior_lse") == [x.data_ptr() for x in prior]
+    assert found["wide_rows"] == 256
 
 
 def test_two_launches_of_one_output(launches, monkeypatch):
@@ -123,7 +104,6 @@ def test_two_launches_of_one_output(launches, monkeypatch):
         for name in ("here", "beside")
     )
     monkeypatch.setattr(early, "_stream", lambda device: beside)
-    monkeypatch.setattr(early, "num_sms", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(order.append(stream)))
     q, k, v = inputs()
@@ -137,18 +117,28 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     out, lse = early.forward_early(q, k, v, far, arrive, plan, PROBLEM)
     assert order == [("beside", "waits"), beside, 1, ("here", "waits")]
     for params in launches:
-        maps, found = pointers(params)
-        assert maps == [x.data_ptr() for x in (q, k, far[0], v, far[1], out)]
-        assert (found.out, found.lse) == (out.data_ptr(), lse.data_ptr())
-        assert (found.tiles, found.runs) == (plan.far_tiles.data_ptr(), plan.runs.data_ptr())
-        assert 0 not in (found.wide_out, found.wide_lse)
-        assert (found.wide_out, found.wide_lse) == (found.prior_out, found.prior_lse)
-        assert found.wide_rows == plan.num_part_rows
-        assert (found.part_shifts, found.ticket) == (0, 0)
-        assert len(params) == EARLY_PARAMS_BYTES
-    first, second = launches
-    assert first[:-4] == second[:-4]
-    assert [struct.unpack("<i", x[-4:]) for x in launches] == [(2**31 - 1,), (0,)]
+        found = fields(EARLY_FORWARD, params)
+        tensors = (q, k, far[0], v, far[1], out)
+        assert addresses(found, *MAPS) == [x.data_ptr() for x in tensors]
+        assert addresses(found, "out_rows", "lse") == [out.data_ptr(), lse.data_ptr()]
+        lists = ("far_tiles", "near_tiles", "part_tiles")
+        for i, name in enumerate(lists):
+            assert found[f"lists[{i}].tiles"] == getattr(plan, name).data_ptr()
+        assert found["schedule.tiles"] == plan.far_tiles.data_ptr()
+        assert found["runs"] == plan.runs.data_ptr()
+        assert found["far_tiles"] == plan.far_parts.data_ptr()
+        assert 0 not in addresses(found, "wide_out", "wide_lse")
+        assert addresses(found, "wide_out", "wide_lse") == addresses(
+            found, "prior_out", "prior_lse"
+        )
+        assert found["wide_rows"] == plan.num_part_rows
+        assert addresses(found, "part_shifts", "schedule.ticket") == [0, 0]
+        counters = [found[f"lists[{i}].ticket"] for i in range(3)]
+        counters += addresses(found, "num_begun_parts", "num_stored")
+        assert counters == [counters[0] + 4 * i for i in range(5)]
+    first, second = (fields(EARLY_FORWARD, params) for params in launches)
+    assert (first.pop("first_behind"), second.pop("first_behind")) == (2**31 - 1, 0)
+    assert first == second
     assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
 
 
@@ -161,32 +151,32 @@ def test_far_keys_that_tma_can_not_read_are_refused():
         check_far_keys(x, torch.zeros(101, 1, 65, dtype=torch.bfloat16)[..., :64])
 
 
-def test_a_walk_in_parts_and_what_merges_them(launches, monkeypatch):
-    for name in ("launch", "load_function", "num_sms", "current_stream"):
-        monkeypatch.setattr(parts, name, getattr(module, name))
-    parts._route.cache_clear()
+def test_a_walk_in_parts_and_what_merges_them(launches):
     q, k, v = inputs()
     size = parts.PartLayout.of(num_tiles=3, num_runs=5, num_parts=6).size
     words = torch.zeros(size, dtype=torch.int32)
     plan = PartPlan.of(TILES[:3], RUNS[:5], words)
     assert plan.num_parts == 6
     out, lse = parts.forward_in_parts(q, k, v, TILES[:3], RUNS[:5], EDGES, words, PROBLEM)
-    walked, merged = launches
-    maps, found = pointers(walked)
-    assert maps[5] == found.out == out.data_ptr()
-    assert (found.tiles, found.runs) == (plan.tiles.data_ptr(), plan.runs.data_ptr())
-    assert (found.lse, found.part_shifts) == (lse.data_ptr(), plan.shifts.data_ptr())
-    addresses = parts._MERGE_ADDRESSES.unpack_from(merged)
-    scalars = parts._MERGE_SCALARS.unpack_from(merged, parts._MERGE_ADDRESSES.size)
-    assert addresses == (
-        *(found.wide_out, found.wide_lse, found.out, found.lse),
-        plan.cuts.data_ptr(),
+    found, merged = (
+        fields(layout, params) for layout, params in zip((FORWARD, MERGE), launches, strict=True)
     )
-    num_cuts, tile_rows, nheads, total_q, part_rows = scalars
-    assert (num_cuts, tile_rows, nheads, total_q) == (3, 192, 4, 256)
-    assert part_rows == found.wide_rows == 6 * 192
-    assert found.wide_lse - found.wide_out == 4 * part_rows * 4 * 64
-    assert (found.prior_out, found.prior_lse) == (0, 0)
+    assert found["out"] == found["out_rows"] == out.data_ptr()
+    assert addresses(found, "schedule.tiles", "runs", "lse", "part_shifts") == [
+        x.data_ptr() for x in (plan.tiles, plan.runs, lse, plan.shifts)
+    ]
+    assert addresses(merged, "part_out", "part_lse", "out", "lse") == addresses(
+        found, "wide_out", "wide_lse", "out_rows", "lse"
+    )
+    assert merged["cuts"] == plan.cuts.data_ptr()
+    scalars = addresses(merged, "num_cuts", "tile_rows", "num_heads", "total_q")
+    assert scalars == [3, 192, 4, 256]
+    part_rows = merged["part_rows"]
+    assert part_rows == found["wide_rows"] == 6 * 192
+    assert found["wide_lse"] - found["wide_out"] == 4 * part_rows * 4 * 64
+    assert addresses(found, "prior_out", "prior_lse") == [0, 0]
+    strides = ("out_row_stride", "out_head_stride")
+    assert addresses(merged, *strides) == addresses(found, *strides) == [256, 64]
     assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
 
 
@@ -200,7 +190,7 @@ def test_what_tma_can_not_read_is_copied(what, launches):
     }[what]
     module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)
     (params,) = launches
-    assert pointers(params)[0][1] != k.data_ptr()
+    assert fields(FORWARD, params)["k[0]"] != k.data_ptr()
 
 
 def test_a_stride_of_a_dimension_of_size_one_does_not_matter():

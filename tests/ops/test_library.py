@@ -44,7 +44,7 @@ def test_backward(arguments, with_dlse):
     dlse = torch.randn_like(lse) if with_dlse else None
     torch.library.opcheck(
         torch.ops.magi.ffa_bwd,
-        (torch.randn_like(out), dlse, q, k, v, out, lse, *lists, [], 0.25, 0.0, ""),
+        (torch.randn_like(out), dlse, q, k, v, out, lse, *lists, [], 0.25, 0.0, "", False),
     )
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import struct
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
 from magi_compile.kernels.base import (
@@ -26,24 +23,22 @@ from magi_compile.kernels.cuda.backward_variants import (
     rounds_dq,
 )
 from magi_compile.kernels.cuda.backward_walks import TwoLists, turns_of_tiles
+from magi_compile.kernels.cuda.calls import Buffer, Call, Launch, addresses_of, allocate
+from magi_compile.kernels.cuda.forward import Layout, are_tma_layouts, routed
 from magi_compile.kernels.cuda.launch import (
-    TENSOR_MAP_BYTES,
-    check,
+    INT64_ELEMENTS,
     check_far_keys,
     current_stream,
-    is_tma_layout,
-    launch,
     load_function,
     num_sms,
     on_device,
-    tensor_map,
-    tma_compatible,
+    rows_map,
 )
+from magi_compile.kernels.cuda.params import BACKWARD, POSTPROCESS, PREPROCESS
+from magi_compile.kernels.cuda.structs import Pointer, TensorMap
 from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
-    BackwardConfig,
     BackwardPasses,
-    BackwardSections,
     backward_config,
     backward_passes,
     backward_sections,
@@ -51,84 +46,254 @@ from magi_compile.kernels.heuristics import (
 )
 from magi_compile.kernels.plan_sizes import check_sizes
 
+_ROWS = torch.contiguous_format
 _STORE_ROWS = 16  # each warp stores its own rows
 _BLOCKS_PER_SM = 8  # of the kernel after
-# What follows the seven tensor maps in BackwardParams: dk and dv, what the kernel behind it is told of dq too, other addresses,
-# what a route knows, and lists of tiles, to the end of the struct.
-_GRADIENTS, _DQ_ITEMS = struct.Struct("<2Q"), struct.Struct("<Qi4xQ3if")
-_ADDRESSES, _SCALARS, _TILE_LIST = (
-    struct.Struct("<8Q"),
-    struct.Struct("<i2f4x"),
-    struct.Struct("<6Q2i"),
-)
-_ALIGNMENT = 64  # of a struct with tensor maps
-_MAX_KNOWN_MAPS = 256
 _MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its slot
-_PREPROCESS = struct.Struct("<6Qi4x3Q4qif")
-_AGENDA = struct.Struct("<7Q2iQ10iQ")  # what follows for each of them
-_PROGRESS = struct.Struct("<Q")  # what follows them in PostprocessParams
+
+# The buffers of a backward pass. Far keys and all gradients of keys may come late; what every pass makes comes last.
+_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _FAR_TILES, _RUNS, _EDGES, _TURNS = range(10)
+_HAVE_ARRIVED, _ARE_COMPLETE, _K, _V, _DK, _DV, _DQ, _SCRATCH = range(10, 18)
 
 
-class _Route(NamedTuple):
-    """What the launches need besides addresses, for tensors of one layout."""
+class _Shape(NamedTuple):
+    """What a backward pass is, but for its keys and for addresses."""
 
-    preprocess: driver.CUfunction
-    main: driver.CUfunction
-    postprocess: driver.CUfunction
-    config: BackwardConfig
-    rounds_dq: bool
-    grid: int  # of thread blocks, or of clusters of them
-    num_sms: int
-    sections: BackwardSections
-    passes: BackwardPasses
-    scalars: bytes
-    scratch: Scratch
-    maps: dict[tuple[object, ...], bytes]  # tensor maps, by where their tensors lie
+    layouts: tuple[Layout, ...]  # of dout, q and out
+    problem: AttnProblem
+    deterministic: bool
+    num_tiles: int
+    num_lists: int
+    has_dlse: bool
+    has_signals: bool
+    device_index: int
+
+    @property
+    def total_q(self) -> int:
+        return self.layouts[1][0][0]
+
+
+class _Prepared:
+    """The launches of a pass."""
+
+    def __init__(self, shape: _Shape):
+        problem = self._problem = shape.problem
+        self._shape = shape
+        self._config = backward_config(problem)
+        self._num_sms = num_sms(shape.device_index)
+        # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
+        places = self._num_sms // self._config.num_ctas
+        self._grid = min(shape.num_tiles * problem.nheads_q, places)
+        sections = backward_sections(problem, shape.num_tiles, places, shape.num_lists)
+        self._sections = sections
+        self._passes = backward_passes(problem, shape.num_tiles, sections, places)
+        if shape.deterministic or shape.num_lists > 1 or shape.num_tiles > _MOST_TILES_HANDED_ON:
+            self._passes = BackwardPasses()
+        padded_q = _padded(shape.total_q)
+        self._scratch = scratch = Scratch.of(
+            *(problem, padded_q, shape.num_tiles, shape.num_lists, sections.heads, self._grid),
+            self._passes.most_heads > 0,
+        )
+        rounds = rounds_dq(self._config, shape.deterministic)
+        self._wanted = _in_scratch(scratch.wanted) if rounds else None
+        self.row_groups = padded_q // DQ_GROUP_ROWS
+        variants = backward_variants(
+            problem, shape.deterministic, has_far_tiles=shape.num_lists > 1
+        )
+        self._functions = [load_function(variant, shape.device_index) for variant in variants]
+        # dq and scratch memory
+        self.made = (
+            Buffer.of(shape.layouts[1][0], problem.dtype),
+            Buffer.of((scratch.size // 4,), torch.float32),
+        )
+        self.first = self._first()
+        self.last = self._last(may_start_early=False), self._last(may_start_early=True)
+        self.main = lru_cache(_MAX_KEYS)(self._main)
+        self.whole = lru_cache(_MAX_KEYS)(self._whole)
+
+    def _whole(self, keys: tuple[Layout, ...], device_index: int) -> Call | None:
+        """All of a pass, over k and v of such layouts; each launch begins while the one in front of it ends."""
+        main = self.main(keys, True, device_index)
+        if main is None:
+            return None
+        made = (*(Buffer.of(shape, self._problem.dtype) for shape, _ in keys), *self.made)
+        return Call(made, (self.first, main, self.last[True]))
+
+    def _dq_items(self) -> dict[str, Any]:
+        return {
+            "sums": {"data": _in_scratch(0), "row_groups": self.row_groups},
+            "dq": Pointer(_DQ),
+            "total_q": self._shape.total_q,
+            "num_heads": self._problem.nheads_q,
+            "qhead_per_kvhead": self._problem.qhead_per_kvhead,
+            "softmax_scale": self._problem.softmax_scale,
+        }
+
+    def _tile_lists(self) -> list[dict[str, Any]]:
+        """Of near tiles, and of far ones if there are some."""
+        places = self._scratch
+        return [
+            {
+                "tiles": Pointer(buffer),
+                "agenda": {
+                    "entries": _in_scratch(place.entries),
+                    "num_entries": _in_scratch(place.num_entries),
+                    "counters": _in_scratch(place.counters),
+                    "arrivals": _in_scratch(places.arrivals),
+                    "partials": _in_scratch(places.partials),
+                    "num_heads": self._problem.nheads_kv,
+                    "heads_per_section": self._sections.heads,
+                },
+            }
+            for buffer, place in zip((_TILES, _FAR_TILES), places.agendas, strict=False)
+        ]
+
+    def _agenda_writers(self) -> list[dict[str, Any]]:
+        places, passes = self._scratch, self._passes
+        return [
+            {
+                "tiles": of_list["tiles"],
+                "runs": Pointer(_RUNS),
+                "agenda": of_list["agenda"],
+                "scratch": _in_scratch(place.workspace),
+                "num_tiles": self._shape.num_tiles,
+                "first_slot": i * places.num_slots,
+                "num_slots": places.num_slots,
+                "qhead_per_kvhead": self._problem.qhead_per_kvhead,
+                "num_blocks": self._grid,
+                "is_one_way": self._shape.deterministic,
+                "most_heads_of_pass": passes.most_heads,
+                "blocks_of_cache": passes.cached_blocks,
+                "least_visits_of_pass": passes.least_visits,
+                "sections_at_once": self._sections.at_once,
+                "tiles_behind": Pointer(_TILES) if i > 0 else None,
+            }
+            for i, (of_list, place) in enumerate(
+                zip(self._tile_lists(), places.agendas, strict=True)
+            )
+        ]
+
+    def _first(self) -> Launch:
+        """The statistics of rows, and the agenda of tiles."""
+        problem, places, shape = self._problem, self._scratch, self._shape
+        (_, dout_stride), _, (_, out_stride) = shape.layouts
+        params = PREPROCESS[shape.num_lists].pack(
+            out=Pointer(_OUT),
+            dout=Pointer(_DOUT),
+            lse=Pointer(_LSE),
+            dlse=Pointer(_DLSE) if shape.has_dlse else None,
+            stats=_in_scratch(places.stats),
+            dq=self._dq_items()["sums"],
+            done=_in_scratch(places.done),
+            wanted=self._wanted,
+            dq_progress=_in_scratch(places.progress),
+            out_row_stride=out_stride[0],
+            out_head_stride=out_stride[1],
+            dout_row_stride=dout_stride[0],
+            dout_head_stride=dout_stride[1],
+            total_q=shape.total_q,
+            lse_factor=-math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
+            agendas=self._agenda_writers(),
+        )
+        # One for each agenda at least, and one for what else is counted.
+        least_blocks = -(-(shape.num_lists + 1) // problem.nheads_q)
+        grid = (max(-(-shape.total_q // BACKWARD_ROWS), least_blocks), problem.nheads_q)
+        return Launch(
+            *(self._functions[0], grid, STREAM_THREADS, params),
+            shared_bytes=STREAM_THREADS // 32 * 4,
+        )
+
+    def _main(
+        self, keys: tuple[Layout, ...], may_start_early: bool, device_index: int
+    ) -> Launch | None:
+        """The main kernel, over k and v of such layouts; None where TMA can not read them."""
+        if not are_tma_layouts(keys, self._problem):
+            return None
+        problem, config, shape, places = self._problem, self._config, self._shape, self._scratch
+        of_dout, of_q, _ = shape.layouts
+        of_k, of_v = keys
+        of_dk, of_dv = (_contiguous(layout) for layout in keys)
+        dtype, cols = problem.dtype, config.block_cols
+        rows = config.tile_rows // config.num_ctas
+        has_signals = shape.has_signals
+        params = BACKWARD[shape.num_lists].pack(
+            q=rows_map(Pointer(_Q), *of_q, dtype, cols),
+            dout=rows_map(Pointer(_DOUT), *of_dout, dtype, cols),
+            k=rows_map(Pointer(_K), *of_k, dtype, rows),
+            v=rows_map(Pointer(_V), *of_v, dtype, rows),
+            stats=_stats_map(_in_scratch(places.stats), problem.nheads_q, shape.total_q, cols),
+            dk=rows_map(Pointer(_DK), *of_dk, dtype, _STORE_ROWS),
+            dv=rows_map(Pointer(_DV), *of_dv, dtype, _STORE_ROWS),
+            dk_rows=Pointer(_DK),
+            dv_rows=Pointer(_DV),
+            dq=self._dq_items(),
+            visits={
+                "done": _in_scratch(places.done),
+                "wanted": self._wanted,
+                "turns": Pointer(_TURNS) if shape.deterministic else None,
+            },
+            dq_progress=_in_scratch(places.progress),
+            runs=Pointer(_RUNS),
+            edges=Pointer(_EDGES),
+            have_arrived=Pointer(_HAVE_ARRIVED) if has_signals else None,
+            are_complete=Pointer(_ARE_COMPLETE) if has_signals else None,
+            qhead_per_kvhead=problem.qhead_per_kvhead,
+            scale_log2=(problem.softcap or problem.softmax_scale) * math.log2(math.e),
+            cap_scale=problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+            lists=self._tile_lists(),
+        )
+        return Launch(
+            *(self._functions[1], self._grid * config.num_ctas, config.num_threads, params),
+            may_start_early=may_start_early,
+            cluster=config.num_ctas,
+        )
+
+    def _last(self, *, may_start_early: bool) -> Launch:
+        """What rounds dq."""
+        params = POSTPROCESS.pack(
+            items=self._dq_items(), progress=_in_scratch(self._scratch.progress)
+        )
+        return Launch(
+            *(self._functions[2], _BLOCKS_PER_SM * self._num_sms, STREAM_THREADS, params),
+            shared_bytes=0,
+            may_start_early=may_start_early,
+        )
+
+
+_MAX_KEYS = 64  # layouts of keys that are kept for each of queries
 
 
 @lru_cache(maxsize=1024)
-def _route(
-    problem: AttnProblem,
-    deterministic: bool,
-    layouts: tuple[tuple[torch.Size, tuple[int, ...]], ...],
-    num_tiles: int,
-    num_lists: int,
-    device_index: int,
-) -> _Route | None:
-    """How tensors of such layouts (the shape and the strides of q, dout and out) are launched; None where TMA can not
-    read them."""
-    if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts):
+def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Prepared | None:
+    """What dout, q and out of such layouts need, see `_Shape`; None where TMA can not read them."""
+    if not are_tma_layouts(layouts, problem):
         return None
-    variants = backward_variants(problem, deterministic, has_far_tiles=num_lists > 1)
-    before, main, after = (load_function(variant, device_index) for variant in variants)
-    config = backward_config(problem)
-    score_scale = problem.softcap or problem.softmax_scale
-    sms = num_sms(device_index)
-    scalars = _SCALARS.pack(
-        problem.qhead_per_kvhead,
-        score_scale * math.log2(math.e),
-        problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
-    )
-    # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
-    places = sms // config.num_ctas
-    grid = min(num_tiles * problem.nheads_q, places)
-    sections = backward_sections(problem, num_tiles, places, num_lists)
-    passes = backward_passes(problem, num_tiles, sections, places)
-    if deterministic or num_lists > 1 or num_tiles > _MOST_TILES_HANDED_ON:
-        passes = BackwardPasses()
-    padded_q = _padded(layouts[0][0][0])
-    scratch = Scratch.of(
-        problem, padded_q, num_tiles, num_lists, sections.heads, grid, passes.most_heads > 0
-    )
-    rounds = rounds_dq(config, deterministic)
-    return _Route(
-        *(before, main, after, config, rounds, grid, sms, sections),
-        *(passes, scalars, scratch, {}),
-    )
+    return _Prepared(_Shape(layouts, problem, *rest))
+
+
+def _in_scratch(offset: int) -> Pointer:
+    return Pointer(_SCRATCH, offset)
 
 
 def _padded(rows: int) -> int:
     return -(-rows // DQ_GROUP_ROWS) * DQ_GROUP_ROWS
+
+
+def _contiguous(layout: Layout) -> Layout:
+    shape, _ = layout
+    return shape, Buffer.of(shape, torch.bfloat16).stride
+
+
+def _stats_map(pointer: Pointer, nheads: int, total_q: int, box_rows: int) -> TensorMap:
+    """The TMA descriptor of statistics `[nheads, padded_rows / 8]`, in boxes of those of `box_rows` queries.
+
+    A row of a box has 256 elements at most, so they are as wide as elements can be.
+    """
+    head_bytes, box_bytes = (n * STATS_BYTES for n in (_padded(total_q), box_rows))
+    sizes, box = (head_bytes // 8, 1, nheads), (box_bytes // 8, 1, 1)
+    return TensorMap(
+        pointer, INT64_ELEMENTS, sizes, (head_bytes, head_bytes), box, is_swizzled=False
+    )
 
 
 def backward(
@@ -151,16 +316,18 @@ def backward(
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
     `deterministic` is set.
     """
-    dk, dv = (x.new_empty(x.shape) for x in (k, v))
     if q.shape[0] == 0 or k.shape[0] == 0:
-        return BackwardOutput(torch.zeros_like(q), dk.zero_(), dv.zero_())
+        return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
     with on_device(q.device):
-        # Each launch begins while the one in front of it ends.
-        launches = _Launches(
-            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
-        )
-        launches.main(KeyTensors(k, v, dk, dv), may_start_early=True)
-        return BackwardOutput(launches.end(may_start_early=True), dk, dv)
+        sizes = (k_tiles.shape[0], 1, dlse is not None, False)
+        (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
+        (k, v), call = routed(prepared.whole, (k, v))
+        lse = lse.contiguous()
+        dlse = None if dlse is None else dlse.contiguous()
+        turns = turns_of_tiles(k_tiles, k_runs, prepared.row_groups) if deterministic else None
+        walk = (k_tiles, None, k_runs, k_edges, turns)
+        dk, dv, dq, _ = call.run([dout, dlse, q, out, lse, *walk, None, None, k, v], q.device)
+    return BackwardOutput(dq, dk, dv)
 
 
 def backward_in_phases(
@@ -180,13 +347,14 @@ def backward_in_phases(
 ) -> Tensor:
     """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
     with on_device(q.device):
-        launches = _Launches(
+        steps = _Pass(
             *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
         )
+        steps.first()
         keys = KeyTensors(*arrive())
-        launches.main(keys)
+        steps.main(keys)
         depart(keys.dk, keys.dv)
-        return launches.end()
+        return steps.last()
 
 
 def backward_early(
@@ -211,24 +379,26 @@ def backward_early(
     check_sizes(lists.sizes, plan_tiles(problem))
     with on_device(q.device):
         tiles = [lists.near, lists.far]
-        launches = _Launches(
-            *(dout, dlse, q, out, lse, tiles, lists.runs, lists.edges, problem, False)
+        steps = _Pass(
+            *(dout, dlse, q, out, lse, tiles, lists.runs, lists.edges, problem, False, signals)
         )
-        launches.main(keys, signals)
+        steps.first()
+        steps.main(keys)
         arrive()
-        launches.main(keys, signals)
+        steps.main(keys)
         # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
         depart()
-        return launches.end()
+        return steps.last()
 
 
-class _Launches:
-    """One backward pass on torch's current stream, kernel by kernel; the first one is launched here.
+class _Pass:
+    """One backward pass on torch's current stream and device, kernel by kernel: `first`, `main`, `last`.
 
     Args:
         tiles: near ones, and far ones if there are some.
         runs: of all tiles.
         edges: of the rows of all tiles.
+        signals: of far keys, if there are some.
     """
 
     def __init__(
@@ -243,190 +413,35 @@ class _Launches:
         edges: Tensor,
         problem: AttnProblem,
         deterministic: bool,
+        signals: Signals | None = None,
     ):
         self._stream = current_stream(q.device)
-        inputs, self._route = _routed((dout, q, out), tiles, problem, deterministic)
-        self._inputs = dout, q, out = inputs
-        self._dq = q.new_empty(q.shape)
-        total_q, nheads_q, _ = q.shape
-        row_groups = _padded(total_q) // DQ_GROUP_ROWS
-        route, places = self._route, self._route.scratch
-        self._scratch = q.new_empty(places.size // 4, dtype=torch.float32)
-        self._sums = sums = self._scratch.data_ptr()
-        self._items = _DQ_ITEMS.pack(
-            sums,
-            row_groups,
-            self._dq.data_ptr(),
-            total_q,
-            nheads_q,
-            problem.qhead_per_kvhead,
-            problem.softmax_scale,
+        sizes = (tiles[0].shape[0], len(tiles), dlse is not None, signals is not None)
+        (dout, q, out), self._prepared = routed(
+            _prepared, (dout, q, out), problem, deterministic, *sizes
         )
-        done, progress = sums + places.done, sums + places.progress
-        wanted = sums + places.wanted if route.rounds_dq else 0
-        self._turns = turns_of_tiles(tiles[0], runs, row_groups) if deterministic else None
-        self._visits = (done, wanted, _address(self._turns), progress)
-        self._runs, self._edges = runs, edges
         lse = lse.contiguous()
         dlse = None if dlse is None else dlse.contiguous()
-        before = _PREPROCESS.pack(
-            out.data_ptr(),
-            dout.data_ptr(),
-            lse.data_ptr(),
-            _address(dlse),
-            sums + places.stats,
-            sums,
-            row_groups,
-            done,
-            wanted,
-            progress,
-            *out.stride()[:2],
-            *dout.stride()[:2],
-            total_q,
-            -math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
-        )
-        self._lists = []
-        for i, place in enumerate(places.agendas):
-            agenda = (
-                *(sums + x for x in (place.entries, place.num_entries, place.counters)),
-                *(sums + places.arrivals, sums + places.partials),
-                *(problem.nheads_kv, route.sections.heads),
-            )
-            self._lists.append(_TILE_LIST.pack(tiles[i].data_ptr(), *agenda))
-            before += _AGENDA.pack(
-                tiles[i].data_ptr(),
-                runs.data_ptr(),
-                *agenda,
-                sums + place.workspace,
-                tiles[i].shape[0],
-                i * places.num_slots,
-                places.num_slots,
-                problem.qhead_per_kvhead,
-                route.grid,
-                deterministic,
-                *route.passes,
-                route.sections.at_once,
-                tiles[0].data_ptr() if i > 0 else 0,
-            )
-        # One for each agenda at least, and one for what else is counted.
-        least_blocks = -(-(len(self._lists) + 1) // nheads_q)
-        launch(
-            route.preprocess,
-            (max(-(-total_q // BACKWARD_ROWS), least_blocks), nheads_q),
-            STREAM_THREADS,
-            before,
-            self._stream,
-            shared_bytes=STREAM_THREADS // 32 * 4,
-        )
+        groups = self._prepared.row_groups
+        turns = turns_of_tiles(tiles[0], runs, groups) if deterministic else None
+        given = (dout, dlse, q, out, lse, tiles[0], tiles[-1], runs, edges, turns)
+        self._dq, _ = made = allocate(self._prepared.made, q.device, self._stream)
+        self._held = [*given, *made]
+        self._addresses = addresses_of(given)
+        self._addresses += (*(signals or (0, 0)), 0, 0, 0, 0, *addresses_of(made))
 
-    def main(
-        self,
-        keys: KeyTensors,
-        signals: Signals | None = None,
-        *,
-        may_start_early: bool = False,
-    ) -> None:
+    def first(self) -> None:
+        """Launches the kernel in front of the main one."""
+        self._prepared.first(self._addresses, self._stream)
+
+    def main(self, keys: KeyTensors, *, may_start_early: bool = False) -> None:
         """Launches the main kernel."""
-        dout, q, _ = self._inputs
-        k, v = (tma_compatible(x) for x in keys[:2])
-        route, stats = self._route, self._sums + self._route.scratch.stats
-        addresses = tuple(x.data_ptr() for x in (q, dout, k, v, keys.dk, keys.dv))
-        place = (*addresses, stats, k.shape, k.stride(), v.stride())
-        maps = route.maps.get(place)
-        if maps is None:
-            if len(route.maps) >= _MAX_KNOWN_MAPS:
-                route.maps.clear()
-            cols = route.config.block_cols
-            stats_map = _stats_map(stats, q.shape[1], _padded(q.shape[0]), cols)
-            keys = KeyTensors(k, v, keys.dk, keys.dv)
-            maps = _tensor_maps(q, dout, keys, stats_map, route.config)
-            route.maps[place] = maps
-        walked = self._runs.data_ptr(), self._edges.data_ptr()
-        params = b"".join(
-            (
-                maps,
-                _GRADIENTS.pack(*addresses[4:]),
-                self._items,
-                _ADDRESSES.pack(*self._visits, *walked, *(signals or (0, 0))),
-                route.scalars,
-                *self._lists,
-            )
-        )
-        launch(
-            route.main,
-            route.grid * route.config.num_ctas,
-            route.config.num_threads,
-            params.ljust(-(-len(params) // _ALIGNMENT) * _ALIGNMENT, b"\0"),
-            self._stream,
-            may_start_early=may_start_early,
-            cluster=route.config.num_ctas,
-        )
+        (k, v), launch = routed(self._prepared.main, tuple(keys[:2]), may_start_early)
+        self._held += (k, v)
+        self._addresses[_K : _DV + 1] = addresses_of((k, v, keys.dk, keys.dv))
+        launch(self._addresses, self._stream)
 
-    def end(self, *, may_start_early: bool = False) -> Tensor:
-        """Launches the last kernel; dq."""
-        after = self._items + _PROGRESS.pack(self._visits[-1])
-        launch(
-            *(self._route.postprocess, _BLOCKS_PER_SM * self._route.num_sms, STREAM_THREADS),
-            *(after, self._stream),
-            shared_bytes=0,
-            may_start_early=may_start_early,
-        )
+    def last(self, *, may_start_early: bool = False) -> Tensor:
+        """Launches the kernel behind it; dq."""
+        self._prepared.last[may_start_early](self._addresses, self._stream)
         return self._dq
-
-
-def _routed(
-    inputs: tuple[Tensor, ...], tiles: Sequence[Tensor], problem: AttnProblem, deterministic: bool
-) -> tuple[tuple[Tensor, ...], _Route]:
-    """dout, q and out as TMA can read them, and how they are launched."""
-    dout, q, out = inputs
-    layouts = tuple((x.shape, x.stride()) for x in (q, dout, out))
-    num_tiles, num_lists = tiles[0].shape[0], len(tiles)
-    route = _route(problem, deterministic, layouts, num_tiles, num_lists, q.device.index)
-    if route is None or any(x.data_ptr() % 16 for x in inputs):
-        compatible = tuple(tma_compatible(x) for x in inputs)
-        return _routed(compatible, tiles, problem, deterministic)
-    return inputs, route
-
-
-def _tensor_maps(
-    q: Tensor, dout: Tensor, keys: KeyTensors, stats_map: bytes, config: BackwardConfig
-) -> bytes:
-    k, v, dk, dv = keys
-    return b"".join(
-        (
-            tensor_map(q, config.block_cols),
-            tensor_map(dout, config.block_cols),
-            tensor_map(k, config.tile_rows // config.num_ctas),
-            tensor_map(v, config.tile_rows // config.num_ctas),
-            stats_map,
-            tensor_map(dk, _STORE_ROWS),
-            tensor_map(dv, _STORE_ROWS),
-        )
-    )
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
-
-
-@lru_cache(maxsize=4096)
-def _stats_map(address: int, nheads: int, padded_rows: int, box_rows: int) -> bytes:
-    """The TMA descriptor of statistics `[nheads, padded_rows / 8]`, in boxes of those of `box_rows` queries.
-
-    A row of a box has 256 elements at most, so they are as wide as elements can be.
-    """
-    head_bytes, box_bytes = (n * STATS_BYTES for n in (padded_rows, box_rows))
-    encoded = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64,
-        3,
-        address,
-        [driver.cuuint64_t(n) for n in (head_bytes // 8, 1, nheads)],
-        [driver.cuuint64_t(head_bytes)] * 2,
-        [driver.cuuint32_t(n) for n in (box_bytes // 8, 1, 1)],
-        [driver.cuuint32_t(1)] * 3,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_NONE,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    return ctypes.string_at(check(encoded).getPtr(), TENSOR_MAP_BYTES)

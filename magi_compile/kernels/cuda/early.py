@@ -12,7 +12,6 @@ need not be known; a tile that is cut in two costs another pass over its rows, a
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -20,15 +19,32 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, ForwardOutput
-from magi_compile.kernels.cuda.forward import FarKeys, Results, Walk, enqueue
-from magi_compile.kernels.cuda.launch import check_far_keys, num_sms, on_device, tma_compatible
-from magi_compile.kernels.heuristics import (
-    PlanTiles,
-    heads_per_section,
-    plan_tiles,
-    tiles_in_sections,
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
+from magi_compile.kernels.cuda.calls import Buffer, Launch, addresses_of, allocate
+from magi_compile.kernels.cuda.forward import (
+    EDGES,
+    LSE,
+    OTHER,
+    OUT,
+    RUNS,
+    TILES,
+    Layout,
+    are_tma_layouts,
+    forward_fields,
+    forward_variant,
+    routed,
+    schedule_of,
 )
+from magi_compile.kernels.cuda.launch import (
+    check_far_keys,
+    current_stream,
+    load_function,
+    num_sms,
+    on_device,
+)
+from magi_compile.kernels.cuda.params import EARLY_FORWARD
+from magi_compile.kernels.cuda.structs import Pointer
+from magi_compile.kernels.heuristics import PlanTiles, forward_config, plan_tiles
 from magi_compile.kernels.plan_sizes import check_sizes
 from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
@@ -38,8 +54,9 @@ NO_PART = -1
 #: Of how many tiles one at most is cut in two: bounds the memory of their parts.
 TILES_OF_A_PART = 2
 
-# What EarlyForwardParams has beside ForwardParams.
-_SCHEDULE, _EARLY = struct.Struct("<2Q4i"), struct.Struct("<3Q2i")
+# More buffers: in place of prior outputs, which are made here, and behind the output and its lse.
+_FAR_K, _FAR_V = 6, 7
+_PART_OUT, _PART_LSE, _COUNTERS, _FAR_PARTS, _NEAR_TILES, _PART_TILES = range(OTHER, OTHER + 6)
 # In words, the counters of a call: a ticket of each list, then how many parts were begun, then how many warps have stored each.
 _NUM_BEGUN, _NUM_STORED = 3, 4
 _NO_BLOCK = 2**31 - 1  # begins behind the arrival
@@ -155,70 +172,107 @@ def forward_early(
     check_sizes(plan.sizes, plan_tiles(problem))
     if deterministic:
         plan = plan._replace(part_tiles=plan.part_tiles[:0])
+    sizes = (plan.far_tiles.shape[0], plan.part_tiles.shape[0], plan.far_begin, max(free_sms, 1))
     with on_device(q.device):
-        # Once for both launches.
-        q, k, v = (tma_compatible(x) for x in (q, k, v))
-        total_q, nheads_q, head_dim = q.shape
-        num_parts, part_rows = plan.part_tiles.shape[0], plan.num_part_rows
-        out = q.new_empty((total_q, nheads_q, head_dim))
-        part_out = q.new_empty((part_rows, nheads_q, head_dim), dtype=torch.float32)
-        lse, part_lse = (
-            q.new_empty((nheads_q, rows), dtype=torch.float32) for rows in (total_q, part_rows)
+        (q, k, v, *far), call = routed(
+            _call, (q, k, v, *far), problem, *sizes, plan.edges.shape[0] > 0
         )
-        results = Results(out, lse, part_out, part_lse, part_out, part_lse)
-        counters = q.new_zeros(_NUM_STORED + num_parts * nheads_q, dtype=torch.int32)
-        words, sms = counters.data_ptr(), num_sms(q.device.index)
-        lists = _lists(plan, k.shape[0], far[0].shape[0], words, problem, sms)
-
-        def begin(first_behind: int, free_sms: int) -> None:
-            params = _EARLY.pack(
-                plan.far_parts.data_ptr(),
-                words + 4 * _NUM_BEGUN,
-                words + 4 * _NUM_STORED,
-                plan.sizes.q_tile_rows,
-                first_behind,
-            )
-            keys = FarKeys(far[0], far[1], plan.far_begin, lists + params)
-            walk = Walk(plan.far_tiles, plan.runs, plan.edges)
-            enqueue(q, k, v, keys, walk, results, problem, free_sms=free_sms)
-
+        given = (q, k, v, plan.far_tiles, plan.runs, plan.edges, *far)
+        walk = (plan.far_parts, plan.near_tiles, plan.part_tiles)
+        stream = current_stream(q.device)
+        made = allocate(call.made, q.device, stream)
+        addresses = addresses_of((*given, *made, *walk))
         here, beside = torch.cuda.current_stream(q.device), _stream(q.device)
         beside.wait_stream(here)
-        begin(_NO_BLOCK, max(free_sms, 1))
+        call.in_front(addresses, stream)
         with torch.cuda.stream(beside):
             arrive()
-            begin(0, 0)
+            call.behind(addresses, current_stream(q.device))
         here.wait_stream(beside)
-    return ForwardOutput(out, lse)
+    return ForwardOutput(*made[:2])
 
 
-def _lists(
-    plan: SplitPlan, total_near: int, total_far: int, words: int, problem: AttnProblem, sms: int
-) -> bytes:
-    """The schedules of the lists, in the order of csrc/sm90/fwd_shared.cuh, with their tickets in the counters at `words`."""
-    tiles = (plan.far_tiles, plan.near_tiles, plan.part_tiles)
-    sizes = _sizes(tiles[0].shape[0], tiles[2].shape[0], total_near, total_far, problem, sms)
-    return b"".join(
-        _SCHEDULE.pack(x.data_ptr(), words + 4 * counter, *of_list)
-        for counter, (x, of_list) in enumerate(zip(tiles, sizes, strict=True))
-    )
+class _Call(NamedTuple):
+    """Both launches, and what they need: the output and its lse, those of parts, and counters."""
+
+    made: tuple[Buffer, ...]
+    in_front: Launch
+    behind: Launch
 
 
 @lru_cache(maxsize=1024)
-def _sizes(
-    num_tiles: int, num_parts: int, total_near: int, total_far: int, problem: AttnProblem, sms: int
-) -> list[tuple[int, int, int, int]]:
-    """What else a Schedule has, of each list."""
-    in_sections = tiles_in_sections(problem, num_tiles, sms)
-    lists = (
-        (num_tiles, total_near + total_far, in_sections),
-        (num_tiles, total_near, in_sections),
-        (num_parts, total_near, num_parts),
+def _call(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    num_tiles: int,
+    num_parts: int,
+    far_begin: int,
+    free_sms: int,
+    has_stairs: bool,
+    device_index: int,
+) -> _Call | None:
+    """What tensors q, k, v and far keys and values of such layouts need; None where TMA can not read them."""
+    if not are_tma_layouts(layouts, problem):
+        return None
+    (q_shape, q_stride), (near_shape, _), _, (far_shape, _), _ = layouts
+    total_q, nheads_q, head_dim = q_shape
+    config, sms = forward_config(problem), num_sms(device_index)
+    part_rows, num_counters = num_parts * config.tile_rows, _NUM_STORED + num_parts * nheads_q
+    made = (
+        Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype),
+        Buffer.of((nheads_q, total_q), torch.float32),
+        Buffer.of((part_rows, nheads_q, head_dim), torch.float32),
+        Buffer.of((nheads_q, part_rows), torch.float32),
+        Buffer.of((num_counters,), torch.int32, zeros=num_counters),
     )
-    return [
-        (num, problem.nheads_q, heads_per_section(problem, total_k, num, sms), first)
-        for num, total_k, first in lists
+
+    def counter(number: int) -> Pointer:
+        return Pointer(_COUNTERS, 4 * number)
+
+    near, far = near_shape[0], far_shape[0]
+    lists = [
+        {"tiles": Pointer(buffer), "ticket": counter(number)}
+        | schedule_of(problem, total_k, num, sms)
+        for number, (buffer, num, total_k) in enumerate(
+            (
+                (TILES, num_tiles, near + far),
+                (_NEAR_TILES, num_tiles, near),
+                (_PART_TILES, num_parts, near),
+            )
+        )
     ]
+    # Sections are those of all tiles; parts are in sections, all of them.
+    lists[1]["tiles_in_sections"] = lists[0]["tiles_in_sections"]
+    lists[2]["tiles_in_sections"] = num_parts
+
+    def launch(num_free: int, first_behind: int) -> Launch:
+        grid = min(num_tiles * nheads_q, max(1, sms - num_free))
+        schedule = schedule_of(problem, near + far, num_tiles, max(1, sms - num_free))
+        params = EARLY_FORWARD.pack(
+            **forward_fields(layouts, problem, config, made[0], (_FAR_K, _FAR_V)),
+            out_rows=Pointer(OUT),
+            lse=Pointer(LSE),
+            wide_out=Pointer(_PART_OUT),
+            wide_lse=Pointer(_PART_LSE),
+            prior_out=Pointer(_PART_OUT),
+            prior_lse=Pointer(_PART_LSE),
+            wide_rows=part_rows,
+            runs=Pointer(RUNS),
+            edges=Pointer(EDGES),
+            part_shifts=None,
+            schedule=schedule | {"tiles": Pointer(TILES), "ticket": None},
+            far_begin=far_begin,
+            lists=lists,
+            far_tiles=Pointer(_FAR_PARTS),
+            num_begun_parts=counter(_NUM_BEGUN),
+            num_stored=counter(_NUM_STORED),
+            part_rows=config.tile_rows,
+            first_behind=first_behind,
+        )
+        variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=True)
+        return Launch(load_function(variant, device_index), grid, config.num_threads, params)
+
+    return _Call(made, launch(free_sms, _NO_BLOCK), launch(0, 0))
 
 
 @cache

@@ -1,29 +1,27 @@
-"""The forward kernel of `csrc/sm90/fwd.cuh`: its variants and its launch."""
+"""The forward kernel of `csrc/sm90/fwd.cuh`: its variants, its parameters and its launch."""
 
 from __future__ import annotations
 
 import math
-import struct
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, ForwardOutput
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_like, output_stride
+from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
 from magi_compile.kernels.cuda.launch import (
-    TENSOR_MAP_BYTES,
-    current_stream,
     is_tma_layout,
-    launch,
     load_function,
     num_sms,
-    tensor_map,
+    on_device,
+    rows_map,
     tma_compatible,
-    zero_word,
 )
 from magi_compile.kernels.cuda.nvrtc import Variant
+from magi_compile.kernels.cuda.params import FORWARD
+from magi_compile.kernels.cuda.structs import Pointer, TensorMap
 from magi_compile.kernels.heuristics import (
     ForwardConfig,
     forward_config,
@@ -33,79 +31,20 @@ from magi_compile.kernels.heuristics import (
 from magi_compile.kernels.merge import merge_prior
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NO_FAR_KEYS = 2**31 - 1
 
 _STORE_ROWS = 16  # each warp stores its own rows
-# What follows the tensor maps in ForwardParams: addresses, then what a route knows, to the end of the struct.
-_ADDRESSES, _SCALARS = struct.Struct("<6Qq5Q"), struct.Struct("<7i2f60x")
-_MAX_KNOWN_MAPS = 256
-_NO_FAR_KEYS = 2**31 - 1
 
-_Layouts = tuple[tuple[int, ...], ...]
+# The buffers of a forward call: those given, and the first ones made.
+Q, K, V, TILES, RUNS, EDGES, PRIOR_OUT, PRIOR_LSE = range(8)
+OUT, LSE, OTHER = range(8, 11)
 
+# Where results are and what they are merged with, in the fields of ForwardParams: of each pair both are there or none.
+NO_RESULTS: dict[str, Any] = dict.fromkeys(
+    ("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse")
+)
 
-class Walk(NamedTuple):
-    """The tiles of one launch, their runs, and the edges of rows."""
-
-    tiles: Tensor
-    runs: Tensor
-    edges: Tensor
-    part_shifts: Tensor | None = (
-        None  # int32 `[num_tiles]`, see ForwardParams; None: every tile is a part
-    )
-
-
-class Results(NamedTuple):
-    """Where one launch leaves what it computes, and what it merges with. Of each pair both or none are there."""
-
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    wide_out: Tensor | None = None  # of parts
-    wide_lse: Tensor | None = None
-    prior_out: Tensor | None = None  # of parts
-    prior_lse: Tensor | None = None
-
-    @property
-    def wide_rows(self) -> int:
-        """How many rows of parts a head has."""
-        lse = self.prior_lse if self.wide_lse is None else self.wide_lse
-        return 0 if lse is None else lse.shape[1]
-
-
-class Places(NamedTuple):
-    """The addresses of a walk and of its results, as in ForwardParams; 0 for what is not there."""
-
-    out: int
-    lse: int
-    wide_out: int
-    wide_lse: int
-    prior_out: int
-    prior_lse: int
-    wide_rows: int  # no address: that a head has
-    runs: int
-    edges: int
-    part_shifts: int
-    tiles: int
-
-
-class FarKeys(NamedTuple):
-    """Keys in memory of their own, which a walk sees as the columns from `begin` on, for a launch that may begin before they
-    are there. TMA can read them, see `check_far_keys`."""
-
-    k: Tensor
-    v: Tensor
-    begin: int
-    params: bytes  # what EarlyForwardParams has beside ForwardParams
-
-
-class _Route(NamedTuple):
-    """What a launch needs besides addresses, for tensors of one layout."""
-
-    function: driver.CUfunction
-    grid: int
-    num_threads: int
-    has_ticket: bool
-    scalars: bytes
-    maps: dict[tuple[int, ...], bytes]  # the tensor maps, by the addresses of their tensors
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes and the strides of a tensor
 
 
 @cache
@@ -174,154 +113,160 @@ def forward(
         )
     if prior is not None and prior.out.dtype != torch.float32:
         raise TypeError(f"`prior.out` must be torch.float32, got {prior.out.dtype}")
-    total_q, nheads_q, head_dim = q.shape
-    device = q.device
-    if total_q == 0 or k.shape[0] == 0:
-        out = torch.zeros(q.shape, dtype=q.dtype, device=device)
-        lse = torch.full((nheads_q, total_q), -math.inf, device=device)
-        return merge_prior(ForwardOutput(out, lse), prior, out_dtype)
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return forward(
-                *(q, k, v, q_tiles, q_runs, q_edges, problem),
-                prior=prior,
-                out_dtype=out_dtype,
-                config=config,
-            )
-
-    out = q.new_empty((total_q, nheads_q, head_dim), dtype=out_dtype)
-    lse = q.new_empty((nheads_q, total_q), dtype=torch.float32)
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return merge_prior(nothing_seen(q), prior, out_dtype)
     priors = [x.contiguous() for x in prior] if prior else [None, None]
-    if out_dtype == q.dtype:
-        results = Results(out, lse, None, None, *priors)
-    else:
-        results = Results(None, None, out, lse, *priors)
-    enqueue(q, k, v, None, Walk(q_tiles, q_runs, q_edges), results, problem, config)
+    shapes = (q_tiles.shape[0], q_edges.shape[0] > 0, prior is not None, out_dtype)
+    with on_device(q.device):
+        (q, k, v), call = routed(_call, (q, k, v), problem, config, *shapes)
+        out, lse, *_ = call.run([q, k, v, q_tiles, q_runs, q_edges, *priors], q.device)
     return ForwardOutput(out, lse)
 
 
-def enqueue(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    far: FarKeys | None,
-    walk: Walk,
-    results: Results,
-    problem: AttnProblem,
-    config: ForwardConfig | None = None,
-    free_sms: int = 0,
-) -> None:
-    """One launch on torch's current stream and device; `results` are contiguous. All SMs but `free_sms` take part."""
-    walked = map(_address, (walk.runs, walk.edges, walk.part_shifts, walk.tiles))
-    places = Places._make((*map(_address, results), results.wide_rows, *walked))
-    num_tiles = walk.tiles.shape[0]
-    enqueue_at(q, k, v, far, results.out, num_tiles, places, problem, config, free_sms)
+def nothing_seen(q: Tensor) -> ForwardOutput:
+    """Attention of `q` over no keys."""
+    total_q, nheads_q, _ = q.shape
+    out = output_like(q, q.shape[2]).zero_()
+    return ForwardOutput(out, torch.full((nheads_q, total_q), -math.inf, device=q.device))
 
 
-def enqueue_at(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    far: FarKeys | None,
-    out: Tensor | None,
-    num_tiles: int,
-    places: Places,
-    problem: AttnProblem,
-    config: ForwardConfig | None = None,
-    free_sms: int = 0,
-) -> None:
-    """`enqueue` for a walk of `num_tiles` and results that lie anywhere."""
-    tensors = (q, k, v) if far is None else (q, k, v, far.k, far.v)
-    at = [x.data_ptr() for x in tensors]
-    begin = _NO_FAR_KEYS
-    layouts: _Layouts = (q.shape, q.stride(), k.shape, k.stride(), v.stride())
-    if far is not None:
-        begin = far.begin
-        layouts = (*layouts, far.k.shape, far.k.stride(), far.v.stride())
-    route = _route(
-        *(problem, config, layouts, begin, num_tiles, places.edges != 0, q.device.index, free_sms)
-    )
-    if route is None or any(address % 16 for address in at):
-        q, k, v = (tma_compatible(x) for x in (q, k, v))
-        enqueue_at(q, k, v, far, out, num_tiles, places, problem, config, free_sms)
-        return
-    stream = current_stream(q.device)
-    ticket = zero_word(stream, q.device) if route.has_ticket else None
-
-    known = (*at, places.out)
-    maps = route.maps.get(known)
-    if maps is None:
-        maps = _tensor_maps(q, k, v, far, out, config or forward_config(problem))
-        if len(route.maps) >= _MAX_KNOWN_MAPS:
-            route.maps.clear()
-        route.maps[known] = maps
-    pointers = _ADDRESSES.pack(*places, _address(ticket))
-    params = maps + pointers + route.scalars + (far.params if far else b"")
-    launch(route.function, route.grid, route.num_threads, params, stream)
+def routed(prepare: Any, tensors: tuple[Tensor, ...], *rest: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """`tensors` as TMA can read them, and what `prepare` has for their layouts: `prepare(layouts, *rest, device_index)`."""
+    layouts = tuple([(x.shape, x.stride()) for x in tensors])
+    call = prepare(layouts, *rest, tensors[0].device.index)
+    if call is None or any([x.data_ptr() % 16 for x in tensors]):
+        return routed(prepare, tuple([tma_compatible(x) for x in tensors]), *rest)
+    return tensors, call
 
 
 @lru_cache(maxsize=1024)
-def _route(
+def _call(
+    layouts: tuple[Layout, ...],
     problem: AttnProblem,
     config: ForwardConfig | None,
-    layouts: _Layouts,
-    far_begin: int,
+    num_tiles: int,
+    has_stairs: bool,
+    has_prior: bool,
+    out_dtype: torch.dtype,
+    device_index: int,
+) -> Call | None:
+    """What tensors q, k and v of such layouts need; None where TMA can not read them."""
+    if not are_tma_layouts(layouts, problem):
+        return None
+    (q_shape, q_stride), *_ = layouts
+    total_q, nheads_q, _ = q_shape
+    if out_dtype == problem.dtype:
+        out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, q_shape[2]), out_dtype)
+        results = NO_RESULTS | {"out_rows": Pointer(OUT), "lse": Pointer(LSE)}
+    else:
+        out = Buffer.of(q_shape, out_dtype)
+        results = NO_RESULTS | {"wide_out": Pointer(OUT), "wide_lse": Pointer(LSE)}
+    if has_prior:
+        results |= {"prior_out": Pointer(PRIOR_OUT), "prior_lse": Pointer(PRIOR_LSE)}
+    is_wide = has_prior or out_dtype != problem.dtype
+    lse = Buffer.of((nheads_q, total_q), torch.float32)
+    made, launch = forward_launch(
+        *(layouts, problem, config, num_tiles, has_stairs, device_index),
+        out if out_dtype == problem.dtype else None,
+        **results,
+        wide_rows=total_q if is_wide else 0,
+        tiles=Pointer(TILES),
+        runs=Pointer(RUNS),
+        edges=Pointer(EDGES),
+        part_shifts=None,
+        far_begin=NO_FAR_KEYS,
+    )
+    return Call((out, lse, *made), (launch,))
+
+
+def are_tma_layouts(layouts: tuple[Layout, ...], problem: AttnProblem) -> bool:
+    """Whether TMA can read tensors of such layouts."""
+    return all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts)
+
+
+def forward_launch(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    config: ForwardConfig | None,
     num_tiles: int,
     has_stairs: bool,
     device_index: int,
-    free_sms: int,
-) -> _Route | None:
-    """How tensors of such layouts (the shape and strides of q and of k, the strides of v; of far keys those of k and v
-    again) are launched; None where TMA can not read them."""
-    q_shape, q_stride, *keys = layouts
-    tensors = [(q_shape, q_stride)]
-    for k_shape, k_stride, v_stride in zip(keys[::3], keys[1::3], keys[2::3], strict=True):
-        tensors += [(k_shape, k_stride), (k_shape, v_stride)]
-    if not all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in tensors):
-        return None
+    out: Buffer | None,
+    ticket: int = OTHER,
+    **fields: Any,
+) -> tuple[tuple[Buffer, ...], Launch]:
+    """A launch over all keys, and the buffers that it needs besides: the ticket of its schedule, if there is one.
+
+    Args:
+        layouts: of q, k and v, the buffers `Q`, `K` and `V`.
+        problem: what to compute.
+        config: the shape of the kernel; None: the one for `problem`.
+        num_tiles: of the walk.
+        has_stairs: whether rows have edges.
+        device_index: of the GPU.
+        out: the buffer `OUT`; None where all of the output is in fp32.
+        ticket: which buffer the ticket will be.
+        fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
+    """
     config = config or forward_config(problem)
-    total_q, nheads_q, _ = q_shape
-    num_items = num_tiles * nheads_q
-    sms = max(1, num_sms(device_index) - free_sms)
+    num_items = num_tiles * problem.nheads_q
+    sms = num_sms(device_index)
     grid = min(num_items, sms)
-    score_scale = problem.softcap or problem.softmax_scale
-    scalars = _SCALARS.pack(
-        num_tiles,
-        nheads_q,
-        heads_per_section(problem, sum(shape[0] for shape in keys[::3]), num_tiles, sms),
-        tiles_in_sections(problem, num_tiles, sms),
-        total_q,
-        problem.qhead_per_kvhead,
-        far_begin,
-        score_scale * math.log2(math.e),
-        problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+    has_ticket = num_items > grid
+    schedule = schedule_of(problem, layouts[1][0][0], num_tiles, sms) | {
+        "tiles": fields.pop("tiles"),
+        "ticket": Pointer(ticket) if has_ticket else None,
+    }
+    params = FORWARD.pack(
+        **forward_fields((*layouts, None, None), problem, config, out), schedule=schedule, **fields
     )
-    is_early = far_begin != _NO_FAR_KEYS
-    variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=is_early)
-    function = load_function(variant, device_index)
-    has_ticket = not is_early and num_items > grid
-    return _Route(function, grid, config.num_threads, has_ticket, scalars, {})
+    variant = forward_variant(problem, config, has_stairs=has_stairs)
+    made = (Buffer.of((1,), torch.int32, zeros=1),) if has_ticket else ()
+    return made, Launch(load_function(variant, device_index), grid, config.num_threads, params)
 
 
-def _tensor_maps(
-    q: Tensor, k: Tensor, v: Tensor, far: FarKeys | None, out: Tensor | None, config: ForwardConfig
-) -> bytes:
-    nothing = bytes(TENSOR_MAP_BYTES)
+def forward_fields(
+    layouts: tuple[Layout | None, ...],
+    problem: AttnProblem,
+    config: ForwardConfig,
+    out: Buffer | None,
+    far: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:
+    """The fields of ForwardParams that follow from shapes.
 
-    def keys(near: Tensor, of_far: Tensor | None) -> bytes:
-        return b"".join(
-            nothing if x is None else tensor_map(x, config.block_cols) for x in (near, of_far)
-        )
+    Args:
+        layouts: of q, k, v, far keys and far values; None for what is not there.
+        problem: what to compute.
+        config: the shape of the kernel.
+        out: the buffer `OUT`, if it is written to in the dtype of q.
+        far: the buffers of far keys and values.
+    """
+    dtype, cols = problem.dtype, config.block_cols
 
-    return b"".join(
-        (
-            tensor_map(q, config.tile_rows),
-            keys(k, far and far.k),
-            keys(v, far and far.v),
-            nothing if out is None else tensor_map(out, _STORE_ROWS),
-        )
-    )
+    def mapped(buffer: int, layout: Layout | None, rows: int) -> TensorMap | None:
+        return rows_map(Pointer(buffer), *layout, dtype, rows) if layout else None
+
+    of_q, of_k, of_v, of_far_k, of_far_v = layouts
+    assert of_q is not None
+    return {
+        "q": mapped(Q, of_q, config.tile_rows),
+        "k": [mapped(K, of_k, cols), mapped(far[0], of_far_k, cols)],
+        "v": [mapped(V, of_v, cols), mapped(far[1], of_far_v, cols)],
+        "out": mapped(OUT, (out.shape, out.stride), _STORE_ROWS) if out else None,
+        "out_row_stride": out.stride[0] if out else 0,
+        "out_head_stride": out.stride[1] if out else 0,
+        "total_q": of_q[0][0],
+        "qhead_per_kvhead": problem.qhead_per_kvhead,
+        "scale_log2": (problem.softcap or problem.softmax_scale) * math.log2(math.e),
+        "cap_scale": problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+    }
 
 
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
+def schedule_of(problem: AttnProblem, total_k: int, num_tiles: int, sms: int) -> dict[str, Any]:
+    """What a Schedule has besides addresses."""
+    return {
+        "num_tiles": num_tiles,
+        "num_heads": problem.nheads_q,
+        "heads_per_section": heads_per_section(problem, total_k, num_tiles, sms),
+        "tiles_in_sections": tiles_in_sections(problem, num_tiles, sms),
+    }

@@ -117,11 +117,15 @@ class CudaKernel:
         slices: AttnSlices,
         plan: list[Tensor],
         problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
     ) -> BackwardOutput:
         k_tiles, k_runs, k_edges = _k_walk(plan, problem)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
         return backward(
             *(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, k_edges, problem),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic=deterministic,
         )
 
     def backward_may_be_early(self) -> bool:

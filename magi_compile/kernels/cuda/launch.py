@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 
@@ -13,15 +14,17 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.cuda.nvrtc import Variant, compile_variant
+from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES, Pointer, TensorMap
 
 # Each thread block asks for all the shared memory that an sm_90 chip gives to one.
 SHARED_BYTES = 227 * 1024
-TENSOR_MAP_BYTES = 128
 
 _DTYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
 }
+
+INT64_ELEMENTS = int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64)
 
 _thread = threading.local()
 
@@ -103,30 +106,38 @@ def current_stream(device: torch.device) -> int:
     return _compat.raw_stream(device.index)
 
 
-def tensor_map(x: Tensor, box_rows: int) -> bytes:
-    """The TMA descriptor of `x [rows, heads, head_dim]`, in boxes of `box_rows` rows and 128 bytes of one head."""
-    return _encode(x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), box_rows)
-
-
-@lru_cache(maxsize=4096)
-def _encode(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], box_rows: int
-) -> bytes:
-    bind_context()
+def rows_map(
+    pointer: Pointer,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    box_rows: int,
+) -> TensorMap:
+    """The TMA descriptor of `[rows, heads, head_dim]`, in boxes of `box_rows` rows and 128 bytes of one head."""
     rows, heads, head_dim = shape
     size = dtype.itemsize
     # The stride of a dimension of size 1 is never used, and may be anything.
-    strides = [stride[i] * size if shape[i] > 1 else head_dim * size for i in (0, 1)]
+    steps = [stride[i] * size if shape[i] > 1 else head_dim * size for i in (0, 1)]
+    sizes, box = (head_dim, rows, heads), (128 // size, box_rows, 1)
+    return TensorMap(pointer, int(_DTYPES[dtype]), sizes, (steps[0], steps[1]), box)
+
+
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """What the hardware reads of `tensor_map`, for a tensor that begins at `address`."""
+    bind_context()
+    swizzles = driver.CUtensorMapSwizzle
     encoded = driver.cuTensorMapEncodeTiled(
-        _DTYPES[dtype],
+        driver.CUtensorMapDataType(tensor_map.element),
         3,
         address,
-        [driver.cuuint64_t(n) for n in (head_dim, rows, heads)],
-        [driver.cuuint64_t(n) for n in strides],
-        [driver.cuuint32_t(n) for n in (128 // size, box_rows, 1)],
+        [driver.cuuint64_t(n) for n in tensor_map.sizes],
+        [driver.cuuint64_t(n) for n in tensor_map.strides],
+        [driver.cuuint32_t(n) for n in tensor_map.box],
         [driver.cuuint32_t(1)] * 3,
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B
+        if tensor_map.is_swizzled
+        else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -196,12 +207,9 @@ def _config(
     return config
 
 
-def zero_word(stream: int, device: torch.device) -> Tensor:
-    """An int32 that is zero when work behind it on `stream` starts."""
-    bind_context()
-    word = torch.empty(1, dtype=torch.int32, device=device)
-    check(driver.cuMemsetD32Async(word.data_ptr(), 0, 1, stream))
-    return word
+def fill_zeros(address: int, num_words: int, stream: int) -> None:
+    """Zeros for `num_words` int32s, in the order of `stream`."""
+    check(driver.cuMemsetD32Async(address, 0, num_words, stream))
 
 
 def check(result):

@@ -6,19 +6,33 @@ How many parts there may be follows from shapes; which tiles are cut, the GPU de
 
 from __future__ import annotations
 
-import struct
 from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
-from cuda.bindings import driver
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, ForwardOutput
-from magi_compile.kernels.cuda.forward import ELEMENTS, Places, enqueue_at
-from magi_compile.kernels.cuda.launch import current_stream, launch, load_function, num_sms
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
+from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
+from magi_compile.kernels.cuda.forward import (
+    EDGES,
+    ELEMENTS,
+    LSE,
+    NO_FAR_KEYS,
+    NO_RESULTS,
+    OTHER,
+    OUT,
+    RUNS,
+    Layout,
+    are_tma_layouts,
+    forward_launch,
+    routed,
+)
+from magi_compile.kernels.cuda.launch import load_function, num_sms, on_device
 from magi_compile.kernels.cuda.nvrtc import Variant
+from magi_compile.kernels.cuda.params import MERGE, TILE_PARTS
+from magi_compile.kernels.cuda.structs import Packed, Pointer
 from magi_compile.kernels.heuristics import (
     PART_LEAST_BLOCKS,
     PARTS_MOST_TILES,
@@ -32,8 +46,8 @@ from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
 CUT_FIELDS = ("row_begin", "row_end", "part_row", "num_parts")  # as in csrc/sm90/plan.cuh
 _CUT_THREADS, _MOST_SMS = 512, 160  # as in csrc/sm90/tile_parts.cu
 _MERGE_THREADS, _MERGE_BLOCKS = 256, 4  # blocks of an SM
-_CUT_PARAMS = struct.Struct("<6Q7i4x")
-_MERGE_ADDRESSES, _MERGE_SCALARS = struct.Struct("<5Q"), struct.Struct("<5i4x")
+# The buffers of the call that cuts tiles: those given, and the one made.
+_TILES, _RUNS, _CUT = range(3)
 
 
 class PartLayout(NamedTuple):
@@ -63,18 +77,6 @@ class PartLayout(NamedTuple):
         return PartLayout.of(num_tiles, num_runs, 2 * ((size - of_none) // of_two))
 
 
-class _Route(NamedTuple):
-    """What a call needs besides addresses."""
-
-    layout: PartLayout
-    part_rows: int
-    part_lse: int  # where it begins in the memory of parts, in words, behind their outputs
-    part_words: int
-    merge: driver.CUfunction
-    merge_grid: int
-    merge_scalars: bytes
-
-
 @cache
 def parts_variant() -> Variant:
     """The kernel that cuts tiles."""
@@ -101,20 +103,32 @@ def cut_tiles(
     On torch's current stream; nothing waits for the device, and fake tensors have a fake result.
     """
     device = q_tiles.device
-    is_fake = _compat.is_fake(q_tiles)
-    size_of = _size if is_fake else _known_size
-    size = size_of(problem, seqlen_k, q_tiles.shape[0], q_runs.shape[0], device)
-    parts = torch.empty(size, dtype=torch.int32, device=device)
-    if is_fake or size == 0:
-        return parts
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return cut_tiles(q_tiles, q_runs, seqlen_k, sizes, problem)
-    sms_of_head = num_sms(device.index) // problem.nheads_q
-    params = pack_cut(q_tiles, q_runs, parts, sizes, sms_of_head)
-    function, stream = load_function(parts_variant(), device.index), current_stream(device)
-    launch(function, 1, _CUT_THREADS, params, stream, shared_bytes=_CUT_THREADS // 32 * 4)
+    num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
+    if _compat.is_fake(q_tiles):
+        size = _size(problem, seqlen_k, num_tiles, num_runs, device)
+        return torch.empty(size, dtype=torch.int32, device=device)
+    size = _known_size(problem, seqlen_k, num_tiles, num_runs, device)
+    if size == 0:
+        return torch.empty(0, dtype=torch.int32, device=device)
+    with on_device(device):
+        call = _cut_call(num_tiles, num_runs, size, sizes, problem.nheads_q, device.index)
+        (parts,) = call.run([q_tiles, q_runs], device)
     return parts
+
+
+@lru_cache(maxsize=1024)
+def _cut_call(
+    num_tiles: int, num_runs: int, size: int, sizes: PlanTiles, nheads_q: int, device_index: int
+) -> Call:
+    params = cut_params(num_tiles, num_runs, size, sizes, num_sms(device_index) // nheads_q)
+    launch = Launch(
+        load_function(parts_variant(), device_index),
+        1,
+        _CUT_THREADS,
+        params,
+        shared_bytes=_CUT_THREADS // 32 * 4,
+    )
+    return Call((Buffer.of((size,), torch.int32),), (launch,))
 
 
 def _size(
@@ -130,52 +144,25 @@ def _size(
 _known_size = lru_cache(maxsize=1024)(_size)
 
 
-def pack_cut(
-    q_tiles: Tensor, q_runs: Tensor, parts: Tensor, sizes: PlanTiles, sms_of_head: int
-) -> bytes:
-    """The parameters of the kernel that fills `parts`."""
-    num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
-    layout = PartLayout.of_size(num_tiles, num_runs, parts.shape[0])
-    at = parts.data_ptr()
-    return _CUT_PARAMS.pack(
-        q_tiles.data_ptr(),
-        q_runs.data_ptr(),
-        at,
-        at + 4 * layout.tiles,
-        at + 4 * layout.cuts,
-        at + 4 * layout.shifts,
-        num_tiles,
-        num_runs,
-        layout.num_parts,
-        min(sms_of_head, _MOST_SMS),
-        PART_LEAST_BLOCKS,
-        sizes.q_tile_rows,
-        sizes.q_block_cols,
-    )
-
-
-@lru_cache(maxsize=1024)
-def _route(
-    problem: AttnProblem,
-    total_q: int,
-    num_tiles: int,
-    num_runs: int,
-    size: int,
-    device_index: int,
-) -> _Route:
+def cut_params(
+    num_tiles: int, num_runs: int, size: int, sizes: PlanTiles, sms_of_head: int
+) -> Packed:
+    """The parameters of the kernel that fills `size` words with parts."""
     layout = PartLayout.of_size(num_tiles, num_runs, size)
-    tile_rows, nheads_q = forward_config(problem).tile_rows, problem.nheads_q
-    part_rows, num_cuts = layout.num_parts * tile_rows, layout.num_parts // 2
-    part_lse = part_rows * nheads_q * problem.head_dim
-    num_threads = num_cuts * tile_rows * nheads_q * problem.head_dim // 4
-    return _Route(
-        layout,
-        part_rows,
-        part_lse,
-        part_lse + part_rows * nheads_q,
-        load_function(merge_variant(problem.head_dim, problem.dtype), device_index),
-        min(-(-num_threads // _MERGE_THREADS), _MERGE_BLOCKS * num_sms(device_index)),
-        _MERGE_SCALARS.pack(num_cuts, tile_rows, nheads_q, total_q, part_rows),
+    return TILE_PARTS.pack(
+        tiles=Pointer(_TILES),
+        runs=Pointer(_RUNS),
+        part_runs=Pointer(_CUT),
+        part_tiles=Pointer(_CUT, 4 * layout.tiles),
+        cuts=Pointer(_CUT, 4 * layout.cuts),
+        part_shifts=Pointer(_CUT, 4 * layout.shifts),
+        num_tiles=num_tiles,
+        num_runs=num_runs,
+        max_parts=layout.num_parts,
+        num_sms=min(sms_of_head, _MOST_SMS),
+        least_blocks=PART_LEAST_BLOCKS,
+        tile_rows=sizes.q_tile_rows,
+        block_cols=sizes.q_block_cols,
     )
 
 
@@ -191,38 +178,74 @@ def forward_in_parts(
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of a plan, which are not empty, on torch's current
     stream; see `forward`."""
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return forward_in_parts(q, k, v, q_tiles, q_runs, q_edges, parts, problem)
-    total_q, nheads_q, _ = q.shape
-    num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
-    route = _route(problem, total_q, num_tiles, num_runs, parts.shape[0], device.index)
-    layout = route.layout
-    out = q.new_empty(q.shape)
-    lse = q.new_empty((nheads_q, total_q), dtype=torch.float32)
-    of_parts = q.new_empty(route.part_words, dtype=torch.float32)
-    part_out, at, at_out, at_lse = (x.data_ptr() for x in (of_parts, parts, out, lse))
-    part_lse = part_out + 4 * route.part_lse
-    places = Places(
-        out=at_out,
-        lse=at_lse,
-        wide_out=part_out,
-        wide_lse=part_lse,
-        prior_out=0,
-        prior_lse=0,
-        wide_rows=route.part_rows,
-        runs=at,
-        edges=q_edges.data_ptr(),
-        part_shifts=at + 4 * layout.shifts,
-        tiles=at + 4 * layout.tiles,
+    sizes = (q_tiles.shape[0], q_runs.shape[0], parts.shape[0], q_edges.shape[0] > 0)
+    with on_device(q.device):
+        (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
+        out, lse, *_ = call.run([q, k, v, None, parts, q_edges, None, None], q.device)
+    return ForwardOutput(out, lse)
+
+
+@lru_cache(maxsize=1024)
+def _call(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    num_tiles: int,
+    num_runs: int,
+    size: int,
+    has_stairs: bool,
+    device_index: int,
+) -> Call | None:
+    """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA can not
+    read them."""
+    if not are_tma_layouts(layouts, problem):
+        return None
+    (q_shape, q_stride), *_ = layouts
+    total_q, nheads_q, head_dim = q_shape
+    layout = PartLayout.of_size(num_tiles, num_runs, size)
+    tile_rows, num_cuts = forward_config(problem).tile_rows, layout.num_parts // 2
+    part_rows = layout.num_parts * tile_rows
+    num_words = part_rows * nheads_q * head_dim  # of their outputs, in front of their lses
+    out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype)
+    lse = Buffer.of((nheads_q, total_q), torch.float32)
+    of_parts = Buffer.of((num_words + part_rows * nheads_q,), torch.float32)
+    at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
+    ticket, walk = forward_launch(
+        *(layouts, problem, None, layout.num_tiles, has_stairs, device_index, out, OTHER + 1),
+        **NO_RESULTS
+        | {
+            "out_rows": Pointer(OUT),
+            "lse": Pointer(LSE),
+            "wide_out": at_out,
+            "wide_lse": at_lse,
+        },
+        wide_rows=part_rows,
+        tiles=Pointer(RUNS, 4 * layout.tiles),
+        runs=Pointer(RUNS),
+        edges=Pointer(EDGES),
+        part_shifts=Pointer(RUNS, 4 * layout.shifts),
+        far_begin=NO_FAR_KEYS,
     )
-    enqueue_at(q, k, v, None, out, layout.num_tiles, places, problem)
-    addresses = _MERGE_ADDRESSES.pack(part_out, part_lse, at_out, at_lse, at + 4 * layout.cuts)
-    launch(
-        *(route.merge, route.merge_grid, _MERGE_THREADS, addresses + route.merge_scalars),
-        current_stream(device),
+    params = MERGE.pack(
+        part_out=at_out,
+        part_lse=at_lse,
+        out=Pointer(OUT),
+        lse=Pointer(LSE),
+        cuts=Pointer(RUNS, 4 * layout.cuts),
+        out_row_stride=out.stride[0],
+        out_head_stride=out.stride[1],
+        num_cuts=num_cuts,
+        tile_rows=tile_rows,
+        num_heads=nheads_q,
+        total_q=total_q,
+        part_rows=part_rows,
+    )
+    num_threads = num_cuts * tile_rows * nheads_q * head_dim // 4
+    merge = Launch(
+        load_function(merge_variant(head_dim, problem.dtype), device_index),
+        min(-(-num_threads // _MERGE_THREADS), _MERGE_BLOCKS * num_sms(device_index)),
+        _MERGE_THREADS,
+        params,
         shared_bytes=0,
         may_start_early=True,
     )
-    return ForwardOutput(out, lse)
+    return Call((out, lse, of_parts, *ticket), (walk, merge))
