@@ -8,7 +8,7 @@ so the exception comes with the next attention or its backward, and the CUDA con
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -68,6 +68,11 @@ class _DeviceFlags:
         self.slots: dict[str, int] = {}
         self.details: dict[str, str] = {}
 
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """The address of the first flag, how many there are, and how many int64s lie from one to the next."""
+        return ctypes.addressof(self.memory), self.CAPACITY, 1 + self.MAX_VALUES
+
     def slot(self, message: str, detail: str) -> int:
         """The row where the failure of a check is written: 1, then its values."""
         self.details[message] = detail
@@ -123,6 +128,15 @@ def _describe(message: str, detail: str, values: Sequence[int]) -> str:
 
 
 _flags: dict[torch.device, _DeviceFlags] = {}
+_watchers: list[Callable[[int, int, int], None]] = []
+
+
+def on_flags(watch: Callable[[int, int, int], None]) -> None:
+    """Calls `watch(address, count, stride)` for all flags there are and will be: `count` of them, each `stride` int64s behind
+    the one before; 0 where nothing has failed."""
+    _watchers.append(watch)
+    for flags in _flags.values():
+        watch(*flags.places)
 
 
 def require(checks: Sequence[MaskCheck]) -> None:
@@ -153,6 +167,8 @@ def flag_addresses(device: torch.device, checks: Sequence[tuple[str, str]]) -> l
 def _flags_of(device: torch.device) -> _DeviceFlags:
     if device not in _flags:
         _flags[device] = _DeviceFlags(device)
+        for watch in _watchers:
+            watch(*_flags[device].places)
     return _flags[device]
 
 

@@ -114,6 +114,8 @@ class Kernel(Protocol):
     name: str
     #: Whether the shapes of a plan depend on shapes alone, so that a graph can hold the plan as a value of its own.
     plans_in_graph: bool
+    #: Whether calls on a GPU are prepared, so that they can be repeated without Python (`kernels/cuda/native.py`).
+    prepares_calls: bool
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         """Every reason why this kernel can not run `problem`; empty when it can."""

@@ -30,6 +30,7 @@ class CpuKernel:
 
     name = "cpu"
     plans_in_graph = False
+    prepares_calls = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         reasons = []

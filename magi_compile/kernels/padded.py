@@ -24,6 +24,7 @@ class PaddedKernel:
     def __init__(self, name: str, inner: Kernel, head_dims: Sequence[int]):
         self.name = name
         self.plans_in_graph = inner.plans_in_graph
+        self.prepares_calls = False
         self._inner = inner
         self._head_dims = sorted(head_dims)
 

@@ -101,6 +101,7 @@ class ReferenceKernel:
 
     name = "reference"
     plans_in_graph = False
+    prepares_calls = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         return []

@@ -32,6 +32,7 @@ class TritonKernel:
 
     name = "triton"
     plans_in_graph = True
+    prepares_calls = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         reasons = []

@@ -9,9 +9,10 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections import OrderedDict
-from collections.abc import Hashable
-from functools import lru_cache
+from collections.abc import Callable, Hashable
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -168,6 +169,8 @@ def _ffa_fwd(
     chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
     plan = plan or _plan_of(chosen, slices, problem)
+    if chosen.prepares_calls:
+        _hand_over_to_launcher()
     out, lse = chosen.forward(scaled.q, k, v, slices, plan, problem)
     return in_output_layout(q, out), lse
 
@@ -232,14 +235,40 @@ _FFA_FWD = (
     "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)"
 )
 define(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
-define(
-    _lib,
-    "ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
+_FFA_BWD = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
     "Tensor k_ranges, Tensor mask_types, Tensor[] plan, float softmax_scale, float softcap, str kernel, "
-    "bool deterministic) -> (Tensor, Tensor, Tensor)",
-    _ffa_bwd,
-    _ffa_bwd_fake,
+    "bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
+define(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
+
+
+# The two without Python, see kernels/cuda/native.py. The ops of these names compute what the launcher has not seen yet.
+
+_LETTERS = {"ffa_fwd": "TTTTTTLnns", "ffa_bwd": "TOTTTTTTTTLnnsn"}
+
+
+@cache
+def _hand_over_to_launcher() -> None:
+    """Once a process, when a kernel that prepares its calls runs for the first time."""
+    native = importlib.import_module("magi_compile.kernels.cuda.native")
+    launcher = native.launcher()
+    if launcher is not None:
+        for name, letters in _LETTERS.items():
+            launcher.register(name, letters)
+
+
+def _adopting(implementation: Callable[..., Any], *arguments: Any) -> Any:
+    native = importlib.import_module("magi_compile.kernels.cuda.native")
+    launcher = native.launcher()
+    return launcher.adopting(implementation, arguments) if launcher else implementation(*arguments)
+
+
+for _name, _implementation, _fake, _schema in (
+    ("ffa_fwd_in_python", _ffa_fwd, _ffa_fwd_fake, _FFA_FWD),
+    ("ffa_bwd_in_python", _ffa_bwd, _ffa_bwd_fake, _FFA_BWD),
+):
+    define(_lib, f"{_name}{_schema}", partial(_adopting, _implementation), _fake)
 
 
 # attention: what is differentiable, made of the two

@@ -7,7 +7,9 @@ its addresses are written into copies of the parameters, and the kernels are lau
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -124,7 +126,32 @@ class Call(NamedTuple):
         addresses += addresses_of(made)
         for one in self.launches:
             one(addresses, stream)
+        if (runs := getattr(_recording, "runs", None)) is not None:
+            runs.append(Run(self, tuple(given), tuple(made)))
         return made
+
+
+class Run(NamedTuple):
+    """A call, what it was given, and what it made."""
+
+    call: Call
+    given: tuple[Tensor | None, ...]
+    made: tuple[Tensor, ...]
+
+
+_recording = threading.local()
+
+
+@contextmanager
+def recorded() -> Iterator[list[Run]]:
+    """A list of the calls that this thread runs meanwhile."""
+    outer = getattr(_recording, "runs", None)
+    runs: list[Run] = []
+    _recording.runs = runs
+    try:
+        yield runs
+    finally:
+        _recording.runs = outer
 
 
 def allocate(buffers: Sequence[Buffer], device: torch.device, stream: int) -> list[Tensor]:

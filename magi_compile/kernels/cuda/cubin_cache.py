@@ -24,6 +24,20 @@ def cache_dir() -> Path:
     return Path(caches).expanduser() / "magi_compile"
 
 
+def private_dir() -> Path:
+    """The cache directory, made if it is not there.
+
+    Raises:
+        OSError: if it can not be made, or if others can write to it.
+    """
+    directory = cache_dir()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
+    if not _is_private(directory):
+        raise PermissionError(f"others can write to {directory}")
+    return directory
+
+
 def read(name: str) -> bytes | None:
     """What `write` was given under `name`, or None where it is not there, not whole, or not to be trusted."""
     try:
@@ -44,11 +58,7 @@ def read(name: str) -> bytes | None:
 def write(name: str, content: bytes) -> None:
     """Keeps `content` under `name`, for this user alone, in place of what is there."""
     try:
-        directory = cache_dir()
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700, exist_ok=True)
-        if not _is_private(directory):
-            return
+        directory = private_dir()
         handle, path = tempfile.mkstemp(dir=directory)  # readable and writable by this user alone
         try:
             with os.fdopen(handle, "wb") as file:

@@ -31,6 +31,7 @@ class CudaKernel:
 
     name = "cuda"
     plans_in_graph = True
+    prepares_calls = True
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         if problem.device_type != "cuda":

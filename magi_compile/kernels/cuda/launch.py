@@ -41,6 +41,12 @@ def bind_context() -> None:
     _thread.has_context = True
 
 
+def current_context(device: torch.device) -> int:
+    """The context of this thread, which is one of `device`."""
+    bind_context()
+    return int(check(driver.cuCtxGetCurrent()))
+
+
 @cache
 def load_function(variant: Variant, device_index: int) -> driver.CUfunction:
     """Compile `variant` if need be and load it on a device, which is to be the current one."""
