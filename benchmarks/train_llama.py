@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import record
 import torch
-import torch._dynamo.utils
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch import Tensor
+
+from magi_compile._compat import num_compiled_graphs
+from magi_compile.bench.llama import Llama, Shape
 
 # Mean and largest length of a document as shares of the pack, and how much lengths vary (log-normal).
 LAYOUTS = {
@@ -34,91 +35,6 @@ LAYOUTS = {
 }
 BACKENDS = {"magi": "magi", "flex": "inductor", "flex_flash": "inductor"}
 LOSS_TOLERANCE = 0.02
-
-
-class Shape(NamedTuple):
-    layers: int
-    dim: int
-    ffn_dim: int
-    nheads_q: int
-    nheads_kv: int
-    vocab: int
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.nheads_q
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of `x [B, H, S, D]`."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
-
-
-class Block(nn.Module):
-    def __init__(self, shape: Shape, kernel_options: dict | None):
-        super().__init__()
-        self.heads = (shape.nheads_q, shape.nheads_kv, shape.nheads_kv)
-        self.head_dim = shape.head_dim
-        self.kernel_options = kernel_options
-        self.norm1, self.norm2 = nn.RMSNorm(shape.dim), nn.RMSNorm(shape.dim)
-        self.qkv = nn.Linear(shape.dim, sum(self.heads) * self.head_dim, bias=False)
-        self.out = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.up = nn.Linear(shape.dim, 2 * shape.ffn_dim, bias=False)
-        self.down = nn.Linear(shape.ffn_dim, shape.dim, bias=False)
-
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
-        batch, seqlen, _ = x.shape
-        qkv = self.qkv(x).view(batch, seqlen, -1, self.head_dim).transpose(1, 2)
-        q, k, v = qkv.split(self.heads, dim=1)
-        y = flex_attention(
-            rotate(q, cos, sin),
-            rotate(k, cos, sin),
-            v,
-            block_mask=mask,
-            enable_gqa=True,
-            kernel_options=self.kernel_options,
-        )
-        return self.out(y.transpose(1, 2).reshape(batch, seqlen, -1))
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
-        x = x + self.attend(self.norm1(x), cos, sin, mask)
-        gate, up = self.up(self.norm2(x)).chunk(2, -1)
-        return x + self.down(F.silu(gate) * up)
-
-
-def causal_within(document: Tensor) -> BlockMask:
-    def document_causal(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
-
-    seqlen = len(document)
-    return create_block_mask(document_causal, None, None, seqlen, seqlen, device=document.device)
-
-
-class Llama(nn.Module):
-    """The loss is the cross-entropy of the next token, in nats; embedding and output share their weights.
-
-    The mask is built in here, in the graph, which is where both backends like it best.
-    """
-
-    def __init__(self, shape: Shape, kernel_options: dict | None = None):
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocab, shape.dim)
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.blocks = nn.ModuleList(Block(shape, kernel_options) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.dim)
-        half = shape.head_dim // 2
-        self.register_buffer("frequencies", 5e5 ** (-torch.arange(half) / half), persistent=False)
-
-    def forward(self, tokens: Tensor, targets: Tensor, document: Tensor) -> Tensor:
-        mask = causal_within(document)
-        x = self.embedding(tokens)
-        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
 
 
 class Pack(NamedTuple):
@@ -185,10 +101,6 @@ class Meter:
             return loss, seconds, None
         grown = torch.cuda.max_memory_allocated() - before
         return loss, seconds, (grown + contender.state_bytes()) / 2**30
-
-
-def num_compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def measure(layout: str, contenders: dict[str, Contender], args: argparse.Namespace) -> dict:

@@ -254,6 +254,13 @@ def graph_breaks() -> list[str]:
     return [reason.strip().split("\n")[0].split(". ")[0].rstrip(".") for reason in reasons]
 
 
+def num_compiled_graphs() -> int:
+    """How many graphs Dynamo has compiled so far in this process, recompilations included."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
 def __getattr__(name: str) -> Any:
     if name == "PreGradPass":  # made at first use: its base class brings Inductor with it
         return _pre_grad_pass_class()

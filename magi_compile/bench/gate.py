@@ -31,6 +31,15 @@ class Check(NamedTuple):
     def passed(self) -> bool:
         return all(error <= self.allowed[name] for name, error in self.errors.items())
 
+    @property
+    def worst(self) -> str:
+        """The result that is furthest from the truth, in words, next to what is allowed."""
+        name = max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
+        return (
+            f"{name}: relative error {self.errors[name]:.2e}, allowed {self.allowed[name]:.2e}, "
+            f"at {self.seqlen} tokens"
+        )
+
     def to_json(self) -> dict[str, Any]:
         return {**self._asdict(), "passed": self.passed}
 
@@ -63,23 +72,28 @@ def run(attend: Attend, contender: Contender, inputs: Inputs) -> Run:
 
 def check(actual: Run, layout: Layout, workload: Workload, inputs: Inputs) -> Check:
     """Hold the results of `run` to the oracle; the workload must be short enough for dense fp64 scores."""
-    exact, plain = _exact_and_plain(workload, inputs)
     results = [layout.to_packed(x.detach()) for x in (actual.out, *actual.grads)]
-    step = torch.finfo(inputs.q.dtype).eps
+    return judge(results, *exact_and_plain(workload, inputs))
+
+
+def judge(results: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]) -> Check:
+    """Hold packed `results`, in the order of `RESULTS`, to the truth and to what plain PyTorch makes of it."""
+    step = torch.finfo(plain[0].dtype).eps
     errors, allowed = {}, {}
     for name, x, truth, rounded in zip(RESULTS, results, exact, plain, strict=False):
-        errors[name] = _relative(x, truth)
-        allowed[name] = 2 * _relative(rounded, truth) + step
-    return Check(workload.cell.seqlen, errors, allowed)
+        errors[name] = relative_error(x, truth)
+        allowed[name] = 2 * relative_error(rounded, truth) + step
+    return Check(len(results[0]), errors, allowed)
 
 
-def _relative(actual: Tensor, exact: Tensor) -> float:
-    """Infinite where a value is not finite."""
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """Root mean square of the difference over that of `exact`; infinite where a value is not finite."""
+    exact = exact.double()
     error = float((actual.double() - exact).norm() / exact.norm())
     return error if error == error else float("inf")
 
 
-def _exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
+def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
     """Out and gradients in fp64, and by plain PyTorch in the inputs' dtype, one key-value head at a time."""
     cell = workload.cell
     group = cell.nheads_q // cell.nheads_kv

@@ -19,6 +19,8 @@ TABLES = Path(__file__).parent / "length_tables"
 SEEDS_CAP = 4
 # The "blocks" sampler draws documents of 1 to 8 blocks.
 BLOCK, MAX_BLOCKS = 1024, 8
+# The "short" sampler draws documents of this range of tokens, 700 on average.
+SHORT = (64, 1336)
 
 
 class Bin(NamedTuple):
@@ -106,6 +108,11 @@ def _blocks(seqlen: int, rng: random.Random) -> Callable[[], int]:
     return lambda: BLOCK * rng.randint(1, MAX_BLOCKS)
 
 
+def _short(seqlen: int, rng: random.Random) -> Callable[[], int]:
+    """Many documents in every sequence: all lengths of `SHORT` are equally likely."""
+    return lambda: rng.randint(*SHORT)
+
+
 SAMPLERS: dict[str, Callable[[int, random.Random], Callable[[], int]]] = {
     "seeds": _seeds,
     "longca": _longca,
@@ -113,5 +120,6 @@ SAMPLERS: dict[str, Callable[[int, random.Random], Callable[[], int]]] = {
     "prolong64k": _uniform_in_bin("prolong64k"),
     "prolong512k": _uniform_in_bin("prolong512k"),
     "blocks": _blocks,
+    "short": _short,
     "whole": _whole,
 }

@@ -49,9 +49,9 @@ class Bench:
         try:
             return step()
         except torch.OutOfMemoryError as error:
-            return {"status": "oom", "reason": _first_line(error)}
+            return {"status": "oom", "reason": first_line(error)}
         except Exception as error:  # whatever a contender raises costs it this cell only
-            return {"status": "error", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+            return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}
         finally:
             self._give_memory_back()
 
@@ -65,12 +65,7 @@ class Bench:
         check = gate.check(run, self.contender.layout, workload, inputs)
         outcome: dict[str, Any] = {"status": "ok", "gate": check.to_json(), "first_s": first_s}
         if not check.passed:
-            worst = max(check.errors, key=lambda name: check.errors[name] / check.allowed[name])
-            outcome["status"] = "wrong"
-            outcome["reason"] = (
-                f"{worst}: relative error {check.errors[worst]:.2e}, "
-                f"allowed {check.allowed[worst]:.2e}, at {cell.seqlen} tokens"
-            )
+            outcome["status"], outcome["reason"] = "wrong", check.worst
         return outcome
 
     def _time(
@@ -148,6 +143,6 @@ class Bench:
             torch.cuda.synchronize()
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else ""

@@ -7,12 +7,15 @@ import hashlib
 import os
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import magi_compile
+
+PEERS = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
 
 
 def describe(device: str, command: list[str]) -> dict[str, Any]:
@@ -41,6 +44,17 @@ def describe(device: str, command: list[str]) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
         }
     return record
+
+
+def versions() -> dict[str, str]:
+    """Of those packages of `PEERS` that are installed."""
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def device_name(device: str) -> str:

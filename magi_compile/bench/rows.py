@@ -79,3 +79,14 @@ def append(path: Path, kind: str, record: dict[str, Any]) -> None:
     """One more line; complete lines survive whatever happens next."""
     with open(path, "a") as file:
         file.write(json.dumps({"kind": kind, **record}) + "\n")
+
+
+def write_record(
+    output: Path | None, context: dict[str, Any], rows: list[dict[str, Any]], markdown: str
+) -> None:
+    """`output` with .json and .md behind it, all of a measurement at once; nothing where there is none."""
+    if output is None:
+        return
+    record = {"context": context, "rows": rows}
+    Path(f"{output}.json").write_text(json.dumps(record, indent=1) + "\n")
+    Path(f"{output}.md").write_text(markdown)

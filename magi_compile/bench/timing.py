@@ -54,13 +54,13 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
         `peak_bytes`, what it allocates at most, and `graph_ms` (a CUDA graph's replay) or `graph_error`.
     """
     if device == "cpu":
-        return _summary(_cpu_times(run, protocol))
+        return summary(_cpu_times(run, protocol))
     first = _first_call(run)
     first_ms = first["host_ms"] + first.pop("wait_ms")
     reps, flush = protocol.reps(first_ms), _flush_buffer(protocol)
     times = [first_ms] if first_ms > LONG_MS else []
     times += _gpu_times(run, reps - len(times), first["host_ms"], flush)
-    result = {**first, **_summary(times)}
+    result = {**first, **summary(times)}
     if protocol.cuda_graph:
         result |= _graph(run, reps, flush)
     return result
@@ -80,7 +80,8 @@ def matmul_tflops(device: str, protocol: Protocol) -> float:
     return 2 * size**3 / statistics.median(times) / 1e9
 
 
-def _summary(times: list[float]) -> dict[str, Any]:
+def summary(times: list[float]) -> dict[str, Any]:
+    """Median, 20th and 80th percentile and number of `times` in milliseconds."""
     ordered = sorted(times)
 
     def percentile(share: float) -> float:

@@ -20,18 +20,19 @@ def to_markdown(results: Results, title: str, note: str = "") -> str:
         parts += [f"## {group.title}", ""]
         for which in group.passes:
             parts += [f"### {tables.PASS_TITLES[which]}, {tables.unit(group)[0]}", ""]
-            parts += [*_table(*tables.speed_table(group, which)), ""]
-        parts += ["### Other costs, medians", "", *_table(*tables.cost_table(group)), ""]
+            parts += [*table(*tables.speed_table(group, which)), ""]
+        parts += ["### Other costs, medians", "", *table(*tables.cost_table(group)), ""]
     missing = tables.absent(results)
     if missing:
         header = ["contender", "outcome", "reason", "cells"]
         lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
-        parts += ["## Without a number", "", *_table(header, lines), ""]
-    parts += ["## Runs", "", *_table(*tables.run_table(results)), ""]
+        parts += ["## Without a number", "", *table(header, lines), ""]
+    parts += ["## Runs", "", *table(*tables.run_table(results)), ""]
     return "\n".join(parts)
 
 
-def _table(header: list[str], lines: list[list[str]]) -> list[str]:
+def table(header: list[str], lines: list[list[str]]) -> list[str]:
+    """The lines of a table."""
     rows = [header, ["---"] * len(header), *lines]
     return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
 
@@ -53,7 +54,7 @@ def readme_table(results: Results) -> str:
                 line += _against_best(rows, which, tables.unit(group)[1])
             if any(cell != "-" for cell in line[2:]):
                 lines.append(line)
-    return "\n".join(_table(header, lines))
+    return "\n".join(table(header, lines))
 
 
 def _against_best(rows: dict[str, tables.Row], which: str, size: float) -> list[str]:
