@@ -1,4 +1,4 @@
-"""The command line: `magi-bench kernel | sparse | masks | report | compare`."""
+"""The command line: `magi-bench kernel | sparse | step | masks | report | compare`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from pathlib import Path
 
 import torch
 
-from magi_compile.bench import contenders, rows
-from magi_compile.bench.cells import PASSES, Cell, format_length, parse_length
+from magi_compile.bench import arguments, contenders, rows
+from magi_compile.bench.cells import PASSES, Cell, format_length
 from magi_compile.bench.compare import compare, to_text
 from magi_compile.bench.contenders.base import refusals
 from magi_compile.bench.lengths import SAMPLERS
 from magi_compile.bench.presets import PRESETS, Preset
 from magi_compile.bench.run import Settings, execute, order
+from magi_compile.bench.step import command as step
 from magi_compile.bench.timing import Protocol
 from magi_compile.bench.workload import MASKS, SPARSE_MASKS, build
 from magi_compile.masks.library import MASKS as NAMED_MASKS
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; bad arguments end in a message and exit code 2."""
     parser = _parser()
-    args = parser.parse_args(arguments)
-    args.command_line = ["magi-bench", *(sys.argv[1:] if arguments is None else arguments)]
+    args = parser.parse_args(argv)
+    args.command_line = ["magi-bench", *(sys.argv[1:] if argv is None else argv)]
     try:
         return args.command(args)
     except (ValueError, OSError, ImportError) as error:
@@ -42,14 +43,17 @@ def _parser() -> argparse.ArgumentParser:
         ("sparse", "block-sparse masks of each head, on one device"),
     ):
         _add_run_arguments(commands.add_parser(level, help=summary), level)
+    step.add_arguments(
+        commands.add_parser("step", help="wall time of calls and of training steps, beside peers")
+    )
     masks = commands.add_parser("masks", help="list the masks, or draw one")
     masks.add_argument("--show", metavar="NAME", help="draw this mask")
-    masks.add_argument("--seqlen", type=_length, default=4096)
+    masks.add_argument("--seqlen", type=arguments.length, default=4096)
     masks.add_argument("--lengths", choices=SAMPLERS, default="seeds")
     masks.add_argument(
-        "--block", type=_count, default=128, help="tokens of a block of a sparse mask"
+        "--block", type=arguments.count, default=128, help="tokens of a block of a sparse mask"
     )
-    masks.add_argument("--density", type=_share, default=0.2, help="of a sparse mask")
+    masks.add_argument("--density", type=arguments.share, default=0.2, help="of a sparse mask")
     masks.add_argument("--seed", type=int, default=42)
     masks.add_argument("--output", type=Path, help="a .png or .svg; by default text")
     masks.set_defaults(command=_masks)
@@ -76,16 +80,16 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     )
     masks = SPARSE_MASKS if level == "sparse" else tuple(NAMED_MASKS)
     parser.add_argument("--masks", nargs="+", choices=masks, help="only these")
-    parser.add_argument("--seqlens", nargs="+", type=_length, help="only these, or others")
+    parser.add_argument("--seqlens", nargs="+", type=arguments.length, help="only these, or others")
     parser.add_argument(
-        "--heads", nargs="+", type=_heads, metavar="Q:KV", help="only these, or others"
+        "--heads", nargs="+", type=arguments.heads, metavar="Q:KV", help="only these, or others"
     )
-    parser.add_argument("--head-dim", type=_count)
+    parser.add_argument("--head-dim", type=arguments.count)
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--lengths", choices=SAMPLERS, help="how documents are drawn")
     if level == "sparse":
-        parser.add_argument("--blocks", nargs="+", type=_count, help="only these sizes")
-        parser.add_argument("--densities", nargs="+", type=_share, help="only these")
+        parser.add_argument("--blocks", nargs="+", type=arguments.count, help="only these sizes")
+        parser.add_argument("--densities", nargs="+", type=arguments.share, help="only these")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--contenders", nargs="+", choices=contenders.names(), metavar="NAME")
     parser.add_argument(
@@ -96,60 +100,23 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument("--output", type=Path, default=Path("magi-bench.jsonl"), help="JSONL file")
     parser.add_argument("--resume", action="store_true", help="go on with the output file")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and why not")
-    parser.add_argument("--time-limit", type=_positive, default=float("inf"), metavar="SECONDS")
-    parser.add_argument("--cell-limit", type=_positive, default=120.0, metavar="SECONDS")
-    parser.add_argument("--budget-ms", type=_positive, help="for the repetitions of a pass")
-    parser.add_argument("--min-reps", type=_count, default=Protocol.min_reps)
-    parser.add_argument("--gate-seqlen", type=_length, help="longest sequence checked")
+    parser.add_argument(
+        "--time-limit", type=arguments.positive, default=float("inf"), metavar="SECONDS"
+    )
+    parser.add_argument("--cell-limit", type=arguments.positive, default=120.0, metavar="SECONDS")
+    parser.add_argument(
+        "--budget-ms", type=arguments.positive, help="for the repetitions of a pass"
+    )
+    parser.add_argument("--min-reps", type=arguments.count, default=Protocol.min_reps)
+    parser.add_argument("--gate-seqlen", type=arguments.length, help="longest sequence checked")
     parser.add_argument("--cuda-graph", action="store_true", help="also time graph replays")
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 cache")
     parser.add_argument(
         "--jobs",
-        type=_count,
+        type=arguments.count,
         help="contenders checked at a time; by default 1 on a CPU, all on a GPU",
     )
     parser.set_defaults(command=_run, level=level)
-
-
-def _length(text: str) -> int:
-    try:
-        return parse_length(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return number
-
-
-def _share(text: str) -> float:
-    number = _positive(text)
-    if number > 1:
-        raise argparse.ArgumentTypeError(f"must be a share of at most 1, got {text!r}")
-    return number
-
-
-def _heads(text: str) -> str:
-    nheads_q, _, nheads_kv = text.partition(":")
-    if not (nheads_q.isdigit() and nheads_kv.isdigit()) or not int(nheads_kv):
-        raise argparse.ArgumentTypeError(f"heads must look like 64:8, got {text!r}")
-    if int(nheads_q) % int(nheads_kv) or not int(nheads_q):
-        raise argparse.ArgumentTypeError(
-            f"query heads must be a multiple of the others, got {text}"
-        )
-    return f"{int(nheads_q)}:{int(nheads_kv)}"
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape, kernel_options: dict[str, Any] | None):
+    def __init__(self, shape: Shape, kernel_options: Any):
         super().__init__()
         self.heads = (shape.nheads_q, shape.nheads_kv, shape.nheads_kv)
         self.head_dim = shape.head_dim
@@ -67,9 +67,9 @@ class Block(nn.Module):
 
 def attend_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
     """Causal attention of each document by itself, without FlexAttention: what others are held to."""
-    parts = zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
     documents = [
-        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts
+        F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True)  # type: ignore[misc]
+        for part in zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True)
     ]
     return torch.cat(documents, dim=2)
 
@@ -94,6 +94,8 @@ class Llama(nn.Module):
     Without a `mask` it is built in here, in the graph, which is where both backends like it best. Document lengths in
     its place stand for attention without FlexAttention.
     """
+
+    frequencies: Tensor
 
     def __init__(self, shape: Shape, kernel_options: dict[str, Any] | None = None):
         super().__init__()

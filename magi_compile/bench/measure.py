@@ -144,5 +144,6 @@ class Bench:
 
 
 def first_line(error: BaseException) -> str:
+    """Of an error's message."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else ""

@@ -1,0 +1,146 @@
+"""How contenders are timed: in turns, many calls between two synchronizations of the device, medians over rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile import _compat
+
+# Calls of a contender until CUDA graphs have been recorded and replayed.
+WARMUP_CALLS = 3
+# Single calls that say how many fit in a turn.
+TRIAL_CALLS = 2
+PROFILED_CALLS = 2
+
+
+def _nothing(calls: int) -> None:
+    pass
+
+
+class Ready(NamedTuple):
+    """A contender prepared for a case.
+
+    Attributes:
+        call: one call, or one step; returns what is checked.
+        renew: makes the masks of so many calls to come. It takes no part in the time.
+    """
+
+    call: Callable[[], Sequence[Tensor]]
+    renew: Callable[[int], None] = _nothing
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often.
+
+    Attributes:
+        count: rounds; each contender has one turn in each.
+        turn_ms: about how long a turn takes.
+        max_calls: calls of a turn at most; at least one.
+    """
+
+    count: int = 7
+    turn_ms: float = 20.0
+    max_calls: int = 20
+
+    def calls(self, estimate_ms: float) -> int:
+        """Calls of a turn, of which one takes about `estimate_ms`."""
+        return min(max(int(self.turn_ms / max(estimate_ms, 1e-3)), 1), self.max_calls)
+
+
+class Turns(NamedTuple):
+    """What the turns of one contender gave.
+
+    Attributes:
+        times_ms: of one call, the mean over each turn.
+        calls: of each turn.
+        recompiles: graphs that Dynamo compiled in them; 0 unless something is wrong.
+    """
+
+    times_ms: list[float]
+    calls: int
+    recompiles: int
+
+
+class Work(NamedTuple):
+    """What the GPU and its driver do in one call: kernels that run, and launches by the host (a CUDA graph is one)."""
+
+    kernels: float
+    launches: float
+
+
+def wait(device: str) -> None:
+    """Until the device has done everything."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm_up(ready: Ready, device: str) -> None:
+    """The calls after the first, which compiled, and before those that count."""
+    ready.renew(WARMUP_CALLS - 1)
+    for _ in range(WARMUP_CALLS - 1):
+        ready.call()
+    wait(device)
+
+
+def in_turns(contenders: Mapping[str, Ready], device: str, rounds: Rounds) -> dict[str, Turns]:
+    """Times all `contenders`, which are warm, round by round; every other round begins with the last of them."""
+    calls = {
+        name: rounds.calls(min(_turn_ms(ready, 1, device) for _ in range(TRIAL_CALLS)))
+        for name, ready in contenders.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    recompiles = dict.fromkeys(contenders, 0)
+    for number in range(rounds.count):
+        order = list(contenders)
+        for name in reversed(order) if number % 2 else order:
+            before = _compat.num_compiled_graphs()
+            times[name].append(_turn_ms(contenders[name], calls[name], device))
+            recompiles[name] += _compat.num_compiled_graphs() - before
+    return {name: Turns(times[name], calls[name], recompiles[name]) for name in contenders}
+
+
+def _turn_ms(ready: Ready, calls: int, device: str) -> float:
+    """Milliseconds of wall time of one of `calls` consecutive calls."""
+    ready.renew(calls)
+    wait(device)
+    begin = time.perf_counter()
+    for _ in range(calls):
+        ready.call()
+    wait(device)
+    return (time.perf_counter() - begin) * 1e3 / calls
+
+
+def work_of(ready: Ready) -> Work:
+    """What a GPU does in one call. CUPTI slows what comes after it, so this comes after everything that is timed."""
+    from torch.profiler import ProfilerActivity, profile
+
+    ready.renew(PROFILED_CALLS)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_CALLS):
+            ready.call()
+        torch.cuda.synchronize()
+    events = list(profiler.events())
+    kernels, launches = sum(map(_is_kernel, events)), sum(map(_is_launch, events))
+    return Work(kernels / PROFILED_CALLS, launches / PROFILED_CALLS)
+
+
+def _is_kernel(event: object) -> bool:
+    """Whether a profiler's event is a kernel on the GPU: no copy, no fill, no annotation."""
+    if getattr(event, "device_type", None) != torch.autograd.DeviceType.CUDA:
+        return False
+    is_annotation = getattr(event, "is_user_annotation", False)
+    return not is_annotation and not getattr(event, "name", "").startswith(("Memcpy", "Memset"))
+
+
+def _is_launch(event: object) -> bool:
+    """Whether it is a call of the CUDA runtime or driver that launches a kernel or a graph."""
+    name = getattr(event, "name", "")
+    return name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch"))

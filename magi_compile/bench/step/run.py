@@ -1,0 +1,221 @@
+"""Runs cases: every contender proves itself right, those that are take turns, and every one gets a row, or a reason."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from magi_compile.bench import provenance
+from magi_compile.bench.cells import format_length
+from magi_compile.bench.measure import first_line
+from magi_compile.bench.rows import write_record
+from magi_compile.bench.step.cases import Case, Settings, cases
+from magi_compile.bench.step.clock import Ready, Turns, in_turns, wait, warm_up, work_of
+from magi_compile.bench.step.contenders import CONTENDERS, Contender
+from magi_compile.bench.step.problem import Problem
+from magi_compile.bench.step.report import to_markdown
+from magi_compile.lowering.report import lowering_report
+
+Row = dict[str, Any]
+# What no contender should end in.
+FAULTS = ("wrong", "error", "oom")
+# What times may take of a run's seconds on a GPU, where kernels are counted after them.
+TIMING_SHARE = 0.9
+
+
+def execute(
+    settings: Settings, command: list[str], output: Path | None, say: Callable[[str], None]
+) -> list[Row]:
+    """Measures all cases and writes `output` with .json and .md behind it, after every case.
+
+    Returns:
+        The rows: one for each case and contender, with a status of `rows.STATUSES`.
+    """
+    return _Execution(settings, command, output, say).run()
+
+
+def fault(row: Row) -> str:
+    """What is wrong with a row, in a line."""
+    what = row.get("reason") or f"{row['recompiles']} graphs compiled while time was taken"
+    return f"{row['row']}, {row['tokens']} tokens, {row['pass']}, {row['contender']}: {what}"
+
+
+class _Execution:
+    """One run. Nothing that was compiled is let go before the end: kernels are counted then."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        command: list[str],
+        output: Path | None,
+        say: Callable[[str], None],
+    ):
+        self.settings, self.output, self.say = settings, output, say
+        self.began = time.monotonic()
+        self.share = TIMING_SHARE if settings.device == "cuda" else 1.0
+        self.rows: list[Row] = []
+        self.prepared: list[tuple[Row, Ready]] = []
+        self.longest_s: dict[tuple[str, str], float] = {}
+        self.contenders = [
+            made()
+            for made in CONTENDERS
+            if settings.contenders is None or made.name in settings.contenders
+        ]
+        self.unavailable = {x.name: x.unavailable(settings.device) for x in self.contenders}
+        described = provenance.describe(settings.device, command) | provenance.versions()
+        self.context = described | {"settings": asdict(settings)}
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.began
+
+    def run(self) -> list[Row]:
+        for tokens in self.settings.tokens:
+            problem = Problem(self.settings, tokens)
+            for case in cases(self.settings, tokens):
+                self._measure(problem, case)
+                self._write()
+            problem.forget_reference()
+        if self.settings.device == "cuda":
+            self._count_work()
+        self.context["took_s"] = round(self.elapsed, 1)
+        self._write()
+        return self.rows
+
+    def _measure(self, problem: Problem, case: Case) -> None:
+        """All contenders of a case. One that takes part in no such row has none."""
+        began = time.monotonic()
+        present = [x for x in self.contenders if case.row.group in x.groups]
+        rows = {x.name: _row(x, case) for x in present}
+        ready = {}
+        for contender in present:
+            outcome, prepared = self._prove(contender, problem, case)
+            rows[contender.name] |= outcome
+            if prepared is not None:
+                ready[contender.name] = prepared
+        for name, outcome in self._timed(ready).items():
+            rows[name] |= outcome
+        compare(list(rows.values()))
+        self.rows += rows.values()
+        self.prepared += [(rows[name], ready[name]) for name in ready if "ms" in rows[name]]
+        kind = (case.row.name, case.which)
+        self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), time.monotonic() - began)
+        self._say_progress(case, list(rows.values()))
+
+    def _prove(
+        self, contender: Contender, problem: Problem, case: Case
+    ) -> tuple[Row, Ready | None]:
+        """The outcome of the first call, and the contender if it may be timed."""
+        reason = self.unavailable[contender.name]
+        if reason is not None:
+            return {"status": "unavailable", "reason": reason}, None
+        reasons = contender.refusals(case, self.settings.device)
+        if reasons:
+            return {"status": "unsupported", "reason": "; ".join(reasons)}, None
+        expected_s = self.longest_s.get((case.row.name, case.which), 0.0)
+        if self.elapsed + expected_s > self.settings.seconds * self.share:
+            reason = f"not begun: no time left of {self.settings.seconds:g} s"
+            return {"status": "timeout", "reason": reason}, None
+        try:
+            return self._first_call(contender, problem, case)
+        except Exception as error:  # whatever a contender raises costs it this row only
+            return _failure(error), None
+
+    def _first_call(
+        self, contender: Contender, problem: Problem, case: Case
+    ) -> tuple[Row, Ready | None]:
+        began, refused = time.perf_counter(), len(lowering_report().refused)
+        ready = contender.prepare(problem, case)
+        results = ready.call()
+        wait(self.settings.device)
+        outcome: Row = {"status": "ok", "first_s": round(time.perf_counter() - began, 2)}
+        kept = lowering_report().refused[refused:]
+        if contender.is_ours and kept:
+            reason = f"stays on FlexAttention: {'; '.join(kept[0].reasons)}"
+            return {"status": "unsupported", "reason": reason}, None
+        check = contender.check(problem, case, results)
+        del results
+        outcome["gate"] = check.to_json()
+        if not check.passed:
+            return outcome | {"status": "wrong", "reason": check.worst}, None
+        warm_up(ready, self.settings.device)
+        return outcome, ready
+
+    def _timed(self, ready: dict[str, Ready]) -> dict[str, Row]:
+        gc.collect()
+        try:
+            turns = in_turns(ready, self.settings.device, self.settings.rounds)
+        except Exception as error:  # of whom, nobody knows: nobody has a time then
+            return {name: _failure(error) for name in ready}
+        return {name: summary(result) for name, result in turns.items()}
+
+    def _count_work(self) -> None:
+        """Kernels and launches of everything that was timed, as far as time allows."""
+        for row, ready in self.prepared:
+            if self.elapsed > self.settings.seconds:
+                self.say("kernels of the other rows are not counted: no time left")
+                return
+            try:
+                row |= {**work_of(ready)._asdict()}
+            except RuntimeError as error:
+                row["work_error"] = first_line(error)
+
+    def _write(self) -> None:
+        markdown = to_markdown(self.context, self.rows)
+        write_record(self.output, self.context, self.rows, markdown)
+
+    def _say_progress(self, case: Case, rows: list[Row]) -> None:
+        times = [
+            f"{row['contender']} {row['ms']:.3f} ms"
+            if "ms" in row
+            else f"{row['contender']} {row['status']}"
+            for row in rows
+        ]
+        where = f"{case.row.name} {format_length(case.tokens)} {case.which}"
+        self.say(f"[{self.elapsed:.0f} s] {where}: {', '.join(times)}")
+
+
+def summary(turns: Turns) -> Row:
+    """What a row says of times: the median over rounds, the fastest and the slowest of them."""
+    return {
+        "ms": statistics.median(turns.times_ms),
+        "min_ms": min(turns.times_ms),
+        "max_ms": max(turns.times_ms),
+        "rounds": len(turns.times_ms),
+        "calls": turns.calls,
+        "recompiles": turns.recompiles,
+    }
+
+
+def compare(rows: Sequence[Row]) -> None:
+    """Adds to the rows of one case `ratio`: a time relative to ours, above 1 where we are faster."""
+    ours = next((row["ms"] for row in rows if row["is_ours"] and "ms" in row), None)
+    for row in rows:
+        if ours is not None and "ms" in row:
+            row["ratio"] = row["ms"] / ours
+
+
+def _row(contender: Contender, case: Case) -> Row:
+    return {
+        "group": case.row.group,
+        "row": case.row.name,
+        "tokens": case.tokens,
+        "layers": case.layers,
+        "pass": case.which,
+        "contender": contender.name,
+        "label": contender.label,
+        "is_ours": contender.is_ours,
+    }
+
+
+def _failure(error: Exception) -> Row:
+    if isinstance(error, torch.OutOfMemoryError):
+        return {"status": "oom", "reason": first_line(error)}
+    return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}
