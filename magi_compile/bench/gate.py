@@ -88,8 +88,8 @@ def judge(results: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Te
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:
     """Root mean square of the difference over that of `exact`; infinite where a value is not finite."""
-    exact = exact.double()
-    error = float((actual.double() - exact).norm() / exact.norm())
+    actual, exact = actual.detach().double(), exact.detach().double()
+    error = float((actual - exact).norm() / exact.norm())
     return error if error == error else float("inf")
 
 

@@ -159,7 +159,7 @@ def test_a_model_of_another_mask_is_caught():
 def test_where_ours_stays_on_flex_attention_it_is_not_timed(monkeypatch):
     monkeypatch.setattr(run, "CONTENDERS", (contenders.MagiEager,))
     kept = SimpleNamespace(reasons=("a reason",))
-    reports = iter([[], [kept]] * 2)
+    reports = iter([[], [kept], [kept], [kept]])
     monkeypatch.setattr(run, "lowering_report", lambda: SimpleNamespace(refused=next(reports)))
     for row in execute():
         assert row["status"] == "unsupported"

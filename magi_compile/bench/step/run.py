@@ -63,6 +63,7 @@ class _Execution:
         self.rows: list[Row] = []
         self.prepared: list[tuple[Row, Ready]] = []
         self.longest_s: dict[tuple[str, str], float] = {}
+        self.kept: dict[int, str] = {}  # why ours was not lowered, by tokens
         self.contenders = [
             made()
             for made in CONTENDERS
@@ -94,23 +95,33 @@ class _Execution:
         began = time.monotonic()
         present = [x for x in self.contenders if case.row.group in x.groups]
         rows = {x.name: _row(x, case) for x in present}
-        ready = {}
+        ready, is_over = {}, self._is_over(case)
         for contender in present:
-            outcome, prepared = self._prove(contender, problem, case)
+            outcome, prepared = self._prove(contender, problem, case, is_over)
             rows[contender.name] |= outcome
             if prepared is not None:
                 ready[contender.name] = prepared
         for name, outcome in self._timed(ready).items():
             rows[name] |= outcome
         compare(list(rows.values()))
+        if self.settings.device == "cuda":
+            state = provenance.gpu_state()
+            rows = {name: row | {"gpu_state": state} for name, row in rows.items()}
+            gc.collect()
+            torch.cuda.empty_cache()  # what one row held must not be missing in the next
         self.rows += rows.values()
         self.prepared += [(rows[name], ready[name]) for name in ready if "ms" in rows[name]]
         kind = (case.row.name, case.which)
         self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), time.monotonic() - began)
         self._say_progress(case, list(rows.values()))
 
+    def _is_over(self, case: Case) -> bool:
+        """Whether `case` would end too late, if it takes what its row took before."""
+        expected_s = self.longest_s.get((case.row.name, case.which), 0.0)
+        return self.elapsed + expected_s > self.settings.seconds * self.share
+
     def _prove(
-        self, contender: Contender, problem: Problem, case: Case
+        self, contender: Contender, problem: Problem, case: Case, is_over: bool
     ) -> tuple[Row, Ready | None]:
         """The outcome of the first call, and the contender if it may be timed."""
         reason = self.unavailable[contender.name]
@@ -119,8 +130,7 @@ class _Execution:
         reasons = contender.refusals(case, self.settings.device)
         if reasons:
             return {"status": "unsupported", "reason": "; ".join(reasons)}, None
-        expected_s = self.longest_s.get((case.row.name, case.which), 0.0)
-        if self.elapsed + expected_s > self.settings.seconds * self.share:
+        if is_over:
             reason = f"not begun: no time left of {self.settings.seconds:g} s"
             return {"status": "timeout", "reason": reason}, None
         try:
@@ -136,10 +146,12 @@ class _Execution:
         results = ready.call()
         wait(self.settings.device)
         outcome: Row = {"status": "ok", "first_s": round(time.perf_counter() - began, 2)}
-        kept = lowering_report().refused[refused:]
-        if contender.is_ours and kept:
-            reason = f"stays on FlexAttention: {'; '.join(kept[0].reasons)}"
-            return {"status": "unsupported", "reason": reason}, None
+        if contender.is_ours:
+            for decision in lowering_report().refused[refused:]:
+                self.kept.setdefault(case.tokens, "; ".join(decision.reasons))
+            if case.tokens in self.kept:  # rows share graphs, and only the first compiles them
+                reason = f"stays on FlexAttention: {self.kept[case.tokens]}"
+                return {"status": "unsupported", "reason": reason}, None
         check = contender.check(problem, case, results)
         del results
         outcome["gate"] = check.to_json()
