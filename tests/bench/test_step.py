@@ -65,7 +65,7 @@ def test_every_way_to_call_attention_has_a_time_or_a_reason(tmp_path):
 
 @pytest.mark.slow
 def test_layers_and_training_have_a_time_or_a_reason(tmp_path):
-    names = ["layers_outside", "training"]
+    names = ["layers_outside", "masks", "training"]
     code, record, text = measured(tmp_path, "--rows", *names, "--passes", "fwdbwd")
     assert code == 0
     ours = [row for row in record["rows"] if row["contender"] == "magi"]
@@ -86,7 +86,7 @@ def test_all_rows_are_planned_in_all_groups():
     assert {case.row.group for case in planned} == set(GROUPS)
     depths = {case.layers for case in planned if case.row.group == "layers"}
     assert depths == {2, 16}
-    assert len(planned) == 2 * (len(ROWS) + 2)
+    assert len(planned) == 2 * (len(ROWS) + 2) - 1  # making a mask has no backward
 
 
 class TooLarge(contenders.MagiEager):
@@ -137,6 +137,28 @@ def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
     assert found["wrong-gradient", "fwdbwd"]["reason"].startswith(("dq", "dk", "dv"))
     assert found["raises", "fwd"]["reason"] == "RuntimeError: no such thing"
     assert run.fault(found["raises", "fwd"]).startswith("eager, 192 tokens, fwd, raises: Runtime")
+
+
+class OneBlockLess(contenders.MaskOnly):
+    name = "one-block-less"
+
+    def prepare(self, problem, case):
+        ready = super().prepare(problem, case)
+
+        def call():
+            partial, *others = ready.call()
+            return [partial - torch.eye(*partial.shape[-2:], dtype=partial.dtype), *others]
+
+        return Ready(call, ready.renew)
+
+
+def test_masks_are_made_and_held_to_the_slices(monkeypatch):
+    masks = (contenders.MaskOnly, contenders.MagiMaskOnly, OneBlockLess)
+    monkeypatch.setattr(run, "CONTENDERS", masks)
+    rows = execute(Settings(**{**vars(SMALL), "rows": ("masks",), "tokens": (2000,)}))
+    status = {row["contender"]: row["status"] for row in rows}
+    assert status == {"pytorch-mask": "ok", "magi-mask": "ok", "one-block-less": "wrong"}
+    assert rows[2]["reason"].startswith("partial blocks: relative error")
 
 
 def test_a_model_of_another_mask_is_caught():

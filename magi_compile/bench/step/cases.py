@@ -20,7 +20,8 @@ class Row:
         group: a name in `GROUPS`.
         label: in reports.
         mask: who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time), "graph"
-            (PyTorch's `create_block_mask` inside of the compiled function), or "at hand" (each contender's own form).
+            (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own form), or
+            "measured" (making it is what is measured).
         is_new: other documents, and so another mask, in every call.
         mode: torch.compile's.
     """
@@ -37,6 +38,7 @@ GROUPS = {
     "calls": "One attention a graph",
     "layers": "Many layers of attention in one graph, milliseconds a layer",
     "eager": "Eager calls, the mask at hand",
+    "masks": "Making a BlockMask in eager code",
     "training": "A step of a small Llama: forward, loss, backward",
 }
 ROWS = (
@@ -54,6 +56,7 @@ ROWS = (
     Row("layers_outside", "layers", "BlockMask from outside", "pytorch"),
     Row("layers_inside", "layers", "mask made in the graph", "graph"),
     Row("eager", "eager", "packed tensors", "at hand"),
+    Row("masks", "masks", "other documents in every call", "measured", True),
     Row(
         "training_inside",
         "training",
@@ -136,5 +139,5 @@ def cases(settings: Settings, tokens: int) -> Iterator[Case]:
             continue
         depths = {"layers": settings.layers, "training": (settings.train_layers,)}
         for layers in depths.get(row.group, (1,)):
-            for which in settings.passes:
+            for which in settings.passes if row.mask != "measured" else ("fwd",):
                 yield Case(row, tokens, layers, which)

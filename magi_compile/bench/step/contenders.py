@@ -15,12 +15,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from magi_compile.bench import gate
 from magi_compile.bench.contenders.base import Layout
 from magi_compile.bench.contenders.flash_attention import FlashAttention4
-from magi_compile.bench.contenders.flex import FlexFlash
+from magi_compile.bench.contenders.flex import BLOCK, FlexFlash
+from magi_compile.bench.derive import block_areas
 from magi_compile.bench.gate import Check
 from magi_compile.bench.llama import Llama, Shape, causal_within
 from magi_compile.bench.step.cases import Case
 from magi_compile.bench.step.clock import Ready
-from magi_compile.bench.step.problem import Problem
+from magi_compile.bench.step.problem import MAKERS, Problem
 from magi_compile.ops.attention import flex_flash_attention
 
 
@@ -209,12 +210,74 @@ class FlashAttention(MagiEager):
         return _packed(problem, case, attend)
 
 
+class MaskOnly(Contender):
+    """Makes a BlockMask of the document of each token."""
+
+    name = "pytorch-mask"
+    label = "PyTorch's create_block_mask"
+    groups = ("masks",)
+
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        make, documents = self._maker(problem), Masks(problem, case)
+
+        def call() -> Sequence[Tensor]:
+            mask = make(documents.next())
+            counts, indices = mask.full_kv_num_blocks, mask.full_kv_indices
+            assert counts is not None and indices is not None
+            return [mask.kv_num_blocks, mask.kv_indices, counts, indices]
+
+        documents.renew(1)
+        return Ready(call, documents.renew)
+
+    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
+        """The blocks that are listed, partial ones and full ones, are those that the slices say; all of them."""
+        areas = block_areas(problem.workload().slices, BLOCK, results[0].device)
+        is_full = areas == BLOCK**2
+        errors = {
+            name: float((_listed(*lists) != expected).double().mean())
+            for name, lists, expected in (
+                ("partial blocks", results[:2], (areas > 0) & ~is_full),
+                ("full blocks", results[2:], is_full),
+            )
+        }
+        return Check(problem.tokens, errors, dict.fromkeys(errors, 1e-9))
+
+    def _maker(self, problem: Problem) -> Callable[[Any], BlockMask]:
+        return MAKERS["pytorch"]
+
+
+class CompiledMaskOnly(MaskOnly):
+    name = "pytorch-mask-compiled"
+    label = "PyTorch's, compiled"
+
+    def _maker(self, problem: Problem) -> Callable[[Any], BlockMask]:
+        return problem.compiled(self.name, MAKERS["pytorch"])
+
+
+class MagiMaskOnly(MaskOnly):
+    name = "magi-mask"
+    label = "magi_compile.create_block_mask"
+    is_ours = True
+
+    def _maker(self, problem: Problem) -> Callable[[Any], BlockMask]:
+        return MAKERS["magi"]
+
+
 #: In the order of reports.
-CONTENDERS: tuple[type[Contender], ...] = (Flex, FlexByFlash, FlashAttention, Magi, MagiEager)
+CONTENDERS: tuple[type[Contender], ...] = (
+    Flex,
+    FlexByFlash,
+    FlashAttention,
+    Magi,
+    MagiEager,
+    MaskOnly,
+    CompiledMaskOnly,
+    MagiMaskOnly,
+)
 
 
 class Masks:
-    """The mask of the next call: a BlockMask, or the document of each token, from which the graph makes one."""
+    """The mask of the next call: a BlockMask, or the document of each token, from which the call makes one."""
 
     def __init__(self, problem: Problem, case: Case):
         self._problem, self._row = problem, case.row
@@ -230,7 +293,7 @@ class Masks:
         return self._made.pop() if self._row.is_new else self._made[0]
 
     def _make(self, turn: int) -> BlockMask | Tensor:
-        if self._row.mask == "graph":
+        if self._row.mask in ("graph", "measured"):
             return self._problem.document(turn)
         maker = "magi" if self._row.mask == "magi" else "pytorch"
         if self._row.is_new:
@@ -274,6 +337,13 @@ def check_attention(
         packed = [layout.to_packed(x.detach()) for x in results[layer :: case.layers]]
         checks.append(gate.judge(packed, *problem.reference(layer)))
     return max(checks, key=lambda check: max(x / check.allowed[n] for n, x in check.errors.items()))
+
+
+def _listed(counts: Tensor, indices: Tensor) -> Tensor:
+    """Bool `[q blocks, k blocks]`: what the lists of a BlockMask of one batch entry and head hold."""
+    counts, indices = counts[0, 0], indices[0, 0].long()
+    is_listed = torch.arange(indices.shape[1], device=indices.device) < counts[:, None]
+    return torch.zeros_like(is_listed).scatter(1, indices, is_listed)
 
 
 def _attend(

@@ -24,6 +24,19 @@ SAMPLER = "short"
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def causal_within_by_magi(document: Tensor) -> BlockMask:
+    """What `causal_within` makes, by our `create_block_mask`."""
+
+    def document_causal(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    seqlen = len(document)
+    return create_block_mask(document_causal, None, None, seqlen, seqlen, document.device)
+
+
+MAKERS = {"pytorch": causal_within, "magi": causal_within_by_magi}
+
+
 class Problem:
     """Attention of packed causal documents. Turn 0 has the documents of rows that always see the same ones."""
 
@@ -65,16 +78,8 @@ class Problem:
         return document.to(self.settings.device)
 
     def new_block_mask(self, turn: int, maker: str = "pytorch") -> BlockMask:
-        """The mask of a turn, made by "pytorch" or "magi"; `block_mask` keeps it."""
-        document = self.document(turn)
-        if maker == "pytorch":
-            return causal_within(document)
-
-        def document_causal(b, h, q, kv):
-            return (document[q] == document[kv]) & (q >= kv)
-
-        size = self.tokens
-        return create_block_mask(document_causal, None, None, size, size, self.settings.device)
+        """The mask of a turn, made by one of `MAKERS`; `block_mask` keeps it."""
+        return MAKERS[maker](self.document(turn))
 
     def reference(self, layer: int) -> tuple[list[Tensor], list[Tensor]]:
         """Out, dq, dk and dv of turn 0, packed: in fp64, and by plain PyTorch in `dtype`; document by document."""
