@@ -62,7 +62,7 @@ class _Execution:
         self.share = TIMING_SHARE if settings.device == "cuda" else 1.0
         self.rows: list[Row] = []
         self.prepared: list[tuple[Row, Ready]] = []
-        self.longest_s: dict[tuple[str, str], float] = {}
+        self.longest_s: dict[tuple[str, int, str], float] = {}
         self.kept: dict[int, str] = {}  # why ours was not lowered, by tokens
         self.contenders = [
             made()
@@ -111,13 +111,13 @@ class _Execution:
             torch.cuda.empty_cache()  # what one row held must not be missing in the next
         self.rows += rows.values()
         self.prepared += [(rows[name], ready[name]) for name in ready if "ms" in rows[name]]
-        kind = (case.row.name, case.which)
+        kind = (case.row.name, case.layers, case.which)
         self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), time.monotonic() - began)
         self._say_progress(case, list(rows.values()))
 
     def _is_over(self, case: Case) -> bool:
         """Whether `case` would end too late, if it takes what its row took before."""
-        expected_s = self.longest_s.get((case.row.name, case.which), 0.0)
+        expected_s = self.longest_s.get((case.row.name, case.layers, case.which), 0.0)
         return self.elapsed + expected_s > self.settings.seconds * self.share
 
     def _prove(
@@ -190,7 +190,8 @@ class _Execution:
             else f"{row['contender']} {row['status']}"
             for row in rows
         ]
-        where = f"{case.row.name} {format_length(case.tokens)} {case.which}"
+        deep = f" {case.layers} layers" if case.layers > 1 else ""
+        where = f"{case.row.name} {format_length(case.tokens)}{deep} {case.which}"
         self.say(f"[{self.elapsed:.0f} s] {where}: {', '.join(times)}")
 
 
