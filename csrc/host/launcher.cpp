@@ -130,10 +130,14 @@ struct Launch {
     std::vector<TensorMap> maps;
 };
 
+struct Given {
+    int64_t argument, offset;   // where in memory of which tensor, in bytes; -1: it is not there
+};
+
 struct Call {
     int32_t device_type, device_index;
     void* context;
-    std::vector<int64_t> given;     // of each buffer that is given, the argument; -1: it is not there
+    std::vector<Given> given;
     std::vector<Buffer> made;       // behind them
     std::vector<int64_t> results;   // of `made`
     std::vector<Launch> launches;
@@ -192,7 +196,11 @@ public:
         call->device_type = static_cast<int32_t>(word());
         call->device_index = static_cast<int32_t>(word());
         call->context = reinterpret_cast<void*>(word());
-        call->given = words(word());
+        call->given.resize(word());
+        for (Given& x : call->given) {
+            x.argument = word();
+            x.offset = word();
+        }
         call->made.resize(word());
         for (Buffer& x : call->made) {
             x.dtype = static_cast<int32_t>(word());
@@ -486,8 +494,9 @@ void repeat(const Call& call, const Arguments& arguments, const Made& made) {
     }
     std::vector<uint64_t> addresses;
     addresses.reserve(call.given.size() + call.made.size());
-    for (int64_t argument : call.given) {
-        addresses.push_back(argument < 0 ? 0 : arguments.addresses[argument]);
+    for (const Given& x : call.given) {
+        const uint64_t begin = x.argument < 0 ? 0 : arguments.addresses[x.argument];
+        addresses.push_back(begin == 0 ? 0 : begin + x.offset);
     }
     for (size_t i = 0; i < call.made.size(); ++i) {
         addresses.push_back(made.address(i));

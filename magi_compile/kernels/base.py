@@ -114,6 +114,8 @@ class Kernel(Protocol):
     name: str
     #: Whether the shapes of a plan depend on shapes alone, so that a graph can hold the plan as a value of its own.
     plans_in_graph: bool
+    #: Whether its forward and backward look at slices although there is a plan.
+    needs_slices: bool
     #: Whether calls on a GPU are prepared, so that they can be repeated without Python (`kernels/cuda/native.py`).
     prepares_calls: bool
 
@@ -130,6 +132,14 @@ class Kernel(Protocol):
         Empty where the kernel needs none. On a GPU nothing waits for the device."""
         ...
 
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        """`plan` as ops take it: in as few tensors as can be, since each of them costs every call of a graph. Of fakes too."""
+        ...
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        """The plan that `pack` packed, in the same memory."""
+        ...
+
     def plan_key(self, problem: AttnProblem) -> Hashable:
         """What a plan depends on besides the slices (tile sizes): problems with equal keys share plans."""
         ...
@@ -139,7 +149,7 @@ class Kernel(Protocol):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -162,7 +172,7 @@ class Kernel(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -249,7 +259,7 @@ class PhasedKernel(Kernel, Protocol):
         depart: Callable[[Tensor, Tensor], None],
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> Tensor:

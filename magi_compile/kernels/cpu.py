@@ -30,6 +30,7 @@ class CpuKernel:
 
     name = "cpu"
     plans_in_graph = False
+    needs_slices = False
     prepares_calls = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
@@ -47,6 +48,12 @@ class CpuKernel:
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         return [plan_pieces(slices)]
 
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return plan
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed
+
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return None
 
@@ -55,7 +62,7 @@ class CpuKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -96,7 +103,7 @@ class CpuKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,

@@ -24,6 +24,7 @@ class PaddedKernel:
     def __init__(self, name: str, inner: Kernel, head_dims: Sequence[int]):
         self.name = name
         self.plans_in_graph = inner.plans_in_graph
+        self.needs_slices = inner.needs_slices
         self.prepares_calls = False
         self._inner = inner
         self._head_dims = sorted(head_dims)
@@ -51,6 +52,12 @@ class PaddedKernel:
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         return self._inner.plan(slices, self._as(problem))
 
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return self._inner.pack(plan)
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return self._inner.unpack(packed)
+
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return self._inner.plan_key(self._as(problem))
 
@@ -59,7 +66,7 @@ class PaddedKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -84,7 +91,7 @@ class PaddedKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,

@@ -101,6 +101,7 @@ class ReferenceKernel:
 
     name = "reference"
     plans_in_graph = False
+    needs_slices = True
     prepares_calls = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
@@ -112,6 +113,12 @@ class ReferenceKernel:
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         return []
 
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return plan
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed
+
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return None
 
@@ -120,13 +127,14 @@ class ReferenceKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
+        assert slices is not None
         out, lse = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
         return merge_prior(ForwardOutput(out, lse.float()), prior, out_dtype or q.dtype)
 
@@ -139,12 +147,13 @@ class ReferenceKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
+        assert slices is not None
         dq, dk, dv = exact_backward(
             dout, dlse, q, k, v, out, lse, slices, problem.softmax_scale, problem.softcap
         )

@@ -32,6 +32,7 @@ class TritonKernel:
 
     name = "triton"
     plans_in_graph = True
+    needs_slices = False
     prepares_calls = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
@@ -59,6 +60,12 @@ class TritonKernel:
         plan = [x.to(problem.device_type) for x in build_tile_plan(slices, **sizes._asdict())]
         return [*plan[:3], as_shape(sizes, plan[0]), *plan[3:]]
 
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return plan
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed
+
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem, self.name)
 
@@ -67,7 +74,7 @@ class TritonKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -108,7 +115,7 @@ class TritonKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,

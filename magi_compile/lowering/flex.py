@@ -262,7 +262,7 @@ def emit_attention(
         q,
         k,
         v,
-        *mask.slices,
+        list(mask.slices) if kernel.needs_slices or not plan else [],
         plan,
         problem.softmax_scale,
         problem.softcap,

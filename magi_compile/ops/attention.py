@@ -90,7 +90,7 @@ def _attend(
         slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "")
     out, lse = torch.ops.magi.attention(
-        q, k, v, *lists, plan, float(softmax_scale), float(softcap), kernel or ""
+        q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel or ""
     )
     return AttnOutput(out, lse)
 

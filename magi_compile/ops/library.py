@@ -73,7 +73,7 @@ def _plan(
     if not chosen.plans_in_graph:
         return []
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
-    return chosen.plan(slices, problem)
+    return chosen.pack(chosen.plan(slices, problem))
 
 
 define(
@@ -89,17 +89,19 @@ _by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
 _MOST_BY_CONTENT = 32
 
 
-def _plan_of(kernel: Kernel, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-    """The plan of a call that brings none."""
+def _plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> list[Tensor]:
+    """The plan of a call that brings none, packed."""
+    if slices is None:
+        raise ValueError("`slices` and `plan` must not both be empty")
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
     with torch.inference_mode(False):
         if slices.device.type != "cpu":
-            return kernel.plan(slices, problem)
+            return kernel.pack(kernel.plan(slices, problem))
         totals = slices.seqlen_q, slices.seqlen_k
         key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
         if key not in _by_content:
-            _by_content[key] = kernel.plan(slices, problem)
+            _by_content[key] = kernel.pack(kernel.plan(slices, problem))
         _by_content.move_to_end(key)
         if len(_by_content) > _MOST_BY_CONTENT:
             _by_content.popitem(last=False)
@@ -148,13 +150,19 @@ def plan_of_call(
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
 
 
+def _slices_of(lists: list[Tensor], total_q: int, total_k: int) -> AttnSlices | None:
+    """Slices as an op takes them: three tensors, or none where a plan says all."""
+    if not lists:
+        return None
+    q_ranges, k_ranges, mask_types = lists
+    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
+
+
 def _ffa_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_ranges: Tensor,
-    k_ranges: Tensor,
-    mask_types: Tensor,
+    slices: list[Tensor],
     plan: list[Tensor],
     softmax_scale: float,
     softcap: float,
@@ -167,11 +175,11 @@ def _ffa_fwd(
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
     chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
-    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
-    plan = plan or _plan_of(chosen, slices, problem)
+    of_lists = _slices_of(slices, total_q, total_k)
+    walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     if chosen.prepares_calls:
         _hand_over_to_launcher()
-    out, lse = chosen.forward(scaled.q, k, v, slices, plan, problem)
+    out, lse = chosen.forward(scaled.q, k, v, of_lists, walked, problem)
     return in_output_layout(q, out), lse
 
 
@@ -179,9 +187,7 @@ def _ffa_fwd_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_ranges: Tensor,
-    k_ranges: Tensor,
-    mask_types: Tensor,
+    slices: list[Tensor],
     plan: list[Tensor],
     softmax_scale: float,
     softcap: float,
@@ -200,9 +206,7 @@ def _ffa_bwd(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    q_ranges: Tensor,
-    k_ranges: Tensor,
-    mask_types: Tensor,
+    slices: list[Tensor],
     plan: list[Tensor],
     softmax_scale: float,
     softcap: float,
@@ -216,10 +220,11 @@ def _ffa_bwd(
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
     chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
-    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
-    plan = plan or _plan_of(chosen, slices, problem)
+    of_lists = _slices_of(slices, total_q, total_k)
+    walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     dq, dk, dv = chosen.backward(
-        *(dout, dlse, scaled.q, k, v, out, lse, slices, plan, problem), deterministic=deterministic
+        *(dout, dlse, scaled.q, k, v, out, lse, of_lists, walked, problem),
+        deterministic=deterministic,
     )
     return scaled.gradient(dq), dk, dv
 
@@ -231,13 +236,13 @@ def _ffa_bwd_fake(
 
 
 _FFA_FWD = (
-    "(Tensor q, Tensor k, Tensor v, Tensor q_ranges, Tensor k_ranges, Tensor mask_types, Tensor[] plan, "
+    "(Tensor q, Tensor k, Tensor v, Tensor[] slices, Tensor[] plan, "
     "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)"
 )
 define(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
 _FFA_BWD = (
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor q_ranges, "
-    "Tensor k_ranges, Tensor mask_types, Tensor[] plan, float softmax_scale, float softcap, str kernel, "
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] slices, Tensor[] plan, "
+    "float softmax_scale, float softcap, str kernel, "
     "bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
 define(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
@@ -245,7 +250,7 @@ define(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
 
 # The two without Python, see kernels/cuda/native.py. The ops of these names compute what the launcher has not seen yet.
 
-_LETTERS = {"ffa_fwd": "TTTTTTLnns", "ffa_bwd": "TOTTTTTTTTLnnsn"}
+_LETTERS = {"ffa_fwd": "TTTLLnns", "ffa_bwd": "TOTTTTTLLnnsn"}
 
 
 @cache
@@ -277,25 +282,26 @@ for _name, _implementation, _fake, _schema in (
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        *lists, plan, softmax_scale, softcap, kernel = rest
+        slices, plan, softmax_scale, softcap, kernel = rest
         ctx.options = (softmax_scale, softcap, kernel)
+        ctx.num_slices = len(slices)
         out, lse = torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, *lists, *plan)
+        ctx.save_for_backward(q, k, v, out, lse, *slices, *plan)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
-        q, k, v, out, lse, q_ranges, k_ranges, mask_types, *plan = ctx.saved_tensors
-        no_grads = (None,) * 7
+        q, k, v, out, lse, *rest = ctx.saved_tensors
+        slices, plan = rest[: ctx.num_slices], rest[ctx.num_slices :]
+        no_grads = (None,) * 5
         if dout is None and dlse is None:
             return (None, None, None, *no_grads)
         if dout is None:
             dout = torch.zeros_like(out)
-        lists = (q_ranges, k_ranges, mask_types)
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
-        arguments = (dout, dlse, q, k, v, out, lse, *lists, plan, *ctx.options, deterministic)
+        arguments = (dout, dlse, q, k, v, out, lse, slices, plan, *ctx.options, deterministic)
         return (*gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
 
 

@@ -5,7 +5,7 @@ import struct
 
 import torch
 
-from magi_compile.kernels.cuda import backward, calls, early, forward, parts
+from magi_compile.kernels.cuda import backward, calls, early, forward, parts, planner
 from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES, Struct
 
 
@@ -30,8 +30,9 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    for module in (forward, parts, early, backward):
+    for module in (forward, parts, early, backward, planner):
         monkeypatch.setattr(module, "load_function", load_function)
+    for module in (forward, parts, early, backward):
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
     for module in (calls, early, backward):
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
@@ -43,7 +44,7 @@ def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> 
 
 def clear_caches() -> None:
     """What was prepared for another GPU is forgotten."""
-    for cached in (forward._call, parts._call, parts._cut_call, early._call, backward._prepared):
+    for cached in (forward._call, parts._call, planner._call, early._call, backward._prepared):
         cached.cache_clear()
 
 

@@ -97,7 +97,8 @@ class Setup:
 
 
 def plan_of(slices, problem=PROBLEM):
-    return CudaKernel().plan(slices, problem)
+    kernel = CudaKernel()
+    return kernel.pack(kernel.plan(slices, problem))
 
 
 def tensors(rows=ROWS):
@@ -105,7 +106,7 @@ def tensors(rows=ROWS):
 
 
 def lists(slices):
-    return slices.q_ranges, slices.k_ranges, slices.mask_types
+    return [slices.q_ranges, slices.k_ranges, slices.mask_types]
 
 
 def addresses_out(params: bytes, known: dict[int, str]) -> bytes:
@@ -126,9 +127,9 @@ def same_launches(setup: Setup) -> None:
         seen = []
         for _ in range(2):
             q, k, v = tensors()
-            out, lse = torch.ops.magi.ffa_fwd(q, k, v, *lists(slices), plan, 0.125, 0.0, "")
+            out, lse = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
             dout = torch.randn_like(out)
-            args = (dout, dlse, q, k, v, out, lse, *lists(slices), plan, 0.125, 0.0, "", False)
+            args = (dout, dlse, q, k, v, out, lse, lists(slices), plan, 0.125, 0.0, "", False)
             grads = torch.ops.magi.ffa_bwd(*args)
             named = dict(q=q, k=k, v=v, out=out, lse=lse, dout=dout)
             named |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
@@ -155,7 +156,7 @@ def other_shapes(setup: Setup) -> None:
     q, k, v = tensors()
 
     def launched(q, k, v, *options):
-        torch.ops.magi.ffa_fwd(q, k, v, *lists(slices), plan, *options)
+        torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, *options)
         return bool(setup.in_python()), bool(setup.repeated())
 
     assert launched(q, k, v, 0.125, 0.0, "") == (True, False)
@@ -171,7 +172,7 @@ def other_shapes(setup: Setup) -> None:
         assert launched(odd, k, v, 0.125, 0.0, "") == (True, False)
     # Without a plan one is made in each call.
     for _ in range(2):
-        torch.ops.magi.ffa_fwd(q, k, v, *lists(slices), [], 0.125, 0.0, "")
+        torch.ops.magi.ffa_fwd(q, k, v, lists(slices), [], 0.125, 0.0, "")
         assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
 
 
@@ -180,9 +181,9 @@ def same_tensors(setup: Setup) -> None:
     slices = AttnSlices.full(ROWS)
     plan = plan_of(slices)
     q, k, v = tensors()
-    torch.ops.magi.ffa_fwd(q, k, k, *lists(slices), plan, 0.125, 0.0, "")
+    torch.ops.magi.ffa_fwd(q, k, k, lists(slices), plan, 0.125, 0.0, "")
     setup.in_python()
-    torch.ops.magi.ffa_fwd(q, k, v, *lists(slices), plan, 0.125, 0.0, "")
+    torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
     (*_, params), *_ = setup.repeated()
     fields = idle_driver.fields(FORWARD, params)
     assert (fields["k[0]"], fields["v[0]"]) == (k.data_ptr(), v.data_ptr())
@@ -193,11 +194,11 @@ def errors(setup: Setup) -> None:
     slices = AttnSlices.full(ROWS)
     plan = plan_of(slices)
     q, k, v = tensors()
-    args = (*lists(slices), plan, 0.125, 0.0, "")
+    args = (lists(slices), plan, 0.125, 0.0, "")
     torch.ops.magi.ffa_fwd(q, k, v, *args)
-    wrong = [*plan[:4], torch.empty(1, 2, 3, 4, 0), *plan[5:]]
+    wrong = [plan[0], torch.empty(0, 1, 2, 3, 4, *plan[1].shape[5:])]
     with pytest.raises(RuntimeError, match="ValueError: `plan` must be made for"):
-        torch.ops.magi.ffa_fwd(q, k, v, *lists(slices), wrong, 0.125, 0.0, "")
+        torch.ops.magi.ffa_fwd(q, k, v, lists(slices), wrong, 0.125, 0.0, "")
     torch.ops.magi.ffa_fwd(q, k, v, *args)
     flags = _checks._flags_of(torch.device("cpu"))
     flags.on_host[flags.slot("documents must not decrease", ""), 0] = 1
@@ -214,8 +215,8 @@ def nothing_is_lost(setup: Setup) -> None:
     def work(steps: int) -> None:
         for _ in range(steps):
             q, k, v = tensors()
-            out, lse = torch.ops.magi.ffa_fwd(q, k, v, *lists(slices), plan, 0.125, 0.0, "")
-            args = (out, lse, q, k, v, out, lse, *lists(slices), plan, 0.125, 0.0, "", False)
+            out, lse = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
+            args = (out, lse, q, k, v, out, lse, lists(slices), plan, 0.125, 0.0, "", False)
             torch.ops.magi.ffa_bwd(*args)
             setup.driver.clear()
 

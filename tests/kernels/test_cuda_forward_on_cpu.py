@@ -232,7 +232,7 @@ def in_parts(launches, monkeypatch):
     """Attention with tiles in parts, and how many parts each cut tile has."""
     monkeypatch.setattr(parts, "num_sms", lambda device: 8)
     monkeypatch.setattr(
-        *(parts, "_known_size"),
+        *(parts, "size_of_parts"),
         lambda problem, seqlen_k, tiles, runs, device: parts.PartLayout.of(tiles, runs, 8).size,
     )
     monkeypatch.setattr(parts, "PART_LEAST_BLOCKS", 2)

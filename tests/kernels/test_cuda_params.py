@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from cuda.bindings import nvrtc as compiler
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda import backward, nvrtc, params, parts
+from magi_compile.kernels.cuda import backward, nvrtc, params, parts, planner
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
 FORWARD = nvrtc.Variant("fwd_shared.cuh", "")
@@ -22,6 +22,7 @@ SOURCES = [
     (params.EARLY_FORWARD, FORWARD),
     (params.MERGE, parts.merge_variant(128, torch.bfloat16)),
     (params.TILE_PARTS, parts.parts_variant()),
+    (params.TILE_PLAN, planner.planner_variant()),
     *((params.BACKWARD[n], BACKWARD) for n in (1, 2)),
     *(
         (params.PREPROCESS[n], backward.backward_variants(PROBLEM, has_far_tiles=n > 1)[0])
@@ -69,9 +70,9 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
     ("number", "names"),
     [
         (0, ("far_begin", "total_q")),
-        (5, ("have_arrived", "are_complete")),
-        (5, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
-        (7, ("agendas[1].num_slots", "agendas[1].num_tiles")),
+        (6, ("have_arrived", "are_complete")),
+        (6, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
+        (8, ("agendas[1].num_slots", "agendas[1].num_tiles")),
     ],
 )
 def test_a_field_elsewhere_would_be_found(number, names):

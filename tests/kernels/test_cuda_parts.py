@@ -19,6 +19,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import parts as module
 from magi_compile.kernels.cuda.calls import Launch, addresses_of
 from magi_compile.kernels.cuda.parts import PartLayout, cut_params, cut_tiles, parts_variant
+from magi_compile.kernels.cuda.structs import Pointer
 from magi_compile.kernels.heuristics import PlanTiles, forward_parts
 from magi_compile.masks import library
 from magi_compile.masks.slices import AttnSlices
@@ -57,7 +58,8 @@ def cut(run_on_host, monkeypatch):
         tiles, runs = plan.q_tiles, plan.q_runs
         size = PartLayout.of(len(tiles), len(runs), max_parts).size
         parts = torch.full((size,), -7, dtype=torch.int32)
-        packed = cut_params(tiles.shape[0], runs.shape[0], parts.shape[0], sizes, num_sms)
+        counts = (tiles.shape[0], runs.shape[0], parts.shape[0])
+        packed = cut_params((Pointer(0), Pointer(1), Pointer(2)), counts, sizes, num_sms)
         params = Launch(None, 1, 1, packed).params_at(addresses_of([tiles, runs, parts]))
         run_on_host((ctypes.c_char * len(params)).from_buffer_copy(params))
         return tiles, runs, plan.q_edges, PartPlan.of(tiles, runs, parts)

@@ -13,13 +13,14 @@ from magi_compile import MaskDataError
 from magi_compile._checks import raise_pending, synchronize_checks
 from magi_compile.bench.cells import Cell
 from magi_compile.bench.workload import SPARSE_MASKS, build
-from magi_compile.kernels.cuda import planner
-from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant, prepare
+from magi_compile.kernels.cuda import packed_plan, planner
+from magi_compile.kernels.cuda.planner import plan_on_device, planner_variant
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks import library
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
 from magi_compile.testing.cases import block_diffusion, random_disjoint
+from tests.kernels import idle_driver
 from tests.kernels.one_thread import compile_for_one_thread
 
 SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
@@ -120,40 +121,68 @@ def assert_same_plan(actual, expected):
         torch.testing.assert_close(actual_edges * is_seen, expected_edges, rtol=0, atol=0)
 
 
+def walks_of(plan):
+    """The tiles, runs and edges of both walks."""
+    q_tiles, q_runs, q_edges, _, _, *k_walk = plan
+    return [q_tiles, q_runs, q_edges, *k_walk]
+
+
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
     body = "ffa::Planner(*params, 0).run(); ffa::Planner(*params, 1).run();"
     return compile_for_one_thread(tmp_path_factory, planner_variant(), "TilePlanParams", body)
 
 
+@pytest.fixture
+def on_host(run_on_host, monkeypatch):
+    """The planner's kernel runs on this CPU."""
+
+    def launch(function, grid, block, params, stream, **_):
+        run_on_host((ctypes.c_char * len(params)).from_buffer_copy(params))
+
+    idle_driver.fake_hopper(
+        monkeypatch, num_sms=132, load_function=lambda *_: None, launch=launch, encode=None
+    )
+    yield
+    idle_driver.clear_caches()
+
+
 @pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_the_source_on_the_host(mask, sizes, run_on_host):
-    prepared = prepare(MASKS[mask], sizes)
-    run_on_host((ctypes.c_char * len(prepared.params)).from_buffer_copy(prepared.params))
+def test_the_source_on_the_host(mask, sizes, on_host):
+    plan = walks_of(plan_on_device(MASKS[mask], sizes))
     raise_pending()
-    assert_same_plan(prepared.plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
+    assert_same_plan(plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
 
 
-def test_more_runs_than_there_is_room_for(run_on_host, monkeypatch):
+def test_more_runs_than_there_is_room_for(on_host, monkeypatch):
     """The host learns of it by a flag, and no tile has a run."""
     monkeypatch.setattr(planner, "padded_sizes", partial(padded_sizes, max_overlap=1))
-    planner._route.cache_clear()
     columns = [(i, i + 1) for i in range(40)]
     slices = AttnSlices.from_lists([(0, 400)] * 40, columns, [0] * 40)
-    prepared = prepare(slices, SMALL)
-    planner._route.cache_clear()
-    run_on_host((ctypes.c_char * len(prepared.params)).from_buffer_copy(prepared.params))
+    q_tiles, *_ = plan_on_device(slices, SMALL)
     with pytest.raises(MaskDataError, match="at most `max_overlap` = 1 slices may cross"):
         raise_pending()
-    assert torch.equal(prepared.plan.q_tiles[:, 2], prepared.plan.q_tiles[:, 3])
+    assert torch.equal(q_tiles[:, 2], q_tiles[:, 3])
+
+
+def test_a_plan_is_in_one_piece_of_memory(on_host):
+    slices = MASKS["stairs"]
+    plan = plan_on_device(slices, SMALL)
+    memory, shape = packed_plan.pack(plan)
+    found = packed_plan.unpack([memory, shape])
+    assert [x.data_ptr() for x in found] == [x.data_ptr() for x in plan]
+    assert all(x.data_ptr() % 16 == 0 for x in found if x.numel())
+    copied = packed_plan.pack([x.clone() for x in plan])
+    for x, y in zip(packed_plan.unpack(copied), plan, strict=True):
+        assert torch.equal(x, y)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_on_the_gpu(mask, sizes):
-    plan = plan_on_device(MASKS[mask].to("cuda"), sizes)
+    plan = walks_of(plan_on_device(MASKS[mask].to("cuda"), sizes))
     synchronize_checks()
     assert_same_plan(plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
 
@@ -162,5 +191,5 @@ def test_on_the_gpu(mask, sizes):
 def test_a_million_tokens():
     for lengths in ([1 << 20], torch.randint(1, 500, (4000,)).tolist()):
         slices = library.document_causal(lengths).slices
-        plan = plan_on_device(slices.to("cuda"), HOPPER)
+        plan = walks_of(plan_on_device(slices.to("cuda"), HOPPER))
         assert_same_plan(plan, build_tile_plan(slices, **HOPPER._asdict(), exact=False))

@@ -102,4 +102,5 @@ def test_the_op_plans_for_the_soft_cap(softcap, slices, monkeypatch):
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "cuda")
     library._route.cache_clear()
-    check_sizes(plan[4], plan_tiles(problem))
+    *_, sizes, _, _, _ = CudaKernel().unpack(plan)
+    check_sizes(sizes, plan_tiles(problem))

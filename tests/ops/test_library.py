@@ -20,7 +20,7 @@ def arguments():
 def test_forward(arguments):
     tensors, lists = arguments
     tensors = [tensor.requires_grad_() for tensor in tensors]
-    torch.library.opcheck(torch.ops.magi.attention, (*tensors, *lists, [], 0.25, 0.0, ""))
+    torch.library.opcheck(torch.ops.magi.attention, (*tensors, list(lists), [], 0.25, 0.0, ""))
 
 
 def test_forward_with_a_plan(arguments):
@@ -28,23 +28,23 @@ def test_forward_with_a_plan(arguments):
     tensors, lists = arguments
     tensors = [tensor.requires_grad_() for tensor in tensors]
     plan = [torch.zeros(1, dtype=torch.int32)]
-    arguments = (*tensors, *lists, plan, 0.25, 0.0, "reference")
+    arguments = (*tensors, list(lists), plan, 0.25, 0.0, "reference")
     torch.library.opcheck(torch.ops.magi.attention, arguments)
 
 
 def test_values_alone(arguments):
     tensors, lists = arguments
-    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, *lists, [], 0.25, 0.0, ""))
+    torch.library.opcheck(torch.ops.magi.ffa_fwd, (*tensors, list(lists), [], 0.25, 0.0, ""))
 
 
 @pytest.mark.parametrize("with_dlse", [True, False])
 def test_backward(arguments, with_dlse):
     (q, k, v), lists = arguments
-    out, lse = torch.ops.magi.ffa_fwd(q, k, v, *lists, [], 0.25, 0.0, "")
+    out, lse = torch.ops.magi.ffa_fwd(q, k, v, list(lists), [], 0.25, 0.0, "")
     dlse = torch.randn_like(lse) if with_dlse else None
     torch.library.opcheck(
         torch.ops.magi.ffa_bwd,
-        (torch.randn_like(out), dlse, q, k, v, out, lse, *lists, [], 0.25, 0.0, "", False),
+        (torch.randn_like(out), dlse, q, k, v, out, lse, list(lists), [], 0.25, 0.0, "", False),
     )
 
 

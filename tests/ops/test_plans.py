@@ -194,7 +194,7 @@ def test_a_kernel_whose_plans_are_values_of_the_graph(dynamic, monkeypatch):
         check_plan(slices, plan)
         return forward(self, q, k, v, slices, [], problem)
 
-    def checked_backward(self, *arguments):
+    def checked_backward(self, *arguments, deterministic):
         check_plan(*arguments[-3:-1])
         return backward(self, *arguments)
 

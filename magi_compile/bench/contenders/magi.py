@@ -29,7 +29,7 @@ class _Magi(Contender):
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             scale = problem.softmax_scale
-            return torch.ops.magi.attention(q, k, v, *lists, plan, scale, 0.0, self.kernel)[0]
+            return torch.ops.magi.attention(q, k, v, lists, plan, scale, 0.0, self.kernel)[0]
 
         if not workload.block_map:
             return attend

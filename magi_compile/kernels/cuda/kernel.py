@@ -9,6 +9,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.cuda import packed_plan
 from magi_compile.kernels.cuda.backward import backward, backward_early, backward_in_phases
 from magi_compile.kernels.cuda.backward_walks import TwoLists, two_lists
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
@@ -31,6 +32,7 @@ class CudaKernel:
 
     name = "cuda"
     plans_in_graph = True
+    needs_slices = False
     prepares_calls = True
 
     def refusals(self, problem: AttnProblem) -> list[str]:
@@ -54,13 +56,18 @@ class CudaKernel:
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)
-        # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
         if slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges):
-            plan = plan_on_device(slices, sizes)
-        else:
-            plan = build_tile_plan(slices, **sizes._asdict())
+            return plan_on_device(slices, sizes, problem)
+        # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
+        plan = build_tile_plan(slices, **sizes._asdict())
         parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
         return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]
+
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return packed_plan.pack(plan)
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed_plan.unpack(packed)
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
         return plan_tiles(problem), problem.nheads_q
@@ -70,7 +77,7 @@ class CudaKernel:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -115,7 +122,7 @@ class CudaKernel:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
@@ -149,7 +156,7 @@ class CudaKernel:
         depart: Callable[[Tensor, Tensor], None],
         out: Tensor,
         lse: Tensor,
-        slices: AttnSlices,
+        slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> Tensor:

@@ -96,15 +96,15 @@ class Launcher:
         self, run: calls.Run, tensors: Sequence[Tensor | None], results: Sequence[Tensor]
     ) -> None:
         given, made = _places(run.given, tensors), _places(results, run.made)
-        if given is None or made is None or -1 in made:
+        if given is None or made is None:
             return  # of copies, or completed behind the launches
         device = run.made[0].device
         words = [_DEVICE_TYPES[device.type], device.index or 0, current_context(device)]
-        words += [len(given), *given, len(run.call.made)]
+        words += [len(given), *(x for place in given for x in place), len(run.call.made)]
         for buffer in run.call.made:
             sizes = (len(buffer.shape), *buffer.shape, *buffer.stride)
             words += [_DTYPES[buffer.dtype], buffer.zeros, *sizes]
-        words += [len(made), *made, len(run.call.launches)]
+        words += [len(made), *(place for place, _ in made), len(run.call.launches)]
         params = b""
         for launch in run.call.launches:
             words += _words_of(launch)
@@ -156,12 +156,22 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
     return tensors
 
 
-def _places(tensors: Sequence[Tensor | None], among: Sequence[Tensor | None]) -> list[int] | None:
-    """Where each of `tensors` is `among` others, -1 for None; None if one is not."""
+def _places(
+    tensors: Sequence[Tensor | None], among: Sequence[Tensor | None]
+) -> list[tuple[int, int]] | None:
+    """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None. None if one
+    is not among them."""
     where = {id(x): i for i, x in enumerate(among) if x is not None}
-    if any(x is not None and id(x) not in where for x in tensors):
-        return None
-    return [-1 if x is None else where[id(x)] for x in tensors]
+    places = []
+    for tensor in tensors:
+        if tensor is None or tensor.numel() == 0:
+            places.append((-1, 0))
+            continue
+        base, offset = calls.place_of(tensor)
+        if id(base) not in where:
+            return None
+        places.append((where[id(base)], offset))
+    return places
 
 
 @cache

@@ -51,6 +51,19 @@ TILE_PARTS = Struct(
     | _ints("least_blocks", "tile_rows", "block_cols"),
 )
 
+# tile_plan.cu
+
+WALK = Struct(
+    "Walk",
+    _addresses("tiles", "runs", "edges", "scratch")
+    | _ints("num_tiles", "max_runs", "max_regions", "total_rows")
+    | _ints("tile_rows", "block_cols", "num_sorted", "num_slices"),
+)
+TILE_PLAN = Struct(
+    "TilePlanParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "flag") | {"walks": (WALK, 2)},
+)
+
 # bwd_shared.cuh, bwd_preprocess.cu, bwd_postprocess.cu
 
 DQ_SUMS = Struct("DqSums", {"data": ADDRESS, "row_groups": INT})

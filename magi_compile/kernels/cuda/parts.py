@@ -46,8 +46,6 @@ from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
 CUT_FIELDS = ("row_begin", "row_end", "part_row", "num_parts")  # as in csrc/sm90/plan.cuh
 _CUT_THREADS, _MOST_SMS = 512, 160  # as in csrc/sm90/tile_parts.cu
 _MERGE_THREADS, _MERGE_BLOCKS = 256, 4  # blocks of an SM
-# The buffers of the call that cuts tiles: those given, and the one made.
-_TILES, _RUNS, _CUT = range(3)
 
 
 class PartLayout(NamedTuple):
@@ -107,28 +105,17 @@ def cut_tiles(
     if _compat.is_fake(q_tiles):
         size = _size(problem, seqlen_k, num_tiles, num_runs, device)
         return torch.empty(size, dtype=torch.int32, device=device)
-    size = _known_size(problem, seqlen_k, num_tiles, num_runs, device)
+    size = size_of_parts(problem, seqlen_k, num_tiles, num_runs, device)
     if size == 0:
         return torch.empty(0, dtype=torch.int32, device=device)
+    pointers = (Pointer(0), Pointer(1), Pointer(2))
     with on_device(device):
-        call = _cut_call(num_tiles, num_runs, size, sizes, problem.nheads_q, device.index)
-        (parts,) = call.run([q_tiles, q_runs], device)
+        counts = (num_tiles, num_runs, size)
+        launch = cut_launch(pointers, counts, sizes, problem, device.index)
+        (parts,) = Call((Buffer.of((size,), torch.int32),), (launch,)).run(
+            [q_tiles, q_runs], device
+        )
     return parts
-
-
-@lru_cache(maxsize=1024)
-def _cut_call(
-    num_tiles: int, num_runs: int, size: int, sizes: PlanTiles, nheads_q: int, device_index: int
-) -> Call:
-    params = cut_params(num_tiles, num_runs, size, sizes, num_sms(device_index) // nheads_q)
-    launch = Launch(
-        load_function(parts_variant(), device_index),
-        1,
-        _CUT_THREADS,
-        params,
-        shared_bytes=_CUT_THREADS // 32 * 4,
-    )
-    return Call((Buffer.of((size,), torch.int32),), (launch,))
 
 
 def _size(
@@ -141,21 +128,54 @@ def _size(
     return torch.sym_min(1, num_parts) * PartLayout.of(num_tiles, num_runs, num_parts).size
 
 
-_known_size = lru_cache(maxsize=1024)(_size)
+size_of_parts = lru_cache(maxsize=1024)(_size)
+
+
+def cut_launch(
+    pointers: tuple[Pointer, Pointer, Pointer],
+    counts: tuple[int, int, int],
+    sizes: PlanTiles,
+    problem: AttnProblem,
+    device_index: int,
+) -> Launch:
+    """The launch that cuts tiles.
+
+    Args:
+        pointers: to tiles, to runs, and to where the parts go.
+        counts: of tiles, of runs, and of the words of the parts.
+        sizes: of tiles.
+        problem: what is computed.
+        device_index: of the GPU.
+    """
+    sms_of_head = num_sms(device_index) // problem.nheads_q
+    return Launch(
+        *(load_function(parts_variant(), device_index), 1, _CUT_THREADS),
+        cut_params(pointers, counts, sizes, sms_of_head),
+        shared_bytes=_CUT_THREADS // 32 * 4,
+    )
 
 
 def cut_params(
-    num_tiles: int, num_runs: int, size: int, sizes: PlanTiles, sms_of_head: int
+    pointers: tuple[Pointer, Pointer, Pointer],
+    counts: tuple[int, int, int],
+    sizes: PlanTiles,
+    sms_of_head: int,
 ) -> Packed:
-    """The parameters of the kernel that fills `size` words with parts."""
+    """The parameters of the kernel that cuts tiles, see `cut_launch`."""
+    tiles, runs, (buffer, begin) = pointers
+    num_tiles, num_runs, size = counts
     layout = PartLayout.of_size(num_tiles, num_runs, size)
+
+    def part(words: int) -> Pointer:
+        return Pointer(buffer, begin + 4 * words)
+
     return TILE_PARTS.pack(
-        tiles=Pointer(_TILES),
-        runs=Pointer(_RUNS),
-        part_runs=Pointer(_CUT),
-        part_tiles=Pointer(_CUT, 4 * layout.tiles),
-        cuts=Pointer(_CUT, 4 * layout.cuts),
-        part_shifts=Pointer(_CUT, 4 * layout.shifts),
+        tiles=tiles,
+        runs=runs,
+        part_runs=part(0),
+        part_tiles=part(layout.tiles),
+        cuts=part(layout.cuts),
+        part_shifts=part(layout.shifts),
         num_tiles=num_tiles,
         num_runs=num_runs,
         max_parts=layout.num_parts,

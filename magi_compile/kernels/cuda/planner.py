@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import struct
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
-from magi_compile.kernels.cuda.launch import current_stream, launch, load_function
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
+from magi_compile.kernels.cuda.launch import load_function, on_device
 from magi_compile.kernels.cuda.nvrtc import Variant
+from magi_compile.kernels.cuda.packed_plan import Layout
+from magi_compile.kernels.cuda.params import TILE_PLAN
+from magi_compile.kernels.cuda.parts import cut_launch, size_of_parts
+from magi_compile.kernels.cuda.structs import Pointer
 from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.plan_sizes import as_shape
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan import cost
-from magi_compile.plan.stairs import NUM_LANES, num_edge_rows
-from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, TilePlan, padded_sizes
+from magi_compile.plan.stairs import num_edge_rows
+from magi_compile.plan.tiles import PaddedSizes, padded_sizes
 
 _THREADS = 1024
-# The fields of TilePlanParams before its walks, and those of a Walk: addresses, then sizes.
-_SLICES, _WALK, _WALK_SIZES = struct.Struct("<4Q"), struct.Struct("<4Q"), struct.Struct("<8i")
-
-
-class _Walk(NamedTuple):
-    """The sizes of one walk."""
-
-    num_edge_rows: int
-    num_tiles: int
-    num_runs: int
-    num_scratch: int  # int32s, an even number
-    packed: bytes
-
-
-class Launch(NamedTuple):
-    """What the kernel is called with, and what holds the memory that `params` points to."""
-
-    params: bytes
-    plan: TilePlan
-    held: tuple[Tensor, ...]
 
 
 @cache
@@ -50,76 +36,140 @@ def planner_variant() -> Variant:
     )
 
 
-def plan_on_device(slices: AttnSlices, sizes: PlanTiles) -> TilePlan:
-    """The plan of `slices` on their GPU, on torch's current stream; nothing waits for the device.
+def plan_on_device(
+    slices: AttnSlices, sizes: PlanTiles, problem: AttnProblem | None = None
+) -> list[Tensor]:
+    """The plan of `slices` on their GPU, on torch's current stream, in one piece of memory; nothing waits for the device.
+
+    Args:
+        slices: of the mask.
+        sizes: of tiles.
+        problem: for which tiles of the q walk are cut into parts; None: they stay whole.
+
+    Returns:
+        The plan of `CudaKernel`.
 
     Raises:
         MaskDataError: where more slices overlap than the plan can hold; with a later call.
     """
-    device = slices.q_ranges.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return plan_on_device(slices, sizes)
     raise_pending()
-    prepared = prepare(slices, sizes)
-    function = load_function(planner_variant(), device.index)
-    stream = current_stream(device)
-    launch(function, 2, _THREADS, prepared.params, stream, shared_bytes=_THREADS // 32 * 4)
-    return prepared.plan
-
-
-def prepare(slices: AttnSlices, sizes: PlanTiles) -> Launch:
-    """The memory for a plan, and the parameters of the kernel, on the device of `slices`."""
     device = slices.q_ranges.device
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    q_ranges, k_ranges, mask_types = (x.contiguous() for x in lists)
-    num_slices = mask_types.shape[0]
-    flag, walks = _route(num_slices, slices.seqlen_q, slices.seqlen_k, sizes, device)
-    num_scratch = sum(walk.num_scratch for walk in walks)
-    scratch = torch.empty(num_scratch, dtype=torch.int32, device=device)
-    params = _SLICES.pack(q_ranges.data_ptr(), k_ranges.data_ptr(), mask_types.data_ptr(), flag)
-    tensors: list[Tensor] = []
-    address = scratch.data_ptr()
-    for walk in walks:
-        tiles = torch.empty((walk.num_tiles, len(TILE_FIELDS)), dtype=torch.int32, device=device)
-        runs = torch.empty((walk.num_runs, len(RUN_FIELDS)), dtype=torch.int32, device=device)
-        edges = torch.empty((walk.num_edge_rows, NUM_LANES, 2), dtype=torch.int32, device=device)
-        tensors += (tiles, runs, edges)
-        params += _WALK.pack(*(x.data_ptr() for x in tensors[-3:]), address) + walk.packed
-        address += 4 * walk.num_scratch
-    return Launch(params, TilePlan(*tensors), (q_ranges, k_ranges, mask_types, scratch))
+    lengths = (slices.mask_types.shape[0], slices.seqlen_q, slices.seqlen_k)
+    with on_device(device):
+        layout, call = _call(*lengths, sizes, problem, device)
+        packed, _ = call.run([x.contiguous() for x in lists], device)
+    views = layout.views(packed)
+    return [*views[:4], as_shape(sizes, packed), *views[4:]]
+
+
+# The buffers of the call: slices, then what it makes.
+_Q_RANGES, _K_RANGES, _MASK_TYPES, _PACKED, _SCRATCH = range(5)
 
 
 @lru_cache(maxsize=1024)
-def _route(
-    num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles, device: torch.device
-) -> tuple[int, tuple[_Walk, ...]]:
-    """What depends on sizes alone: the address of the flag, and both walks."""
-    walks = []
-    q_edge_rows = num_edge_rows(max(num_slices, 1), seqlen_q, sizes.q_tile_rows)
-    for total_rows, edge_rows, tile_rows, block_cols in (
-        (seqlen_q, q_edge_rows, sizes.q_tile_rows, sizes.q_block_cols),
-        (seqlen_k, seqlen_k, sizes.k_tile_rows, sizes.k_block_cols),
-    ):
-        room = padded_sizes(max(num_slices, 1), total_rows, tile_rows)
-        num_sorted = 1 << max(room.num_tiles - 1, 0).bit_length()
-        num_scratch = (
-            2 * num_sorted
-            + 15 * room.num_runs
-            + 2 * (total_rows // 32 + 1)
-            + 5 * room.num_regions
+def _call(
+    num_slices: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    sizes: PlanTiles,
+    problem: AttnProblem | None,
+    device: torch.device,
+) -> tuple[Layout, Call]:
+    """Where the parts of the plan lie, and what makes it."""
+    rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes)
+    q_room, k_room = rooms
+    q_counts, k_counts = (
+        (room.padded.num_tiles, room.padded.num_runs, room.num_edge_rows) for room in rooms
+    )
+    num_parts = size_of_parts(problem, seqlen_k, *q_counts[:2], device) if problem else 0
+    layout = Layout(*q_counts, num_parts, *k_counts)
+    (flag,) = flag_addresses(device, [(q_room.padded.message, "")])
+    offsets, num_scratch, walks = layout.offsets, 0, []
+    for room, first in ((q_room, 0), (k_room, 4)):
+        tiles, runs, edges = (Pointer(_PACKED, 4 * x) for x in offsets[first : first + 3])
+        walks.append(
+            room.fields(num_slices, tiles, runs, edges, Pointer(_SCRATCH, 4 * num_scratch))
+        )
+        num_scratch += room.num_scratch(num_slices)
+    params = TILE_PLAN.pack(
+        q_ranges=Pointer(_Q_RANGES),
+        k_ranges=Pointer(_K_RANGES),
+        mask_types=Pointer(_MASK_TYPES),
+        flag=flag,
+        walks=walks,
+    )
+    function = load_function(planner_variant(), device.index)
+    launches = [Launch(function, 2, _THREADS, params, shared_bytes=_THREADS // 32 * 4)]
+    if num_parts:
+        assert problem is not None
+        tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
+        counts = (*q_counts[:2], num_parts)
+        launches.append(cut_launch((tiles, runs, cut), counts, sizes, problem, device.index))
+    made = (Buffer.of((n,), torch.int32) for n in (offsets[-1], num_scratch))
+    return layout, Call(tuple(made), tuple(launches))
+
+
+class _Room(NamedTuple):
+    """The sizes of one walk."""
+
+    total_rows: int
+    tile_rows: int
+    block_cols: int
+    num_edge_rows: int
+    padded: PaddedSizes
+
+    @property
+    def num_sorted(self) -> int:
+        """The power of two from the number of tiles up."""
+        return 1 << max(self.padded.num_tiles - 1, 0).bit_length()
+
+    def num_scratch(self, num_slices: int) -> int:
+        """In int32s, an even number."""
+        count = (
+            2 * self.num_sorted
+            + 15 * self.padded.num_runs
+            + 2 * (self.total_rows // 32 + 1)
+            + 5 * self.padded.num_regions
             + 2
-            + 10 * room.num_tiles
+            + 10 * self.padded.num_tiles
             + 17 * num_slices
             + num_slices // 32
             + 3
         )
-        packed = _WALK_SIZES.pack(
-            *(room.num_tiles, room.num_runs, room.num_regions),
-            *(total_rows, tile_rows, block_cols),
-            *(num_sorted, num_slices),
-        )
-        num_scratch += num_scratch % 2
-        walks.append(_Walk(edge_rows, room.num_tiles, room.num_runs, num_scratch, packed))
-    (flag,) = flag_addresses(device, [(room.message, "")])
-    return flag, tuple(walks)
+        return count + count % 2
+
+    def fields(
+        self, num_slices: int, tiles: Pointer, runs: Pointer, edges: Pointer, scratch: Pointer
+    ) -> dict[str, Any]:
+        """Those of a Walk."""
+        return {
+            "tiles": tiles,
+            "runs": runs,
+            "edges": edges if self.num_edge_rows else None,
+            "scratch": scratch,
+            "num_tiles": self.padded.num_tiles,
+            "max_runs": self.padded.num_runs,
+            "max_regions": self.padded.num_regions,
+            "total_rows": self.total_rows,
+            "tile_rows": self.tile_rows,
+            "block_cols": self.block_cols,
+            "num_sorted": self.num_sorted,
+            "num_slices": num_slices,
+        }
+
+
+def _rooms(num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles) -> tuple[_Room, _Room]:
+    """Of the q walk and of the k walk."""
+    least = max(num_slices, 1)
+    q_edge_rows = num_edge_rows(least, seqlen_q, sizes.q_tile_rows)
+    return (
+        _Room(
+            *(seqlen_q, sizes.q_tile_rows, sizes.q_block_cols, q_edge_rows),
+            padded_sizes(least, seqlen_q, sizes.q_tile_rows),
+        ),
+        _Room(
+            *(seqlen_k, sizes.k_tile_rows, sizes.k_block_cols, seqlen_k),
+            padded_sizes(least, seqlen_k, sizes.k_tile_rows),
+        ),
+    )
