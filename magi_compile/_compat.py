@@ -404,6 +404,16 @@ def raw_stream(device_index: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device_index)
 
 
+def is_capturing() -> bool:
+    """Whether the current CUDA stream is captured into a graph; of a process that uses CUDA."""
+    return torch._C._cuda_isCurrentStreamCapturing()  # type: ignore[attr-defined]
+
+
+def without_disable(function: Any) -> Any:
+    """What `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
 def spin_gpu(cycles: int) -> None:
     """Keeps the current CUDA stream busy for so many clock cycles, while the host enqueues what comes next."""
     torch.cuda._sleep(cycles)

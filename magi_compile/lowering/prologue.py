@@ -15,6 +15,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
+from magi_compile._checks import raise_pending
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.masks.source import is_in_place
 from magi_compile.ops import library, mask_slices  # noqa: F401  (define the ops)
@@ -35,7 +37,8 @@ _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of mask_slices
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
 
 
-class Kept(NamedTuple):
+@dataclass(eq=False)
+class Kept:
     """What was derived, and from what."""
 
     tensors: tuple[weakref.ref[Tensor], ...]
@@ -60,32 +63,68 @@ class Prologue:
         self.places = places
         self.device = example.device
         self.text = f"{module.code} {example.device}"
+        self._tensors = _taker([x.number for x in places if x.dim is None])
+        self._sizes = [(x.number, x.dim) for x in places if x.dim is not None]
+        self._latest = _Latest(lambda: None, [], None)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
-        arguments = [
-            inputs[place.number] if place.dim is None else inputs[place.number].shape[place.dim]
-            for place in self.places
-        ]
-        tensors = tuple(x for x in arguments if isinstance(x, Tensor))
-        numbers = tuple(x for x in arguments if not isinstance(x, Tensor))
-        key = (self.text, numbers, *map(id, tensors))
+        raise_pending()
+        tensors = self._tensors(inputs)
+        sizes = [inputs[number].shape[dim] for number, dim in self._sizes]
         stream = _stream(self.device)
+        latest, of_sizes, of_stream = self._latest
+        kept = latest()
+        if (
+            kept is not None
+            and (of_stream, of_sizes) == (stream, sizes)
+            and _are_alive(kept.tensors, tensors)
+            and kept.versions == tuple([x._version for x in tensors])
+        ):
+            return kept.values
+        kept = self._kept(tensors, sizes, stream)
+        if kept is None:
+            return self.derive(tensors, sizes)
+        self._latest = _Latest(weakref.ref(kept), sizes, stream)
+        return kept.values
+
+    def _kept(
+        self, tensors: tuple[Tensor, ...], sizes: list[int], stream: int | None
+    ) -> Kept | None:
+        """What is kept of these inputs from now on; None where nothing can be."""
         if stream is None or any(map(_compat.may_change_uncounted, tensors)):
-            return self.derive(arguments)
+            return None
+        key = (self.text, *sizes, *map(id, tensors))
         versions = tuple(tensor._version for tensor in tensors)
         found = _kept.get(key)
         if found is not None and found.versions == versions and _are_alive(found.tensors, tensors):
             _kept.move_to_end(key)
             if found.stream != stream:
                 _hand_over(found, self.device)
-            return found.values
-        values = self.derive(arguments)
-        _keep(key, tensors, versions, values, stream, self.device)
-        return values
+            return found
+        values = self.derive(tensors, sizes)
+        return _keep(key, tensors, versions, values, stream, self.device)
 
-    def derive(self, arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    def derive(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """The tensors of the masks, computed."""
+        given, numbers = iter(tensors), iter(sizes)
+        arguments = [next(given if x.dim is None else numbers) for x in self.places]
         with torch.no_grad():
             return tuple(self.module(*arguments))
+
+
+class _Latest(NamedTuple):
+    """What the latest call gave, if it is still kept, and which stream may use it."""
+
+    kept: Callable[[], Kept | None]
+    sizes: list[int]
+    stream: int | None
+
+
+def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that takes the items of these numbers."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda items: tuple([items[number] for number in numbers])
 
 
 _kept: OrderedDict[Any, Kept] = OrderedDict()
@@ -98,7 +137,7 @@ def _keep(
     values: tuple[Tensor, ...],
     stream: int,
     device: torch.device,
-) -> None:
+) -> Kept:
     def forget(_: Any) -> None:
         _kept.pop(key, None)
 
@@ -107,23 +146,22 @@ def _keep(
         is_there = torch.cuda.Event()
         is_there.record()
     refs = tuple(weakref.ref(tensor, forget) for tensor in tensors)
-    _kept[key] = Kept(refs, versions, values, stream, is_there)
+    kept = _kept[key] = Kept(refs, versions, values, stream, is_there)
     while len(_kept) > MAX_KEPT:
         _kept.popitem(last=False)
+    return kept
 
 
 def _are_alive(refs: tuple[weakref.ref[Tensor], ...], tensors: tuple[Tensor, ...]) -> bool:
-    return all(ref() is tensor for ref, tensor in zip(refs, tensors, strict=True))
+    return all([ref() is tensor for ref, tensor in zip(refs, tensors, strict=True)])
 
 
 def _stream(device: torch.device) -> int | None:
     """The stream that a call uses; None while it is captured: a graph that is replayed has to derive its masks itself."""
     if device.type != "cuda":
         return 0
-    if torch.cuda.is_current_stream_capturing():
-        return None
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _compat.raw_stream(index)
+    return None if _compat.is_capturing() else _compat.raw_stream(index)
 
 
 def _hand_over(found: Kept, device: torch.device) -> None:
@@ -152,10 +190,12 @@ class Split(NamedTuple):
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph as a function of the other inputs alone."""
-        prologue, needed = self.prologue, self.needed
+        prologue, needed = self.prologue, _taker(self.needed)
         if prologue is None:
             return compiled
-        return lambda *args: compiled(*[args[i] for i in needed], *prologue(args))
+        # Dynamo keeps out of this function as it does out of what it calls.
+        compiled = _compat.without_disable(compiled)
+        return lambda *args: compiled(*needed(args), *prologue(args))
 
 
 def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:

@@ -21,7 +21,7 @@ def derived(monkeypatch):
     calls = []
     derive = prologue.Prologue.derive
     monkeypatch.setattr(
-        prologue.Prologue, "derive", lambda self, x: calls.append(1) or derive(self, x)
+        prologue.Prologue, "derive", lambda self, *x: calls.append(1) or derive(self, *x)
     )
     prologue._kept.clear()
     return calls
