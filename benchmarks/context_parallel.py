@@ -36,13 +36,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from magi_compile.dtensor import attention, rank_plan
-from magi_compile.dtensor.calibrate import calibrate
-from magi_compile.dtensor.collectives import COLLECTIVES, Collective, Route, select
-from magi_compile.dtensor.comm_plan import Stage
-from magi_compile.dtensor.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.documents import document_packs
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, RankPlan, plan_rank, unpack
+from magi_compile.dtensor import attention
+from magi_compile.dtensor.planning import rank_plan
+from magi_compile.dtensor.planning.comm_plan import Stage
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.rank_plan import (
+    ContextParallelOptions,
+    RankPlan,
+    plan_rank,
+    unpack,
+)
+from magi_compile.dtensor.tools.calibrate import calibrate
+from magi_compile.dtensor.tools.documents import document_packs
+from magi_compile.dtensor.transport.collectives import COLLECTIVES, Collective, Route, select
 from magi_compile.kernels import select as kernels
 from magi_compile.kernels.select import problem_of
 from magi_compile.masks.library import MASKS as LIBRARY
@@ -400,7 +406,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
         gpus=args.gpus,
         ranks=args.ranks,
         inputs=f"{me.dtype}, heads {args.heads[0]}:{args.heads[1]}, head_dim {args.head_dim}; "
-        f"documents of dtensor/documents.py, seed {args.seed}",
+        f"documents of dtensor/tools/documents.py, seed {args.seed}",
         timing=f"median of {args.rounds} to {max(args.rounds, MOST_ROUNDS)} rounds of {args.calls} calls, slowest rank",
     )
     for name, reasons in me.refusals.items():

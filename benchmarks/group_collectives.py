@@ -32,13 +32,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from magi_compile.dtensor import rows
-from magi_compile.dtensor.collectives import Collective, Route, select
-from magi_compile.dtensor.documents import document_packs
-from magi_compile.dtensor.native import NativeCollective, pull_triton, stream_ops
-from magi_compile.dtensor.native.pulls import COPY_ENGINE, SMS
-from magi_compile.dtensor.native.window import Window
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.tools.documents import document_packs
+from magi_compile.dtensor.transport import rows
+from magi_compile.dtensor.transport.collectives import Collective, Route, select
+from magi_compile.dtensor.transport.native import NativeCollective, pull_triton, stream_ops
+from magi_compile.dtensor.transport.native.pulls import COPY_ENGINE, SMS
+from magi_compile.dtensor.transport.native.window import Window
 from magi_compile.masks.library import MASKS
 
 NVLINK = 450e9  # bytes per second and direction
@@ -323,7 +323,7 @@ def work(rank: int, args: argparse.Namespace, store: str) -> None:
         gpus=args.gpus,
         nccl=".".join(map(str, torch.cuda.nccl.version())),
         inputs=f"k and v, bfloat16, {args.heads} heads, head_dim {args.head_dim}; "
-        f"documents of dtensor/documents.py, seed {args.seed}",
+        f"documents of dtensor/tools/documents.py, seed {args.seed}",
         timing=f"median of {args.rounds} rounds of {args.calls} calls, slowest rank",
     )
     begin, found = time.monotonic(), []

@@ -22,21 +22,21 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.agreement import require_agreement
-from magi_compile.dtensor.collectives import (
-    Collective,
-    KernelSignals,
-    PendingCast,
-    PendingReduce,
-    Route,
-)
-from magi_compile.dtensor.collectives import select as select_collective
-from magi_compile.dtensor.rank_plan import (
+from magi_compile.dtensor.planning.rank_plan import (
     DevicePlan,
     DeviceStage,
     MergedStage,
     PlanTensors,
     unpack,
 )
+from magi_compile.dtensor.transport.collectives import (
+    Collective,
+    KernelSignals,
+    PendingCast,
+    PendingReduce,
+    Route,
+)
+from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.kernels.base import (
     AttnProblem,
     BackwardOutput,

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.dtensor.ranks import Ranks
+from tests.dtensor.support.ranks import Ranks
 
 
 @pytest.fixture(scope="session")

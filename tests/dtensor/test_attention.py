@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.dispatch import STRATEGIES
-from magi_compile.dtensor.rank_plan import (
+from magi_compile.dtensor.planning.dispatch import STRATEGIES
+from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
     plan_rank,
     plan_rank_ahead,
 )
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import HEADS, Heads
-from tests.dtensor.across_ranks import OPTIONS, run_on_ranks, shard
-from tests.dtensor.masks import SQUARE
-from tests.dtensor.ranks import Ranks
+from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks, shard
+from tests.dtensor.support.masks import SQUARE
+from tests.dtensor.support.ranks import Ranks
 
 SHORT = datetime.timedelta(seconds=3)
 

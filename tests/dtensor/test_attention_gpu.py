@@ -7,17 +7,17 @@ import torch
 
 from magi_compile.dtensor import attention
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.collectives import COLLECTIVES, select
-from magi_compile.dtensor.dispatch import STRATEGIES
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.planning.dispatch import STRATEGIES
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.transport.collectives import COLLECTIVES, select
 from magi_compile.kernels import select as kernels
 from magi_compile.kernels.select import problem_of
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import Heads
 from magi_compile.testing.poison import poisoned_empty
 from tests.deterministic import deterministic_algorithms
-from tests.dtensor.across_ranks import OPTIONS, run_on_ranks
-from tests.dtensor.masks import SQUARE, documents
+from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
+from tests.dtensor.support.masks import SQUARE, documents
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,15 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.dtensor.all_to_all import SMS
 from magi_compile.dtensor.attention import backward, forward
-from magi_compile.dtensor.collectives import COLLECTIVES, refuse_to_be_recorded
-from magi_compile.dtensor.comm_plan import RankRows, StageLoads
-from magi_compile.dtensor.cost import DEFAULT_COST
-from magi_compile.dtensor.dispatch import dispatch
-from magi_compile.dtensor.documents import document_packs
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
-from magi_compile.dtensor.stages import (
+from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
+from magi_compile.dtensor.planning.cost import DEFAULT_COST
+from magi_compile.dtensor.planning.dispatch import dispatch
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.planning.stages import (
     EARLY_BACKWARD_COST,
     TIE,
     backward_begins_early,
@@ -25,14 +22,17 @@ from magi_compile.dtensor.stages import (
     forward_begins_early,
     forward_seconds,
 )
+from magi_compile.dtensor.tools.documents import document_packs
+from magi_compile.dtensor.transport.all_to_all import SMS
+from magi_compile.dtensor.transport.collectives import COLLECTIVES, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import Heads
-from tests.dtensor import early_on_cpus
-from tests.dtensor.across_ranks import run_on_ranks
-from tests.dtensor.masks import SQUARE, documents
+from tests.dtensor.support import early_on_cpus
+from tests.dtensor.support.across_ranks import run_on_ranks
+from tests.dtensor.support.masks import SQUARE, documents
 
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=1)
 HEADS = Heads(4, 2, 16, 16)

@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.dtensor.all_to_all import AllToAll
 from magi_compile.dtensor.attention import backward, forward
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.testing.cases import Heads
-from tests.dtensor import phases_on_cpus
-from tests.dtensor.across_ranks import run_on_ranks
-from tests.dtensor.masks import SQUARE, documents
+from tests.dtensor.support import phases_on_cpus
+from tests.dtensor.support.across_ranks import run_on_ranks
+from tests.dtensor.support.masks import SQUARE, documents
 
 HEADS = Heads(4, 2, 16, 16)
 PHASES = ["before", "arrived", "departed"]

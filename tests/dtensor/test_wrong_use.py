@@ -9,10 +9,10 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from magi_compile.dtensor import agreement
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import Heads, varlen
-from tests.dtensor.across_ranks import OPTIONS, run_on_ranks
+from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 
 causal = AttnSlices.causal
 CAUSAL = causal(96)

@@ -1,0 +1,389 @@
+"""Communication plan: which key rows each rank needs, in which stage, and from whom.
+
+Exact and without redundancy: a rank receives a row if and only if one of its queries sees it, and receives it
+once. The plan of all ranks is one table of pieces; every rank computes the same table and reads its part.
+
+A stage is one attention call over some of the keys. With degree 0 there is one stage, over everything, behind one
+cast. With degree d there are d + 1: the first over the keys a rank holds itself, and d more over its remote keys,
+cut into d equal parts, whose casts run while the stage before is being computed.
+
+    degree 0    | cast everything | attend everything                           |
+    degree 2    | cast 1 | cast 2 |
+                | attend local    | attend 1       | attend 2       | merged by lse
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.planning.dispatch import Dispatch
+from magi_compile.dtensor.planning.ranges import (
+    Ranges,
+    expand,
+    group,
+    join,
+    pick,
+    split_at_multiples,
+    unite,
+)
+from magi_compile.masks import bands
+from magi_compile.masks.bands import Bands
+from magi_compile.masks.slices import AttnSlices
+
+
+@dataclass(frozen=True, eq=False)
+class RankRows:
+    """What each rank needs.
+
+    Attributes:
+        dispatch: who holds what.
+        rank_of_chunk: int64 `[num_chunks]`, as in `Dispatch`.
+        shift_of_chunk: int64 `[num_chunks]`, local row minus row of the sequence.
+        needs: the keys each rank's rows see, cut into chunks, in order; `owner` is the rank.
+        chunk: int64 `[num_needs]`, the chunk of each of them.
+        holder: int64 `[num_needs]`, the rank that holds it.
+    """
+
+    dispatch: Dispatch
+    rank_of_chunk: Tensor
+    shift_of_chunk: Tensor
+    needs: Ranges
+    chunk: Tensor
+    holder: Tensor
+
+    @staticmethod
+    def of(dispatch: Dispatch) -> RankRows:
+        rank, table = dispatch.rank_of_chunk(), dispatch.table
+        shift = (dispatch.slot_of_chunk() - torch.arange(table.num_chunks)) * table.chunk_size
+        of_rank = table.needs._replace(owner=pick(rank, table.needs.owner))
+        needs, chunk = split_at_multiples(unite(of_rank, table.total), table.chunk_size)
+        return RankRows(dispatch, rank, shift, needs, chunk, pick(rank, chunk))
+
+    def parts_of(self, rank: int) -> tuple[Bands, Tensor]:
+        """The mask of the rows of `rank`: bands in coordinates of the sequence that have a key in every row, and
+        local row minus row of each."""
+        table = self.dispatch.table
+        index = (pick(self.rank_of_chunk, table.needs.owner) == rank).nonzero().flatten()
+        parts, chunk, band = (
+            table.parts.take(index),
+            pick(table.needs.owner, index),
+            pick(table.band, index),
+        )
+        # Where a band goes on in the next chunk, the cut between them is undone.
+        first, last = group((band[1:] != band[:-1]) | (chunk[1:] != chunk[:-1] + 1), len(index))
+        return parts.take(first)._replace(end=pick(parts.end, last)), pick(
+            self.shift_of_chunk, pick(chunk, first)
+        )
+
+
+class Transfer(NamedTuple):
+    """One rank's share of one cast, as `Route` says it: int64 tables in the columns `peer, row, peer_row, count`.
+
+    A reduce is the same transfer backwards.
+    """
+
+    sends: Tensor  # ordered by peer
+    recvs: Tensor  # ordered by peer
+    send_counts: list[int]  # rows for each rank
+    recv_counts: list[int]
+    peak_received: int  # rows of the largest buffer of any rank
+
+    @property
+    def num_received(self) -> int:
+        """Rows of the buffer."""
+        return sum(self.recv_counts)
+
+
+class Stage(NamedTuple):
+    """One attention call of one rank: its local rows against the keys of a buffer, or its own keys in place."""
+
+    slices: AttnSlices
+    transfer: Transfer | None  # None: the keys are the rank's own, in place
+
+
+class Pieces(NamedTuple):
+    """Key rows on their way to or from one rank, one entry for each degree and run of rows in one chunk; int64
+    `[num_degrees * num_pieces]`, in the order of degrees, receivers and keys."""
+
+    stage: Tensor
+    buffer_row: Tensor
+    receiver: Tensor
+    lo: Tensor  # rows of the sequence
+    hi: Tensor
+    sender: Tensor  # may be the receiver itself
+    source_row: Tensor  # the row `lo` on the sender
+
+    @property
+    def rows(self) -> Tensor:
+        return self.hi - self.lo
+
+
+class Buffers(NamedTuple):
+    """The buffers of all ranks for one degree: one for each stage."""
+
+    begin: Tensor  # int64 `[cp_size, num_stages]`, rows that move into buffers before, those of earlier ranks included
+    rows: Tensor  # int64 `[cp_size, num_stages]`, 0 in place
+    edges: (
+        Tensor  # float64 `[cp_size * (degree - 1)]`, where parts of each rank's remote rows begin
+    )
+
+    @property
+    def num_stages(self) -> int:
+        return self.rows.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class CommPlan:
+    """The communication of all ranks, for several degrees side by side, whose stages are numbered through.
+
+    Attributes:
+        rows: what each rank needs.
+        degrees: each 0 for one merged stage, otherwise the number of remote stages.
+        rows_before: int64 `[num_needs]`, rows of `rows.needs` before each of them.
+        remote_before: int64 `[num_needs]`, the same of those that another rank holds.
+        remote_middle: float64 `[num_needs]`, the same up to the middle of each.
+        buffers: of each degree. Remote stages in which nothing moves on any rank do not exist.
+    """
+
+    rows: RankRows
+    degrees: Sequence[int]
+    rows_before: Tensor
+    remote_before: Tensor
+    remote_middle: Tensor
+    buffers: Sequence[Buffers]
+
+    @property
+    def num_stages(self) -> int:
+        """Of all degrees."""
+        return sum(x.num_stages for x in self.buffers)
+
+    def stages(self, rank: int) -> list[list[Stage]]:
+        """What `rank` does for each degree; tensors are on the CPU."""
+        is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
+        mine, theirs = (self._pieces(x.nonzero().flatten()) for x in (is_mine, is_theirs))
+        slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
+        return [
+            [
+                Stage(slices[i], None if degree > 0 and i == first else transfers[i])
+                for i in range(first, first + buffers.num_stages)
+            ]
+            for degree, first, buffers in self._first_stages()
+        ]
+
+    def _first_stages(self) -> Iterable[tuple[int, int, Buffers]]:
+        """Each degree, the number of its first stage, and its buffers."""
+        first = accumulate((x.num_stages for x in self.buffers), initial=0)
+        return zip(self.degrees, first, self.buffers, strict=False)
+
+    def _pieces(self, index: Tensor) -> Pieces:
+        """Some of `rows.needs`."""
+        rows = self.rows
+        needs, holder = rows.needs.take(index), pick(rows.holder, index)
+        is_remote, receiver = holder != needs.owner, needs.owner
+        middle = pick(self.remote_middle, index)
+        stages, buffer_rows = [], []
+        for degree, first, buffers in self._first_stages():
+            if degree == 0:
+                stage, before = torch.zeros_like(index), pick(self.rows_before, index)
+            else:
+                edges_before = torch.searchsorted(buffers.edges, middle, right=True)
+                stage = 1 + edges_before - receiver * (degree - 1)
+                stage, before = torch.where(is_remote, stage, 0), pick(self.remote_before, index)
+            stages.append(stage + first)
+            buffer_rows.append(
+                before - pick(buffers.begin.flatten(), receiver * buffers.num_stages + stage)
+            )
+        source_row = needs.lo + pick(rows.shift_of_chunk, pick(rows.chunk, index))
+        fields = (torch.stack(stages), torch.stack(buffer_rows), *needs, holder, source_row)
+        return Pieces(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
+
+    def _transfers(self, mine: Pieces, theirs: Pieces) -> list[Transfer]:
+        """One rank's share of each stage: it receives `mine` and sends `theirs`."""
+        cp_size, num_stages = self.rows.dispatch.cp_size, self.num_stages
+        # Both directions in one pass: what is received comes in stages of its own, behind the others.
+        sends = (theirs.stage, theirs.receiver, theirs.source_row, theirs.buffer_row, theirs.rows)
+        recvs = (mine.stage + num_stages, mine.sender, mine.buffer_row, mine.source_row, mine.rows)
+        stage, *columns = (torch.cat(pair) for pair in zip(sends, recvs, strict=True))
+        place = stage * cp_size + columns[0]
+        order = place.argsort(stable=True)
+        place, (peer, row, peer_row, count) = pick(place, order), (pick(x, order) for x in columns)
+        counts = place.new_zeros(2 * num_stages * cp_size).index_add_(0, place, count)
+        # Neighbours on both sides become one.
+        end, peer_end = row + count, peer_row + count
+        is_new = (place[1:] != place[:-1]) | (row[1:] != end[:-1])
+        first, last = group(is_new | (peer_row[1:] != peer_end[:-1]), len(place))
+        row = pick(row, first)
+        runs = torch.stack(
+            [pick(peer, first), row, pick(peer_row, first), pick(end, last) - row], 1
+        )
+        sizes = torch.bincount(pick(pick(stage, order), first), minlength=2 * num_stages).tolist()
+        runs_of, counts_of = runs.split(sizes), counts.view(-1, cp_size).tolist()
+        peaks = chain.from_iterable(x.rows.amax(0).tolist() for x in self.buffers)
+        return [
+            Transfer(
+                runs_of[i], runs_of[num_stages + i], counts_of[i], counts_of[num_stages + i], peak
+            )
+            for i, peak in enumerate(peaks)
+        ]
+
+    def _slices(self, rank: int, mine: Pieces) -> list[AttnSlices]:
+        """The rank's rows against the keys of each stage, all stages in one pass."""
+        where, num_stages = self.rows.dispatch, self.num_stages
+        total, seqlen_q = where.total_padded, where.seqlen_local
+        seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
+        key_row = mine.buffer_row
+        for degree, first_stage, _ in self._first_stages():
+            if degree > 0:
+                seqlens_k[first_stage] = seqlen_q
+                is_in_place = mine.stage == first_stage
+                key_row = torch.where(is_in_place, mine.source_row, key_row)
+        # Neighbouring pieces of a stage are neighbours in its buffer too.
+        order = mine.stage.argsort(stable=True)
+        stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
+        first, last = group((stage[1:] != stage[:-1]) | (lo[1:] != hi[:-1]), len(stage))
+        keys, key_shift = (
+            Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
+            pick(key_row - lo, first),
+        )
+        parts, row_shift = self.rows.parts_of(rank)
+        # Every part against the keys of every stage.
+        num_parts = len(row_shift)
+        _, reach = parts.at(parts.end - 1)
+        owner = torch.arange(num_stages).repeat_interleave(num_parts)
+        sees = Ranges(owner, parts.lo.repeat(num_stages), reach.repeat(num_stages))
+        part, key = overlaps(sees, keys, total)
+        part = part - pick(owner, part) * num_parts
+        clipped = bands.clip_cols(parts.take(part), pick(keys.lo, key), pick(keys.hi, key))
+        live = (clipped.end > clipped.begin).nonzero().flatten()
+        which = live.remainder(max(len(part), 1))  # one band has become three
+        order = pick(keys.owner, pick(key, which)).argsort(stable=True)
+        live, which = pick(live, order), pick(which, order)
+        clipped, part, key = clipped.take(live), pick(part, which), pick(key, which)
+        local = clipped._replace(
+            begin=clipped.begin + pick(row_shift, part),
+            end=clipped.end + pick(row_shift, part),
+            lo=clipped.lo + pick(key_shift, key),
+            hi=clipped.hi + pick(key_shift, key),
+        )
+        sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
+        tables = zip(*(x.split(sizes) for x in bands.to_ranges(local)), seqlens_k, strict=True)
+        return [
+            AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k)
+            for q, k, types, seqlen_k in tables
+        ]
+
+
+def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
+    """The communication of all ranks in all stages.
+
+    Args:
+        rows: what each rank needs.
+        degrees: each a number of remote stages, or 0 for one stage with everything; the plans of all lie side by side.
+
+    Raises:
+        ValueError: if a degree is negative.
+    """
+    if min(degrees) < 0:
+        raise ValueError(f"`degrees` must not be negative, got {list(degrees)}")
+    cp_size, receiver = rows.dispatch.cp_size, rows.needs.owner
+    count = rows.needs.hi - rows.needs.lo
+    remote = torch.where(rows.holder != receiver, count, 0)
+    all_end, remote_end = count.cumsum(0), remote.cumsum(0)
+    remote_before = remote_end - remote
+    middle = remote_before + remote / 2
+
+    def up_to(end: Tensor) -> Tensor:
+        """What is counted up to each rank, and up to the last, `[cp_size + 1]`."""
+        padded = torch.cat([end.new_zeros(1), end])
+        return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1))]
+
+    def buffers_of(degree: int) -> Buffers:
+        ends = up_to(remote_end if degree else all_end)
+        begin, end = ends[:-1, None], ends[1:, None]
+        if degree == 0:
+            return Buffers(begin, end - begin, middle[:0])
+        # Equal parts of every receiver's remote rows, in the order of keys; the middle of a piece decides.
+        edges = begin + (end - begin) * torch.arange(1, degree, dtype=torch.float64) / degree
+        starts = torch.cat([remote_before, ends[-1:]])[torch.searchsorted(middle, edges)]
+        starts = torch.cat([begin, starts, end], 1)
+        parts = starts.diff(dim=1)
+        num_parts = max((i for i, most in enumerate(parts.amax(0).tolist(), 1) if most), default=0)
+        in_place = begin.new_zeros(cp_size, 1)
+        return Buffers(
+            torch.cat([in_place, starts[:, :num_parts]], 1),
+            torch.cat([in_place, parts[:, :num_parts]], 1),
+            edges.flatten(),
+        )
+
+    return CommPlan(
+        rows,
+        degrees,
+        all_end - count,
+        remote_before,
+        middle,
+        [buffers_of(degree) for degree in degrees],
+    )
+
+
+def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
+    """All pairs of ranges of one owner that overlap, as indices of `one`, ascending, and of `other`.
+
+    Args:
+        one: in any order, none empty.
+        other: sorted by (owner, lo), disjoint, none empty.
+        span: an upper bound of every `hi`.
+    """
+    stride = span + 1
+    begin, end = one.owner * stride + one.lo, one.owner * stride + one.hi
+    first = torch.searchsorted(other.owner * stride + other.hi, begin, right=True)
+    last = torch.searchsorted(other.owner * stride + other.lo, end)
+    index, step = expand(last - first)
+    return index, pick(first, index) + step
+
+
+class StageLoads(NamedTuple):
+    """What the choice of a degree depends on, of every rank: int64 `[cp_size]` each."""
+
+    area: Tensor  # visible (row, key) pairs
+    local_area: Tensor  # those whose keys are on the same rank
+    recv_rows: Tensor  # remote key rows
+    send_rows: Tensor
+    query_rows: int  # of each rank
+
+    @staticmethod
+    def of(rows: RankRows) -> StageLoads:
+        where, needs = rows.dispatch, rows.needs
+        table, zeros = where.table, torch.zeros(where.cp_size, dtype=torch.int64)
+        is_remote = rows.holder != needs.owner
+        moved = torch.where(is_remote, needs.hi - needs.lo, 0)
+        sees = table.needs._replace(owner=pick(rows.rank_of_chunk, table.needs.owner))
+        local = join(needs.take(~is_remote))
+        part, key = overlaps(sees, local, where.total_padded)
+        local_area = area_between(table.parts.take(part), pick(local.lo, key), pick(local.hi, key))
+        return StageLoads(
+            table.area[where.chunks].sum(1),
+            zeros.index_add(0, pick(sees.owner, part), local_area),
+            zeros.index_add(0, needs.owner, moved),
+            zeros.index_add(0, rows.holder, moved),
+            where.seqlen_local,
+        )
+
+
+def area_between(parts: Bands, lo: Tensor, hi: Tensor) -> Tensor:
+    """How many (row, key) pairs each part has with keys in `[lo, hi)`. Parts have a key in every row."""
+    edges, rows = torch.stack([lo, hi]), parts.end - parts.begin
+
+    def pairs_right_of(edge: Tensor, slope: Tensor) -> Tensor:
+        """Keys from the line that starts at `edge` up to those edges, in all rows."""
+        most = (edges - edge).clamp(min=0)
+        reached = torch.where(slope > 0, torch.minimum(most, rows), rows)
+        return reached * most - slope * (reached * (reached - 1) // 2)
+
+    below = pairs_right_of(parts.lo, parts.dlo) - pairs_right_of(parts.hi, parts.dhi)
+    return below[1] - below[0]

@@ -1,0 +1,265 @@
+"""Dispatch: which rank holds which tokens.
+
+The sequence is cut into chunks of equal length and every rank gets equally many of them, so tensors keep one
+shape on all ranks. What is left to choose is the permutation:
+
+    sequential   rank r holds the r-th run of chunks. Least traffic, no balance.
+    zigzag       rank r holds runs r and 2 * cp_size - 1 - r of 2 * cp_size. Balances one causal sequence.
+    min_heap     chunks from heavy to light, each to the least loaded rank that has room (MagiAttention's).
+                 Balances anything, scatters every document over all ranks.
+    local        ours (`placement`): balanced within a tolerance, and documents stay together.
+
+Everything here runs on the host, is deterministic, and needs no communication: every rank computes the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.planning.chunks import Assignment, ChunkTable, rank_loads, tensor_of
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.placement import pack, repair
+from magi_compile.masks.slices import AttnSlices
+
+#: Chunk sizes tried by `choose_chunk_size`, largest first.
+CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
+
+#: Placements whose predicted times differ by less than this are equally fast; the one that moves less wins.
+TIE = 0.025
+
+#: Where a rank's area lies further above the mean, chunks of half the size are tried, and half of that.
+BALANCE = 0.025
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order.
+
+    Attributes:
+        total: tokens of the sequence; what follows up to `total_padded` sees and is seen by nothing.
+        chunks: int64 `[cp_size, chunks_per_rank]`, on the CPU.
+        table: what the chunks cost and need.
+    """
+
+    total: int
+    chunks: Tensor
+    table: ChunkTable
+
+    @property
+    def chunk_size(self) -> int:
+        return self.table.chunk_size
+
+    @property
+    def cp_size(self) -> int:
+        return self.chunks.shape[0]
+
+    @property
+    def seqlen_local(self) -> int:
+        """Tokens of one rank, padding included."""
+        return self.chunk_size * self.chunks.shape[1]
+
+    @property
+    def total_padded(self) -> int:
+        return self.chunk_size * self.chunks.numel()
+
+    def rank_of_chunk(self) -> Tensor:
+        """int64 `[num_chunks]`."""
+        rank = torch.empty(self.chunks.numel(), dtype=torch.int64)
+        rank[self.chunks.flatten()] = torch.arange(self.cp_size).repeat_interleave(
+            self.chunks.shape[1]
+        )
+        return rank
+
+    def slot_of_chunk(self) -> Tensor:
+        """How many chunks lie before a chunk on its rank, int64 `[num_chunks]`."""
+        slot = torch.empty(self.chunks.numel(), dtype=torch.int64)
+        slot[self.chunks.flatten()] = torch.arange(self.chunks.shape[1]).repeat(self.cp_size)
+        return slot
+
+    def positions(self, rank: int | None = None) -> Tensor:
+        """The position in the sequence of every token of `rank`, or of all ranks one after another, int64."""
+        chunks = self.chunks.flatten() if rank is None else self.chunks[rank]
+        return (chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size)).flatten()
+
+    def inverse_positions(self) -> Tensor:
+        """Where the tokens of the padded sequence went: the inverse permutation of `positions()`, int64."""
+        return torch.argsort(self.positions())
+
+
+def dispatch(
+    slices: AttnSlices,
+    cp_size: int,
+    *,
+    chunk_size: int | None = None,
+    strategy: str = "local",
+    slack: float = 0.01,
+    cost: CostModel = DEFAULT_COST,
+) -> Dispatch:
+    """Decides which rank holds which tokens of a self-attention sequence.
+
+    Args:
+        slices: the mask over the whole sequence.
+        cp_size: number of ranks.
+        chunk_size: tokens of a chunk; None chooses it from the mask.
+        strategy: a name in `STRATEGIES`.
+        slack: how far above the mean a rank's area may lie in favour of less communication.
+        cost: what compute and communication cost.
+
+    Returns:
+        The dispatch, the same on every rank.
+
+    Raises:
+        ValueError: if an argument is out of range.
+        NotImplementedError: if the mask is not square.
+    """
+    check_self_attention(slices)
+    check_count("cp_size", cp_size, 1)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if slack < 0:
+        raise ValueError(f"`slack` must not be negative, got {slack}")
+    if chunk_size is not None:
+        check_count("chunk_size", chunk_size, 1)
+    sizes = [chunk_size] if chunk_size else chunk_sizes(slices, cp_size)
+    least: tuple[float, ChunkTable, Tensor] | None = None  # imbalance, of what
+    for size in sizes:
+        per_rank = max(-(-slices.seqlen_q // (size * cp_size)), 1)
+        table = ChunkTable.of(slices, size, per_rank * cp_size)
+        assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
+        imbalance = _imbalance(table, assignment)
+        if least is None or imbalance < least[0]:
+            least = (imbalance, table, assignment)
+        if strategy not in BALANCED or imbalance <= 1 + BALANCE:
+            break
+    assert least is not None
+    _, table, assignment = least
+    return Dispatch(slices.seqlen_q, assignment.sort(1).values, table)
+
+
+def check_self_attention(slices: AttnSlices) -> None:
+    if not isinstance(slices, AttnSlices):
+        raise TypeError(
+            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them of document borders "
+            "(AttnSlices.from_cu_seqlens), of ranges (AttnSlices.from_slices) or of a BlockMask "
+            "(magi_compile.masks.slices_from_block_mask)"
+        )
+    if slices.seqlen_q != slices.seqlen_k:
+        raise NotImplementedError(
+            "context parallelism shards queries and keys alike, so `slices` must have seqlen_q == seqlen_k, "
+            f"got {slices.seqlen_q} and {slices.seqlen_k}"
+        )
+
+
+def check_count(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"`{name}` must be an int, got {value!r}")
+    if value < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value}")
+
+
+def chunk_sizes(slices: AttnSlices, cp_size: int) -> list[int]:
+    """The sizes to try, largest first: that of `choose_chunk_size`, and what is left down to a quarter of it."""
+    first = CHUNK_SIZES.index(choose_chunk_size(slices, cp_size))
+    return list(CHUNK_SIZES[first : first + 3])
+
+
+def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
+    """The largest chunk size that leaves the balance enough freedom, as a rule.
+
+    Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than a quarter of a rank's
+    share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
+    """
+    for chunk_size in CHUNK_SIZES:
+        per_rank = -(-slices.seqlen_q // (chunk_size * cp_size))
+        if per_rank < (16 if chunk_size > 512 else 8):
+            continue
+        if chunk_size <= 512:
+            return chunk_size
+        area = ChunkTable.of(slices, chunk_size, per_rank * cp_size).area
+        if int(area.max()) * 4 * cp_size <= int(area.sum()):
+            return chunk_size
+    return CHUNK_SIZES[-1]
+
+
+# Strategies
+
+
+def sequential(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
+    return torch.arange(table.num_chunks).view(cp_size, -1)
+
+
+def zigzag(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
+    per_rank = table.num_chunks // cp_size
+    head = per_rank // 2  # from the front; the rest of every rank from the back, in reverse order
+    chunks = torch.arange(table.num_chunks)
+    front = chunks[: head * cp_size].view(cp_size, head)
+    back = chunks[head * cp_size :].view(cp_size, per_rank - head).flip(0)
+    return torch.cat([front, back], 1)
+
+
+def min_heap(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
+    per_rank = table.num_chunks // cp_size
+    area = table.area.tolist()
+    heap = [(0, rank) for rank in range(cp_size)]
+    assignment: Assignment = [[] for _ in range(cp_size)]
+    for chunk in sorted(range(len(area)), key=lambda i: -area[i]):
+        load, rank = heapq.heappop(heap)
+        assignment[rank].append(chunk)
+        if len(assignment[rank]) < per_rank:
+            heapq.heappush(heap, (load + area[chunk], rank))
+    return tensor_of(assignment)
+
+
+def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
+    """The simplest placement that is balanced, or else the best of ours, min_heap and a contiguous one: least
+    `RankLoads.seconds`, and of those within `TIE` of it the one with the least traffic."""
+    for simple in (sequential, zigzag):
+        assignment = simple(table, cp_size, slack, cost)
+        if _imbalance(table, assignment) <= 1 + slack:
+            return assignment
+    packed = tensor_of(repair(pack(table, cp_size, slack), table, slack))
+    candidates = [packed]
+    if _imbalance(table, packed) > 1 + max(slack, TIE):
+        candidates.append(min_heap(table, cp_size, slack, cost))
+    # A contiguous placement can only win where an all-gather takes longer than its compute.
+    all_gather = (table.total - table.total // cp_size) * cost.seconds_per_row
+    if int(table.area.view(cp_size, -1).sum(1).max()) * cost.seconds_per_area < all_gather:
+        candidates.append(sequential(table, cp_size, slack, cost))
+    if len(candidates) == 1:
+        return packed
+    loads = cache(lambda i: rank_loads(table, candidates[i]))
+
+    def seconds_of(i: int) -> float:
+        # Nobody moves more than in an all-gather.
+        compute = int(table.area[candidates[i]].sum(1).max()) * cost.seconds_per_area
+        return compute if compute >= all_gather else loads(i).seconds(cost)
+
+    seconds = [seconds_of(i) for i in range(len(candidates))]
+    good = [i for i in range(len(candidates)) if seconds[i] <= min(seconds) * (1 + TIE)]
+    if len(good) == 1:
+        return candidates[good[0]]
+    return candidates[min(good, key=lambda i: (int(loads(i).recv_rows.sum()), seconds[i]))]
+
+
+def _imbalance(table: ChunkTable, assignment: Tensor) -> float:
+    loads = table.area[assignment].sum(1)
+    return int(loads.max()) * len(loads) / max(int(loads.sum()), 1)
+
+
+Strategy = Callable[[ChunkTable, int, float, CostModel], Tensor]
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "sequential": sequential,
+    "zigzag": zigzag,
+    "min_heap": min_heap,
+    "local": local,
+}
+
+#: Those that look at the mask.
+BALANCED = ("min_heap", "local")

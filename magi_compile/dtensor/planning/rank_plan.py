@@ -1,0 +1,417 @@
+"""What one rank executes: a mask's plan for attention across ranks, made on the host and shipped as tensors.
+
+A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
+graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
+
+    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, whether the forward begins
+            early, whether the backward does, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+    data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from array import array
+from collections import OrderedDict
+from collections.abc import Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from threading import Lock
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.planning.comm_plan import (
+    RankRows,
+    Stage,
+    StageLoads,
+    plan_communication,
+)
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.dispatch import (
+    Dispatch,
+    check_count,
+    check_self_attention,
+    dispatch,
+)
+from magi_compile.dtensor.planning.stages import (
+    backward_begins_early,
+    choose_degree,
+    forward_begins_early,
+)
+from magi_compile.dtensor.transport.collectives import Route, refuse_to_be_recorded
+from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
+from magi_compile.masks.slices import AttnSlices
+
+CACHE_SIZE = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelOptions:
+    """How a sequence is spread over ranks.
+
+    Attributes:
+        strategy: a name in `dispatch.STRATEGIES`.
+        chunk_size: tokens of a chunk; None chooses it from the mask.
+        slack: how far above the mean a rank's area may lie in favour of less communication.
+        degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
+        backward_degree: the same of the backward pass.
+        early: whether a pass without stages may begin before remote keys are there, where `cost` says that the kernel can and
+            that it pays. A kernel that can not waits for them.
+        cost: what compute and communication cost.
+    """
+
+    strategy: str = "local"
+    chunk_size: int | None = None
+    slack: float = 0.01
+    degree: int | None = None
+    backward_degree: int | None = None
+    early: bool = True
+    cost: CostModel = DEFAULT_COST
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_size", 1), ("degree", 0), ("backward_degree", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                check_count(name, value, least)
+
+
+class PlanTensors(NamedTuple):
+    """A plan as the ops take it."""
+
+    meta: Tensor  # int64, on the CPU
+    data: Tensor  # int32, on the device of q, k, v
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
+
+    Where `forward_is_early`, the two forward stages are one: its near keys and its far ones.
+    """
+
+    dispatch: Dispatch
+    rank: int
+    digest: int
+    forward: list[Stage]
+    backward: list[Stage]
+    forward_is_early: bool = False
+    backward_is_early: bool = False
+    _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
+
+    def tensors(self, device: torch.device | str) -> PlanTensors:
+        """The plan for the ops; made once per device."""
+        device = torch.device(device)
+        if device not in self._packed:
+            self._packed[device] = self._pack(device)
+        return self._packed[device]
+
+    def _pack(self, device: torch.device) -> PlanTensors:
+        where, stages = self.dispatch, self.forward + self.backward
+        meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
+        meta += [len(self.forward), len(self.backward)]
+        meta += [int(self.forward_is_early), int(self.backward_is_early)]
+        transfers = [stage.transfer for stage in stages if stage.transfer is not None]
+        # All tables of runs become a list and int32 together.
+        runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
+        table = torch.cat([*runs, torch.zeros(0, 4, dtype=torch.int64)])
+        numbers = iter(table.flatten().tolist())
+        tables = iter(table.int().split([*map(len, runs), 0]))
+        data = []
+        for slices, transfer in stages:
+            meta += [int(transfer is None), len(slices), slices.seqlen_k]
+            data += [slices.q_ranges, slices.k_ranges, slices.mask_types]
+            if transfer is None:
+                continue
+            num_runs = [len(transfer.sends), len(transfer.recvs)]
+            meta += [*num_runs, transfer.peak_received]
+            meta += transfer.send_counts + transfer.recv_counts
+            meta += itertools.islice(numbers, 4 * sum(num_runs))
+            data += [next(tables), next(tables)]
+        flat = torch.cat([x.flatten() for x in data])
+        host = torch.frombuffer(array("q", meta), dtype=torch.int64)
+        return PlanTensors(host, flat.to(device))
+
+
+def plan_rank(
+    slices: AttnSlices,
+    cp_size: int,
+    rank: int,
+    options: ContextParallelOptions = ContextParallelOptions(),
+) -> RankPlan:
+    """The plan of one rank, without communication; recent plans are kept.
+
+    Args:
+        slices: the mask over the whole sequence, the same on every rank.
+        cp_size: number of ranks.
+        rank: this rank.
+        options: the same on every rank.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: if an argument is out of range.
+        NotImplementedError: if the mask is not square.
+    """
+    check_self_attention(slices)
+    check_count("cp_size", cp_size, 1)
+    check_count("rank", rank, 0)
+    if not isinstance(options, ContextParallelOptions):
+        raise TypeError(f"`options` must be ContextParallelOptions, got {type(options).__name__}")
+    if rank >= cp_size:
+        raise ValueError(f"`rank` must be in [0, cp_size = {cp_size}), got {rank}")
+    content = [slices.seqlen_q, slices.seqlen_k, cp_size]
+    for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
+        content += part.flatten().tolist()
+    digest = _digest(content, options)
+    key = digest, rank
+    with _lock:
+        if key in _plans:
+            return recent(_plans, key)
+    plan = _plan(slices, cp_size, rank, options, digest)
+    with _lock:
+        _plans.setdefault(key, plan)
+        return recent(_plans, key)
+
+
+def plan_rank_ahead(
+    slices: AttnSlices,
+    cp_size: int,
+    rank: int,
+    options: ContextParallelOptions = ContextParallelOptions(),
+    device: torch.device | str | None = None,
+) -> Future[RankPlan]:
+    """`plan_rank` on a thread of its own, for the next batch while this one is computed; plans queue up.
+
+    Args:
+        slices: as in `plan_rank`, like `cp_size`, `rank` and `options`.
+        cp_size: see `slices`.
+        rank: see `slices`.
+        options: see `slices`.
+        device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
+
+    Returns:
+        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too.
+    """
+
+    def run() -> RankPlan:
+        plan = plan_rank(slices, cp_size, rank, options)
+        if device is not None:
+            plan.tensors(device)
+        return plan
+
+    return _planner().submit(run)
+
+
+@cache
+def _planner() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="magi-plan")
+
+
+_plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
+_lock = Lock()
+
+
+def _plan(
+    slices: AttnSlices, cp_size: int, rank: int, options: ContextParallelOptions, digest: int
+) -> RankPlan:
+    where = dispatch(
+        slices,
+        cp_size,
+        chunk_size=options.chunk_size,
+        strategy=options.strategy,
+        slack=options.slack,
+        cost=options.cost,
+    )
+    rows = RankRows.of(where)
+    degree, backward_degree = options.degree, options.backward_degree
+    early = options.early and options.cost.starts_early
+    early_backward = options.early and options.cost.backward_starts_early
+    is_early, is_backward_early = False, False
+    may_be_early = (early and degree == 0) or (early_backward and backward_degree == 0)
+    if degree is None or backward_degree is None or may_be_early:
+        loads = StageLoads.of(rows)
+        if degree is None:
+            degree = choose_degree(loads, options.cost, early=early)
+        if backward_degree is None:
+            backward_degree = choose_degree(
+                loads, options.cost, backward=True, early=early_backward
+            )
+        if early and degree == 0 and forward_begins_early(loads, options.cost):
+            degree, is_early = 1, True
+        if early_backward and backward_degree == 0:
+            is_backward_early = backward_begins_early(loads, options.cost)
+    degrees = sorted({degree, backward_degree})
+    plans = plan_communication(rows, degrees).stages(rank)
+    forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
+    return RankPlan(where, rank, digest, forward, backward, is_early, is_backward_early)
+
+
+def _digest(content: list[int], options: ContextParallelOptions) -> int:
+    """63 bits that two different plans do not share."""
+    hasher = hashlib.blake2b(array("q", content).tobytes(), digest_size=8)
+    hasher.update(repr(options).encode())
+    return int.from_bytes(hasher.digest(), "little") >> 1
+
+
+_Kept = TypeVar("_Kept")
+
+
+def recent(kept: OrderedDict[Hashable, _Kept], key: Hashable) -> _Kept:
+    """What is kept under `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept."""
+    kept.move_to_end(key)
+    while len(kept) > CACHE_SIZE:
+        kept.popitem(last=False)
+    return kept[key]
+
+
+# The other end: inside the op
+
+
+class DeviceStage:
+    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them."""
+
+    def __init__(self, slices: AttnSlices, route: Route | None):
+        self.slices = slices
+        self.route = route
+        self._plans: dict[Hashable, list[Tensor]] = {}
+        self._early_plans: dict[Hashable, Any] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        return len(self.slices) == 0
+
+    def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> list[Tensor]:
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._plans:
+            refuse_to_be_recorded(self.slices.q_ranges)
+            self._plans[key] = kernel.plan(self.slices, problem)
+        return self._plans[key]
+
+    def early_backward_plan(self, kernel: EarlyKernel, problem: AttnProblem, rank: int) -> Any:
+        """What an `EarlyKernel` is called with; the near keys are those of `rank`, which is this one."""
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._early_plans:
+            assert self.route is not None
+            plan = self.kernel_plan(kernel, problem)
+            is_near = self.route.derive(_is_from, rank)
+            self._early_plans[key] = kernel.early_backward_plan(plan, is_near, problem)
+        return self._early_plans[key]
+
+
+def _is_from(route: Route, rank: int) -> Tensor:
+    """Which rows of the buffer come from `rank`, bool `[num_received]`."""
+    peer, row, _, count = route.recvs.long().unbind(1)
+    is_from = (peer == rank).int()
+    changes = is_from.new_zeros(route.num_received + 1)
+    changes.index_add_(0, row, is_from)
+    changes.index_add_(0, row + count, -is_from)
+    return changes.cumsum(0)[:-1] > 0
+
+
+class MergedStage:
+    """Near keys, in place, and far ones, in a buffer, in one attention call; none of the two is empty.
+
+    Args:
+        near: the stage of the near keys.
+        far: that of the far ones.
+    """
+
+    def __init__(self, near: DeviceStage, far: DeviceStage):
+        assert far.route is not None
+        self.near, self.far, self.route = near, far, far.route
+        self._early: dict[Hashable, Any] = {}
+
+    @cached_property
+    def side_by_side(self) -> DeviceStage:
+        """The stage over one tensor, near keys in front of far ones."""
+        return self._joined(self.near.slices.seqlen_k)
+
+    def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
+        """What an `EarlyKernel` is called with; None for other kernels."""
+        key = kernel.name, kernel.plan_key(problem)
+        if key not in self._early:
+            plan = None
+            if isinstance(kernel, EarlyKernel):
+                # With a column between near and far ones, so that no run has both.
+                far_begin = self.near.slices.seqlen_k + 1
+                slices = self._joined(far_begin).slices
+                plan = kernel.early_plan(slices, problem, far_begin)
+            self._early[key] = plan
+        return self._early[key]
+
+    def _joined(self, far_begin: int) -> DeviceStage:
+        near, far = self.near.slices, self.far.slices
+        refuse_to_be_recorded(near.q_ranges)
+        slices = AttnSlices.unchecked(
+            torch.cat([near.q_ranges, far.q_ranges]),
+            torch.cat([near.k_ranges, far.k_ranges + far_begin]),
+            torch.cat([near.mask_types, far.mask_types]),
+            near.seqlen_q,
+            far_begin + far.seqlen_k,
+        )
+        return DeviceStage(slices, None)
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlan:
+    """What `PlanTensors` say, ready to run."""
+
+    digest: int
+    rank: int
+    cp_size: int
+    rows: int
+    forward: list[DeviceStage]
+    backward: list[DeviceStage]
+    merged: MergedStage | None  # of the forward stages, if they are one
+    backward_is_early: bool  # of which there is one stage then, with a route
+
+
+_device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
+
+
+def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
+    """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
+    key = (*meta[:2].tolist(), data.device)
+    if key not in _device_plans:
+        _device_plans[key] = _unpack(meta.tolist(), data)
+    return recent(_device_plans, key)
+
+
+def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
+    digest, rank, cp_size, rows, num_forward, num_backward, is_early, is_backward_early = meta[:8]
+    counts = iter(meta[8:])
+    position = 0
+
+    def take_counts(number: int) -> list[int]:
+        return list(itertools.islice(counts, number))
+
+    def take(*shape: int) -> Tensor:
+        nonlocal position
+        begin = position
+        position += torch.Size(shape).numel()
+        return data[begin:position].view(shape)
+
+    def stage() -> DeviceStage:
+        is_local, num_slices, seqlen_k = take_counts(3)
+        ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
+        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k)
+        if is_local:
+            return DeviceStage(slices, None)
+        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
+        host = num_runs + rest + take_counts(4 * sum(num_runs))
+        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size))
+
+    stages = [stage() for _ in range(num_forward + num_backward)]
+    forward, backward = stages[:num_forward], stages[num_forward:]
+    merged = None
+    # A rank of which all keys are near or all are far has one stage anyway.
+    if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
+        merged = MergedStage(*forward)
+    backward_is_early = bool(is_backward_early) and not backward[0].is_empty
+    whose = (digest, rank, cp_size, rows)
+    return DevicePlan(*whose, forward, backward, merged, backward_is_early)

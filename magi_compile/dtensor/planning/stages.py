@@ -1,0 +1,186 @@
+"""Stages: into how many parts the remote keys are cut so that communication hides behind compute.
+
+More stages hide more, and each costs another pass over the rank's query rows: a partial result is written in fp32
+and read again. So what a stage costs does not depend on the mask, and what it hides does. Both directions are simulated
+with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
+attention call over everything.
+
+A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call. Forward it does another pass over
+as few rows as it takes, backward its work on local keys also hides the way home. It takes a little longer over all keys: that pays
+where much moves for what is computed, and where it does not, a pass waits, or a stage hides as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.planning.comm_plan import StageLoads
+from magi_compile.dtensor.planning.cost import CostModel
+
+MAX_DEGREE = 4
+
+#: Degrees whose predicted times differ by less than this are equally fast.
+TIE = 0.003
+
+#: Waves of thread blocks that a remote stage leaves idle backward, of `CostModel.backward_wave_rows` keys each.
+IDLE_WAVES = 0.5
+
+#: How much of what a backward call costs beyond its area comes before it needs keys, and runs beside the cast.
+BEFORE_KEYS = 1 / 3
+
+#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes. On one GPU it is 0
+#: to 3.5 %, most on full masks: thread blocks begin with far keys one after another, and share less of them in the L2 cache.
+EARLY_FORWARD_COST = 0.02
+
+#: By how much longer the backward of an `EarlyKernel` computes. Alone on a GPU it is 0 to 2 %; on four, beside what moves and
+#: at the limit of their power, up to 4 % of a causal or a full mask.
+EARLY_BACKWARD_COST = 0.04
+
+
+def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
+    """A forward pass of the slowest rank."""
+    return _forward(loads, _column([degree]), cost).item()
+
+
+def backward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
+    """A backward pass of the slowest rank: keys are cast again, their gradients go home stage by stage."""
+    return _backward(loads, _column([degree]), cost).item()
+
+
+def early_seconds(loads: StageLoads, cost: CostModel) -> float:
+    """A forward pass with degree 0 of the slowest rank, by a kernel that begins before remote keys are there."""
+    area, local = _areas(loads, cost.seconds_per_area)
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    parts = torch.minimum(cast, local) / area.clamp(min=1e-9)
+    stage = parts.clamp(max=1) * loads.query_rows * cost.stage_seconds_per_row
+    return (_early_forward(area, local, cast) + stage).amax().item()
+
+
+def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
+    """Whether a forward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same.
+
+    That is where it hides more than it costs. What parts of tiles cost is left out: where rows have few keys, tiles
+    without remote ones keep a rank busy for most of the time, and have none.
+    """
+    area, local = _areas(loads, cost.seconds_per_area)
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    return bool(_early_forward(area, local, cast).amax() < (area + cast).amax())
+
+
+def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
+    """The same of a backward pass: local keys keep the kernel busy while remote ones arrive, and while their gradients leave."""
+    cast = _cast_seconds(loads, _column([1]), cost)[0]
+    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
+    moving = cast * (1 + cost.backward_reduce_factor)
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    hidden = local + BEFORE_KEYS * stage
+    computing = area * (1 + EARLY_BACKWARD_COST) + stage
+    return (computing + (moving - hidden).clamp(min=0)).amax().item()
+
+
+def backward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
+    """Whether a backward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same."""
+    return early_backward_seconds(loads, cost) < backward_seconds(loads, 0, cost)
+
+
+def choose_degree(
+    loads: StageLoads,
+    cost: CostModel,
+    *,
+    backward: bool = False,
+    early: bool = False,
+    max_degree: int = MAX_DEGREE,
+) -> int:
+    """The smallest degree within `TIE` of the fastest. All ranks compute the same.
+
+    Args:
+        loads: of all ranks.
+        cost: rates.
+        backward: of the backward pass.
+        early: whether a pass with degree 0 may begin before remote keys are there.
+        max_degree: the largest to consider.
+    """
+    if not int(loads.recv_rows.sum()):
+        return 1  # nothing moves, and keys that are attended in place are not even copied
+    seconds = _backward if backward else _forward
+    predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
+    if early and backward:
+        predicted[0] = min(predicted[0], early_backward_seconds(loads, cost))
+    elif early and forward_begins_early(loads, cost):
+        predicted[0] = early_seconds(loads, cost)
+    return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
+
+
+def _column(degrees: Sequence[int]) -> Tensor:
+    return torch.tensor(degrees, dtype=torch.float64)[:, None]
+
+
+def _forward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
+    """Seconds for each of `degrees`, float64 `[num, 1]`."""
+    area, local = _areas(loads, cost.seconds_per_area)
+    compute = _Compute(local, area - local, area, loads.query_rows * cost.stage_seconds_per_row)
+    _, last = _first_and_last_end(degrees, _cast_seconds(loads, degrees, cost), compute)
+    return last
+
+
+def _backward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
+    """Seconds for each of `degrees`, float64 `[num, 1]`."""
+    cast = _cast_seconds(loads, degrees, cost)
+    parts = degrees.clamp(min=1)
+    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
+    # Half a wave of thread blocks idles at the end of a remote stage: what dealing the tiles of packed documents to
+    # 132 SMs gives, between the mean over ranks and the slowest one.
+    recv_rows = loads.recv_rows.double().clamp(min=1)
+    idle = IDLE_WAVES * cost.backward_wave_rows * parts / recv_rows
+    stage = loads.query_rows * cost.backward_stage_seconds_per_row
+    compute = _Compute(local, (area - local) * (1 + idle), area, stage, BEFORE_KEYS * stage)
+    first, last = _first_and_last_end(degrees, cast, compute)
+    # A reduce starts when the slowest rank has computed the stage and the reduce before is done: either they follow
+    # each other from the first stage on, or the last one starts as its stage ends.
+    reduce = cast[:, 0] * cost.backward_reduce_factor
+    return torch.maximum(first + parts[:, 0] * reduce, last + reduce)
+
+
+def _areas(loads: StageLoads, seconds_per_area: float) -> tuple[Tensor, Tensor]:
+    """Seconds of all keys and of the local ones on each rank, float64 `[cp_size]`."""
+    return loads.area.double() * seconds_per_area, loads.local_area.double() * seconds_per_area
+
+
+def _early_forward(area: Tensor, local: Tensor, cast: Tensor) -> Tensor:
+    """Seconds of a forward pass that begins early on each rank, but for those that parts of tiles cost."""
+    return area * (1 + EARLY_FORWARD_COST) + (cast - local).clamp(min=0)
+
+
+def _cast_seconds(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:
+    """One cast, `[num, 1]`; the slowest link decides."""
+    rows = max(int(loads.recv_rows.max()), int(loads.send_rows.max()))
+    return cost.latency_seconds + rows * cost.seconds_per_row / degrees.clamp(min=1)
+
+
+class _Compute(NamedTuple):
+    """Seconds of compute on each rank, float64, broadcast to `[num, cp_size]`."""
+
+    local: Tensor  # of local keys in a call of their own
+    remote: Tensor  # of remote keys
+    merged: Tensor  # of all keys in one call
+    stage: float  # what a call costs beyond that
+    before_keys: float = 0.0  # of which so much needs no keys
+
+
+def _first_and_last_end(degrees: Tensor, cast: Tensor, compute: _Compute) -> tuple[Tensor, Tensor]:
+    """When the slowest rank is done with the first and with the last stage that needs a cast, `[num]` each.
+
+    A stage starts once the stage before is done, and goes on once its keys have arrived. Stages and casts take equally long
+    each, so stages either follow each other from the first one on, or the last one goes on as its cast ends.
+    """
+    has_local, parts = degrees > 0, degrees.clamp(min=1)
+    done = torch.where(has_local, compute.local + compute.stage, 0.0)
+    stage = torch.where(has_local, compute.remote / parts, compute.merged) + compute.stage
+    with_keys = stage - compute.before_keys
+    first = torch.maximum(done + compute.before_keys, cast) + with_keys
+    last = torch.maximum(first + (parts - 1) * stage, parts * cast + with_keys)
+    return first.amax(1), last.amax(1)

@@ -1,0 +1,262 @@
+"""Group collectives, the contract: rows go exactly where they are needed, and partial results come home.
+
+    cast      home rows -> buffers    every rank gets the rows its route names, each once
+    reduce    buffers -> home rows    the same way back; what arrives for one row adds up in fp32
+
+Implementations are listed in `COLLECTIVES` and found by `select`. One is an object with
+
+    refusals(group, device)              why it can not serve; equal on every rank, so that all choose alike
+    signals(group, device)               how a kernel that runs hears of a cast, and a reduce of a kernel; None where they can not
+    casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
+    outbox(like, route, group)           buffers for the next reduce, best written in place
+    start_reduce(tensors, route, group)  starts a reduce
+
+Ranks call in the same order with the same number of routes, also those that neither send nor receive. Nothing makes
+the host wait for the device: a call enqueues work behind what the current stream holds, `PendingCast.wait` and
+`PendingReduce.write_sums` make the current stream wait for it. Meanwhile the caller computes on the current stream, and
+may start a reduce while a cast is under way. The tensors of a cast are neither written nor freed before the iterator
+is exhausted, which happens right after the last `wait`; those of a reduce not before its `write_sums`. Buffers belong to
+the caller. Sums add up in a fixed order: equal inputs give equal bits.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_compile.kernels.base import Signals
+
+logger = logging.getLogger("magi_compile")
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One rank's share of a collective: runs of rows, in the columns `peer, row, peer_row, count`.
+
+    Between two ranks, runs come in the same order on both sides. Home rows may go to several ranks; no row goes to
+    one rank twice. The rows of the buffer are `0 .. num_received - 1`, each filled once.
+
+    Attributes:
+        sends: int32 `[num_sends, 4]` on the device of the data, ordered by peer: the home rows from `row` on go to
+            the rows from `peer_row` on in the buffer of `peer`. `peer` may be the rank itself.
+        recvs: int32 `[num_recvs, 4]`, likewise: the rows from `row` on in the buffer are the home rows from
+            `peer_row` on of `peer`.
+        host_sends: `sends` on the CPU.
+        host_recvs: `recvs` on the CPU.
+        send_counts: rows sent to each rank.
+        recv_counts: rows received from each rank.
+        peak_received: the largest `num_received` of any rank.
+    """
+
+    sends: Tensor
+    recvs: Tensor
+    host_sends: Tensor
+    host_recvs: Tensor
+    send_counts: list[int]
+    recv_counts: list[int]
+    peak_received: int
+    _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def unpack(host: list[int], runs: Tensor, cp_size: int) -> Route:
+        """A route of `[num_sends, num_recvs, peak_received, *send_counts, *recv_counts, *sends, *recvs]`, with
+        `runs`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`."""
+        num_sends, num_recvs, peak_received, *rest = host
+        counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
+        on_host = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
+        sends, recvs = runs.split([num_sends, num_recvs])
+        host_sends, host_recvs = on_host.split([num_sends, num_recvs])
+        send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
+        return Route(sends, recvs, host_sends, host_recvs, send_counts, recv_counts, peak_received)
+
+    def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
+        """`make(self, *arguments)`, made once: what an implementation needs of the route.
+
+        Raises:
+            RuntimeError: if it would have to be made while a graph is being captured.
+        """
+        if make not in self._derived:
+            refuse_to_be_recorded(self.sends)
+            self._derived[make] = make(self, *arguments)
+        return self._derived[make]
+
+    @property
+    def num_sent(self) -> int:
+        return sum(self.send_counts)
+
+    @property
+    def num_received(self) -> int:
+        """Rows of the buffer."""
+        return sum(self.recv_counts)
+
+
+def refuse_to_be_recorded(x: Tensor) -> None:
+    """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and what
+    is kept would hold nothing before the first replay.
+
+    Raises:
+        RuntimeError: while a graph is being captured.
+    """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "what a plan needs on the device is made when it is first used, which can not be recorded: "
+            "run the step once before it is captured in a graph"
+        )
+
+
+class KernelSignals(NamedTuple):
+    """Two words of a device, 0 for all that is enqueued behind `begin`."""
+
+    words: Tensor  # int32 [2]: 1 once a cast's rows are there; 1 once a kernel's rows may leave
+    begin: torch.cuda.Event
+
+    @property
+    def addresses(self) -> Signals:
+        at = self.words.data_ptr()
+        return Signals(at, at + self.words.element_size())
+
+
+class PendingCast(Protocol):
+    """A cast under way.
+
+    Attributes:
+        sms: that it needs and may still be waiting for, so that an attention kernel beside it had better leave them free.
+    """
+
+    sms: int
+
+    @property
+    def buffers(self) -> Sequence[Tensor]:
+        """What `wait` returns, before the rows are there."""
+        ...
+
+    def wait(self) -> Sequence[Tensor]:
+        """The buffers `[num_received, ...]`, in the order of the tensors that were cast."""
+        ...
+
+
+class PendingReduce(Protocol):
+    """A reduce under way."""
+
+    def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        """Writes the contiguous `outs [rows, ...]`, of one dtype, in the order of the reduced tensors: what arrives, on top
+        of the contiguous `prior` of the same shapes if there is one. Added up in fp32 or wider, rounded once."""
+        ...
+
+
+class Collective(Protocol):
+    """One implementation. Instances hold no state but caches."""
+
+    name: str
+
+    def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+        """Every reason why this can not serve; empty when it can. The same on every rank of `group`."""
+        ...
+
+    def signals(self, group: dist.ProcessGroup, device: torch.device) -> KernelSignals | None:
+        """Signals for the next cast in `group` and the reduce that follows; the same kind of answer on every rank."""
+        ...
+
+    def casts(
+        self,
+        tensors: Sequence[Tensor],
+        routes: Sequence[Route],
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
+    ) -> Iterator[PendingCast]:
+        """Casts of `tensors [rows, ...]`, of one dtype, one for each route; the next starts at each `next`.
+
+        With `signals`, made before, there is one route, and its rows are there once the first word is 1.
+        """
+        ...
+
+    def outbox(
+        self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> Sequence[Tensor]:
+        """Contiguous buffers `[num_received, ...]` with rows like those of the tensors `like`, which the next `start_reduce`
+        on `route` sends from where they are, without another copy.
+
+        Not while a reduce is under way: the current stream may wait for its end before it may write to them.
+        """
+        ...
+
+    def start_reduce(
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
+    ) -> PendingReduce:
+        """Starts to send the rows of the buffers `tensors [num_received, ...]`, of one dtype, home.
+
+        With `signals` these are an outbox made behind `signals.begin`, and the rows leave as soon as the second word is 1. What
+        makes it 1 is enqueued already.
+        """
+        ...
+
+
+# "module:Class" by name, in order of preference; resolved at first use.
+COLLECTIVES: dict[str, str] = {
+    "native": "magi_compile.dtensor.transport.native:NativeCollective",
+    "all_to_all": "magi_compile.dtensor.transport.all_to_all:AllToAll",
+}
+
+
+def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing; why the
+    others do is logged.
+
+    Raises:
+        ValueError: if there is none of that name.
+        NotImplementedError: if every considered one refuses, with all reasons.
+    """
+    chosen = _chosen.setdefault(group, {})
+    if (name, device) not in chosen:
+        chosen[name, device] = _select(name, group, device)
+    return chosen[name, device]
+
+
+_chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()
+
+
+def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    if name != "auto" and name not in COLLECTIVES:
+        raise ValueError(
+            f"`collective` must be one of auto, {', '.join(COLLECTIVES)}, got {name!r}"
+        )
+    reasons: list[str] = []
+    for considered in COLLECTIVES if name == "auto" else (name,):
+        refusals = _refusals(considered, group, device)
+        if not refusals:
+            if reasons and group.rank() == 0:
+                listed = "\n".join(reasons)
+                logger.info("the collective for %s is %s, because\n%s", device, considered, listed)
+            return _load(considered)
+        reasons += [f"  {considered}: {why}" for why in refusals]
+    listed = "\n".join(reasons)
+    raise NotImplementedError(f"no collective can serve {device}:\n{listed}")
+
+
+@cache
+def _load(name: str) -> Collective:
+    module_name, _, class_name = COLLECTIVES[name].partition(":")
+    return getattr(importlib.import_module(module_name), class_name)()
+
+
+def _refusals(name: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+    try:
+        collective = _load(name)
+    except ImportError as error:
+        return [f"can not be imported: {error}"]
+    return collective.refusals(group, device)

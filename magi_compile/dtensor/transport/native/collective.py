@@ -1,0 +1,240 @@
+"""The native implementation of group collectives, see `collectives.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_compile.dtensor.transport import rows
+from magi_compile.dtensor.transport.collectives import KernelSignals, Route
+from magi_compile.dtensor.transport.native.peers import refusals
+from magi_compile.dtensor.transport.native.pulls import SMS, Pulls, Targets
+from magi_compile.dtensor.transport.native.window import Slot, Window, round_up
+
+PART_ALIGNMENT = 256  # of what lies in a slot, in bytes
+
+
+class NativeCollective:
+    """Rows are read from their owner's memory. For GPUs of one host that reach each other's memory.
+
+    Home rows are as many on every rank. Buffers of all casts of one call are allocated together.
+
+    Args:
+        engine: how rows are read, "copy_engine" or "sms"; None takes the faster one for each route.
+    """
+
+    name = "native"
+
+    def __init__(self, engine: str | None = None):
+        self._engine = engine
+        self._windows: WeakKeyDictionary[dist.ProcessGroup, dict[str, Window]] = WeakKeyDictionary()
+
+    def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
+        return refusals(group, device, self)
+
+    def signals(self, group: dist.ProcessGroup, device: torch.device) -> KernelSignals | None:
+        # Branches of a graph need not run beside each other, and one of these waits for the other's kernel.
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        words = self._window("reduces", group, device).words
+        words.zero_()
+        return KernelSignals(words, torch.cuda.current_stream(device).record_event())
+
+    def casts(
+        self,
+        tensors: Sequence[Tensor],
+        routes: Sequence[Route],
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
+    ) -> Iterator[_Cast]:
+        if not routes:
+            return
+        orders = [route.derive(_CastOrder, group.rank(), group.size()) for route in routes]
+        received = [route.num_received for route in routes]
+        window = self._window("casts", group, tensors[0].device)
+        current = torch.cuda.current_stream(tensors[0].device)
+        slot = _publish(window, tensors, current)
+        packed = tensors[0].new_empty(sum(received), sum(rows.widths(tensors)))
+        met = window.meet(slot, current)
+        like = [x[:0] for x in tensors]
+        for order, part in zip(orders, packed.split(received), strict=True):
+            self._pull(order.pulls, slot, [(0, part)], window.stream, met)
+            if signals is not None:
+                window.tell(signals.addresses.have_arrived)
+            done = window.end()
+            buffers = rows.split(part, like)
+            rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
+            yield _Cast(buffers, window, done)
+
+    def outbox(
+        self, like: Sequence[Tensor], route: Route, group: dist.ProcessGroup
+    ) -> list[Tensor]:
+        window = self._window("reduces", group, like[0].device)
+        current = torch.cuda.current_stream(like[0].device)
+        offsets, num_bytes = _places(like, route)
+        return _parts(window.next_slot(num_bytes, current), offsets, like, route)
+
+    def start_reduce(
+        self,
+        tensors: Sequence[Tensor],
+        route: Route,
+        group: dist.ProcessGroup,
+        signals: KernelSignals | None = None,
+    ) -> _Reduce:
+        order = route.derive(_ReduceOrder, group.rank(), group.size())
+        window = self._window("reduces", group, tensors[0].device)
+        current = torch.cuda.current_stream(tensors[0].device)
+        offsets, num_bytes = _places(tensors, route)
+        slot = window.next_slot(num_bytes, current)
+        for x, part in zip(tensors, _parts(slot, offsets, tensors, route), strict=True):
+            if x.data_ptr() != part.data_ptr():
+                part.copy_(x)
+        met = None
+        if signals is None:
+            arrived = _room(tensors, order.pulls.num_rows)
+            met = window.meet(slot, current)
+        else:
+            window.meet_when(slot, signals.addresses.are_complete, signals.begin)
+            # What the current stream frees may be in use until that kernel ends, for which these rows do not wait. What
+            # this one frees may be read by the current stream, but not any more behind `begin`.
+            with torch.cuda.stream(window.stream):
+                arrived = _room(tensors, order.pulls.num_rows)
+        targets = list(zip(offsets, arrived, strict=True))
+        self._pull(order.pulls, slot, targets, window.stream, met)
+        return _Reduce(tensors, arrived, order, window, window.end())
+
+    def _window(self, purpose: str, group: dist.ProcessGroup, device: torch.device) -> Window:
+        windows = self._windows.setdefault(group, {})
+        if purpose not in windows:
+            windows[purpose] = Window(group, device)
+        return windows[purpose]
+
+    def _pull(
+        self,
+        pulls: Pulls,
+        slot: Slot,
+        targets: Targets,
+        stream: torch.cuda.Stream,
+        met: torch.cuda.Event | None = None,
+    ) -> None:
+        row_bytes = sum(x.shape[1] * x.element_size() for _, x in targets)
+        engine = self._engine or pulls.engine(row_bytes // len(targets))
+        pulls.enqueue(slot, targets, engine, stream)
+        if engine == SMS and met is not None:
+            # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and
+            # keep these few out until it ends.
+            torch.cuda.current_stream(slot.memory.device).wait_event(met)
+
+
+class _Cast:
+    sms = 0  # copy engines need none, and attention waits for what does, see `_pull`
+
+    def __init__(self, buffers: list[Tensor], window: Window, done: torch.cuda.Event):
+        self.buffers, self._window, self._done = buffers, window, done
+
+    def wait(self) -> list[Tensor]:
+        self._window.wait(self._done, torch.cuda.current_stream(self.buffers[0].device))
+        return self.buffers
+
+
+class _Reduce:
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        arrived: Sequence[Tensor],
+        order: _ReduceOrder,
+        window: Window,
+        done: torch.cuda.Event,
+    ):
+        self._tensors, self._arrived, self._order = tensors, arrived, order
+        self._window, self._done = window, done
+
+    def write_sums(self, outs: Sequence[Tensor], prior: Sequence[Tensor] | None = None) -> None:
+        self._window.wait(self._done, torch.cuda.current_stream(outs[0].device))
+        self._order.sums(len(outs[0])).write(outs, prior, self._tensors, self._arrived)
+
+
+def _publish(window: Window, tensors: Sequence[Tensor], current: torch.cuda.Stream) -> Slot:
+    """The next slot, with the rows of all tensors side by side."""
+    first, width = tensors[0], sum(rows.widths(tensors))
+    num_bytes = first.shape[0] * width * first.element_size()
+    slot = window.next_slot(num_bytes, current)
+    packed = slot.memory[:num_bytes].view(first.dtype).view(first.shape[0], width)
+    torch.cat([x.flatten(1) for x in tensors], 1, out=packed)
+    return slot
+
+
+def _places(tensors: Sequence[Tensor], route: Route) -> tuple[list[int], int]:
+    """Where in a slot the tensors of a reduce begin, the same on all ranks, and how many bytes they take."""
+    ends = [0]
+    for x, width in zip(tensors, rows.widths(tensors), strict=True):
+        num_bytes = route.peak_received * width * x.element_size()
+        ends.append(round_up(ends[-1] + num_bytes, PART_ALIGNMENT))
+    return ends[:-1], ends[-1]
+
+
+def _parts(
+    slot: Slot, offsets: Sequence[int], like: Sequence[Tensor], route: Route
+) -> list[Tensor]:
+    """The tensors `[num_received, ...]` of a reduce in a slot."""
+    shapes = [(route.num_received, *x.shape[1:]) for x in like]
+    return [
+        slot.memory[begin : begin + math.prod(shape) * x.element_size()].view(x.dtype).view(shape)
+        for begin, shape, x in zip(offsets, shapes, like, strict=True)
+    ]
+
+
+def _room(like: Sequence[Tensor], num_rows: int) -> list[Tensor]:
+    return [x.new_empty(num_rows, width) for x, width in zip(like, rows.widths(like), strict=True)]
+
+
+class _CastOrder:
+    """What a rank reads in a cast, and the rows that it has itself."""
+
+    def __init__(self, route: Route, rank: int, size: int):
+        runs, own = _apart(route.recvs, route.host_recvs, rank)
+        host_runs, _ = _apart(route.host_recvs, route.host_recvs, rank)
+        self.pulls = Pulls(runs, host_runs, rank, size)
+        num_own = route.recv_counts[rank]
+        self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
+        self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
+
+
+class _ReduceOrder:
+    """What a rank reads in a reduce, in the order of peers, where that adds up, and the rows that it has itself."""
+
+    def __init__(self, route: Route, rank: int, size: int):
+        runs, own = _apart(route.sends, route.host_sends, rank)
+        host_runs, _ = _apart(route.host_sends, route.host_sends, rank)
+        self.pulls = Pulls(_one_after_another(runs), _one_after_another(host_runs), rank, size)
+        num_own = route.send_counts[rank]
+        self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
+        self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
+        self._home_rows = rows.rows_of(runs[:, 1], runs[:, 3], self.pulls.num_rows)
+        self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
+        self._sums: dict[int, rows.Sums] = {}
+
+    def sums(self, num_rows: int) -> rows.Sums:
+        if num_rows not in self._sums:
+            own = (self.own_home_rows, self.own_buffer_rows)
+            self._sums[num_rows] = rows.Sums(self._home_rows, num_rows, self._counts, *own)
+        return self._sums[num_rows]
+
+
+def _apart(runs: Tensor, host_runs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The runs whose peer is another rank, and those whose peer is `rank` itself."""
+    peers, own = host_runs[:, 0].contiguous(), host_runs.new_tensor([rank, rank + 1])
+    first, last = torch.searchsorted(peers, own).tolist()
+    return torch.cat([runs[:first], runs[last:]]), runs[first:last]
+
+
+def _one_after_another(sends: Tensor) -> Tensor:
+    """`sends` of a route as runs to read: into a buffer that holds one after another."""
+    peer, _, peer_row, count = sends.unbind(1)
+    row = count.cumsum(0, dtype=count.dtype) - count
+    return torch.stack([peer, row, peer_row, count], 1)

@@ -1,0 +1,94 @@
+"""Reading rows from the slots of peers: by copy engines where runs of rows are long, by a few SMs otherwise."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from types import ModuleType
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from magi_compile.dtensor.planning.ranges import expand
+from magi_compile.dtensor.transport.native import stream_ops
+from magi_compile.dtensor.transport.native.window import Slot
+
+COPY_ENGINE, SMS = "copy_engine", "sms"
+# On average. Of copies of 64 KB an H200's engine makes 222 GB/s, from 256 KB on 356; each takes the host most of a
+# microsecond. A few SMs make 300.
+MIN_BYTES_OF_A_COPY = 1 << 18
+
+#: Where in a slot rows begin, a multiple of 16 bytes, and the contiguous tensor `[rows, width]` to read them into.
+Targets: TypeAlias = Sequence[tuple[int, Tensor]]
+
+
+class Pulls:
+    """The rows that this rank reads in one go, and what the engines make of them once.
+
+    Attributes:
+        num_rows: how many.
+
+    Args:
+        runs: int32 `[num_runs, 4]`, ordered by peer: `peer, target_row, source_row, count`.
+        host_runs: the same on the CPU.
+        rank: this rank.
+        size: number of ranks.
+    """
+
+    def __init__(self, runs: Tensor, host_runs: Tensor, rank: int, size: int):
+        self._runs, self._host_runs, self._rank, self._size = runs, host_runs, rank, size
+        self.num_rows = int(host_runs[:, 3].sum())
+        # Every rank begins with the one after it, so that no rank is read by all at once.
+        turn = (host_runs[:, 0] - rank - 1) % size
+        self._copies = host_runs[torch.argsort(turn, stable=True)].tolist()
+
+    def engine(self, row_bytes: int) -> str:
+        """The faster one for rows of this size, on average."""
+        is_long = self.num_rows * row_bytes >= MIN_BYTES_OF_A_COPY * len(self._copies)
+        return COPY_ENGINE if is_long else SMS
+
+    def enqueue(self, slot: Slot, targets: Targets, engine: str, stream: torch.cuda.Stream) -> None:
+        """Reads into `targets`."""
+        targets = [part for part in targets if part[1].shape[1]]
+        if not self.num_rows or not targets:
+            return
+        if engine == COPY_ENGINE:
+            copies = [copy for part in targets for copy in self._copies_to(slot, *part)]
+            where, sources, sizes = (list(column) for column in zip(*copies, strict=True))
+            stream_ops.copy(where, sources, sizes, stream)
+            return
+        with torch.cuda.stream(stream):
+            for offset, target in targets:
+                _kernel().pull(target, self.places, slot.device_addresses, offset)
+
+    def _copies_to(self, slot: Slot, offset: int, target: Tensor) -> Iterator[tuple[int, int, int]]:
+        """Target, source and number of bytes of each copy."""
+        row_bytes = target.shape[1] * target.element_size()
+        base = target.data_ptr()
+        for peer, target_row, source_row, count in self._copies:
+            source = slot.addresses[peer] + offset + source_row * row_bytes
+            yield base + target_row * row_bytes, source, count * row_bytes
+
+    @cached_property
+    def places(self) -> Tensor:
+        """int32 `[3, num_rows]` on the device, `peer, source_row, target_row`, with the peers in turn all along."""
+        # On the device throughout, because a copy from the host would wait for the stream.
+        size, runs = self._size, self._runs
+        of_peer = runs.new_zeros(size).index_add_(0, runs[:, 0], runs[:, 3])
+        before = of_peer.cumsum(0) - of_peer
+        run, step = expand(runs[:, 3], self.num_rows)
+        peer, target_row, source_row, _ = runs[run].unbind(1)
+        # In proportion, so that the last rows of all peers are read together.
+        position = torch.arange(self.num_rows, device=runs.device) - before[peer]
+        share = (position.double() + 0.5) / of_peer[peer]
+        turn = (peer - self._rank - 1) % size
+        order = torch.argsort(share + turn * 1e-9)
+        places = torch.stack([peer, source_row + step, target_row + step])
+        return places[:, order].to(torch.int32).contiguous()
+
+
+def _kernel() -> ModuleType:
+    """Imported at first use, because Triton need not be installed."""
+    return importlib.import_module("magi_compile.dtensor.transport.native.pull_triton")

@@ -1,0 +1,65 @@
+"""Attention across ranks against the oracle, run by the tests on CPUs and on GPUs."""
+
+import torch
+import torch.distributed as dist
+
+from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+
+OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
+
+
+def shard(x, positions):
+    """The rows `positions` of `x`, with random rows where the sequence is padded."""
+    padding = torch.randn(int(positions.max()) + 1, *x.shape[1:], device=x.device).to(x.dtype)
+    padding[: x.shape[0]] = x[: padding.shape[0]]
+    return padding[positions.to(x.device)]
+
+
+def gather(group, local, plan):
+    """The whole sequence from every rank's rows."""
+    dtype = local.dtype
+    local = local.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    parts = [torch.empty_like(local) for _ in range(plan.dispatch.cp_size)]
+    dist.all_gather(parts, local, group)
+    order = plan.dispatch.inverse_positions()[: plan.dispatch.total]
+    return torch.cat(parts).view(dtype)[order.to(local.device)]
+
+
+def run_on_ranks(
+    group, case, options, dtype, *, device="cpu", is_compiled=False, **attention_options
+):
+    """Forward and backward on this rank; rank 0 compares the whole with the oracle."""
+    plan = plan_rank(case.slices(), group.size(), group.rank(), options)
+    inputs, problem = case.inputs(dtype, device), case.problem(dtype, device)
+    where = plan.dispatch.positions(plan.rank)
+    q, k, v, dout = (shard(x, where) for x in inputs[:4])
+    dlse = shard(inputs.dlse.t(), where).t()
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    def attend(q, k, v, tensors):
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            tensors,
+            group.group_name,
+            softmax_scale=problem.softmax_scale,
+            softcap=problem.softcap,
+            **attention_options,
+        )
+
+    if is_compiled:
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
+    out, lse = attend(q, k, v, plan.tensors(device))
+    # Rows of padding have gradients of zero: what they see is nothing.
+    is_real = (where < plan.dispatch.total).to(device)
+    dout = dout * is_real[:, None, None]
+    dlse = dlse.masked_fill(~is_real, 0.0)
+    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.contiguous()))
+    locals_ = [out.detach(), lse.detach().t(), *grads]
+    out, lse, *grads = (gather(group, x, plan) for x in locals_)
+    if group.rank() == 0:
+        results = AttentionResults(out, lse.t(), *grads)
+        assert_attention_close(results, inputs, case.slices(device), problem)

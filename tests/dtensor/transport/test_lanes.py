@@ -1,0 +1,112 @@
+"""In which order an exchange between GPUs is enqueued, on streams that only write it down."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from magi_compile.dtensor.transport import all_to_all
+from magi_compile.dtensor.transport.all_to_all import Exchange
+
+
+class Stream:
+    """What is enqueued on it, in words; an event is a number."""
+
+    def __init__(self, *_, **__):
+        self.work = []
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    def record_event(self):
+        event = object()
+        self.work.append(("record", event))
+        return event
+
+    def wait_event(self, event):
+        self.work.append(("wait", event))
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+class Group:
+    pass
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The current stream, and every one that is made."""
+    current, made = Stream(), []
+
+    def make(*_, **__):
+        made.append(Stream())
+        return made[-1]
+
+    active = [current]
+
+    @contextmanager
+    def using(stream):
+        active.append(stream)
+        yield
+        active.pop()
+
+    def exchange(incoming, outgoing, recv, send, group):
+        active[-1].work.append("exchange")
+
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: active[-1])
+    monkeypatch.setattr(torch.cuda, "stream", using)
+    monkeypatch.setattr(dist, "all_to_all_single", exchange)
+    monkeypatch.setattr(all_to_all, "_lanes", type(all_to_all._lanes)())
+    return current, made
+
+
+def start(group):
+    return Exchange(torch.zeros(3, 2).as_subclass(OnGpu), [3, 0], [1, 1], group)
+
+
+def test_an_exchange_is_behind_what_it_sends_and_in_front_of_what_follows(streams):
+    current, made = streams
+    exchange = start(Group())
+    (lane,) = made
+    (_, packed), (_, reached) = current.work
+    assert lane.work[:2] == [("wait", packed), ("record", reached)]
+    assert lane.work[2] == "exchange"
+    _, done = lane.work[3]
+    exchange.wait()
+    assert current.work[2:] == [("wait", done)]
+
+
+def test_nobody_waits_for_an_exchange_in_front_of_another(streams):
+    current, _ = streams
+    group = Group()
+    first = start(group)
+    second = start(group)
+    assert [what for what, _ in current.work] == ["record", "wait", "record"]
+    first.wait()
+    second.wait()
+    start(group)
+    assert [what for what, _ in current.work[3:]] == ["wait", "wait", "record", "wait"]
+
+
+def test_an_exchange_that_an_error_dropped_is_not_in_front_of_the_next(streams):
+    current, made = streams
+    group = Group()
+    start(group)
+    gc.collect()
+    start(group)
+    assert [what for what, _ in current.work] == ["record", "wait"] * 2
+    assert len(made) == 1
+
+
+def test_groups_have_lanes_of_their_own(streams):
+    _, made = streams
+    groups = Group(), Group()
+    exchanges = [start(group) for group in groups]
+    assert len(made) == len(exchanges) == 2
