@@ -37,15 +37,11 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from magi_compile.dtensor import attention
+from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.comm_plan import Stage
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
-from magi_compile.dtensor.planning.rank_plan import (
-    ContextParallelOptions,
-    RankPlan,
-    plan_rank,
-    unpack,
-)
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, RankPlan, plan_rank
 from magi_compile.dtensor.tools.calibrate import calibrate
 from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, Collective, Route, select

@@ -32,7 +32,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.dtensor.transport import rows
 from magi_compile.dtensor.transport.collectives import Collective, Route, select

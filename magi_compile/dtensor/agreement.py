@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 from magi_compile import _compat
-from magi_compile.dtensor.planning.rank_plan import DevicePlan, recent
+from magi_compile.dtensor.execution import DevicePlan
+from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import refuse_to_be_recorded
 
 FIRST_PLANS = 16  # of a group that are compared

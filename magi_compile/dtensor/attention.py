@@ -22,13 +22,8 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.agreement import require_agreement
-from magi_compile.dtensor.planning.rank_plan import (
-    DevicePlan,
-    DeviceStage,
-    MergedStage,
-    PlanTensors,
-    unpack,
-)
+from magi_compile.dtensor.execution import DevicePlan, DeviceStage, MergedStage, unpack
+from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.transport.collectives import (
     Collective,
     KernelSignals,

@@ -7,8 +7,9 @@ import torch
 
 from magi_compile.dtensor import attention
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, select
 from magi_compile.kernels import select as kernels
 from magi_compile.kernels.select import problem_of

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from magi_compile.dtensor.attention import backward, forward
+from magi_compile.dtensor.execution import unpack
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.dispatch import dispatch
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.planning.stages import (
     EARLY_BACKWARD_COST,
     TIE,

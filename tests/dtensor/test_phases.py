@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from magi_compile.dtensor.attention import backward, forward
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank, unpack
+from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of

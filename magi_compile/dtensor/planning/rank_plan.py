@@ -17,9 +17,9 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache
 from threading import Lock
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,8 +42,6 @@ from magi_compile.dtensor.planning.stages import (
     choose_degree,
     forward_begins_early,
 )
-from magi_compile.dtensor.transport.collectives import Route, refuse_to_be_recorded
-from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
 from magi_compile.masks.slices import AttnSlices
 
 CACHE_SIZE = 64
@@ -267,151 +265,3 @@ def recent(kept: OrderedDict[Hashable, _Kept], key: Hashable) -> _Kept:
     while len(kept) > CACHE_SIZE:
         kept.popitem(last=False)
     return kept[key]
-
-
-# The other end: inside the op
-
-
-class DeviceStage:
-    """A stage as the op runs it: slices and rows on the device, and the kernel's own plans of them."""
-
-    def __init__(self, slices: AttnSlices, route: Route | None):
-        self.slices = slices
-        self.route = route
-        self._plans: dict[Hashable, list[Tensor]] = {}
-        self._early_plans: dict[Hashable, Any] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        return len(self.slices) == 0
-
-    def kernel_plan(self, kernel: Kernel, problem: AttnProblem) -> list[Tensor]:
-        key = kernel.name, kernel.plan_key(problem)
-        if key not in self._plans:
-            refuse_to_be_recorded(self.slices.q_ranges)
-            self._plans[key] = kernel.plan(self.slices, problem)
-        return self._plans[key]
-
-    def early_backward_plan(self, kernel: EarlyKernel, problem: AttnProblem, rank: int) -> Any:
-        """What an `EarlyKernel` is called with; the near keys are those of `rank`, which is this one."""
-        key = kernel.name, kernel.plan_key(problem)
-        if key not in self._early_plans:
-            assert self.route is not None
-            plan = self.kernel_plan(kernel, problem)
-            is_near = self.route.derive(_is_from, rank)
-            self._early_plans[key] = kernel.early_backward_plan(plan, is_near, problem)
-        return self._early_plans[key]
-
-
-def _is_from(route: Route, rank: int) -> Tensor:
-    """Which rows of the buffer come from `rank`, bool `[num_received]`."""
-    peer, row, _, count = route.recvs.long().unbind(1)
-    is_from = (peer == rank).int()
-    changes = is_from.new_zeros(route.num_received + 1)
-    changes.index_add_(0, row, is_from)
-    changes.index_add_(0, row + count, -is_from)
-    return changes.cumsum(0)[:-1] > 0
-
-
-class MergedStage:
-    """Near keys, in place, and far ones, in a buffer, in one attention call; none of the two is empty.
-
-    Args:
-        near: the stage of the near keys.
-        far: that of the far ones.
-    """
-
-    def __init__(self, near: DeviceStage, far: DeviceStage):
-        assert far.route is not None
-        self.near, self.far, self.route = near, far, far.route
-        self._early: dict[Hashable, Any] = {}
-
-    @cached_property
-    def side_by_side(self) -> DeviceStage:
-        """The stage over one tensor, near keys in front of far ones."""
-        return self._joined(self.near.slices.seqlen_k)
-
-    def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
-        """What an `EarlyKernel` is called with; None for other kernels."""
-        key = kernel.name, kernel.plan_key(problem)
-        if key not in self._early:
-            plan = None
-            if isinstance(kernel, EarlyKernel):
-                # With a column between near and far ones, so that no run has both.
-                far_begin = self.near.slices.seqlen_k + 1
-                slices = self._joined(far_begin).slices
-                plan = kernel.early_plan(slices, problem, far_begin)
-            self._early[key] = plan
-        return self._early[key]
-
-    def _joined(self, far_begin: int) -> DeviceStage:
-        near, far = self.near.slices, self.far.slices
-        refuse_to_be_recorded(near.q_ranges)
-        slices = AttnSlices.unchecked(
-            torch.cat([near.q_ranges, far.q_ranges]),
-            torch.cat([near.k_ranges, far.k_ranges + far_begin]),
-            torch.cat([near.mask_types, far.mask_types]),
-            near.seqlen_q,
-            far_begin + far.seqlen_k,
-        )
-        return DeviceStage(slices, None)
-
-
-@dataclass(frozen=True, eq=False)
-class DevicePlan:
-    """What `PlanTensors` say, ready to run."""
-
-    digest: int
-    rank: int
-    cp_size: int
-    rows: int
-    forward: list[DeviceStage]
-    backward: list[DeviceStage]
-    merged: MergedStage | None  # of the forward stages, if they are one
-    backward_is_early: bool  # of which there is one stage then, with a route
-
-
-_device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
-
-
-def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
-    """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
-    key = (*meta[:2].tolist(), data.device)
-    if key not in _device_plans:
-        _device_plans[key] = _unpack(meta.tolist(), data)
-    return recent(_device_plans, key)
-
-
-def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    digest, rank, cp_size, rows, num_forward, num_backward, is_early, is_backward_early = meta[:8]
-    counts = iter(meta[8:])
-    position = 0
-
-    def take_counts(number: int) -> list[int]:
-        return list(itertools.islice(counts, number))
-
-    def take(*shape: int) -> Tensor:
-        nonlocal position
-        begin = position
-        position += torch.Size(shape).numel()
-        return data[begin:position].view(shape)
-
-    def stage() -> DeviceStage:
-        is_local, num_slices, seqlen_k = take_counts(3)
-        ranges = take(num_slices, 2), take(num_slices, 2), take(num_slices)
-        slices = AttnSlices.unchecked(*ranges, rows, seqlen_k)
-        if is_local:
-            return DeviceStage(slices, None)
-        num_runs, rest = take_counts(2), take_counts(1 + 2 * cp_size)
-        host = num_runs + rest + take_counts(4 * sum(num_runs))
-        return DeviceStage(slices, Route.unpack(host, take(sum(num_runs), 4), cp_size))
-
-    stages = [stage() for _ in range(num_forward + num_backward)]
-    forward, backward = stages[:num_forward], stages[num_forward:]
-    merged = None
-    # A rank of which all keys are near or all are far has one stage anyway.
-    if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
-        merged = MergedStage(*forward)
-    backward_is_early = bool(is_backward_early) and not backward[0].is_empty
-    whose = (digest, rank, cp_size, rows)
-    return DevicePlan(*whose, forward, backward, merged, backward_is_early)
