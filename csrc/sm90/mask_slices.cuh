@@ -27,7 +27,7 @@ struct MaskSlicesParams {
 static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/cuda/mask_slices.py");
 
 // Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
-// masks/arithmetic.py; division rounds down.
+// masks/evaluation/integers.py; division rounds down.
 using Int = long long;
 using Bits = unsigned long long;
 

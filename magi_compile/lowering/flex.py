@@ -40,9 +40,9 @@ from magi_compile.masks import (
     padded_slices_from_intervals,
     row_intervals,
 )
+from magi_compile.masks.program.trace import trace_graph
 from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.masks.solve import refuse_broken
-from magi_compile.masks.trace import trace_graph
+from magi_compile.masks.solver.solve import refuse_broken
 from magi_compile.ops.layout import inverse, memory_order
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.intervals import RowIntervals
+from magi_compile.masks.evaluation.row_intervals import RowIntervals
 
 
 class BlockLists(NamedTuple):

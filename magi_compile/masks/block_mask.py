@@ -9,13 +9,13 @@ from torch import Tensor
 
 from magi_compile.masks import bands
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
-from magi_compile.masks.convert import slices_from_intervals
-from magi_compile.masks.intervals import RowIntervals, row_intervals
-from magi_compile.masks.record import MaskMod
+from magi_compile.masks.evaluation.row_intervals import RowIntervals, row_intervals
+from magi_compile.masks.evaluation.to_slices import slices_from_intervals
+from magi_compile.masks.evaluation.verify import check_intervals
+from magi_compile.masks.program.record import MaskMod
+from magi_compile.masks.program.trace import TracedMask, trace_mask_mod
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.masks.solve import UnsupportedMaskError, refuse_broken
-from magi_compile.masks.trace import TracedMask, trace_mask_mod
-from magi_compile.masks.verify import check_intervals
+from magi_compile.masks.solver.solve import UnsupportedMaskError, refuse_broken
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from magi_compile._checks import MaskDataError, require
 from magi_compile.masks import AttnSlices
-from magi_compile.masks.slice_checks import slice_checks
+from magi_compile.masks.evaluation.slice_checks import slice_checks
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")

@@ -12,8 +12,8 @@ from magi_compile._checks import require
 from magi_compile.kernels.select import arch_of, mask_slices_kernel
 from magi_compile.masks import MaskProgram, padded_slices_from_intervals, row_intervals
 from magi_compile.masks.block_lists import BlockLists
-from magi_compile.masks.ranges import range_checks
-from magi_compile.masks.verify import MaskSizes, check_slices
+from magi_compile.masks.evaluation.ranges import range_checks
+from magi_compile.masks.evaluation.verify import MaskSizes, check_slices
 from magi_compile.ops.define import define
 
 _lib = torch.library.Library("magi", "FRAGMENT")

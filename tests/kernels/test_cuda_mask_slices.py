@@ -21,10 +21,10 @@ from magi_compile.masks import (
     row_intervals,
     trace_mask_mod,
 )
-from magi_compile.masks.evaluate import with_columns
+from magi_compile.masks.evaluation.evaluate import with_columns
 from tests.kernels.cpp import compile_library
-from tests.masks.mask_mods import MASK_MODS
-from tests.masks.random_masks import random_mask, tables_for
+from tests.masks.support.mask_mods import MASK_MODS
+from tests.masks.support.random_masks import random_mask, tables_for
 
 CPU = torch.device("cpu")
 

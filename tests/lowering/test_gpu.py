@@ -7,7 +7,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex
 import magi_compile
 from magi_compile.lowering.report import REPORT
 from magi_compile.masks.library import sliding_tiles
-from tests.masks.mask_mods import block_diffusion
+from tests.masks.support.mask_mods import block_diffusion
 
 pytestmark = pytest.mark.gpu
 

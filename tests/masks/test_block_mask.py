@@ -6,8 +6,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop
 
 import magi_compile
 from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
-from tests.masks.helpers import dense_mask, packed
-from tests.masks.mask_mods import MASK_MODS
+from tests.masks.support.helpers import dense_mask, packed
+from tests.masks.support.mask_mods import MASK_MODS
 
 LISTS = [
     f"{full}{side}_{what}"

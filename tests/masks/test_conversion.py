@@ -15,9 +15,9 @@ from magi_compile.masks import (
     trace_mask_mod,
 )
 from magi_compile.masks.library import document_causal
-from tests.masks.helpers import dense_mask, dynamo_program, evaluate, packed
-from tests.masks.mask_mods import MASK_MODS
-from tests.masks.random_masks import random_mask, tables_for
+from tests.masks.support.helpers import dense_mask, dynamo_program, evaluate, packed
+from tests.masks.support.mask_mods import MASK_MODS
+from tests.masks.support.random_masks import random_mask, tables_for
 
 SIZES = [(1, 1, 1), (2, 63, 63), (3, 129, 129), (2, 200, 77), (2, 77, 200), (1, 1521, 1521)]
 

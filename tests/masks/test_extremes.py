@@ -5,7 +5,7 @@ import torch
 
 import magi_compile
 from magi_compile.masks import UnsupportedMaskError, row_intervals, trace_mask_mod
-from tests.masks.helpers import dense_mask
+from tests.masks.support.helpers import dense_mask
 
 S = 37
 M = 2**63 - 1

@@ -10,7 +10,7 @@ from magi_compile.masks import (
     trace_mask_mod,
 )
 from magi_compile.masks.library import MASKS
-from tests.masks.helpers import dense_mask, dynamo_program
+from tests.masks.support.helpers import dense_mask, dynamo_program
 
 LENGTHS = [[1], [63], [5, 1, 40, 17], [300, 1, 2, 129, 200], [700, 821]]
 

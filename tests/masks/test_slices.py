@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from magi_compile.masks import AttnSlice, AttnSlices, MaskType
-from magi_compile.masks.slice_checks import slice_checks
+from magi_compile.masks.evaluation.slice_checks import slice_checks
 
 few = settings(max_examples=60, deadline=None)
 sizes = st.integers(1, 14)

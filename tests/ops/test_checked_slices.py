@@ -5,7 +5,7 @@ import torch
 
 from magi_compile import AttnSlices, MaskDataError, flex_flash_attention
 from magi_compile.kernels.reference import exact_forward
-from magi_compile.masks.slice_checks import NEIGHBOURS, slice_checks
+from magi_compile.masks.evaluation.slice_checks import NEIGHBOURS, slice_checks
 
 TOTAL = 64
 

@@ -15,12 +15,12 @@ from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.cuda.launch import check, current_stream, launch, load_function
 from magi_compile.kernels.cuda.mask_source import ELEMENTS, MaskSource, mask_source
 from magi_compile.kernels.cuda.nvrtc import Variant
-from magi_compile.masks import preconditions
-from magi_compile.masks.arithmetic import INT64
-from magi_compile.masks.convert import packed_totals
-from magi_compile.masks.evaluate import Evaluation, check_look_up, with_columns
-from magi_compile.masks.intervals import RowIntervals, check_arguments
-from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.evaluation import messages as preconditions
+from magi_compile.masks.evaluation.evaluate import Evaluation, check_look_up, with_columns
+from magi_compile.masks.evaluation.integers import INT64
+from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_arguments
+from magi_compile.masks.evaluation.to_slices import packed_totals
+from magi_compile.masks.program.program import MaskProgram
 
 _BLOCK_THREADS = 512  # of a thread block that works on its own
 _GRID_THREADS = 128

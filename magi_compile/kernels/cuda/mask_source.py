@@ -4,7 +4,7 @@
                                                static __device__ void lanes(...)  [group.begin, min(group.end, q + 1))
                                                static __device__ void find(...)   what a failed check has found
 
-What it computes and what it checks, in that order, is what `Evaluation` (masks/evaluate.py) does with tensors. Sizes,
+What it computes and what it checks, in that order, is what `Evaluation` (masks/evaluation/evaluate.py) does with tensors. Sizes,
 captured ints and the shapes of captured tensors come in as values: they change nothing here.
 """
 
@@ -17,12 +17,12 @@ from typing import NamedTuple
 
 import torch
 
-from magi_compile.masks import preconditions
-from magi_compile.masks.arithmetic import INT64
-from magi_compile.masks.evaluate import is_plain
-from magi_compile.masks.expr import TRUE, Expr
-from magi_compile.masks.key_sets import KeySet, Lane, Promise, has_bounds
-from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.evaluation import messages as preconditions
+from magi_compile.masks.evaluation.evaluate import is_plain
+from magi_compile.masks.evaluation.integers import INT64
+from magi_compile.masks.program.expr import TRUE, Expr
+from magi_compile.masks.program.program import MaskProgram
+from magi_compile.masks.solver.key_sets import KeySet, Lane, Promise, has_bounds
 
 # The elements of captured tensors, as CUDA calls them.
 ELEMENTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from magi_compile.masks.expr import Expr, build, const, int_value, is_natural, linear
+from magi_compile.masks.program.expr import Expr, build, const, int_value, is_natural, linear
 
 _MAX_CHOICES = 12  # of min, max and where, one inside the other's result
 

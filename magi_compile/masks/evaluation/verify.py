@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.intervals import RowIntervals
-from magi_compile.masks.program import MaskProgram
-from magi_compile.masks.source import at_points, names_of_captures
+from magi_compile.masks.evaluation.row_intervals import RowIntervals
+from magi_compile.masks.program.program import MaskProgram
+from magi_compile.masks.program.source import at_points, names_of_captures
 
 NUM_POINTS = 4096
 MAX_PAIRS = 2**24  # of points and slices

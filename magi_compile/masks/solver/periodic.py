@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from magi_compile.masks.expr import KV, ZERO, Expr, build, const, int_value
-from magi_compile.masks.key_sets import (
+from magi_compile.masks.program.expr import KV, ZERO, Expr, build, const, int_value
+from magi_compile.masks.solver.key_sets import (
     MAX_INTERVALS,
     Grid,
     KeySet,
@@ -24,7 +24,7 @@ from magi_compile.masks.key_sets import (
     has_bounds,
     too_many,
 )
-from magi_compile.masks.spans import remainder_of, upper_bound_of
+from magi_compile.masks.solver.spans import remainder_of, upper_bound_of
 
 _LOOK_UPS = ("table", "group_begin", "group_end", "upper_bound")  # which are not built
 

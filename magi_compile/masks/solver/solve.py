@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from magi_compile._checks import MaskCheck, MaskDataError
-from magi_compile.masks.expr import (
+from magi_compile.masks.program.expr import (
     END,
     KV,
     ONE,
@@ -26,7 +26,7 @@ from magi_compile.masks.expr import (
     const,
     int_value,
 )
-from magi_compile.masks.key_numbers import (
+from magi_compile.masks.solver.affine import (
     Arithmetic,
     Choice,
     Number,
@@ -37,7 +37,7 @@ from magi_compile.masks.key_numbers import (
     outside_tables,
     refuse_repeats,
 )
-from magi_compile.masks.key_sets import (
+from magi_compile.masks.solver.key_sets import (
     EVERYTHING,
     MAX_INTERVALS,
     NOTHING,

@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from magi_compile import _compat
-from magi_compile.masks.expr import VARIABLES
+from magi_compile.masks.program.expr import VARIABLES
 
 # Of torch.isin: memory for each row.
 MAX_SOUGHT = 1024

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from magi_compile.masks import MaskProgram
-from magi_compile.masks.expr import (
+from magi_compile.masks.program.expr import (
     END,
     FALSE,
     TRUE,
@@ -15,7 +15,7 @@ from magi_compile.masks.expr import (
     table,
     var,
 )
-from tests.masks.helpers import evaluate
+from tests.masks.support.helpers import evaluate
 
 PRINTED = [
     "(q >= kv) & (t0[b, q] == t0[b, kv])",

@@ -3,9 +3,9 @@
 import pytest
 
 from magi_compile.masks import MaskProgram, UnsupportedMaskError, row_intervals
-from magi_compile.masks.expr import parse
-from magi_compile.masks.spans import remainder_of, upper_bound_of
-from tests.masks.helpers import evaluate
+from magi_compile.masks.program.expr import parse
+from magi_compile.masks.solver.spans import remainder_of, upper_bound_of
+from tests.masks.support.helpers import evaluate
 
 
 def lanes(text, seqlen_k, symbols=()):

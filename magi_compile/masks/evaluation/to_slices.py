@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks import preconditions
-from magi_compile.masks.intervals import RowIntervals
+from magi_compile.masks.evaluation import messages
+from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.slices import MAX_SEQLEN, AttnSlices
 
 
@@ -72,7 +72,7 @@ def padded_slices_from_intervals(
     else:
         q_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
         k_ranges, mask_types = torch.zeros_like(q_ranges), q_ranges.new_zeros(capacity)
-    check = MaskCheck(count <= capacity, *preconditions.fits(capacity), (count,))
+    check = MaskCheck(count <= capacity, *messages.fits(capacity), (count,))
     totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
     return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals), check
 

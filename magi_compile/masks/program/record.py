@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile.masks.operations import is_numpy_scalar
-from magi_compile.masks.solve import UnsupportedMaskError
-from magi_compile.masks.source import is_random, name_of, run, title_of
+from magi_compile.masks.program.operators import is_numpy_scalar
+from magi_compile.masks.program.source import is_random, name_of, run, title_of
+from magi_compile.masks.solver.solve import UnsupportedMaskError
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]
 INDICES = ("b", "h", "q", "kv")

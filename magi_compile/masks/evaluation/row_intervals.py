@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.arithmetic import MAX_SYMBOL
-from magi_compile.masks.evaluate import Evaluation, with_columns
-from magi_compile.masks.expr import Expr
-from magi_compile.masks.program import MaskProgram
-from magi_compile.masks.ranges import expect_ranges
+from magi_compile.masks.evaluation.evaluate import Evaluation, with_columns
+from magi_compile.masks.evaluation.integers import MAX_SYMBOL
+from magi_compile.masks.evaluation.ranges import expect_ranges
+from magi_compile.masks.program.expr import Expr
+from magi_compile.masks.program.program import MaskProgram
 
 
 @dataclass(frozen=True, eq=False)

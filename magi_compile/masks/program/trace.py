@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.masks.arithmetic import INT64
-from magi_compile.masks.expr import (
+from magi_compile.masks.evaluation.integers import INT64
+from magi_compile.masks.program.expr import (
     Expr,
     ExprError,
     const,
@@ -27,7 +27,7 @@ from magi_compile.masks.expr import (
     unsupported,
     var,
 )
-from magi_compile.masks.operations import (
+from magi_compile.masks.program.operators import (
     INTEGERS,
     Operand,
     Typing,
@@ -37,9 +37,9 @@ from magi_compile.masks.operations import (
     is_numpy_scalar,
     marked,
 )
-from magi_compile.masks.program import MaskProgram
-from magi_compile.masks.record import INDICES, MaskMod, record_mask_mod
-from magi_compile.masks.source import (
+from magi_compile.masks.program.program import MaskProgram
+from magi_compile.masks.program.record import INDICES, MaskMod, record_mask_mod
+from magi_compile.masks.program.source import (
     SourceError,
     at_points,
     function_text,

@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from magi_compile.masks.arithmetic import MAX_SYMBOL
-from magi_compile.masks.expr import KV, ONE, TRUE, ZERO, Expr, build, const, int_value, linear
-from magi_compile.masks.key_sets import Grid, Promise, Refusal
+from magi_compile.masks.evaluation.integers import MAX_SYMBOL
+from magi_compile.masks.program.expr import (
+    KV,
+    ONE,
+    TRUE,
+    ZERO,
+    Expr,
+    build,
+    const,
+    int_value,
+    linear,
+)
+from magi_compile.masks.solver.key_sets import Grid, Promise, Refusal
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks import preconditions
-from magi_compile.masks.arithmetic import INT32, INT64, Value, apply, counted
-from magi_compile.masks.expr import TRUE, Expr
-from magi_compile.masks.key_index import Groups, Marks, Stretches, gather
-from magi_compile.masks.key_sets import Lane, Promise, has_bounds
-from magi_compile.masks.program import MaskProgram
-from magi_compile.masks.source import column, names_of_captures
+from magi_compile.masks.evaluation import messages
+from magi_compile.masks.evaluation.integers import INT32, INT64, Value, apply, counted
+from magi_compile.masks.evaluation.key_index import Groups, Marks, Stretches, gather
+from magi_compile.masks.program.expr import TRUE, Expr
+from magi_compile.masks.program.program import MaskProgram
+from magi_compile.masks.program.source import column, names_of_captures
+from magi_compile.masks.solver.key_sets import Lane, Promise, has_bounds
 
 
 class Evaluation:
@@ -98,7 +98,7 @@ class Evaluation:
         self.want_truth(keys, self.value(keys))
         marks = self.once("marks", keys, lambda: Marks.of(self.along_kv(self.value(keys))))
         lo, hi, is_split = marks.narrow(lo, hi)
-        self.check(is_split, preconditions.are_neighbours(self.program.describe(keys)))
+        self.check(is_split, messages.are_neighbours(self.program.describe(keys)))
         return lo, hi
 
     def narrow_to_group(
@@ -115,7 +115,7 @@ class Evaluation:
 
     def check_group(self, promise: Promise, is_split: Tensor) -> None:
         keys, wanted = promise.holds.args
-        words = preconditions.is_grouped(self.program.describe(keys))
+        words = messages.is_grouped(self.program.describe(keys))
         self.check(is_split, words, self.tensor(self.value(wanted)))
 
     def expect_order(self, promise: Promise, lo: Tensor, hi: Tensor) -> None:
@@ -124,7 +124,7 @@ class Evaluation:
         if when is False:
             return
         is_broken = ~self.stretches(keys).is_one(lo, hi) & (lo < hi) & when
-        self.check(is_broken, preconditions.is_sorted(self.program.describe(keys)))
+        self.check(is_broken, messages.is_sorted(self.program.describe(keys)))
 
     def expect(self, promise: Promise) -> None:
         """Checks a promise of a row in the rows where it counts."""
@@ -139,12 +139,10 @@ class Evaluation:
             holds = self.value(promise.holds).data
             if not isinstance(holds, Tensor):
                 holds = torch.full((1, 1), holds, device=self.device)
-            words = preconditions.is_true(self.program.describe(promise.holds))
+            words = messages.is_true(self.program.describe(promise.holds))
             self.check(~holds & matters, words)
 
-    def check(
-        self, broken: Tensor, words: preconditions.Words, values: Tensor | None = None
-    ) -> None:
+    def check(self, broken: Tensor, words: messages.Words, values: Tensor | None = None) -> None:
         """Adds a check: `broken` `[1 or batch, rows or keys]` must be False everywhere."""
         if not broken.numel():
             return
@@ -201,7 +199,7 @@ class Evaluation:
                 raise ValueError(f"`{self.program.describe(expr)}` must not be zero, it divides")
         elif value.low <= 0 <= value.high:
             is_zero = value.data == 0
-            self.check(is_zero, preconditions.is_not_zero(self.program.describe(expr)))
+            self.check(is_zero, messages.is_not_zero(self.program.describe(expr)))
             value = value._replace(data=torch.where(is_zero, 1, value.data))
         return value
 
@@ -239,7 +237,7 @@ class Evaluation:
             index = torch.where(index < 0, index + size, index)
         if value.low < 0 or value.high >= size:
             is_outside = (index < 0) | (index >= size)
-            self.check(is_outside, preconditions.is_entry(text, size), self.tensor(value))
+            self.check(is_outside, messages.is_entry(text, size), self.tensor(value))
             index = index.clamp(0, size - 1)
         return index
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks import preconditions
-from magi_compile.masks.arithmetic import INT32, INT64, counted
-from magi_compile.masks.evaluate import Evaluation
-from magi_compile.masks.expr import FITS, Expr
-from magi_compile.masks.program import MaskProgram
+from magi_compile.masks.evaluation import messages
+from magi_compile.masks.evaluation.evaluate import Evaluation
+from magi_compile.masks.evaluation.integers import INT32, INT64, counted
+from magi_compile.masks.program.expr import FITS, Expr
+from magi_compile.masks.program.program import MaskProgram
 
 
 class _Range(NamedTuple):
@@ -52,7 +52,7 @@ def _check(run: Evaluation, mark: Expr) -> MaskCheck:
     (inner,) = mark.args
     low, high = _bounds(run, inner)
     limits = INT32 if mark.op == "int32" else (INT64[0] / 2, INT64[1] / 2)
-    words = preconditions.fits_dtype(run.program.describe(inner), mark.op)
+    words = messages.fits_dtype(run.program.describe(inner), mark.op)
     return MaskCheck((low >= limits[0]) & (high <= limits[1]), *words)
 
 

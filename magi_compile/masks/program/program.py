@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from magi_compile.masks.expr import TRUE, Expr, ExprError, parse, without_marks
-from magi_compile.masks.key_sets import MAX_INTERVALS, KeySet, Refusal
-from magi_compile.masks.repeats import least_piece, unroll
+from magi_compile.masks.program.expr import TRUE, Expr, ExprError, parse, without_marks
+from magi_compile.masks.program.source import functions, parameters
 from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.masks.solve import UnsupportedMaskError, solve
-from magi_compile.masks.source import functions, parameters
+from magi_compile.masks.solver.key_sets import MAX_INTERVALS, KeySet, Refusal
+from magi_compile.masks.solver.periodic import least_piece, unroll
+from magi_compile.masks.solver.solve import UnsupportedMaskError, solve
 
 _UNSAFE_IN_NAME = re.compile(r"[#`\s]+|,\s*(?=t\d+: )")
 _TABLE = re.compile(r"t\d+")
@@ -47,7 +47,7 @@ class MaskProgram:
     Attributes:
         expr: the mask.
         names: what the user calls the tensors, for messages; may be shorter than `num_tables`.
-        code: the functions, see `masks/source.py`.
+        code: the functions, see `masks/program/source.py`.
     """
 
     expr: Expr
@@ -104,7 +104,7 @@ class MaskProgram:
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether the mask_mod itself is among the functions, for `masks/verify.py`."""
+        """Whether the mask_mod itself is among the functions, for `masks/evaluation/verify.py`."""
         return "mask" in self.functions
 
     @cached_property

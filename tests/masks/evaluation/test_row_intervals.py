@@ -13,8 +13,8 @@ from magi_compile.masks import (
     row_intervals,
     slices_from_intervals,
 )
-from tests.masks.helpers import evaluate, packed
-from tests.masks.random_masks import KEYS, LEAVES, ROWS, SIGNS, tables_for
+from tests.masks.support.helpers import evaluate, packed
+from tests.masks.support.random_masks import KEYS, LEAVES, ROWS, SIGNS, tables_for
 
 rows, keys, signs = map(st.sampled_from, (ROWS, KEYS, SIGNS))
 leaves = st.one_of(
@@ -253,7 +253,7 @@ def test_fake_tensors(text):
 
 def test_device_path_equals_host_path(monkeypatch):
     """The code for GPUs, which never looks at a value, on tensors of the host."""
-    from magi_compile.masks import key_index as module
+    from magi_compile.masks.evaluation import key_index as module
 
     for seed in range(6):
         tables = tables_for(2, 40, seed)

@@ -16,8 +16,8 @@ from magi_compile.masks import (
     row_intervals,
     trace_mask_mod,
 )
-from magi_compile.masks.expr import FALSE, KV, Expr, build, parse, unsupported
-from tests.masks.helpers import dense_mask, dynamo_program
+from magi_compile.masks.program.expr import FALSE, KV, Expr, build, parse, unsupported
+from tests.masks.support.helpers import dense_mask, dynamo_program
 
 S = 60
 document = torch.arange(S).mul(7).div(100, rounding_mode="floor")
@@ -234,7 +234,8 @@ def test_a_wrong_conversion_is_found():
 
 
 def test_a_wrong_conversion_is_found_in_eager_code(monkeypatch):
-    from magi_compile.masks import block_mask, trace
+    from magi_compile.masks import block_mask
+    from magi_compile.masks.program import trace
 
     monkeypatch.setattr(
         block_mask, "trace_mask_mod", lambda *_: trace.TracedMask(wrong_program(), [], [])
