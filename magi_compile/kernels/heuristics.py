@@ -24,7 +24,7 @@ class PlanTiles(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardConfig:
-    """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/fwd_shared.cuh`.
+    """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/forward/config.cuh`.
 
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
     `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. Consumers compute the
@@ -79,7 +79,7 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/bwd_shared.cuh`.
+    """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/backward/config.cuh`.
 
     A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups: of 64 keys each, or, where
     heads are too wide for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas` of them share a

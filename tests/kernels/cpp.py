@@ -29,7 +29,7 @@ def compiler_command(
     for name, header in (replaced or {}).items():
         shutil.copy(here / header, path / name)
     (path / "main.cpp").write_text(main)
-    common = f"-std=c++17 -shared -fPIC -w -I{here}"
+    common = f"-std=c++17 -shared -fPIC -w -I. -I{here}"
     return ["g++", *common.split(), *options.split(), "main.cpp", "-o", LIBRARY]
 
 

@@ -22,7 +22,7 @@ static pthread_barrier_t barrier_of_block, barriers_of_warps[32];
 static int exchanged[32][32];
 
 namespace ffa {
-int warp_sums[32];   // the dynamic shared memory of block.cuh
+int warp_sums[32];   // the dynamic shared memory of common/block.cuh
 }
 
 inline void __syncthreads() { pthread_barrier_wait(&barrier_of_block); }

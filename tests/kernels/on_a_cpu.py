@@ -1,4 +1,4 @@
-"""Kernels of `csrc/sm90`, as they are, on a CPU: g++ compiles them with `ptx_on_a_cpu.cuh` in place of `ptx.cuh`."""
+"""Kernels of `csrc/sm90`, as they are, on a CPU: g++ compiles them with `ptx_on_a_cpu.cuh` in place of `common/ptx.cuh`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels import idle_driver
 from tests.kernels.cpp import LIBRARY, compiler_command
 
 _MAIN = """
-#include "ptx.cuh"
+#include "common/ptx.cuh"
 #include "{source}"
 template <class Params>
 bool launch(void (*kernel)(Params), const void* params, Index grid, int num_threads, int num_at_once, unsigned timing,
@@ -44,7 +44,7 @@ class CompiledKernel:
     def __init__(self, variant: Variant, path: Path):
         main = _MAIN.format(source=variant.source, entry=variant.entry)
         options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-        command = compiler_command(path, main, options, {"ptx.cuh": "ptx_on_a_cpu.cuh"})
+        command = compiler_command(path, main, options, {"common/ptx.cuh": "ptx_on_a_cpu.cuh"})
         self._compiler = subprocess.Popen(command, cwd=path)
         self._library = path / LIBRARY
 

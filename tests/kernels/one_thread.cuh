@@ -1,4 +1,4 @@
-// What `csrc/sm90/block.cuh` offers, and what CUDA does, for one thread of a CPU.
+// What `csrc/sm90/common/block.cuh` offers, and what CUDA does, for one thread of a CPU.
 #pragma once
 
 #include <algorithm>

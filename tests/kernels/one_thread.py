@@ -21,5 +21,5 @@ def compile_for_one_thread(
         f'extern "C" void run(const ffa::{params}* params) {{ {body} }}\n'
     )
     options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-    replaced = {"block.cuh": "one_thread.cuh"}
+    replaced = {"common/block.cuh": "one_thread.cuh"}
     return compile_library(directories.mktemp("one_thread"), main, options, replaced).run

@@ -1,4 +1,4 @@
-// `csrc/sm90/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for
+// `csrc/sm90/common/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for
 // others. Matmuls and bulk writes are done when their thread waits for them. Loads arrive when nobody gets on, in any
 // order; or, with a seed, at once, with turns at random. Fences do nothing here. What never ends is found: `launch` returns false.
 #pragma once
@@ -391,7 +391,7 @@ struct alignas(64) TensorMap {
 };
 
 alignas(1024) unsigned char memory[turns::kMemoryBytes];   // shared memory; it begins at 1024
-int warp_sums[32];   // that of block.cuh, which one thread block uses
+int warp_sums[32];   // that of common/block.cuh, which one thread block uses
 
 inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - memory) + 1024;

@@ -29,8 +29,8 @@ SOURCE = """
 using std::max;
 using std::min;
 inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
-#include "bwd_agenda_writer.cuh"
-#include "bwd_items.cuh"
+#include "backward/schedule/writer.cuh"
+#include "backward/schedule/queue.cuh"
 
 struct Config {
     static constexpr bool kHasFarTiles = false, kIsDeterministic = false, kHandsOn = true;
@@ -108,7 +108,7 @@ class Agenda(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     return compile_library(
-        tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread", {"ptx.cuh": "signals.cuh"}
+        tmp_path_factory.mktemp("agenda"), SOURCE, "-O1 -pthread", {"common/ptx.cuh": "signals.cuh"}
     )
 
 

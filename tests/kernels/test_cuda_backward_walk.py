@@ -20,7 +20,7 @@ SOURCE = """
 #define __forceinline__ inline
 using std::max;
 using std::min;
-#include "bwd_walk.cuh"
+#include "backward/walk.cuh"
 
 extern "C" int walk(const int* run, int num_groups, bool is_ascending, int (*visits)[3]) {
     const ffa::RunWalk<64> walk{*reinterpret_cast<const ffa::Run*>(run), num_groups, is_ascending};

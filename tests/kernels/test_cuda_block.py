@@ -1,4 +1,4 @@
-"""What the threads of a block do together (`csrc/sm90/block.cuh`), by threads of a CPU."""
+"""What the threads of a block do together (`csrc/sm90/common/block.cuh`), by threads of a CPU."""
 
 import ctypes
 import heapq
@@ -12,7 +12,7 @@ from tests.kernels.cpp import compile_library
 
 MAIN = """
 #include "many_threads.cuh"
-#include "block.cuh"
+#include "common/block.cuh"
 
 extern "C" int sums(const int* values, int count, int* sums, int threads) {
     int total = 0;

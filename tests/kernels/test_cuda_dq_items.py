@@ -11,8 +11,8 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 from tests.kernels.cpp import compile_library
 
 SOURCE = """
-#include "ptx.cuh"
-#include "dq_rounding.cuh"
+#include "common/ptx.cuh"
+#include "backward/dq_convert.cuh"
 
 extern "C" int items(int row_groups, int num_heads, int heads_of_turn, int group, int passes, int (*to)[2]) {
     const ffa::DqItems items{{nullptr, row_groups}, nullptr, 0, num_heads, group, 1.f};
@@ -28,7 +28,7 @@ extern "C" int items(int row_groups, int num_heads, int heads_of_turn, int group
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
     """`items(row_groups, heads, heads of a turn, heads of a group, passes)`: (head, row group) of each."""
-    path, replaced = tmp_path_factory.mktemp("items"), {"ptx.cuh": "ptx_on_a_cpu.cuh"}
+    path, replaced = tmp_path_factory.mktemp("items"), {"common/ptx.cuh": "ptx_on_a_cpu.cuh"}
     library = compile_library(path, SOURCE, "-O1", replaced)
 
     def listed(*arguments):

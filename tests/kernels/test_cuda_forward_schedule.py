@@ -14,8 +14,8 @@ from magi_compile.kernels.heuristics import tiles_in_sections
 from tests.kernels.cpp import compile_library
 
 SOURCE = """
-#include "ptx.cuh"
-#include "fwd_scheduler.cuh"
+#include "common/ptx.cuh"
+#include "forward/scheduler.cuh"
 
 // One block after another draws until it finds nothing, or padding, from where it goes on behind the section.
 extern "C" int draw(const ffa::Schedule* schedule, int num_filled, int num_blocks, int (*items)[2]) {
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schedule")
-    return compile_library(folder, SOURCE, "-O1", {"ptx.cuh": "ptx_on_a_cpu.cuh"})
+    return compile_library(folder, SOURCE, "-O1", {"common/ptx.cuh": "ptx_on_a_cpu.cuh"})
 
 
 def draw(library, sizes, num_filled, num_blocks):

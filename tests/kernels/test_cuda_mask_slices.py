@@ -121,7 +121,7 @@ def table_cases():
 
 CASES = dict((*library_cases(), *mask_mod_cases(), *random_cases(), *table_cases()))
 MAIN = """
-#include "mask_slices.cuh"
+#include "masks/mask_slices.cuh"
 {masks}
 extern "C" void run(int mask, const char* params, int block) {{
     blockIdx.x = block;
@@ -155,7 +155,7 @@ def run_on_host(tmp_path_factory):
     )
     main = MAIN.format(masks="\n".join(masks), cases="\n".join(calls))
     traps = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
-    path, replaced = tmp_path_factory.mktemp("mask_slices"), {"block.cuh": "one_thread.cuh"}
+    path, replaced = tmp_path_factory.mktemp("mask_slices"), {"common/block.cuh": "one_thread.cuh"}
     kernel = compile_library(path, main, f"-O0 -fno-sanitize-recover {traps}", replaced).run
 
     def run(case: Case):

@@ -39,7 +39,7 @@ from tests.plan.walked import seen
 
 SIZES = PlanTiles(64, 16, 64, 32)
 NUM_SMS, LEAST_BLOCKS = 16, 4
-NOT_A_PART = -(2**31)  # as in csrc/sm90/plan.cuh
+NOT_A_PART = -(2**31)  # as in csrc/sm90/common/tile_plan.cuh
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The launches of the backward kernels of `csrc/sm90/bwd*`."""
+"""The launches of the backward kernels of `csrc/sm90/backward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels of `csrc/sm90/bwd*` a problem needs."""
+"""Which kernels of `csrc/sm90/backward` a problem needs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def backward_variants(
     }
     return (
         _variant(
-            "bwd_preprocess.cu",
+            "backward/preprocess.cu",
             "ffa_backward_preprocess",
             {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_tiles},
         ),
-        _variant("bwd.cu", "ffa_backward", main),
+        _variant("backward/kernel.cu", "ffa_backward", main),
         _variant(
-            "bwd_postprocess.cu",
+            "backward/postprocess.cu",
             "ffa_backward_postprocess",
             {**element, "FFA_THREADS": STREAM_THREADS},
         ),

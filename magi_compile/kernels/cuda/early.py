@@ -49,7 +49,7 @@ from magi_compile.kernels.plan_sizes import check_sizes
 from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS
 
-#: In place of the number of a part, as in csrc/sm90/plan.cuh.
+#: In place of the number of a part, as in csrc/sm90/common/tile_plan.cuh.
 NO_PART = -1
 #: Of how many tiles one at most is cut in two: bounds the memory of their parts.
 TILES_OF_A_PART = 2

@@ -1,4 +1,4 @@
-"""The forward kernel of `csrc/sm90/fwd.cuh`: its variants, its parameters and its launch."""
+"""The forward kernel of `csrc/sm90/forward/kernel.cuh`: its variants, its parameters and its launch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def forward_variant(
         "FFA_HAS_FAR_KEYS": str(is_early or config.always_takes_far_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
     }
-    return Variant("fwd.cu", "ffa_forward", tuple((k, str(v)) for k, v in defines.items()))
+    return Variant(
+        "forward/kernel.cu", "ffa_forward", tuple((k, str(v)) for k, v in defines.items())
+    )
 
 
 def forward(

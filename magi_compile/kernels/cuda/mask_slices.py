@@ -1,4 +1,4 @@
-"""Mask programs by `csrc/sm90/mask_slices.cuh`: what `row_intervals` and `padded_slices_from_intervals` give, in five
+"""Mask programs by `csrc/sm90/masks/mask_slices.cuh`: what `row_intervals` and `padded_slices_from_intervals` give, in five
 launches or fewer."""
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Launch(NamedTuple):
 def mask_variant(source: MaskSource) -> Variant:
     """The kernel to compile."""
     headers = (("mask_program.cuh", source.text),)
-    return Variant("mask_slices.cu", "ffa_mask_slices", headers=headers, may_spill=True)
+    return Variant("masks/mask_slices.cu", "ffa_mask_slices", headers=headers, may_spill=True)
 
 
 def mask_slices_on_device(

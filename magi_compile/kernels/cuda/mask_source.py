@@ -1,4 +1,4 @@
-"""A mask program as CUDA: the `Mask` that `csrc/sm90/mask_slices.cuh` runs, for programs known when a graph runs.
+"""A mask program as CUDA: the `Mask` that `csrc/sm90/masks/mask_slices.cuh` runs, for programs known when a graph runs.
 
     (q >= kv) & (t0[q] == t0[kv])      ->      static __device__ Int key(...)     t0[kv], an index of which is made
                                                static __device__ void lanes(...)  [group.begin, min(group.end, q + 1))

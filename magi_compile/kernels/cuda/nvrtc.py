@@ -126,8 +126,8 @@ def _key(variant: Variant) -> str:
     major, minor = _check(nvrtc.nvrtcVersion())
     digest = hashlib.sha256(f"{variant} {ARCH} {major}.{minor}".encode())
     digest.update(Path(__file__).read_bytes())  # the options
-    for path in sorted(source_dir().iterdir()):
-        digest.update(path.name.encode() + path.read_bytes())
+    for path in sorted(source_dir().rglob("*.cu*")):
+        digest.update(path.relative_to(source_dir()).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()[:24]
 
 

@@ -1,7 +1,7 @@
 """Long tiles in parts, where tiles and heads are too few to keep the SMs busy: some tiles of the q walk are cut along their
 blocks, the forward leaves what it finds in fp32, and one more launch merges it.
 
-How many parts there may be follows from shapes; which tiles are cut, the GPU decides (`csrc/sm90/tile_parts.cu`).
+How many parts there may be follows from shapes; which tiles are cut, the GPU decides (`csrc/sm90/planner/split_tiles.cu`).
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ from magi_compile.kernels.heuristics import (
 from magi_compile.plan import cost
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
 
-CUT_FIELDS = ("row_begin", "row_end", "part_row", "num_parts")  # as in csrc/sm90/plan.cuh
-_CUT_THREADS, _MOST_SMS = 512, 160  # as in csrc/sm90/tile_parts.cu
+CUT_FIELDS = (
+    "row_begin",
+    "row_end",
+    "part_row",
+    "num_parts",
+)  # as in csrc/sm90/common/tile_plan.cuh
+_CUT_THREADS, _MOST_SMS = 512, 160  # as in csrc/sm90/planner/split_tiles.cu
 _MERGE_THREADS, _MERGE_BLOCKS = 256, 4  # blocks of an SM
 
 
@@ -82,7 +87,7 @@ def parts_variant() -> Variant:
     defines = {f"FFA_{name}_COST": getattr(cost, f"{name}_COST") for name in names}
     defines["FFA_MOST_TILES"] = PARTS_MOST_TILES
     return Variant(
-        "tile_parts.cu", "ffa_tile_parts", tuple((k, str(v)) for k, v in defines.items())
+        "planner/split_tiles.cu", "ffa_tile_parts", tuple((k, str(v)) for k, v in defines.items())
     )
 
 
@@ -90,7 +95,7 @@ def parts_variant() -> Variant:
 def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
     """The kernel that merges parts."""
     defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_HEAD_DIM", str(head_dim)))
-    return Variant("fwd_merge.cu", "ffa_forward_merge", defines)
+    return Variant("forward/combine.cu", "ffa_forward_merge", defines)
 
 
 def cut_tiles(

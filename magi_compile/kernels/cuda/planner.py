@@ -1,4 +1,4 @@
-"""The plan by `csrc/sm90/tile_plan.cu`: what `build_tile_plan` gives in padded form, in one launch."""
+"""The plan by `csrc/sm90/planner/tile_plan.cu`: what `build_tile_plan` gives in padded form, in one launch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def planner_variant() -> Variant:
     """The kernel to compile."""
     costs = {name: str(getattr(cost, name)) for name in ("BLOCK_COST", "MASK_COST", "TILE_COST")}
     return Variant(
-        "tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in costs.items())
+        "planner/tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in costs.items())
     )
 
 

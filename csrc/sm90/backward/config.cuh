@@ -1,0 +1,299 @@
+// What the threads of a block of the backward kernel share: its parameters, its shape, and what lies in shared memory.
+#pragma once
+
+#include "backward/agenda.cuh"
+#include "backward/cluster.cuh"
+#include "backward/dq_accumulator.cuh"
+#include "backward/dq_convert.cuh"
+#include "backward/statistics.cuh"
+#include "backward/walk.cuh"
+#include "common/ptx.cuh"
+#include "common/store.cuh"
+#include "common/tile_plan.cuh"
+
+namespace ffa {
+
+// Tiles of keys, and the agenda of their heads.
+struct TileList {
+    const Tile* tiles;
+    Agenda agenda;
+};
+
+static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/params.py");
+
+template <int kNumLists>
+struct BackwardParams {
+    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
+    TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
+    TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
+    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
+    TensorMap stats;   // [nheads_q, total_q / 8] of Stats in 8-byte words, boxes of block_cols queries
+    TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
+    TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
+    void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    DqItems dq;
+    DqVisits visits;
+    DqProgress* dq_progress;
+    const Run* runs;           // [num_runs], rows are keys
+    const Edges* edges;        // [total_k, kLanes]
+    const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
+    int* are_complete;         // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
+    int qhead_per_kvhead;
+    float scale_log2;          // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;           // softmax_scale / softcap where scores are capped
+    TileList lists[kNumLists];   // of near tiles, of far ones
+};
+
+static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/params.py");
+
+template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
+          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
+          bool kHasSoftcap_, bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
+struct BackwardConfig {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kBlockCols = kBlockCols_;
+    static constexpr int kStages = kStages_;
+    static constexpr int kDoutStages = kDoutStages_;
+    static constexpr int kScoreStages = kScoreStages_;
+    static constexpr int kProducerRegisters = kProducerRegisters_;
+    static constexpr int kDqRegisters = kDqRegisters_;
+    static constexpr int kConsumerRegisters = kConsumerRegisters_;
+    static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
+    static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
+    static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
+    using Params = BackwardParams<kHasFarTiles ? 2 : 1>;
+
+    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see backward/mainloop_wide.cuh.
+    static constexpr bool kIsWide = kHeadDim > 128;
+    // Then a tile is that of a cluster of two, of 64 keys each, which load Q and dO for each other.
+    static constexpr int kCtas = kCtas_;
+    // Where there is room for what it needs of the other's, each computes one half of the columns of dQ for all keys: so half as
+    // much is added up in global memory, which would limit them.
+    static constexpr bool kSharesDq = kIsWide && kHeadDim <= 192;
+    // S and dP then read half as much of shared memory, where there are registers for it.
+    static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
+    // And dK takes dS from there, so that it is computed beside the next dS. (Where dq has an order, that loses.)
+    static constexpr bool kHasDscoresOfDkInShared = kHasKeysInRegisters && !kIsDeterministic;
+    static constexpr int kWarpgroup = 128;
+    static constexpr int kConsumers = 2;
+    static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
+    static constexpr int kRows = 64;   // keys of a warpgroup
+    static constexpr int kBlockRows = (kIsWide ? 1 : kConsumers) * kRows;   // of a thread block
+    static constexpr int kTileRows = kCtas * kBlockRows;
+    static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
+    static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs
+    static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
+    static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
+    static constexpr int kKSlab = kBlockRows * kSlabCols;   // elements
+    static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
+    static constexpr int kScoreSlabs = kBlockCols / kSlabCols;
+    // dQ of a block is computed in parts: a wgmma high, and as wide as there are registers.
+    static constexpr int kDqRows = 64;
+    static constexpr int kDqCols = kHeadDim > 96 ? 64 : kHeadDim;
+    static constexpr int kDqRowParts = kBlockCols / kDqRows;
+    static constexpr int kDqColParts = kHeadDim / kDqCols;
+    static constexpr int kDqWarps = 4;
+    static constexpr int kDqParts = kDqRowParts * kDqColParts;
+    // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
+    static constexpr bool kElects = kIsDeterministic;
+
+    // Whether parts of a tile may come one after the other.
+    static constexpr bool kHandsOn = !kHasFarTiles && !kIsDeterministic;
+
+    static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
+    static_assert(sizeof(Element) == 2, "bf16 or fp16");
+    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
+    static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
+    static_assert(kSlabCols == kDqRows, "a slab of dS is one part of dQ");
+    static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
+    static_assert(kIsWide || kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
+    static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
+    static_assert(kIsWide || kDoutStages == kStages, "Q and dO go together");
+    static_assert(kCtas == (kIsWide ? 2 : 1), "only wide heads share tiles");
+    static_assert(!kIsWide || kScoreStages == kDoutStages, "they share a position");
+};
+
+constexpr int kNoMask = -1;
+constexpr int kNobodyWaits = 1 << 16;   // rows of dq that tiles of another launch will add to
+
+// What the producer says about a block of queries.
+struct alignas(16) Block {
+    Run run;   // only where there is a mask
+    int first;
+    int end;   // queries from here on are no part of the run
+    int head;
+    int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
+};
+
+// Where it ends decides where barriers lie, and so what code they get: with 64 bytes head_dim 64 is 1 % faster than with 60.
+struct alignas(64) TileOfHead {
+    Tile tile;
+    int kv_head;
+    int tile_index;
+    bool is_ascending;   // the walk starts with the first queries
+    bool is_far;
+    int num_visits;      // blocks of queries, over all query heads
+    int visits_to_tell;  // after so many, those of a head or all, the warps of dQ tell what they have added
+    int wave_in_step;    // whose thread blocks stay together, or kNoWave
+    int num_qheads;      // of the group, from `qhead` on
+    int qhead;
+    int part;            // of so many as the tile is divided into
+    int num_parts;
+    int slot;            // of its first part, of all heads' slots
+    int turn;            // of a part that is handed on, else AgendaEntry::kNoTurn
+
+    __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
+
+    static constexpr int kNoMoreWork = -1;   // as num_visits
+};
+
+template <class Config>
+__device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
+    return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
+}
+
+// Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the probabilities for
+// those that have the gradients, of 16 keys each, as they hold it.
+template <class Config, bool kIsWide = Config::kIsWide>
+struct FactorStorage {};
+
+template <class Config>
+struct FactorStorage<Config, true> {
+    static constexpr int kWarps = Config::kRows / kWarpRows;
+
+    typename Config::Element factors[kWarps][kWarpRows * Config::kBlockCols];   // as many as a slab of dV has; later dV
+};
+
+// What the other thread block of a cluster has.
+template <class Config, bool kIsShared = Config::kSharesDq>
+struct PeerStorage : FactorStorage<Config> {};
+
+template <class Config>
+struct PeerStorage<Config, true> : FactorStorage<Config> {
+    typename Config::Element peer_dscores[Config::kScoreStages][Config::kKSlab];
+    typename Config::Element peer_k[Config::kPeerSlabs][Config::kKSlab];   // columns of this block's half of dQ
+};
+
+template <class Config, bool kIsShared = Config::kSharesDq>
+struct PeerBarriers {};
+
+template <class Config>
+struct PeerBarriers<Config, true> {
+    uint64_t from_peer[Config::kScoreStages];   // what it has sent is there
+    uint64_t to_peer[Config::kScoreStages];     // the other one has no more use for what this one has sent
+};
+
+template <class Config, bool kIsCluster = (Config::kCtas > 1)>
+struct ClusterBarriers {};
+
+template <class Config>
+struct ClusterBarriers<Config, true> : PeerBarriers<Config> {
+    uint64_t item_full, item_empty;
+};
+
+// What TMA and matmuls use.
+template <class Config>
+struct OperandStorage : PeerStorage<Config> {
+    using Element = typename Config::Element;
+
+    Element k[Config::kSlabs][Config::kKSlab];
+    Element v[Config::kSlabs][Config::kKSlab];
+    Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
+    Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
+    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
+    Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
+    Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
+};
+
+// dQ on the way out, of each warp; where heads are wide it leaves from registers.
+template <class Config, bool kIsWide = Config::kIsWide>
+struct DqStorage : OperandStorage<Config> {};
+
+template <class Config>
+struct DqStorage<Config, false> : OperandStorage<Config> {
+    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
+};
+
+// What some kernels do without takes no room there, as a base.
+template <class Config>
+struct alignas(1024) SharedStorage : DqStorage<Config> {
+    Block blocks[Config::kStages];          // travel with q
+    TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
+    uint32_t kv_phase;   // the producer's
+    int is_over;   // 1 when there will be no more tiles, kNobodyWaits if other tiles are for another launch
+    union {
+        uint32_t never_written;
+        int item;   // that the first thread block of a cluster has drawn for this one
+    };
+    uint64_t kv_full, kv_empty;
+    uint64_t q_full[Config::kStages], q_empty[Config::kStages];
+    uint64_t dout_full[Config::kDoutStages], dout_empty[Config::kDoutStages];
+    uint64_t dscores_full[Config::kScoreStages], dscores_empty[Config::kScoreStages];
+    ClusterBarriers<Config> cluster;
+};
+
+// 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it; what the warps of dQ have added,
+// where additions have an order, is there.
+enum NamedBarrier : uint32_t { kScoresAreRead = 1, kFactorsAreThere, kFactorsAreTaken, kAdditionsHaveArrived };
+
+// Whether this is the lane that does what one lane of a warp does; all of them ask.
+template <class Config>
+__device__ __forceinline__ bool is_chosen(int lane) {
+    return Config::kElects ? elect_one() : lane == 0;
+}
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    constexpr int kReadersOfDscores = Config::kDqWarps + (Config::kHasDscoresOfDkInShared ? kConsumerWarps / 2 : 0);
+    mbarrier_init(smem.kv_full, 1);
+    mbarrier_init(smem.kv_empty, kConsumerWarps + Config::kDqWarps);
+    for (int i = 0; i < Config::kStages; ++i) {
+        mbarrier_init(smem.q_full[i], 1);
+        mbarrier_init(smem.q_empty[i], Config::kCtas * kConsumerWarps + Config::kDqWarps);
+        if (i < Config::kDoutStages) {
+            mbarrier_init(smem.dout_full[i], 1);
+            mbarrier_init(smem.dout_empty[i], Config::kCtas * kConsumerWarps);
+        }
+    }
+    for (int i = 0; i < Config::kScoreStages; ++i) {
+        mbarrier_init(smem.dscores_full[i], Config::kIsWide ? kConsumerWarps / 2 : kConsumerWarps);
+        mbarrier_init(smem.dscores_empty[i], kReadersOfDscores);
+    }
+    if constexpr (Config::kSharesDq) {
+        for (int i = 0; i < Config::kScoreStages; ++i) {
+            mbarrier_init(smem.cluster.from_peer[i], 1);
+            mbarrier_arrive_expect_tx(smem.cluster.from_peer[i], sizeof(smem.peer_dscores[0]));
+            mbarrier_init(smem.cluster.to_peer[i], Config::kDqWarps);
+        }
+    }
+    if constexpr (Config::kCtas > 1) {
+        mbarrier_init(smem.cluster.item_full, 1);
+        mbarrier_init(smem.cluster.item_empty, 1);
+    }
+    smem.kv_phase = 0;
+    smem.is_over = 0;
+    fence_mbarrier_init();
+}
+
+// By all threads: terms that do not count are read as well, before they are there, and must be finite.
+template <class Config>
+__device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
+    uint16_t* const terms = smem.stats[0][0].terms[0];
+    constexpr int kCount = sizeof(smem.stats) / sizeof(uint16_t);
+    for (int i = threadIdx.x; i < kCount; i += Config::kThreads) {
+        terms[i] = 0;
+    }
+    constexpr int kElements = sizeof(Selector) / sizeof(uint16_t);
+    if (threadIdx.x < kElements) {
+        fill(smem.selectors[0], threadIdx.x, Statistic::kOfScores);
+        fill(smem.selectors[1], threadIdx.x, Statistic::kOfDprobs);
+    }
+    fence_proxy_async_shared();
+}
+
+}  // namespace ffa

@@ -1,0 +1,250 @@
+// A warpgroup of the backward kernel that owns 64 keys of each tile, and sums up their gradients over block after block of
+// queries. A turn of its loop, " is the next block:
+//
+//     dS is stored and announced, dV and dK are issued
+//     dV is done: S" is issued; dK is done; S" is done: P" = exp2(scale S"), dP" is issued
+//     dP" is done: dS" = P" dP"
+//
+// The compiler wants 32 registers beyond the accumulators and operands in flight, so S" waits for dV, and dP" for S". The
+// matmuls of the other warpgroups fill the gaps. S and dP start from what would have to be subtracted from them later. A
+// warp's memory operations queue up behind the matmuls that it has issued: what can be read or stored is, in front of them.
+#pragma once
+
+#include "backward/config.cuh"
+#include "backward/epilogue.cuh"
+#include "backward/matmuls.cuh"
+#include "backward/scores.cuh"
+#include "common/pipeline.cuh"
+
+namespace ffa {
+
+// Its control flow is uniform, and told so that the compiler sees it (all lanes vote, single lanes do by predicates what
+// others would branch around): only then do loop counts, barriers and operands' descriptors live in uniform registers.
+template <class Config>
+class Consumer {
+public:
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem, int warpgroup)
+        : params_(params),
+          smem_(smem),
+          warpgroup_(warpgroup),
+          lane_(threadIdx.x % 32),
+          gradients_(params, lane_),
+          matmuls_(smem),
+          math_(params, smem, lane_) {}
+
+    __device__ __forceinline__ void run() {
+        while (true) {
+            mbarrier_wait_together(smem_.kv_full, kv_.phase);
+            left_ = uniform(work().num_visits);
+            if (left_ == TileOfHead::kNoMoreWork) {
+                break;
+            }
+            differentiate();
+            kv_.advance();
+        }
+    }
+
+private:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Matmuls<Config>::kScores;
+    static constexpr int kGrad = Matmuls<Config>::kGrad;
+    using Scores = typename Matmuls<Config>::Scores;
+    using Operand = typename Matmuls<Config>::Operand;
+    using Grad = typename Matmuls<Config>::Grad;
+
+    // Measured: it pays where products are short beside the exponentials.
+    static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
+    // A wait amid the arithmetic that makes operands: the assembler orders what is in front and behind for itself, and needs
+    // fewer registers.
+    static constexpr bool kBufferIsAwaitedBefore = kExponentialsBesideDprobs;
+    // dS of a block then has the slot of its queries, which saves registers.
+    static constexpr bool kScoresGoWithBlocks = Config::kScoreStages == Config::kStages;
+
+    __device__ __forceinline__ void differentiate() {
+        Grad dk, dv;
+#pragma unroll
+        for (int i = 0; i < kGrad; ++i) {
+            dk[i] = dv[i] = 0.f;
+        }
+        if (left_ > 0) {
+            walk(dk, dv);
+            barrier_sync(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
+        } else {
+            release(smem_.kv_empty, lane_);
+        }
+        const TileOfHead& work = this->work();
+        int store_end = work.tile.row_end;
+        if (__any_sync(0xffffffff, work.num_parts > 1)) {
+            store_end = gradients_.join_parts(work, dv, dk);
+        }
+#pragma unroll
+        for (int i = 0; i < kGrad; ++i) {
+            dk[i] *= params_.dq.softmax_scale;
+        }
+        gradients_.template store<Config::kSlabs>(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
+        gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
+        if constexpr (Config::kHasFarTiles) {
+            gradients_.tell(work, store_end);
+        }
+    }
+
+    __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
+        Operand probs, dscores;
+        differentiate_scores(probs, dscores, [] {});
+
+        // No matmul is in flight where the loop closes: the compiler moves registers there.
+        while (true) {
+            const Position<Config::kStages> done = block_;
+            announce(dscores, [&] { matmuls_.issue_dv(dv, probs, block_.slot); });
+            matmuls_.issue_dk(dk, dscores, block_.slot);
+            block_.advance();
+            if (--left_ == 0) {
+                release(smem_.kv_empty, lane_);   // the next ones may come while these gradients leave
+                wgmma_wait_group<0>();
+                pin(dv);
+                pin(dk);
+                release(smem_.dout_empty[done.slot], lane_);
+                release(smem_.q_empty[done.slot], lane_);
+                break;
+            }
+            wgmma_wait_group<1>();
+            pin(dv);
+            release(smem_.dout_empty[done.slot], lane_);
+            differentiate_scores(probs, dscores, [&] {
+                wgmma_wait_group<1>();
+                pin(dk);
+                release(smem_.q_empty[done.slot], lane_);
+            });
+        }
+    }
+
+    // Leaves dS of the present block to the warpgroup of dQ. `between` comes behind the stores and in front of the fence.
+    template <class Between>
+    __device__ __forceinline__ void announce(const Operand& dscores, Between between) {
+        const auto at = scores_position();
+        if constexpr (!kBufferIsAwaitedBefore) {
+            await_buffer();
+        }
+        math_.store_dscores(dscores, smem_.dscores[at.slot][0], gradients_.row_in_block());
+        between();
+        fence_proxy_async_shared();
+        release(smem_.dscores_full[at.slot], lane_);
+        dscores_.advance();
+    }
+
+    // For dS of the present block.
+    __device__ __forceinline__ void await_buffer() const {
+        const auto at = scores_position();
+        mbarrier_wait_together(smem_.dscores_empty[at.slot], at.phase ^ 1);
+    }
+
+    __device__ __forceinline__ auto scores_position() const {
+        if constexpr (kScoresGoWithBlocks) {
+            return block_;
+        } else {
+            return dscores_;
+        }
+    }
+
+    // P and dS of the present block. `meanwhile` is done while the scores are computed.
+    template <class Meanwhile>
+    __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, Meanwhile meanwhile) {
+        Scores scores, dprobs;
+        mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
+        matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
+        meanwhile();
+        const int mask_row = smem_.blocks[block_.slot].mask_row;
+        wgmma_wait_group<0>();
+        pin(scores);
+        if constexpr (Config::kHasSoftcap) {
+            math_.cap(scores);
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+        } else {
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            math_.scale(scores);
+        }
+        if constexpr (!Config::kHasSoftcap && !kExponentialsBesideDprobs) {
+            math_.exponentiate(scores);
+        }
+        mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
+        matmuls_.issue_dprobs(dprobs, matmuls_.keys(smem_.v[0] + first_key(), 0), block_.slot, block_.slot);
+        if constexpr (kExponentialsBesideDprobs) {
+            math_.exponentiate(scores);
+            stay_in_front_of_wait(scores);
+        }
+        wgmma_wait_group<0>();
+        pin(dprobs);
+        if constexpr (Config::kHasSoftcap) {
+            capped_to_operands(dprobs, scores, probs, dscores);
+        } else {
+            to_operands(dprobs, scores, probs, dscores);
+        }
+    }
+
+    __device__ __forceinline__ int first_key() const { return warpgroup_ * Config::kRows * Config::kSlabCols; }
+
+    // No register keeps the address.
+    __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[opaque(kv_.phase)]; }
+
+    // ---- scores to probabilities and to their gradients
+
+    // The assembler moves a wait for wgmma up to the last memory operation in front of it, over arithmetic that should
+    // run meanwhile. This is one, and depends on every other score; the others follow.
+    __device__ __forceinline__ void stay_in_front_of_wait(const Scores& scores) const {
+        uint32_t bits = 0;
+#pragma unroll
+        for (int i = 0; i < kScores; i += 2) {
+            bits |= __float_as_uint(scores[i]);
+        }
+        st_shared_if(zero_after(__uint_as_float(bits)), smem_.never_written, bits);
+    }
+
+    // dS = P (dP - delta), and P, rounded: packed, an accumulator of 16 columns is the A operand of the next matmul.
+    __device__ __forceinline__ void to_operands(const Scores& dprobs, const Scores& p, Operand& probs,
+                                                Operand& dscores) const {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+            if (kBufferIsAwaitedBefore && i == kScores / 4) {
+                await_buffer();
+            }
+            dscores[i] = pack<Element>(p[2 * i] * dprobs[2 * i], p[2 * i + 1] * dprobs[2 * i + 1]);
+            probs[i] = pack<Element>(p[2 * i], p[2 * i + 1]);
+        }
+    }
+
+    // The same from capped scores, for whose probabilities there are no registers until now, nor for what is subtracted from
+    // them: a load waits for what an earlier one was for.
+    __device__ __forceinline__ void capped_to_operands(const Scores& dprobs, const Scores& capped, Operand& probs,
+                                                       Operand& dscores) const {
+        constexpr int kLoadsAhead = 2;
+        const Stats* const stats = smem_.stats[block_.slot];
+#pragma unroll
+        for (int i = 0; i < kScores / 4; ++i) {
+            const uint32_t zero = i < kLoadsAhead ? 0 : zero_after(__uint_as_float(probs[2 * (i - kLoadsAhead)]));
+            const float2 minus_lse = math_.minus_lse(stats[i + zero]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float* const pair = capped + 4 * i + 2 * half;
+                const float* const dp = dprobs + 4 * i + 2 * half;
+                const float2 p = math_.exponentiate_capped(pair, minus_lse);
+                probs[2 * i + half] = pack<Element>(p.x, p.y);
+                dscores[2 * i + half] =
+                    pack<Element>(p.x * math_.slope(pair[0]) * dp[0], p.y * math_.slope(pair[1]) * dp[1]);
+            }
+        }
+    }
+
+    const typename Config::Params& params_;
+    SharedStorage<Config>& smem_;
+    const int warpgroup_;
+    const int lane_;
+    const KeyGradients<Config> gradients_;
+    const Matmuls<Config> matmuls_;
+    const ScoreMath<Config> math_;
+    Position<1> kv_;
+    Position<Config::kStages> block_;
+    Position<Config::kScoreStages> dscores_;   // unless it is that of the block
+    int left_ = 0;   // blocks of the tile
+};
+
+}  // namespace ffa

@@ -1,0 +1,163 @@
+// The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
+#pragma once
+
+#include "backward/block_items.cuh"
+#include "backward/config.cuh"
+#include "backward/walk.cuh"
+#include "common/pipeline.cuh"
+
+namespace ffa {
+
+// One thread that keeps the rings full.
+template <class Config>
+class Producer {
+public:
+    __device__ __forceinline__ Producer(const typename Config::Params& params, SharedStorage<Config>& smem)
+        : params_(params), smem_(smem) {}
+
+    __device__ __forceinline__ void run() {
+        ItemsOfBlock<Config> items(params_, smem_);
+        for (; (*items).has_work(); items.advance()) {
+            load_tile(*items);
+        }
+        store_shared(smem_.is_over, (*items).is_all() ? 1 : kNobodyWaits);
+        mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
+        smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
+        mbarrier_arrive(smem_.kv_full);
+    }
+
+private:
+    // What describes the tile and the run is read again for each block, because this thread has few registers.
+    __device__ __forceinline__ void load_tile(const Items<Config>& items) {
+        const AgendaEntry& entry = items.entry();
+        const Tile& tile = params_.lists[items.list()].tiles[entry.tile];
+        const int num_blocks = blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
+        const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
+        const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
+        TileOfHead& work = smem_.work[smem_.kv_phase];
+        mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
+        if constexpr (Config::kHasFarTiles) {
+            work.is_far = items.list() == kFar;
+        }
+        work.tile = tile;
+        work.tile_index = entry.tile;
+        work.wave_in_step = rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
+        work.part = entry.part;
+        work.num_parts = entry.num_parts;
+        work.turn = entry.turn;
+        work.is_ascending = entry.is_ascending;
+        work.kv_head = entry.first_head + head_in_section;
+        work.slot = entry.slot * params_.lists[kNear].agenda.heads_per_section + head_in_section;
+        work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
+        work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
+        work.num_visits = num_blocks * work.num_qheads;
+        work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
+        if (work.num_visits == 0) {
+            mbarrier_arrive(smem_.kv_full);
+        } else {
+            load_keys(work);
+        }
+        smem_.kv_phase ^= 1;
+        for (int i = this->work().tile.run_end - this->work().tile.run_begin; i-- > 0;) {
+            const Tile& tile = this->work().tile;
+            load_run(params_.runs[this->work().is_ascending ? tile.run_end - 1 - i : tile.run_begin + i]);
+        }
+    }
+
+    __device__ __forceinline__ void load_keys(const TileOfHead& work) {
+        const int row = work.tile.row_begin + first_row_of_block<Config>();
+        uint32_t bytes = sizeof(smem_.k) + sizeof(smem_.v);
+        if constexpr (Config::kSharesDq) {
+            bytes += sizeof(smem_.peer_k);
+        }
+        mbarrier_arrive_expect_tx(smem_.kv_full, bytes);
+        load(smem_.k, params_.k, smem_.kv_full, row, work.kv_head);
+        load(smem_.v, params_.v, smem_.kv_full, row, work.kv_head);
+        if constexpr (Config::kSharesDq) {
+            const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
+#pragma unroll 1
+            for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
+                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full, (first_peer_slab<Config>() + slab) * Config::kSlabCols,
+                            peer_row, work.kv_head);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_run(const Run& run) {
+        const RunWalk<Config::kBlockCols> walk{run, work().num_qheads, work().is_ascending};
+        for (int left = walk.num_visits(); left-- > 0;) {
+            const Visit visit = walk.visit(left);
+            // Keys past the end of a short tile belong to others: the mask hides them.
+            const bool is_masked = work().is_short(Config::kTileRows) || walk.is_masked(visit.col);
+            load_block(run, walk.col_end(), visit, is_masked);
+        }
+    }
+
+    __device__ __forceinline__ void load_block(const Run& run, int col_end, const Visit& visit, bool is_masked) {
+        uint64_t& q_full = smem_.q_full[block_.slot];
+        Block& block = smem_.blocks[block_.slot];
+        mbarrier_wait(smem_.q_empty[block_.slot], block_.phase ^ 1);
+        block.first = visit.col;
+        block.end = col_end;
+        block.head = work().qhead + visit.group;
+        block.mask_row = is_masked ? work().tile.row_begin : kNoMask;
+        const uint32_t run_bytes = is_masked ? sizeof(Run) : 0;
+        mbarrier_arrive_expect_tx(q_full, sizeof(smem_.q[0]) + sizeof(smem_.stats[0]) + run_bytes);
+        load_for_all<0>(smem_.q[block_.slot], params_.q, q_full, visit.col, block.head);
+        tma_load_3d(smem_.stats[block_.slot], params_.stats, q_full, visit.col / kStatsQueries * kStatsWords, 0,
+                    block.head);
+        if (is_masked) {
+            cp_async_bulk_load(&block.run, &run, sizeof(Run), q_full);
+        }
+
+        const auto dout = dout_position();
+        uint64_t& dout_full = smem_.dout_full[dout.slot];
+        mbarrier_wait(smem_.dout_empty[dout.slot], dout.phase ^ 1);
+        mbarrier_arrive_expect_tx(dout_full, sizeof(smem_.dout[0]));
+        load_for_all<1>(smem_.dout[dout.slot], params_.dout, dout_full, visit.col, block.head);
+        block_.advance();
+        ++num_blocks_;
+    }
+
+    __device__ __forceinline__ auto dout_position() const {
+        if constexpr (Config::kDoutStages == Config::kStages) {
+            return block_;
+        } else {
+            constexpr int kStages = Config::kDoutStages;
+            return Position<kStages>{num_blocks_ % kStages, uint32_t(num_blocks_) / kStages % 2};
+        }
+    }
+
+    template <class Slabs>
+    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+#pragma unroll
+        for (int slab = 0; slab < Config::kSlabs; ++slab) {
+            tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+        }
+    }
+
+    // What all thread blocks of a cluster need: each loads some slabs, the first one those from slab `kFirst` on.
+    template <int kFirst, class Slabs>
+    __device__ __forceinline__ void load_for_all(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+        if constexpr (Config::kCtas == 1) {
+            load(slabs, map, full, row, head);
+        } else {
+#pragma unroll
+            for (int slab = 0; slab < Config::kSlabs; ++slab) {
+                if ((slab ^ kFirst) % Config::kCtas == rank_in_cluster<Config>()) {
+                    tma_load_3d_to_both(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+                }
+            }
+        }
+    }
+
+    // The tile that is being loaded.
+    __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[smem_.kv_phase ^ 1]; }
+
+    const typename Config::Params& params_;
+    SharedStorage<Config>& smem_;
+    Position<Config::kStages> block_;
+    int num_blocks_ = 0;
+};
+
+}  // namespace ffa

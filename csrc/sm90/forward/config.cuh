@@ -1,0 +1,177 @@
+// What the threads of a block of the forward kernel share: its parameters, its shape, and what lies in shared memory.
+#pragma once
+
+#include "common/pipeline.cuh"
+#include "common/ptx.cuh"
+#include "common/store.cuh"
+#include "common/tile_plan.cuh"
+#include "forward/scheduler.cuh"
+
+namespace ffa {
+
+struct ForwardParams {
+    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
+    TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: near and far keys
+    TensorMap v[2];    // [nheads_kv, total_k, head_dim], likewise
+    TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
+    void* out_rows;    // [total_q, nheads_q, head_dim], with the strides below
+    float* lse;        // [nheads_q, total_q]
+    float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for parts; or null
+    float* wide_lse;   // [nheads_q, wide_rows]
+    const float* prior_out;   // attention over other keys, to be merged with parts: as `wide_out`; or null
+    const float* prior_lse;   // as `wide_lse`
+    long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
+    const Run* runs;   // [num_runs]
+    const Edges* edges;   // [total_q, kLanes], or nothing
+    const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`, kNotAPart
+                              // for the other tiles; null where all are parts that lie at their own rows
+    Schedule schedule;
+    int total_q;
+    int qhead_per_kvhead;
+    int far_begin;      // columns from here on are far keys
+    float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;    // softmax_scale / softcap where scores are capped
+    long long out_row_stride, out_head_stride;   // of `out_rows`, in elements
+};
+
+static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/cuda/params.py");
+
+// Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
+struct EarlyForwardParams : ForwardParams {
+    Schedule lists[3];          // see TileList
+    const FarTile* far_tiles;   // [num_tiles of kFar]
+    int* num_begun_parts;       // [1]: one more than that, once no more are begun
+    int* num_stored;            // [items of kParts]: warps that have left their rows of it
+    int part_rows;              // that a part has in `wide_out`: those of part i begin at i times as many
+    int first_behind;           // thread block that begins behind the arrival; all from there on do
+};
+
+enum TileList {
+    kFar,     // tiles with far keys
+    kNear,    // tiles without
+    kParts,   // the near runs of tiles with both; all of them are in sections
+};
+
+static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/cuda/params.py");
+
+constexpr int kMaxConsumers = 3;
+
+template <bool kCondition, class Then, class Else>
+struct Choose {
+    using type = Then;
+};
+
+template <class Then, class Else>
+struct Choose<false, Then, Else> {
+    using type = Else;
+};
+
+template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
+          int kConsumers_, int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_,
+          bool kHasSoftcap_, bool kHasStairs_, bool kHasFarKeys_, bool kIsEarly_>
+struct ForwardConfig {
+    using Element = Element_;
+    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kBlockCols = kBlockCols_;
+    static constexpr int kKStages = kKStages_;
+    static constexpr int kVStages = kVStages_;
+    static constexpr int kQBuffers = kQBuffers_;
+    static constexpr int kConsumers = kConsumers_;
+    static constexpr int kMinBlocksInTurns = kMinBlocksInTurns_;   // of a tile; 0 if warpgroups take no turns
+    static constexpr int kProducerRegisters = kProducerRegisters_;
+    static constexpr int kConsumerRegisters = kConsumerRegisters_;
+    static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kHasStairs = kHasStairs_;     // whose rows look up what they see: 1 to 3 % for all others
+    static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
+    static constexpr bool kIsEarly = kIsEarly_;         // begins before they are there
+
+    static constexpr int kWarpgroup = 128;
+    static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+    static constexpr int kRows = 64;   // of a warpgroup
+    static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
+    static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
+    static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
+    static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
+
+    using Params = typename Choose<kIsEarly, EarlyForwardParams, ForwardParams>::type;
+
+    static_assert(kHasFarKeys || !kIsEarly, "they are what is waited for");
+    static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
+    static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
+    static_assert(sizeof(Element) == 2, "bf16 or fp16");
+    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
+    static_assert(kBlockCols % 16 == 0, "P V takes 16 columns a step");
+    static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroup <= 65536, "one register file");
+};
+
+// What the producer says about a block of K.
+struct alignas(16) Block {
+    Run run;   // only at an edge of the run, where a row may not see every column
+    int first;
+    uint32_t is_edge;
+};
+
+struct TileOfHead {
+    int row_begin, row_end, head;
+    int num_blocks;
+
+    static constexpr int kNoMoreWork = -1;   // as num_blocks
+};
+
+// What the producer is to load K and V for.
+struct alignas(16) RunsOfHead {
+    int begin, end, kv_head;
+    int unused;   // made from the first run, which reading it has brought to the L1 cache
+
+    static constexpr int kNoMoreWork = -1;   // as begin
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+    using Element = typename Config::Element;
+
+    Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // of tiles in turns; O leaves from its Q's
+    Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
+    Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
+    Block blocks[Config::kKStages];   // travel with k
+    TileOfHead tiles[Config::kQBuffers];   // travel with q
+    RunsOfHead runs;
+    uint64_t runs_full, runs_empty;
+    uint64_t q_full, q_empty;
+    uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
+    uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
+    int part_shifts[Config::kQBuffers];   // travel with q
+    int part_items[Config::kQBuffers];    // likewise, see Items<Config, true>
+};
+
+// Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.
+constexpr uint32_t kWarpgroupDone = 1;
+constexpr uint32_t kTurns = kWarpgroupDone + kMaxConsumers;
+
+template <class Config, class Slabs>
+__device__ __forceinline__ void load_slabs(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+#pragma unroll
+    for (int slab = 0; slab < Config::kSlabs; ++slab) {
+        tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+    }
+}
+
+template <class Config>
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    mbarrier_init(smem.runs_full, 1);
+    mbarrier_init(smem.runs_empty, 1);
+    mbarrier_init(smem.q_full, 1);
+    mbarrier_init(smem.q_empty, kConsumerWarps);
+    for (int i = 0; i < Config::kKStages; ++i) {
+        mbarrier_init(smem.k_full[i], 1);
+        mbarrier_init(smem.k_empty[i], kConsumerWarps);
+    }
+    for (int i = 0; i < Config::kVStages; ++i) {
+        mbarrier_init(smem.v_full[i], 1);
+        mbarrier_init(smem.v_empty[i], kConsumerWarps);
+    }
+    fence_mbarrier_init();
+}
+
+}  // namespace ffa

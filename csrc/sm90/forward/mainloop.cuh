@@ -1,0 +1,346 @@
+// A warpgroup of the forward kernel that owns 64 rows of each tile, and keeps their scores, probabilities and output in registers.
+#pragma once
+
+#include "common/mask.cuh"
+#include "common/pipeline.cuh"
+#include "common/softmax.cuh"
+#include "forward/config.cuh"
+
+namespace ffa {
+
+// Its control flow is uniform, and told so that the compiler sees it: lanes vote, what a single lane does is predicated, and
+// the loop over blocks ends by a count. Descriptors, slots and phases then live in uniform registers.
+template <class Config>
+class Consumer {
+public:
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem, int warpgroup)
+        : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
+
+    __device__ __forceinline__ void run() {
+        if (Config::kMinBlocksInTurns > 0 && warpgroup_ == Config::kConsumers - 1) {
+            give_turn_to(0);
+        }
+        while (true) {
+            mbarrier_wait_together(smem_.q_full, q_phase_);
+            const TileOfHead& tile = smem_.tiles[q_phase_ % Config::kQBuffers];   // registers are short
+            left_ = uniform(tile.num_blocks);
+            if (left_ == TileOfHead::kNoMoreWork) {
+                break;
+            }
+            takes_turns_ = Config::kMinBlocksInTurns > 0 && left_ >= Config::kMinBlocksInTurns;
+            attend(tile);
+            q_phase_ ^= 1;
+        }
+        wait_for_store();
+    }
+
+private:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
+    static constexpr int kFirstScores = kScores / 16 * 8;   // the first half, in whole steps of P V
+    static constexpr int kOut = Config::kHeadDim / 2;
+    using Scores = float[kScores];
+    using Probs = uint32_t[kScores / 2];
+    using Out = float[kOut];
+
+    __device__ __forceinline__ void attend(const TileOfHead& tile) {
+        Scores scores;
+        Probs probs;
+        Out out;
+        OnlineSoftmax softmax(params_.scale_log2);
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) {
+            out[i] = 0.f;
+        }
+
+        if (!__any_sync(0xffffffff, tile.row_begin + warpgroup_ * Config::kRows < tile.row_end)) {
+            while (next_block(tile) != kEnd) {
+                skip_block();
+            }
+        }
+        Visibility sees = next_block(tile);
+        if constexpr (Config::kQBuffers == 2) {
+            release_q();   // of the previous tile
+        }
+        while (sees != kEnd) {
+            if (sees == kNothing) {
+                skip_block();
+                sees = next_block(tile);
+                continue;
+            }
+
+            // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
+            const uint32_t q = uniform(q_operand());
+            const uint32_t k = k_operand();
+            begin_turn();
+            issue_scores(scores, q, k);
+            Visibility next = next_block(tile);
+            wgmma_wait_group<0>();
+            pin(scores);
+            end_turn();
+            cap_and_mask(scores, sees, tile);
+            release_k();
+            bool is_v_there = test_v();
+            float sum[2];
+            soften(scores, probs, sum, out, softmax);
+            softmax.add(sum);
+            sees = next;
+
+            while (sees == kPart || sees == kAll) {
+                wait_for_v(is_v_there);
+                const uint32_t k = k_operand();
+                const uint32_t v = v_operand();
+                begin_turn();
+                issue_scores(scores, q, k);
+                issue_out(out, probs, v);
+                next = next_block(tile);   // while the scores are on their way
+                wgmma_wait_group<2>();
+                pin(scores);
+                end_turn();
+                cap_and_mask(scores, sees, tile);
+                float sum[2] = {0.f, 0.f};
+                wgmma_wait_group<1>();
+                softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
+                // The assembler moves a wait up to the last memory operation in front of it: this one, which seems to
+                // depend on the exponentials, keeps them in front of the wait and beside the rest of P V.
+                release_k(zero_after(sum[0]) | zero_after(sum[1]));
+                wgmma_wait_group<0>();
+                pin(out);
+                release_v();
+                is_v_there = test_v();
+                softmax.exponentiate<Element, kFirstScores, kScores>(scores, probs, sum);
+                if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
+                    soften(scores, probs, sum, out, softmax);
+                }
+                softmax.add(sum);
+                sees = next;
+            }
+
+            wait_for_v(is_v_there);
+            issue_out(out, probs, v_operand());
+            wgmma_wait_group<0>();
+            pin(out);
+            release_v();
+        }
+
+        float normalize[2], lse[2];
+        softmax.finish(normalize, lse);
+        const bool is_part = __any_sync(0xffffffff, part_shift() != kNotAPart);
+        if (merges(is_part)) {
+            wait_for_part();
+            float keep[2];
+            weigh(normalize, keep, lse, tile);
+            scale_rows(out, normalize);
+            add_prior(out, keep, tile);
+        } else {
+            scale_rows(out, normalize);
+        }
+        const bool is_wide = leaves_wide(is_part);
+        if (is_wide) {
+            store_wide(out, tile);
+        } else {
+            store(out, tile);
+        }
+        store_lse(lse, is_wide, tile);
+        if (is_wide) {
+            tell_of_part();
+        }
+        if constexpr (Config::kQBuffers == 1) {
+            release_q();
+        }
+    }
+
+    // ---- turns
+
+    // Where exponentials take as long as the matmuls, warpgroups that compute scores at the same time also have their
+    // exponentials at the same time, and the tensor cores idle meanwhile. One after the other, block by block of the tile, they
+    // keep out of each other's way.
+    __device__ __forceinline__ void begin_turn() const {
+        if (takes_turns_) {
+            barrier_sync(kTurns + warpgroup_, 2 * Config::kWarpgroup);
+        }
+    }
+
+    __device__ __forceinline__ void end_turn() const {
+        if (takes_turns_) {
+            give_turn_to(warpgroup_ == Config::kConsumers - 1 ? 0 : warpgroup_ + 1);
+        }
+    }
+
+    __device__ __forceinline__ static void give_turn_to(int warpgroup) {
+        barrier_arrive(kTurns + warpgroup, 2 * Config::kWarpgroup);
+    }
+
+    // ---- the matmuls
+
+    __device__ __forceinline__ uint32_t q_operand() const {
+        return wgmma_descriptor(q_buffer() + warpgroup_ * Config::kRows * Config::kSlabCols, 0);
+    }
+
+    __device__ __forceinline__ uint32_t k_operand() const { return wgmma_descriptor(smem_.k[scored_.slot], 0); }
+
+    __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
+
+    __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
+        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
+        constexpr int kStepBytes = 32;
+        pin(scores);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int slab = step / kStepsPerSlab;
+            const int within = step % kStepsPerSlab * kStepBytes;
+            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
+                scores, q + ((slab * kQSlabBytes + within) >> 4), k + ((slab * kKSlabBytes + within) >> 4), step != 0);
+        }
+        wgmma_commit_group();
+    }
+
+    // In two groups, for the two halves of the columns of P: a half of `probs` is free when its group has ended.
+    __device__ __forceinline__ void issue_out(Out& out, const Probs& probs, uint32_t v) {
+        constexpr int kStepBytes = 16 * 128;
+        pin(out);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kBlockCols / 16; ++step) {
+            Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(out, probs + 4 * step,
+                                                                     v + ((step * kStepBytes) >> 4), 1);
+            if (step + 1 == kFirstScores / 8) {
+                wgmma_commit_group();
+            }
+        }
+        wgmma_commit_group();
+    }
+
+    // ---- scores to probabilities
+
+    __device__ __forceinline__ void cap_and_mask(Scores& scores, Visibility sees, const TileOfHead& tile) {
+        if constexpr (Config::kHasSoftcap) {
+#pragma unroll
+            for (int i = 0; i < kScores; ++i) {
+                scores[i] = tanh_approx(scores[i] * params_.cap_scale);
+            }
+        }
+        if (sees == kPart) {
+            const Block& block = smem_.blocks[scored_.slot];
+            apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile), block.first + 2 * (lane_ % 4));
+        }
+    }
+
+    // The probabilities of a block that moves the reference of the softmax.
+    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, float (&sum)[2], Out& out,
+                                                  OnlineSoftmax& softmax) {
+        float rescale[2];
+        softmax.move_reference(scores, rescale);
+        scale_rows(out, rescale);
+        sum[0] = sum[1] = 0.f;
+        softmax.exponentiate<Element, 0, kScores>(scores, probs, sum);
+    }
+
+    __device__ __forceinline__ static void scale_rows(Out& out, const float (&factor)[2]) {
+#pragma unroll
+        for (int i = 0; i < kOut; ++i) {
+            out[i] *= factor[i / 2 % 2];
+        }
+    }
+
+    // ---- the result, in forward/epilogue.cuh
+
+    __device__ void weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2], const TileOfHead& tile) const;
+    __device__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const;
+    __device__ void store_wide(const Out& out, const TileOfHead& tile) const;
+    __device__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const;
+    __device__ bool merges(bool is_part) const;
+    __device__ bool leaves_wide(bool is_part) const;
+    __device__ void wait_for_part() const;
+    __device__ void tell_of_part() const;
+    __device__ int part_shift() const;
+    __device__ long long wide_lse_offset(const TileOfHead& tile) const;
+    __device__ long long wide_offset(const TileOfHead& tile, int row) const;
+    __device__ void store(const Out& out, const TileOfHead& tile);
+    __device__ void store_rows(const Element* staging, int warp_row, const TileOfHead& tile) const;
+
+    // ---- buffers
+
+    // Waits for the next block of the tile, if there is one, and tells what this warpgroup sees of it.
+    __device__ __forceinline__ Visibility next_block(const TileOfHead& tile) {
+        if (left_ == 0) {
+            return kEnd;
+        }
+        --left_;
+        mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
+        const Block& block = smem_.blocks[k_.slot];
+        k_.advance();
+        if (!__any_sync(0xffffffff, block.is_edge)) {
+            return kAll;
+        }
+        const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
+        const int row_end = min(row_begin + Config::kRows, tile.row_end);
+        return Visibility(uniform(
+            visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end, block.first, Config::kBlockCols)));
+    }
+
+    __device__ __forceinline__ bool test_v() {
+        return __all_sync(0xffffffff, mbarrier_test_wait(smem_.v_full[v_.slot], v_.phase));
+    }
+
+    __device__ __forceinline__ void wait_for_v(bool is_there) {
+        if (!is_there) {
+            mbarrier_wait_together(smem_.v_full[v_.slot], v_.phase);
+        }
+    }
+
+    __device__ __forceinline__ Element* q_buffer() const { return smem_.q[q_phase_ % Config::kQBuffers][0]; }
+
+    // Until the last output has left its buffer, which the thread that stored it knows.
+    __device__ __forceinline__ void wait_for_store() const {
+        if (lane_ == 0) {
+            cp_async_bulk_wait_group_read<0>();
+        }
+    }
+
+    __device__ __forceinline__ void release_q() {
+        wait_for_store();
+        release(smem_.q_empty, lane_);
+    }
+
+    __device__ __forceinline__ void release_k(uint32_t zero = 0) {
+        release(smem_.k_empty[scored_.slot + zero], lane_);
+        scored_.advance();
+    }
+
+    __device__ __forceinline__ void release_v() {
+        release(smem_.v_empty[v_.slot], lane_);
+        v_.advance();
+    }
+
+    // Every warpgroup has its turn and releases every buffer, in order, also those it does not use.
+    __device__ __forceinline__ void skip_block() {
+        begin_turn();
+        end_turn();
+        release_k();
+        wait_for_v(false);
+        release_v();
+    }
+
+    __device__ __forceinline__ int first_row(const TileOfHead& tile) const {
+        return tile.row_begin + warpgroup_ * Config::kRows + warp_ * kWarpRows + lane_ / 4;
+    }
+
+    static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+
+    const typename Config::Params& params_;
+    SharedStorage<Config>& smem_;
+    const int warpgroup_;
+    const int warp_;
+    const int lane_;
+    uint32_t q_phase_ = 0;
+    Position<Config::kKStages> k_;        // of the block to look at next
+    Position<Config::kKStages> scored_;   // of the block in work
+    Position<Config::kVStages> v_;
+    int left_ = 0;   // blocks of the tile
+    bool takes_turns_ = false;
+};
+
+}  // namespace ffa

@@ -1,0 +1,86 @@
+// Which (tile, head) a thread block of the forward pass works on next: the plan's tiles, longest first, for one L2
+// section of heads after another, but for the shortest ones. Those come last, for all heads, so that blocks end together: the
+// long tiles of a last section would begin when nothing short is left to fill up with. The first item of a block is its index;
+// the others are drawn from a counter, so that no block waits while another has work left.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile_plan.cuh"
+
+namespace ffa {
+
+struct Schedule {
+    const Tile* tiles;       // [num_tiles]
+    int* ticket;             // [1], zero at launch; unused where every block has one item at most
+    int num_tiles;
+    int num_heads;
+    int heads_per_section;   // divides num_heads
+    int tiles_in_sections;   // the others are for all heads
+};
+
+struct WorkItem {
+    int tile;
+    int head;
+};
+
+class Scheduler {
+public:
+    __device__ __forceinline__ explicit Scheduler(const Schedule& schedule) : Scheduler(schedule, blockIdx.x) {}
+
+    __device__ __forceinline__ Scheduler(const Schedule& schedule, int item) : schedule_(schedule), item_(item) {}
+
+    __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
+
+    __device__ __forceinline__ WorkItem item() const {
+        const Part part = this->part();
+        const int in_part = item_ - part.first_item;
+        const int section = in_part / part.items_of_section();
+        const int within = in_part - section * part.items_of_section();
+        const int tile = within / part.num_heads;
+        return {part.first_tile + tile, section * part.num_heads + within - tile * part.num_heads};
+    }
+
+    // Of the first item behind this one's section.
+    __device__ __forceinline__ int section_end() const {
+        const Part part = this->part();
+        const int section = (item_ - part.first_item) / part.items_of_section();
+        return part.first_item + (section + 1) * part.items_of_section();
+    }
+
+    // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
+    __device__ __forceinline__ void leave_section() {
+        const int next_section = section_end();
+        if (num_items() > gridDim.x) {
+            atomicMax(schedule_.ticket, next_section - static_cast<int>(gridDim.x));
+        }
+    }
+
+    __device__ __forceinline__ void advance() {
+        item_ = gridDim.x < num_items() ? gridDim.x + atomicAdd(schedule_.ticket, 1) : num_items();
+    }
+
+private:
+    // The items in sections, or those for all heads, which are one section.
+    struct Part {
+        int first_item, first_tile;
+        int num_tiles, num_heads;   // of a section
+
+        __device__ __forceinline__ int items_of_section() const { return num_tiles * num_heads; }
+    };
+
+    __device__ __forceinline__ Part part() const {
+        const int tiles = opaque(schedule_.tiles_in_sections), items = tiles * schedule_.num_heads;
+        return item_ < items ? Part{0, 0, tiles, schedule_.heads_per_section}
+                             : Part{items, tiles, num_tiles() - tiles, schedule_.num_heads};
+    }
+
+    // Computed anew each time: the one thread that schedules has few registers.
+    __device__ __forceinline__ int num_items() const { return num_tiles() * schedule_.num_heads; }
+
+    __device__ __forceinline__ int num_tiles() const { return opaque(schedule_.num_tiles); }
+
+    const Schedule& schedule_;
+    int item_;
+};
+
+}  // namespace ffa

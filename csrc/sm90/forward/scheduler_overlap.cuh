@@ -1,0 +1,150 @@
+// What a thread block of the forward kernel works on, item by item: a tile of a head, or a part of it.
+//
+// A launch that begins before far keys are there shares its items with one that is enqueued behind their arrival. Those are tiles
+// without far keys, tiles with some, and as parts the near keys of these. Until a block from behind the arrival runs, and
+// says so, blocks take the tiles without far keys, and then parts. After that no part is begun any more: blocks take tiles with far
+// keys, of which they walk the near ones too unless a part has them, and then what is left without. No block waits for far keys, so that
+// none keeps its SM from what brings them; one that finds nothing to do ends, and one from behind the arrival has its place.
+#pragma once
+
+#include "forward/config.cuh"
+#include "forward/scheduler.cuh"
+
+namespace ffa {
+
+struct PartOfTile {
+    int shift;   // as ForwardParams::part_shifts
+    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that tile
+};
+
+template <class Config, bool kIsEarly = Config::kIsEarly>
+class Items;
+
+template <class Config>
+class Items<Config, false> : public Scheduler {
+public:
+    __device__ __forceinline__ explicit Items(const ForwardParams& params) : Scheduler(params.schedule), params_(params) {}
+
+    __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
+
+    __device__ __forceinline__ PartOfTile part(const WorkItem& item) const {
+        return {params_.part_shifts ? params_.part_shifts[item.tile] : 0, 0};
+    }
+
+private:
+    const ForwardParams& params_;
+};
+
+template <class Config>
+class Items<Config, true> {
+public:
+    __device__ __forceinline__ explicit Items(const EarlyForwardParams& params) : params_(params) {
+        if (blockIdx.x >= params_.first_behind) {
+            end_parts();
+        }
+        advance();
+    }
+
+    __device__ __forceinline__ bool has_work() const { return item_ != kNone; }
+
+    __device__ __forceinline__ WorkItem item() const { return at_item().item(); }
+
+    __device__ __forceinline__ void advance() {
+        if (num_begun_ == kUnknown) {
+            num_begun_ = look_at_num_begun();
+        }
+        if (num_begun_ == kUnknown) {
+            if (draw(kNear) || draw(kParts)) {
+                return;
+            }
+            if (item_ < kEnded) {
+                item_ = kNone;
+                return;
+            }
+            num_begun_ = await_num_begun();
+        }
+        if (!draw(kFar) && !draw(kNear)) {
+            item_ = kNone;
+        }
+    }
+
+    // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
+    __device__ __forceinline__ void leave_section() { atomicMax(list().ticket, at_item().section_end()); }
+
+    // Without near keys where a part has them.
+    __device__ __forceinline__ Tile tile(const WorkItem& item) {
+        Tile tile = list().tiles[item.tile];
+        part_ = {kNotAPart, 0};
+        if (list_ == kParts) {
+            part_ = {shift_of(item.tile, tile), item_};
+        } else if (list_ == kFar) {
+            const FarTile far = params_.far_tiles[item.tile];
+            const int part_item = item_of_part(far.part, item.head);
+            if (far.part != kNoPart && part_item < num_begun_) {
+                tile.run_begin = far.run_mid;
+                part_ = {shift_of(far.part, tile), ~part_item};
+            }
+        }
+        return tile;
+    }
+
+    __device__ __forceinline__ PartOfTile part(const WorkItem&) const { return part_; }
+
+private:
+    __device__ __forceinline__ const Schedule& list() const { return params_.lists[list_]; }
+
+    __device__ __forceinline__ Scheduler at_item() const { return Scheduler(list(), item_); }
+
+    __device__ __forceinline__ bool draw(TileList from) {
+        list_ = from;
+        item_ = atomicAdd(list().ticket, 1);
+        return item_ < opaque(list().num_tiles) * list().num_heads;
+    }
+
+    // The ticket of parts is beyond all items from here on, and who makes it so knows how many were begun.
+    __device__ __forceinline__ void end_parts() {
+        const Schedule& parts = params_.lists[kParts];
+        const int ticket = atomicOr(parts.ticket, kEnded);
+        if (ticket < kEnded) {
+            add_release(params_.num_begun_parts, min(ticket, opaque(parts.num_tiles) * parts.num_heads) + 1);
+        }
+        num_begun_ = await_num_begun();
+    }
+
+    // What was seen to arrive by who says how many parts were begun is there for this block too, and for its TMA.
+    __device__ __forceinline__ int look_at_num_begun() const {
+        const int num_begun = load_acquire(params_.num_begun_parts) - 1;
+        fence_proxy_async_global();
+        return num_begun;
+    }
+
+    // Once they are ended; the block that then says so waits for nobody.
+    __device__ __forceinline__ int await_num_begun() const {
+        int num_begun;
+        while ((num_begun = look_at_num_begun()) == kUnknown) {
+        }
+        return num_begun;
+    }
+
+    __device__ __forceinline__ int item_of_part(int part, int head) const {
+        const Schedule& parts = params_.lists[kParts];
+        const int heads = parts.heads_per_section, section = head / heads;
+        return (section * opaque(parts.num_tiles) + part) * heads + head - section * heads;
+    }
+
+    __device__ __forceinline__ int shift_of(int part, const Tile& tile) const {
+        return part * params_.part_rows - tile.row_begin;
+    }
+
+    static constexpr int kNone = -1;       // as item_
+    static constexpr int kUnknown = -1;    // as num_begun_
+    static constexpr int kEnded = 1 << 30; // the ticket of parts from there on
+
+    const EarlyForwardParams& params_;
+    TileList list_;
+    int item_;
+    int num_begun_ = kUnknown;
+    PartOfTile part_;
+};
+
+}  // namespace ffa
