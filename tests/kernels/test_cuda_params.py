@@ -14,8 +14,8 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda import backward, nvrtc, params, parts, planner
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
-FORWARD = nvrtc.Variant("forward/config.cuh", "")
-BACKWARD = nvrtc.Variant("backward/config.cuh", "")
+FORWARD = nvrtc.Variant("forward/params.cuh", "")
+BACKWARD = nvrtc.Variant("backward/params.cuh", "")
 # In whose source each struct is.
 SOURCES = [
     (params.FORWARD, FORWARD),

@@ -1,10 +1,8 @@
-// What the threads of a block of the backward kernel share: its parameters, its shape, and what lies in shared memory.
+// What the threads of a block of the backward kernel share: its shape, and what lies in shared memory.
 #pragma once
 
-#include "backward/agenda.cuh"
-#include "backward/cluster.cuh"
-#include "backward/dq_accumulator.cuh"
-#include "backward/dq_convert.cuh"
+#include "backward/params.cuh"
+#include "backward/schedule/cluster.cuh"
 #include "backward/statistics.cuh"
 #include "backward/walk.cuh"
 #include "common/ptx.cuh"
@@ -13,40 +11,13 @@
 
 namespace ffa {
 
-// Tiles of keys, and the agenda of their heads.
-struct TileList {
-    const Tile* tiles;
-    Agenda agenda;
+// Where 16 rows of a warp go.
+struct DqTarget {
+    float* sum;
+    int head;
+    int first;
+    bool are_in_run;
 };
-
-static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/params.py");
-
-template <int kNumLists>
-struct BackwardParams {
-    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
-    TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
-    TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
-    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
-    TensorMap stats;   // [nheads_q, total_q / 8] of Stats in 8-byte words, boxes of block_cols queries
-    TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
-    TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
-    void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
-    void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
-    DqItems dq;
-    DqVisits visits;
-    DqProgress* dq_progress;
-    const Run* runs;           // [num_runs], rows are keys
-    const Edges* edges;        // [total_k, kLanes]
-    const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
-    int* are_complete;         // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
-    int qhead_per_kvhead;
-    float scale_log2;          // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
-    float cap_scale;           // softmax_scale / softcap where scores are capped
-    TileList lists[kNumLists];   // of near tiles, of far ones
-};
-
-static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/params.py");
-static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/params.py");
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
           int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
@@ -67,7 +38,7 @@ struct BackwardConfig {
     static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
     using Params = BackwardParams<kHasFarTiles ? 2 : 1>;
 
-    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see backward/mainloop_wide.cuh.
+    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see mainloop_wide.cuh.
     static constexpr bool kIsWide = kHeadDim > 128;
     // Then a tile is that of a cluster of two, of 64 keys each, which load Q and dO for each other.
     static constexpr int kCtas = kCtas_;

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "backward/config.cuh"
-#include "backward/dq_operand.cuh"
 #include "backward/dq_wide.cuh"
 #include "common/pipeline.cuh"
 

@@ -1,66 +1,13 @@
 // Rows of dq from sums that are complete: scaled, rounded, in the order of their columns.
 #pragma once
 
-#include "backward/dq_accumulator.cuh"
-#include "backward/dq_order.cuh"
+#include "backward/params.cuh"
+#include "backward/walk.cuh"
+#include "common/block.cuh"
 #include "common/ptx.cuh"
+#include "common/tile_plan.cuh"
 
 namespace ffa {
-
-// 16 rows of a head.
-struct DqItem {
-    int head, group;
-};
-
-// All of them, to be numbered.
-struct DqItems {
-    DqSums sums;
-    void* dq;   // [total_q, num_heads, head_dim], contiguous
-    int total_q;
-    int num_heads;
-    int qhead_per_kvhead;
-    float softmax_scale;
-
-    __device__ __forceinline__ int count() const { return sums.row_groups * num_heads; }
-
-    __device__ __forceinline__ DqItem item(int number, const DqOrder& order) const {
-        const int heads = order.heads_of_turn / order.passes;   // that are complete at about the same time
-        const int of_group = qhead_per_kvhead / order.passes;   // of these
-        const int in_pass = number % (sums.row_groups * heads);
-        const int pass = number / (sums.row_groups * heads);
-        const int head_in_pass = in_pass % heads;
-        const int first = pass / order.passes * order.heads_of_turn + (order.passes - 1 - pass % order.passes) * of_group;
-        return {first + head_in_pass / of_group * qhead_per_kvhead + head_in_pass % of_group, in_pass / heads};
-    }
-};
-
-static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/params.py");
-
-// How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
-// for.
-struct DqProgress {
-    int next;                // item to draw
-    int end;                 // from here on none are
-    int more_head_by_head;   // tiles that walk so, beyond those that do not; the kernel in front counts them
-    int num_gone;            // warps that did not wait any longer
-    DqOrder order_of_tiles;  // whatever their walks are; who writes the agenda knows it
-    int num_left;
-
-    // All but the order.
-    __device__ __forceinline__ void reset() {
-        next = more_head_by_head = num_gone = num_left = 0;
-        end = 0x7fffffff;
-    }
-
-    __device__ __forceinline__ DqOrder order(const DqItems& items) const {
-        return {order_of_tiles.heads_of_turn, more_head_by_head > 0 ? items.qhead_per_kvhead : order_of_tiles.passes};
-    }
-
-    __device__ __forceinline__ int first_not_drawn(int count) const { return min(min(next, end), count); }
-
-    // [num_left]; they lie behind.
-    __device__ __forceinline__ int* left() { return &num_left + 1; }
-};
 
 // By a warp, so many groups of columns at a time.
 template <class Element, int kHeadDim, int kColGroupsAtOnce>
@@ -126,5 +73,45 @@ private:
 
     const DqItems& items_;
 };
+
+// When rows of dq will be complete: how many times the main kernel adds to each 16 of them, once for each run of a tile that holds
+// some, and whether it does so head by head.
+
+// `wanted` of DqVisits, with an int behind it for the way there, comes about in three steps; each by one thread block.
+inline __device__ void clear_dq_visits(int* wanted, int row_groups) {
+    compact_for_each(row_groups + 1, [&](int group) { wanted[group] = 0; });
+}
+
+// Where visits begin and end, of each list of tiles.
+template <int kBlockCols>
+__device__ void note_dq_visits(const Tile* tiles, const Run* runs, int num_tiles, int* wanted) {
+    compact_for_each(num_tiles, [&](int i) {
+        const Tile& tile = tiles[i];
+#pragma unroll 1
+        for (int run = tile.run_begin; run < tile.run_end && tile.row_begin < tile.row_end; ++run) {
+            const RunWalk<kBlockCols> walk{runs[run], 1, false};
+            if (walk.first_group() < walk.end_group()) {
+                atomicAdd(&wanted[walk.first_group()], 1);
+                atomicAdd(&wanted[walk.end_group()], -1);
+            }
+        }
+    });
+}
+
+inline __device__ void count_dq_visits(int* wanted, int row_groups) {
+    compact_prefix_sum(
+        row_groups, [&](int group) { return __ldcg(&wanted[group]); },
+        [&](int group, int before) { wanted[group] = before + __ldcg(&wanted[group]); });
+}
+
+// Adds 1 to `more_head_by_head` for each tile that is walked so, -1 for others; by one thread block.
+template <int kBlockCols>
+__device__ void count_walks(const Tile* tiles, const Run* runs, int num_tiles, int& more_head_by_head) {
+    compact_for_each(num_tiles, [&](int i) {
+        if (tiles[i].row_begin < tiles[i].row_end) {
+            atomicAdd(&more_head_by_head, is_walked_head_by_head<kBlockCols>(tiles[i], runs) ? 1 : -1);
+        }
+    });
+}
 
 }  // namespace ffa

@@ -3,10 +3,16 @@
 #pragma once
 
 #include "backward/config.cuh"
-#include "backward/dq_operand.cuh"
 #include "common/pipeline.cuh"
 
 namespace ffa {
+
+// A descriptor of the matmul dQ = dS K. The wait for a turn diverges, and the compiler no longer knows that it is that of all lanes.
+template <class Config>
+__device__ __forceinline__ uint32_t dq_operand(const typename Config::Element* tile, uint32_t leading_bytes) {
+    const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
+    return Config::kIsDeterministic ? uniform(descriptor) : descriptor;
+}
 
 template <class Config>
 class WideDq {

@@ -12,11 +12,228 @@
 
 #include "backward/config.cuh"
 #include "backward/epilogue.cuh"
-#include "backward/matmuls.cuh"
-#include "backward/scores.cuh"
+#include "common/mask.cuh"
 #include "common/pipeline.cuh"
 
 namespace ffa {
+
+// The matmuls of a warpgroup of the backward kernel that owns 64 keys. Scores and their gradients are transposed, keys by
+// queries, so that they are operands of the next matmul as they lie in registers.
+template <class Config>
+class Matmuls {
+public:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
+    static constexpr int kGrad = Config::kHeadDim / 2;
+    using Scores = float[kScores];
+    using Operand = uint32_t[kScores / 2];
+    using Grad = float[kGrad];
+
+    __device__ __forceinline__ explicit Matmuls(const SharedStorage<Config>& smem)
+        : q_operands_(smem.q),
+          dout_operands_(smem.dout),
+          stats_operands_(smem.stats),
+          selector_operands_(smem.selectors) {}
+
+    // 64 keys as an operand: in registers, or where they lie.
+    static constexpr int kKeySteps = Config::kHasKeysInRegisters ? Config::kHeadDim / 16 : 1;
+    struct Keys {
+        const Element* rows;
+        uint32_t steps[kKeySteps][4];
+    };
+
+    // Those from `rows` on, of which this warp's begin at `row`.
+    __device__ __forceinline__ static Keys keys(const Element* rows, int row) {
+        Keys keys{rows};
+        if constexpr (Config::kHasKeysInRegisters) {
+            const int lane = threadIdx.x % 32;
+            const uint32_t address = shared_address(rows) + (row + lane % 16) * 128;
+#pragma unroll
+            for (int step = 0; step < kKeySteps; ++step) {
+                const int chunk = 2 * (step % 4) + lane / 16;
+                ldmatrix_x4(address + step / 4 * kKSlabBytes + ((chunk ^ (lane % 8)) << 4), keys.steps[step]);
+            }
+        }
+        return keys;
+    }
+
+    // S^T = K Q^T, from -lse / scale on, unless scores are capped.
+    __device__ __forceinline__ void issue_scores(Scores& scores, const Keys& k, int slot) const {
+        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
+    }
+
+    // dP^T = V dO^T, from -delta on, which travels with Q.
+    __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Keys& v, int slot, int stats_slot) const {
+        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
+    }
+
+    // dV += P^T dO
+    __device__ __forceinline__ void issue_dv(Grad& dv, const Operand& probs, int slot) const {
+        accumulate_registers(dv, probs, dout_operands_[slot]);
+    }
+
+    // dK += dS^T Q
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, int slot) const {
+        accumulate_registers(dk, dscores, q_operands_[slot]);
+    }
+
+    // With dS^T from shared memory.
+    __device__ __forceinline__ void issue_dk(Grad& dk, const Element* dscores, int slot) const {
+        const uint32_t a = wgmma_descriptor(dscores, 0);
+        accumulate(dk, q_operands_[slot], [a](GradPart& part, int step, uint32_t b) {
+            Wgmma<Element, kGradCols>::template ss<Major::K, Major::MN>(part, a + (step * kStepBytes >> 4), b, 1);
+        });
+    }
+
+private:
+    template <bool kHasStart>
+    __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Keys& keys, uint32_t queries,
+                                               int slot) const {
+        const uint32_t a = Config::kHasKeysInRegisters ? 0 : wgmma_descriptor(keys.rows, 0);
+        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            product[i] = 0.f;   // never read, but the compiler keeps registers for what is not set
+        }
+        pin(product);
+        wgmma_fence();
+        if constexpr (kHasStart) {
+            Wgmma<bfloat16, Config::kBlockCols>::template ss<Major::K, Major::MN, kSelectorDescriptorHigh,
+                                                             kStatsDescriptorHigh>(
+                product, selector_operands_[static_cast<int>(start)], stats_operands_[slot], 0);
+        }
+#pragma unroll
+        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+            const int slab = step / kStepsPerSlab;
+            const int within = step % kStepsPerSlab * kStepBytes;
+            const uint32_t b = queries + ((slab * kQSlabBytes + within) >> 4);
+            const bool accumulates = kHasStart || step != 0;
+            using Multiply = Wgmma<Element, Config::kBlockCols>;
+            if constexpr (Config::kHasKeysInRegisters) {
+                Multiply::template rs<Major::K>(product, keys.steps[step], b, accumulates);
+            } else {
+                Multiply::template ss<Major::K, Major::K>(product, a + ((slab * kKSlabBytes + within) >> 4), b, accumulates);
+            }
+        }
+        wgmma_commit_group();
+    }
+
+    __device__ __forceinline__ void accumulate_registers(Grad& sum, const Operand& a, uint32_t queries) const {
+        accumulate(sum, queries, [&a](GradPart& part, int step, uint32_t b) {
+            Wgmma<Element, kGradCols>::template rs<Major::MN>(part, a + 4 * step, b, 1);
+        });
+    }
+
+    // `multiply` adds the products of 16 queries to some columns.
+    template <class Multiply>
+    __device__ __forceinline__ void accumulate(Grad& sum, uint32_t queries, Multiply multiply) const {
+        const uint32_t b = queries + leading_stride(kQSlabBytes);
+        pin(sum);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < Config::kBlockCols / 16; ++step) {
+#pragma unroll
+            for (int part = 0; part < Config::kHeadDim / kGradCols; ++part) {
+                const int within = step * kSixteenRowsBytes + part * kGradCols / Config::kSlabCols * kQSlabBytes;
+                multiply(reinterpret_cast<GradPart&>(sum[part * kGradCols / 2]), step, b + (within >> 4));
+            }
+        }
+        wgmma_commit_group();
+    }
+
+    // The assembler takes no instruction with more registers than all threads have on average.
+    static constexpr int kGradCols = Config::kHeadDim > 192 ? Config::kHeadDim / 2 : Config::kHeadDim;
+    using GradPart = float[kGradCols / 2];
+    static constexpr int kStepBytes = 32;   // 16 columns
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+    static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
+    static constexpr int kSixteenRowsBytes = 16 * 128;
+
+    const SlotDescriptors<sizeof(SharedStorage<Config>::q[0])> q_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::dout[0])> dout_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::stats[0])> stats_operands_;
+    const SlotDescriptors<sizeof(SharedStorage<Config>::selectors[0])> selector_operands_;
+};
+
+// The arithmetic of the backward kernel on scores, keys by queries, as a warpgroup holds them: from scores to probabilities,
+// and the gradients of scores on their way to shared memory.
+template <class Config>
+class ScoreMath {
+public:
+    using Element = typename Config::Element;
+    static constexpr int kScores = Matmuls<Config>::kScores;
+    using Scores = typename Matmuls<Config>::Scores;
+    using Operand = typename Matmuls<Config>::Operand;
+
+    __device__ __forceinline__ ScoreMath(const typename Config::Params& params, const SharedStorage<Config>& smem, int lane)
+        : params_(params), smem_(smem), lane_(lane) {}
+
+    // `row` is the first one of the warp in its tile.
+    __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
+        if (__any_sync(0xffffffff, mask_row != kNoMask)) {
+            const Block& block = smem_.blocks[slot];
+            apply_mask<true>(scores, block.run, params_.edges, mask_row + row + lane_ / 4, block.first + 2 * (lane_ % 4));
+        }
+    }
+
+    // The exponents of P to base 2.
+    __device__ __forceinline__ void scale(Scores& scores) const {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            scores[i] *= params_.scale_log2;
+        }
+        pin(scores);
+    }
+
+    __device__ __forceinline__ void exponentiate(Scores& exponents) const {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            exponents[i] = ex2(exponents[i]);
+        }
+    }
+
+    __device__ __forceinline__ void cap(Scores& scores) const {
+#pragma unroll
+        for (int i = 0; i < kScores; ++i) {
+            scores[i] = tanh_approx(scores[i] * params_.cap_scale);
+        }
+    }
+
+    // Of two neighbouring queries.
+    __device__ __forceinline__ float2 exponentiate_capped(const float* capped, float2 minus_lse) const {
+        return {ex2(capped[0] * params_.scale_log2 + minus_lse.x), ex2(capped[1] * params_.scale_log2 + minus_lse.y)};
+    }
+
+    // Of the cap. Hidden scores are -inf, and their slope must not be.
+    __device__ __forceinline__ static float slope(float capped) { return fmaxf(1.f - capped * capped, 0.f); }
+
+    // Of this lane's queries among the next 8.
+    __device__ __forceinline__ float2 minus_lse(const Stats& stats) const {
+        return statistic_of_pair(stats, Statistic::kOfScores, opaque(lane_) % 4);
+    }
+
+    // `row` as in mask().
+    __device__ __forceinline__ void store_dscores(const Operand& dscores, const Element* slabs, int warp_row) const {
+        const int row = lane_ % 16;
+        const uint32_t address = shared_address(slabs) + (warp_row + row) * 128;
+        const uint32_t first = address + ((lane_ / 16 ^ row % 8) << 4);
+#pragma unroll
+        for (int i = 0; i < kScores / 8; ++i) {
+            // Both lead to the same place. The first one takes fewer registers, but where heads are not wide it costs 2 %.
+            const int chunk = 2 * (i % 4) + lane_ / 16;
+            const uint32_t swizzled = Config::kIsWide ? first ^ i % 4 << 5 : address + ((chunk ^ row % 8) << 4);
+            stmatrix_x4(swizzled + i / 4 * kKSlabBytes, dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
+                        dscores[4 * i + 3]);
+        }
+    }
+
+private:
+    static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
+
+    const typename Config::Params& params_;
+    const SharedStorage<Config>& smem_;
+    const int lane_;
+};
 
 // Its control flow is uniform, and told so that the compiler sees it (all lanes vote, single lanes do by predicates what
 // others would branch around): only then do loop counts, barriers and operands' descriptors live in uniform registers.

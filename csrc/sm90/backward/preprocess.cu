@@ -1,9 +1,8 @@
 // What the backward pass needs of each query row before it starts: what scores start from, a multiple of -lse, and what gradients
 // of probabilities start from, -delta = dlse - rowsum(dout * out). Clears on the way what the main kernel counts with and adds to,
 // and writes its agenda.
-#include "backward/dq_accumulator.cuh"
 #include "backward/dq_convert.cuh"
-#include "backward/dq_visits.cuh"
+#include "backward/params.cuh"
 #include "backward/schedule/writer.cuh"
 #include "backward/statistics.cuh"
 #include "common/ptx.cuh"

@@ -244,7 +244,7 @@ private:
         }
     }
 
-    // ---- the result, in forward/epilogue.cuh
+    // ---- the result, in epilogue.cuh
 
     __device__ void weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2], const TileOfHead& tile) const;
     __device__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const;

@@ -6,17 +6,9 @@
 
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
+#include "forward/params.cuh"
 
 namespace ffa {
-
-struct Schedule {
-    const Tile* tiles;       // [num_tiles]
-    int* ticket;             // [1], zero at launch; unused where every block has one item at most
-    int num_tiles;
-    int num_heads;
-    int heads_per_section;   // divides num_heads
-    int tiles_in_sections;   // the others are for all heads
-};
 
 struct WorkItem {
     int tile;
@@ -81,6 +73,29 @@ private:
 
     const Schedule& schedule_;
     int item_;
+};
+
+struct PartOfTile {
+    int shift;   // as ForwardParams::part_shifts
+    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that tile
+};
+
+template <class Config, bool kIsEarly = Config::kIsEarly>
+class Items;
+
+template <class Config>
+class Items<Config, false> : public Scheduler {
+public:
+    __device__ __forceinline__ explicit Items(const ForwardParams& params) : Scheduler(params.schedule), params_(params) {}
+
+    __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
+
+    __device__ __forceinline__ PartOfTile part(const WorkItem& item) const {
+        return {params_.part_shifts ? params_.part_shifts[item.tile] : 0, 0};
+    }
+
+private:
+    const ForwardParams& params_;
 };
 
 }  // namespace ffa

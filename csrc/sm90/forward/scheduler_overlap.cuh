@@ -12,29 +12,6 @@
 
 namespace ffa {
 
-struct PartOfTile {
-    int shift;   // as ForwardParams::part_shifts
-    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that tile
-};
-
-template <class Config, bool kIsEarly = Config::kIsEarly>
-class Items;
-
-template <class Config>
-class Items<Config, false> : public Scheduler {
-public:
-    __device__ __forceinline__ explicit Items(const ForwardParams& params) : Scheduler(params.schedule), params_(params) {}
-
-    __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
-
-    __device__ __forceinline__ PartOfTile part(const WorkItem& item) const {
-        return {params_.part_shifts ? params_.part_shifts[item.tile] : 0, 0};
-    }
-
-private:
-    const ForwardParams& params_;
-};
-
 template <class Config>
 class Items<Config, true> {
 public:

@@ -10,7 +10,7 @@ from magi_compile.kernels.heuristics import BackwardConfig, backward_config
 
 DQ_GROUP_ROWS = 16
 STATS_BYTES = 12  # of a query, in csrc/sm90/backward/statistics.cuh
-_ENTRY_BYTES = 16  # of csrc/sm90/backward/agenda.cuh
+_ENTRY_BYTES = 16  # of csrc/sm90/backward/schedule/agenda.cuh
 _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items at most, of a launch
 
@@ -29,8 +29,8 @@ class Scratch(NamedTuple):
 
     First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
     csrc/sm90/backward/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each list of
-    tiles; then how many parts have arrived, the visits of csrc/sm90/backward/dq_accumulator.cuh that are done and those that are
-    wanted, and the progress of csrc/sm90/backward/dq_convert.cuh.
+    tiles; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are done and those that are
+    wanted, and the progress of dq.
     """
 
     num_slots: int  # of each agenda: how many parts of tiles there is room for

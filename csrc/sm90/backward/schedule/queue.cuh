@@ -5,8 +5,8 @@
 // block ends, and keeps its SM from nobody: the same kernel is launched once more behind their arrival, for what is left.
 #pragma once
 
-#include "backward/agenda.cuh"
-#include "backward/cluster.cuh"
+#include "backward/schedule/agenda.cuh"
+#include "backward/schedule/cluster.cuh"
 #include "common/ptx.cuh"
 
 namespace ffa {

@@ -1,5 +1,5 @@
 // What thread blocks of the backward pass work on, in which order, and which way they walk: a list of entries that the
-// kernel in front writes (backward/schedule/writer.cuh), and from which blocks draw one item after another (backward/schedule/queue.cuh).
+// kernel in front writes (writer.cuh), and from which blocks draw one item after another (queue.cuh).
 //
 // Heads of keys come in sections, and in each, or in several at once, the tiles as the plan has them, document by document: what is
 // worked on at a time reads the same queries, which then come from the L2 cache.
@@ -48,5 +48,11 @@ struct Agenda {
 };
 
 static_assert(sizeof(Agenda) == 48, "packed by magi_compile/kernels/cuda/params.py");
+
+// In which order rows of dq will be complete: those of so many heads after those of as many others.
+struct DqOrder {
+    int heads_of_turn;   // divides the number of heads, and is divided by that of a group
+    int passes;   // of a turn, each with all rows of as many query heads of each group, the last ones first
+};
 
 }  // namespace ffa

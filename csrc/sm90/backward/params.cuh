@@ -1,0 +1,128 @@
+// The parameters of the backward kernels, as the host packs them.
+#pragma once
+
+#include "backward/schedule/agenda.cuh"
+#include "common/ptx.cuh"
+#include "common/tile_plan.cuh"
+
+namespace ffa {
+
+// Where dq is summed up in fp32, in the order in which the warps hold it, so that 16 rows are one contiguous piece:
+// [nheads_q][row / 16][col / 8][lane][4], a lane's four as in the accumulator of a wgmma: two neighbouring columns of row
+// lane / 4, and of row lane / 4 + 8. When all have added to 16 rows of a head what they have, these are rounded.
+constexpr int kDqGroupRows = 16;
+constexpr int kDqGroupCols = 8;
+
+struct DqSums {
+    float* data;
+    int row_groups;   // of a head
+};
+
+static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/params.py");
+
+// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by one thread
+// block: where a cluster shares a tile, each of its blocks counts as `done`.
+struct DqVisits {
+    int* done;           // [nheads_q][row_groups]; zero at launch
+    const int* wanted;   // [row_groups]: how many there will be, for each head; null where rows are rounded behind the kernel
+    const int* turns;    // [num_tiles][row_groups], where additions have an order, which is that of the plan's tiles: how
+                         // many come from the tiles before
+};
+
+// The group of rows that `row` is the first of.
+template <int kHeadDim>
+__device__ __forceinline__ float* dq_rows(const DqSums& sums, int head, int row) {
+    return sums.data + (static_cast<long long>(head) * sums.row_groups * kDqGroupRows + row) * kHeadDim;
+}
+
+// 16 rows of a head.
+struct DqItem {
+    int head, group;
+};
+
+// All of them, to be numbered.
+struct DqItems {
+    DqSums sums;
+    void* dq;   // [total_q, num_heads, head_dim], contiguous
+    int total_q;
+    int num_heads;
+    int qhead_per_kvhead;
+    float softmax_scale;
+
+    __device__ __forceinline__ int count() const { return sums.row_groups * num_heads; }
+
+    __device__ __forceinline__ DqItem item(int number, const DqOrder& order) const {
+        const int heads = order.heads_of_turn / order.passes;   // that are complete at about the same time
+        const int of_group = qhead_per_kvhead / order.passes;   // of these
+        const int in_pass = number % (sums.row_groups * heads);
+        const int pass = number / (sums.row_groups * heads);
+        const int head_in_pass = in_pass % heads;
+        const int first = pass / order.passes * order.heads_of_turn + (order.passes - 1 - pass % order.passes) * of_group;
+        return {first + head_in_pass / of_group * qhead_per_kvhead + head_in_pass % of_group, in_pass / heads};
+    }
+};
+
+static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/params.py");
+
+// How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
+// for.
+struct DqProgress {
+    int next;                // item to draw
+    int end;                 // from here on none are
+    int more_head_by_head;   // tiles that walk so, beyond those that do not; the kernel in front counts them
+    int num_gone;            // warps that did not wait any longer
+    DqOrder order_of_tiles;  // whatever their walks are; who writes the agenda knows it
+    int num_left;
+
+    // All but the order.
+    __device__ __forceinline__ void reset() {
+        next = more_head_by_head = num_gone = num_left = 0;
+        end = 0x7fffffff;
+    }
+
+    __device__ __forceinline__ DqOrder order(const DqItems& items) const {
+        return {order_of_tiles.heads_of_turn, more_head_by_head > 0 ? items.qhead_per_kvhead : order_of_tiles.passes};
+    }
+
+    __device__ __forceinline__ int first_not_drawn(int count) const { return min(min(next, end), count); }
+
+    // [num_left]; they lie behind.
+    __device__ __forceinline__ int* left() { return &num_left + 1; }
+};
+
+// Tiles of keys, and the agenda of their heads.
+struct TileList {
+    const Tile* tiles;
+    Agenda agenda;
+};
+
+static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/params.py");
+
+template <int kNumLists>
+struct BackwardParams {
+    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
+    TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
+    TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
+    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
+    TensorMap stats;   // [nheads_q, total_q / 8] of Stats in 8-byte words, boxes of block_cols queries
+    TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
+    TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
+    void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    DqItems dq;
+    DqVisits visits;
+    DqProgress* dq_progress;
+    const Run* runs;           // [num_runs], rows are keys
+    const Edges* edges;        // [total_k, kLanes]
+    const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
+    int* are_complete;         // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
+    int qhead_per_kvhead;
+    float scale_log2;          // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;           // softmax_scale / softcap where scores are capped
+    TileList lists[kNumLists];   // of near tiles, of far ones
+};
+
+static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/params.py");
+
+}  // namespace ffa

@@ -1,0 +1,63 @@
+// The parameters of the forward kernel, as the host packs them.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "common/tile_plan.cuh"
+
+namespace ffa {
+
+struct Schedule {
+    const Tile* tiles;       // [num_tiles]
+    int* ticket;             // [1], zero at launch; unused where every block has one item at most
+    int num_tiles;
+    int num_heads;
+    int heads_per_section;   // divides num_heads
+    int tiles_in_sections;   // the others are for all heads
+};
+
+struct ForwardParams {
+    TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
+    TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: near and far keys
+    TensorMap v[2];    // [nheads_kv, total_k, head_dim], likewise
+    TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
+    void* out_rows;    // [total_q, nheads_q, head_dim], with the strides below
+    float* lse;        // [nheads_q, total_q]
+    float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for parts; or null
+    float* wide_lse;   // [nheads_q, wide_rows]
+    const float* prior_out;   // attention over other keys, to be merged with parts: as `wide_out`; or null
+    const float* prior_lse;   // as `wide_lse`
+    long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
+    const Run* runs;   // [num_runs]
+    const Edges* edges;   // [total_q, kLanes], or nothing
+    const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`, kNotAPart
+                              // for the other tiles; null where all are parts that lie at their own rows
+    Schedule schedule;
+    int total_q;
+    int qhead_per_kvhead;
+    int far_begin;      // columns from here on are far keys
+    float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;    // softmax_scale / softcap where scores are capped
+    long long out_row_stride, out_head_stride;   // of `out_rows`, in elements
+};
+
+static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/cuda/params.py");
+
+// Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
+struct EarlyForwardParams : ForwardParams {
+    Schedule lists[3];          // see TileList
+    const FarTile* far_tiles;   // [num_tiles of kFar]
+    int* num_begun_parts;       // [1]: one more than that, once no more are begun
+    int* num_stored;            // [items of kParts]: warps that have left their rows of it
+    int part_rows;              // that a part has in `wide_out`: those of part i begin at i times as many
+    int first_behind;           // thread block that begins behind the arrival; all from there on do
+};
+
+enum TileList {
+    kFar,     // tiles with far keys
+    kNear,    // tiles without
+    kParts,   // the near runs of tiles with both; all of them are in sections
+};
+
+static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/cuda/params.py");
+
+}  // namespace ffa
