@@ -13,6 +13,8 @@ import pytest
 from magi_compile.kernels.cuda.nvrtc import source_dir
 
 LIBRARY = "library.so"
+# In place of the instructions of Hopper GPUs.
+ON_A_CPU = {"common/ptx.cuh": "ptx_on_a_cpu.cuh", "common/wgmma.cuh": "wgmma_on_a_cpu.cuh"}
 
 
 def compiler_command(

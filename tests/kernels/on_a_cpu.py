@@ -16,7 +16,7 @@ from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES, TensorMap
 from tests.deterministic import deterministic_algorithms
 from tests.kernels import idle_driver
-from tests.kernels.cpp import LIBRARY, compiler_command
+from tests.kernels.cpp import LIBRARY, ON_A_CPU, compiler_command
 
 _MAIN = """
 #include "common/ptx.cuh"
@@ -44,7 +44,7 @@ class CompiledKernel:
     def __init__(self, variant: Variant, path: Path):
         main = _MAIN.format(source=variant.source, entry=variant.entry)
         options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-        command = compiler_command(path, main, options, {"common/ptx.cuh": "ptx_on_a_cpu.cuh"})
+        command = compiler_command(path, main, options, ON_A_CPU)
         self._compiler = subprocess.Popen(command, cwd=path)
         self._library = path / LIBRARY
 

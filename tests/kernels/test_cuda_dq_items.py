@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from tests.kernels.cpp import compile_library
+from tests.kernels.cpp import ON_A_CPU, compile_library
 
 SOURCE = """
 #include "common/ptx.cuh"
@@ -28,7 +28,7 @@ extern "C" int items(int row_groups, int num_heads, int heads_of_turn, int group
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
     """`items(row_groups, heads, heads of a turn, heads of a group, passes)`: (head, row group) of each."""
-    path, replaced = tmp_path_factory.mktemp("items"), {"common/ptx.cuh": "ptx_on_a_cpu.cuh"}
+    path, replaced = tmp_path_factory.mktemp("items"), ON_A_CPU
     library = compile_library(path, SOURCE, "-O1", replaced)
 
     def listed(*arguments):

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import tiles_in_sections
-from tests.kernels.cpp import compile_library
+from tests.kernels.cpp import ON_A_CPU, compile_library
 
 SOURCE = """
 #include "common/ptx.cuh"
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("schedule")
-    return compile_library(folder, SOURCE, "-O1", {"common/ptx.cuh": "ptx_on_a_cpu.cuh"})
+    return compile_library(folder, SOURCE, "-O1", ON_A_CPU)
 
 
 def draw(library, sizes, num_filled, num_blocks):

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
-from tests.kernels.cpp import compile_library
+from tests.kernels.cpp import ON_A_CPU, compile_library
 
 SOURCE = """
 #include "common/ptx.cuh"
@@ -26,7 +26,7 @@ extern "C" void split(const float* values, int count, unsigned short (*terms)[3]
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
     """`split(values)`: the terms of each, bf16 `[len(values), 3]`."""
-    path, replaced = tmp_path_factory.mktemp("stats"), {"common/ptx.cuh": "ptx_on_a_cpu.cuh"}
+    path, replaced = tmp_path_factory.mktemp("stats"), ON_A_CPU
     library = compile_library(path, SOURCE, "-O1 -fno-strict-aliasing", replaced)
 
     def terms_of(values: torch.Tensor) -> torch.Tensor:

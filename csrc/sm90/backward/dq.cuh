@@ -6,6 +6,7 @@
 #include "backward/config.cuh"
 #include "backward/dq_wide.cuh"
 #include "common/pipeline.cuh"
+#include "common/wgmma.cuh"
 
 namespace ffa {
 

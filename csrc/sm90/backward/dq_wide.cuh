@@ -4,6 +4,7 @@
 
 #include "backward/config.cuh"
 #include "common/pipeline.cuh"
+#include "common/wgmma.cuh"
 
 namespace ffa {
 

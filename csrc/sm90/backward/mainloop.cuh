@@ -14,6 +14,7 @@
 #include "backward/epilogue.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
+#include "common/wgmma.cuh"
 
 namespace ffa {
 

@@ -11,6 +11,7 @@
 #include "backward/epilogue.cuh"
 #include "backward/mainloop.cuh"
 #include "common/pipeline.cuh"
+#include "common/wgmma.cuh"
 
 namespace ffa {
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "common/wgmma.cuh"
 
 namespace ffa {
 

@@ -4,6 +4,7 @@
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
 #include "common/softmax.cuh"
+#include "common/wgmma.cuh"
 #include "forward/config.cuh"
 
 namespace ffa {
