@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -203,6 +204,65 @@ def watch_flex_attention(
 
     kernels[torch._C.DispatchKey.CompositeExplicitAutograd] = attention
     operator._dispatch_cache.clear()  # of earlier calls
+
+
+@contextmanager
+def flex_attention_for_modes() -> Iterator[None]:
+    """Has PyTorch's FlexAttention call its operator (`flex_operator()`) for every torch function mode to see, also in eager code and
+    for CPU tensors that need gradients. For all threads, as long as anybody is in here."""
+    from torch.nn.attention import flex_attention as flex
+
+    global _in_modes, _of_flex
+
+    def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
+        pass
+
+    with _modes_lock:
+        if not _in_modes:
+            validate.is_ours = True  # type: ignore[attr-defined]
+            _of_flex = {name: getattr(flex, name) for name in _RUNS_EAGERLY if hasattr(flex, name)}
+            flex._validate_device = validate
+            flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+        _in_modes += 1
+    try:
+        yield
+    finally:
+        with _modes_lock:
+            _in_modes -= 1
+            if not _in_modes:
+                for name, value in _of_flex.items():
+                    setattr(flex, name, value)
+
+
+_RUNS_EAGERLY = ("_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG")
+_in_modes, _of_flex, _modes_lock = 0, dict[str, Any](), Lock()
+
+
+def flex_operator() -> Any:
+    """The operator that `flex_attention` calls: of q, k, v, score_mod, the BlockMask as a tuple, scale and kernel options."""
+    return torch.ops.higher_order.flex_attention
+
+
+def flex_identity() -> Any:
+    """The score_mod of a call that has none."""
+    from torch.nn.attention import flex_attention as flex
+
+    return flex._identity
+
+
+def types_of_ops() -> tuple[type, ...]:
+    """What `torch.ops.namespace.name` and `torch.ops.namespace.name.overload` are."""
+    return torch._ops.OpOverloadPacket, torch._ops.OpOverload
+
+
+def expect_other_lengths(tensor: Tensor) -> None:
+    """Has Dynamo compile a graph with `tensor` as an input for any length of it, from the first time on."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+
+
+def has_torch_function_mode() -> bool:
+    """Whether a torch function mode wants to see what is called, also while Dynamo traces."""
+    return torch._C._is_torch_function_mode_enabled()
 
 
 def _backend_that_dynamo_traces_for() -> Any:

@@ -1,1 +1,49 @@
-"""Context parallelism: which rank holds what, who sends what to whom, and attention across ranks."""
+"""Context parallelism: which rank holds what, who sends what to whom, and attention across ranks.
+
+with context_parallel(mesh, mask=block_mask, buffers=[tokens, labels], buffer_seq_dims=[1, 1]):
+    model(tokens, labels, block_mask).backward()   # each rank computes its tokens, attention sees all
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from magi_compile.dtensor.context import (
+        context_parallel,
+        context_parallel_shard,
+        context_parallel_unshard,
+    )
+    from magi_compile.dtensor.rank_plan import ContextParallelOptions
+    from magi_compile.dtensor.sequence_plan import SequencePlan, plan
+    from magi_compile.dtensor.style import ContextParallel
+
+__all__ = [
+    "ContextParallel",
+    "ContextParallelOptions",
+    "SequencePlan",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
+    "plan",
+]
+
+# Where each public name lives; resolved at first use.
+_HOMES = {
+    "ContextParallel": "style",
+    "ContextParallelOptions": "rank_plan",
+    "SequencePlan": "sequence_plan",
+    "context_parallel": "context",
+    "context_parallel_shard": "context",
+    "context_parallel_unshard": "context",
+    "plan": "sequence_plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
-from magi_compile._compat import may_change_uncounted, version_of
+from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import convert_block_mask
 from magi_compile.ops.layout import in_memory_order, memory_order
@@ -67,6 +68,9 @@ def flex_flash_attention(
         ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
+    if has_torch_function_mode():  # context parallelism
+        given = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
+        return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[arg-type]
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
@@ -148,6 +152,11 @@ def flex_attention(
             return_lse,
             kernel_options,
             return_aux=return_aux,
+        )
+    if has_torch_function_mode():
+        arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
+        return handle_torch_function(
+            flex_attention, (), *arguments, kernel_options, return_aux=return_aux
         )
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)

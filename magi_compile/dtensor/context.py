@@ -1,0 +1,483 @@
+"""Context parallelism for a model as it is: attention inside of a block of code runs over all ranks.
+
+PyTorch's `torch.distributed.tensor.experimental.context_parallel`, for any mask. A torch function mode sees every attention that
+the model calls, in eager code and while Dynamo traces, where it becomes our op in the graph; Dynamo's guards have the mode among
+them, so that what was compiled inside does not run outside, nor the other way round. Attention that it does not know how to
+spread is an error: over a rank's own tokens alone it would be a wrong number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from magi_compile import _compat
+from magi_compile.dtensor.rank_plan import ContextParallelOptions
+from magi_compile.dtensor.sequence_plan import (
+    DEFAULTS,
+    MaskMod,
+    SequencePlan,
+    SpreadMask,
+    SpreadSlices,
+    group_of,
+    plan,
+)
+from magi_compile.lowering import regions
+from magi_compile.masks import AttnSlices
+from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
+from magi_compile.ops.score_mod import trace_score_mod
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+_FLEX = _compat.flex_operator()
+_NO_SCORE_MOD = _compat.flex_identity()
+_OF_OURS = ("cp_attention",)  # over all ranks
+# What may be attention by another name: functions and custom ops, not the methods and functions of PyTorch that are written in C++.
+_FUNCTIONS = (FunctionType, *_compat.types_of_ops())
+
+
+class SpreadAttention(TorchFunctionMode):
+    """Runs attention over all ranks by `plan`; None leaves that to BlockMasks and slices, which know theirs."""
+
+    def __init__(self, plan: SequencePlan | None):
+        self.plan = plan
+        super().__init__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _FLEX:
+            return _flex_operator(*args)
+        if func is F.scaled_dot_product_attention:
+            return _sdpa(self.plan, *args, **kwargs)
+        if func is flex_flash_attention:
+            return _flex_flash_attention(self.plan, *args, **kwargs)
+        if func is flex_attention:
+            return _flex_attention(*args, **kwargs)
+        if isinstance(func, _FUNCTIONS):
+            kind = _kind_of(func)
+            if kind == "attention":
+                raise NotImplementedError(_refusal("attention by another name"))
+            if kind == "method":
+                # Written in Python: Dynamo can call it, but not trace what it does with `super()`.
+                method: Any = func
+                return getattr(args[0], method.__name__)(*args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result
+def _kind_of(func: Any) -> str:
+    """Whether `func` is "attention" over what it is given, a "method" of tensors, or something else."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    if ("attention" in name or "_attn" in name) and name not in _OF_OURS:
+        return "attention"
+    is_method = isinstance(func, FunctionType) and func.__module__ == "torch._tensor"
+    return "method" if is_method else ""
+
+
+def _refusal(what: str) -> str:
+    return (
+        f"{what} would see this rank's tokens alone inside of context_parallel; call flex_attention, "
+        "scaled_dot_product_attention, magi_compile.flex_flash_attention or SequencePlan.attention"
+    )
+
+
+# What a model may call. Dynamo traces these; it takes objects that are one for one that looks alike, so nothing here asks for identity.
+
+
+def _flex_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Mapping[str, Any],
+    *buffers: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator that PyTorch's `flex_attention` calls; its lse is in base 2."""
+    mask_mod = block_mask[-1]
+    if not isinstance(mask_mod, SpreadMask):
+        raise ValueError(_OTHER_MASK)
+    if kernel_options.get("BACKEND", "AUTO") != "AUTO":
+        raise NotImplementedError(
+            "`kernel_options` must not ask for a BACKEND inside of context_parallel"
+        )
+    if kernel_options.get("OUTPUT_MAX"):
+        raise NotImplementedError(
+            "`return_aux` asks for max_scores, which the kernels do not return"
+        )
+    softcap = 0.0
+    if score_mod is not _NO_SCORE_MOD:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "`score_mod` must be None in what is compiled inside of context_parallel; call "
+                "SequencePlan.attention(q, k, v, scale=..., softcap=...), which is the same in one op"
+            )
+        score = trace_score_mod(score_mod)
+        scale, softcap = scale * score.scale, score.softcap
+    out, lse = mask_mod.plan.attention(
+        query, key, value, scale=scale, softcap=softcap, return_lse=True
+    )
+    return out, lse * (1 / math.log(2)), lse
+
+
+_OTHER_MASK = (
+    "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan "
+    "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one that is made for the tokens of a "
+    "rank, or none, would be another mask"
+)
+
+
+def _flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """`magi_compile.flex_attention` in eager code."""
+    from torch.nn.attention.flex_attention import AuxOutput
+
+    if block_mask is None or not isinstance(block_mask.mask_mod, SpreadMask):
+        raise ValueError(_OTHER_MASK)
+    _check_groups(query, key, enable_gqa)
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError(
+            "`return_aux` asks for max_scores, which the kernels do not return"
+        )
+    score = trace_score_mod(score_mod)
+    scale = score.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
+    out, lse = block_mask.mask_mod.plan.attention(
+        query, key, value, scale=scale, softcap=score.softcap, return_lse=True
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _flex_flash_attention(
+    around: SequencePlan | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+) -> AttnOutput:
+    if isinstance(slices, SpreadSlices):
+        whose = slices.plan
+    elif around is None or torch.compiler.is_compiling() or not _are_alike(slices, around):
+        raise ValueError(
+            "`slices` must be those of the plan inside of context_parallel (`with context_parallel(mesh, mask=...) as plan`: "
+            "plan.slices), in eager code also the mask that it was given, which is that of the whole sequence"
+        )
+    else:
+        whose = around
+    if kernel is not None:
+        raise NotImplementedError(
+            f"`kernel` must be None inside of context_parallel, got {kernel!r}"
+        )
+    out, lse = whose.attention(q, k, v, scale=softmax_scale, softcap=softcap, return_lse=True)
+    return AttnOutput(out, lse)
+
+
+def _sdpa(
+    around: SequencePlan | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if around is None:
+        raise NotImplementedError(_refusal("`scaled_dot_product_attention` without a plan"))
+    if attn_mask is not None:
+        raise ValueError(
+            "`attn_mask` must be None inside of context_parallel, whose `mask` is that of the whole sequence; with others than "
+            "causal and full ones call flex_attention, or SequencePlan.attention"
+        )
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"`dropout_p` must be 0.0, got {dropout_p}")
+    if is_causal and not around.is_causal:
+        raise ValueError(
+            "`is_causal` must be what the mask of context_parallel is: that one is not causal over the whole sequence; call "
+            "flex_attention, or SequencePlan.attention, with the mask itself"
+        )
+    if not is_causal and not around.is_full:
+        raise ValueError(
+            "`is_causal` must be what the mask of context_parallel is: without it attention is over all tokens, which that mask "
+            "does not show"
+        )
+    if query.ndim != 4:
+        raise ValueError(
+            f"`query` must be [B, H, seqlen_local, D] inside of context_parallel, got shape {list(query.shape)}"
+        )
+    _check_groups(query, key, enable_gqa)
+    return around.attention(query, key, value, scale=scale)
+
+
+def _check_groups(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    if not enable_gqa and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
+            "set enable_gqa=True for grouped queries"
+        )
+
+
+_alike: WeakKeyDictionary[AttnSlices, tuple[SequencePlan, bool]] = WeakKeyDictionary()
+
+
+def _are_alike(slices: AttnSlices, around: SequencePlan) -> bool:
+    """Whether `slices` are the mask of the plan, asked once for both."""
+    known = _alike.get(slices)
+    if known is None or known[0] is not around:
+        is_alike = isinstance(slices, AttnSlices) and (
+            slices.content_key() == around.slices.content_key()
+        )
+        known = _alike[slices] = (around, is_alike)
+    return known[1]
+
+
+# The doors
+
+
+@contextmanager
+def spread_attention(plan: SequencePlan | None) -> Iterator[None]:
+    """Attention in eager and compiled code that is called in here runs over all ranks."""
+    regions.watch()
+    with _compat.flex_attention_for_modes(), SpreadAttention(plan):
+        yield
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    mask: BlockMask | AttnSlices | MaskMod | SequencePlan | None = None,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: Iterable[Tensor] | None = None,
+    buffer_padding: Sequence[float] | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> Iterator[SequencePlan]:
+    """Attention inside of the block is over the whole sequence, though every rank has some of its tokens.
+
+    As `torch.distributed.tensor.experimental.context_parallel`, for any mask. Inside of it `flex_attention`, PyTorch's and ours,
+    `flex_flash_attention` and `scaled_dot_product_attention` take this rank's tokens `[B, H, seqlen_local, D]` (the third
+    `[seqlen_local, H, D]`), in eager code and under torch.compile with any backend: call the compiled function inside. Other attention
+    raises. Backward belongs inside too, since checkpointed layers run again in it. All ranks do everything together.
+
+    Args:
+        mesh: the ranks, a mesh of one dimension or a process group.
+        mask: that of the whole sequence, as in `plan`, or a plan; None for a causal one. If a BlockMask, that object is for the tokens of
+            this rank inside of the block, as `buffers` are: the model goes on using it.
+        buffers: tensors over the whole sequence (tokens, positions, labels that `SequencePlan.labels` did not make). Inside they hold
+            this rank's tokens, in new memory, so that views of them elsewhere stay as they are; afterwards what they held, also after
+            an exception. Not parameters.
+        buffer_seq_dims: the dimension of the sequence in each of `buffers`.
+        no_restore_buffers: those of `buffers` that keep this rank's tokens.
+        buffer_padding: what entries of padding hold in each of `buffers` (the ignore_index for labels), needed where the sequence is
+            padded: `plan(...).has_padding`.
+        options: how to spread.
+
+    Yields:
+        The `SequencePlan`: `block_mask` and `slices` are for models whose mask is no BlockMask that they hold.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: buffers do not fit the mask, or each other; what `plan` raises.
+    """
+    buffers, dims = list(buffers), list(buffer_seq_dims)
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"`buffer_seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(dims)}"
+        )
+    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
+    if not all(any(x is buffer for buffer in buffers) for x in kept):
+        raise ValueError("`no_restore_buffers` must all be in `buffers`")
+    for number, buffer in enumerate(buffers):
+        _check_buffer(number, buffer, buffers[:number])
+    seqlen = None
+    if buffers and -buffers[0].ndim <= dims[0] < buffers[0].ndim:
+        seqlen = buffers[0].shape[dims[0]]
+    planned = _plan_of(mask, mesh, seqlen, options)
+    shards = _shards(planned, buffers, dims, buffer_padding, "buffers", "buffer_padding")
+    with ExitStack() as undo:
+        with torch.no_grad():
+            for buffer, local in zip(buffers, shards, strict=True):
+                if not any(buffer is x for x in kept):
+                    undo.callback(_put, buffer, buffer.detach())
+                _put(buffer, local)
+        if hasattr(mask, "kv_num_blocks"):
+            undo.callback(_become, mask, dict(vars(mask)))
+            _become(mask, vars(planned.block_mask))
+        undo.enter_context(spread_attention(planned))
+        yield planned
+
+
+def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"`buffers[{number}]` must be a tensor, got {type(buffer).__name__}")
+    if buffer.requires_grad:
+        raise ValueError(
+            f"`buffers[{number}]` must not need gradients, since it is changed in place; take SequencePlan.shard(x, dim)"
+        )
+    if any(buffer is other for other in others):
+        raise ValueError(f"`buffers[{number}]` must not be there twice")
+
+
+def _plan_of(
+    mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelOptions
+) -> SequencePlan:
+    if isinstance(mask, SequencePlan):
+        name = group_of(mesh).group_name
+        if mask.group_name != name:
+            raise ValueError(
+                f"`mesh` must have the ranks that the plan is made for, group {mask.group_name!r}, got {name!r}"
+            )
+        return mask
+    has_length = hasattr(mask, "seq_lengths") or hasattr(mask, "seqlen_q")
+    return plan(mask, mesh, seqlen=None if has_length else seqlen, options=options)
+
+
+def _shards(
+    planned: SequencePlan,
+    tensors: Sequence[Tensor],
+    dims: Sequence[int],
+    padding: Sequence[float] | None,
+    name: str,
+    padding_name: str,
+) -> list[Tensor]:
+    if padding is None and planned.has_padding and tensors:
+        raise ValueError(
+            f"`{padding_name}` must say what padding holds in each of `{name}` (the ignore_index for labels), because {planned.total} "
+            f"tokens are padded to {planned.seqlen_local} on each of {planned.cp_size} ranks"
+        )
+    if padding is not None and len(padding) != len(tensors):
+        raise ValueError(
+            f"`{padding_name}` must have an entry for each of the {len(tensors)} {name}, got {len(padding)}"
+        )
+    shards = []
+    for number, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
+        try:
+            shards.append(planned.shard(x, dim, padding=padding[number] if padding else 0))
+        except ValueError as error:
+            raise ValueError(f"`{name}[{number}]` does not fit: {error}") from error
+    return shards
+
+
+def _put(buffer: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        buffer.set_(x)  # type: ignore[call-overload]
+
+
+def _become(thing: Any, attributes: Mapping[str, Any]) -> None:
+    attributes = dict(attributes)
+    vars(thing).clear()
+    vars(thing).update(attributes)
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    buffers: Any,
+    seq_dims: Any,
+    plan: SequencePlan | None = None,
+    *,
+    padding: Any = None,
+) -> Any:
+    """This rank's part of tensors over the whole sequence, and of the BlockMask among them; nothing is changed in place.
+
+    Args:
+        mesh: the ranks, a mesh of one dimension or a process group.
+        buffers: a list or a dict of tensors and BlockMasks.
+        seq_dims: the dimension of the sequence for each; None for a BlockMask.
+        plan: how to spread; None plans the BlockMask among `buffers`.
+        padding: what entries of padding hold in each of `buffers`, needed where the sequence is padded.
+
+    Returns:
+        A list or dict like `buffers`: tensors with `seqlen_local` entries along their dimension; for a BlockMask one to call `flex_attention`
+        with, inside of `context_parallel(mesh, mask=plan)` or of modules with the style `ContextParallel`.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: `seq_dims` or `padding` do not fit `buffers`; there is no plan and not one BlockMask.
+    """
+    if isinstance(buffers, Mapping):
+        dims, fill = (
+            None if x is None else [x[name] for name in buffers] for x in (seq_dims, padding)
+        )
+        parts = context_parallel_shard(mesh, list(buffers.values()), dims, plan, padding=fill)
+        return dict(zip(buffers, parts, strict=True))
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
+        )
+    masks = [x for x in buffers if hasattr(x, "kv_num_blocks")]
+    if plan is None and len(masks) != 1:
+        raise ValueError(
+            f"`plan` must be given where there is not one BlockMask in `buffers`, got {len(masks)} of them"
+        )
+    planned = _plan_of(masks[0] if plan is None else plan, mesh, None, DEFAULTS)
+    where = [i for i, x in enumerate(buffers) if not hasattr(x, "kv_num_blocks")]
+    shards = _shards(
+        planned,
+        [buffers[i] for i in where],
+        [seq_dims[i] for i in where],
+        None if padding is None else [padding[i] for i in where],
+        "buffers",
+        "padding",
+    )
+    local = dict(zip(where, shards, strict=True))
+    return [local.get(i, planned.block_mask) for i in range(len(buffers))]
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    plan: SequencePlan,
+) -> list[Tensor]:
+    """Tensors over the whole sequence, in its order, from every rank's part of them; all ranks call it together. Without gradients.
+
+    Args:
+        mesh: the ranks, a mesh of one dimension or a process group.
+        buffers: tensors with `seqlen_local` entries along their dimension.
+        seq_dims: the dimension of the sequence for each.
+        plan: how they were spread.
+
+    Returns:
+        Tensors with `total` entries along their dimension.
+    """
+    if not isinstance(plan, SequencePlan):
+        raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
+        )
+    planned = _plan_of(plan, mesh, None, DEFAULTS)
+    return [planned.unshard(x, dim) for x, dim in zip(buffers, seq_dims, strict=True)]

@@ -1,0 +1,411 @@
+"""A sequence over ranks, as a training step needs it: whose tokens are where, and attention over all of them.
+
+p = plan(mask, mesh)                  the mask of the whole sequence, the same on every rank
+tokens = p.shard(tokens, dim=1)       this rank's tokens
+labels = p.labels(tokens, dim=1)      what they predict: shifted first, then spread
+out = p.attention(q, k, v)            in each layer
+logits = p.unshard(logits, dim=1)     in the order of the sequence again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from magi_compile import _compat
+from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.dispatch import check_count
+from magi_compile.dtensor.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
+from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.ops.layout import in_memory_order, memory_order
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+DEFAULTS = ContextParallelOptions()
+
+
+class SpreadSlices(AttnSlices):
+    """The mask of a whole sequence whose tokens are spread by `plan`."""
+
+    plan: SequencePlan
+
+
+class SpreadMask:
+    """The mask_mod of a BlockMask for tokens that are spread by `plan`: it stands for the whole mask, and is never evaluated."""
+
+    def __init__(self, plan: SequencePlan):
+        self.plan = plan
+
+    def __call__(self, *_: Any) -> Tensor:
+        raise RuntimeError(
+            "this BlockMask is for tokens that are spread over ranks, which local attention does not know; call attention inside "
+            "of `with context_parallel(mesh, mask=plan)`, or plan.attention(q, k, v)"
+        )
+
+
+class SequencePlan:
+    """How the tokens of one sequence are spread over ranks, and the attention among them. Made by `plan`.
+
+    Everything of it may be used in eager code and in a compiled function, as an argument or captured: a new plan of the
+    same lengths compiles nothing again.
+
+    Attributes:
+        total: tokens of the sequence.
+        seqlen_local: tokens of a rank, the same on all: `total / cp_size`, or more with padding.
+        cp_size: number of ranks.
+        rank: this rank's number among them.
+        positions: int64 `[seqlen_local]`, on the device of the mesh: where in the sequence this rank's tokens are; 0 for
+            padding.
+        is_padding: bool `[seqlen_local]`, on the same device. Padding sees nothing, is seen by nothing, and attention gives 0 for it.
+        has_padding: whether there is any, on any rank.
+        slices: the mask of the whole sequence, for `magi_compile.flex_flash_attention` inside of `context_parallel`.
+    """
+
+    def __init__(
+        self,
+        slices: AttnSlices,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        options: ContextParallelOptions = DEFAULTS,
+    ):
+        planned = plan_rank(slices, group.size(), group.rank(), options)
+        where = planned.dispatch
+        self.total, self.seqlen_local = where.total, where.seqlen_local
+        self.cp_size, self.rank = where.cp_size, planned.rank
+        self.has_padding = where.total_padded > where.total
+        positions = where.positions(planned.rank)
+        is_padding = positions >= where.total
+        self.positions = positions.masked_fill(is_padding, 0).to(device)
+        self.is_padding = is_padding.to(device)
+        self.device = device
+        self.group_name = group.group_name
+        self.meta, self.data = planned.tensors(device)
+        for x in (self.meta, self.data):
+            _compat.expect_other_lengths(x)
+        pairs, area = where.total * where.total, slices.area()
+        self.is_full = area == pairs
+        self.is_causal = area == (pairs + where.total) // 2 and _is_causal(slices)
+        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        self.slices = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
+        object.__setattr__(self.slices, "plan", self)
+        self._group, self._where = group, where
+        self._block_mask: BlockMask | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"SequencePlan(total={self.total}, seqlen_local={self.seqlen_local}, rank={self.rank} of {self.cp_size}, "
+            f"chunk_size={self._where.chunk_size}, device='{self.device}')"
+        )
+
+    @property
+    def block_mask(self) -> BlockMask:
+        """The mask for `flex_attention` inside of `context_parallel`. Anywhere else it raises."""
+        if self._block_mask is None:
+            from torch.nn.attention.flex_attention import BlockMask
+
+            one = torch.ones(1, 1, 1, dtype=torch.int32, device=self.device)
+            self._block_mask = BlockMask.from_kv_blocks(
+                *(one, torch.zeros_like(one)[..., None]),
+                BLOCK_SIZE=_compat.LARGE_SPARSE_BLOCK_SIZE,
+                mask_mod=SpreadMask(self),
+                seq_lengths=(self.seqlen_local, self.seqlen_local),
+            )
+        return self._block_mask
+
+    # Tokens
+
+    def shard(self, x: Tensor, dim: int, *, padding: float = 0) -> Tensor:
+        """This rank's part of a tensor over the whole sequence.
+
+        Args:
+            x: any dtype and device, the same on every rank; `total` entries along `dim`.
+            dim: the dimension of the sequence.
+            padding: what entries of padding hold. Keep them out of the loss: `labels` does that.
+
+        Returns:
+            A new tensor with `seqlen_local` entries along `dim`. Differentiable: the gradient has this rank's share,
+            0 elsewhere.
+
+        Raises:
+            ValueError: `x` has another length.
+        """
+        _check_length("x", x, dim, self.total, "of the whole sequence")
+        local = x.index_select(dim, self.positions.to(x.device))
+        if self.has_padding:
+            sizes = [1] * x.ndim
+            sizes[dim] = self.seqlen_local
+            local = local.masked_fill(self.is_padding.to(x.device).view(sizes), padding)
+        return local
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor over the whole sequence from every rank's part of it; all ranks call it together. Without gradients.
+
+        Args:
+            x: any dtype, on a device that the group reaches; `seqlen_local` entries along `dim`.
+            dim: the dimension of the sequence.
+
+        Returns:
+            A new tensor with `total` entries along `dim`, in the order of the sequence, the same on every rank.
+
+        Raises:
+            ValueError: `x` has another length.
+        """
+        _check_length("x", x, dim, self.seqlen_local, "of this rank")
+        with torch.no_grad():
+            local = x.detach().movedim(dim, 0).contiguous()
+            parts = [torch.empty_like(local) for _ in range(self.cp_size)]
+            dist.all_gather(parts, local, self._group)
+            order = self._where.inverse_positions()[: self.total].to(x.device)
+            return torch.cat(parts).index_select(0, order).movedim(0, dim)
+
+    def labels(
+        self,
+        tokens: Tensor,
+        dim: int = -1,
+        *,
+        documents: Tensor | None = None,
+        is_shifted: bool = False,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """What this rank's tokens are to predict: the next token of the sequence, looked up before tokens are spread.
+
+        A shift after that would take the next token of the rank, which is another one.
+
+        Args:
+            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. They may be labels of one's
+                own, with entries that are `ignore_index` already.
+            dim: the dimension of the sequence.
+            documents: the number of the document of each token, in a shape that broadcasts to that of `tokens`: the last
+                token of a document then predicts nothing, as that of the sequence.
+            is_shifted: whether `tokens` are what is to be predicted at each place already.
+            ignore_index: the label of what predicts nothing, padding among it; that of `cross_entropy` by default.
+
+        Returns:
+            The dtype of `tokens`, with `seqlen_local` entries along `dim`.
+
+        Raises:
+            ValueError: `tokens` or `documents` do not fit.
+        """
+        _check_length("tokens", tokens, dim, self.total, "of the whole sequence")
+        if not is_shifted:
+            tokens = _next(tokens, dim, ignore_index)
+        if documents is not None:
+            dim = dim % tokens.ndim - tokens.ndim
+            _check_length("documents", documents, dim, self.total, "of the whole sequence")
+            differs = documents.diff(dim=dim) != 0
+            is_last = torch.cat([differs, torch.ones_like(differs.narrow(dim, 0, 1))], dim)
+            tokens = tokens.masked_fill(is_last, ignore_index)
+        return self.shard(tokens, dim, padding=ignore_index)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, which call it together: of losses to print, of counted labels. Without gradients."""
+        with torch.no_grad():
+            x = x.detach().clone()
+            dist.all_reduce(x, group=self._group)
+            return x
+
+    # Attention
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attention of this rank's tokens over the whole sequence, by the mask of the plan; differentiable. All ranks call it together.
+
+        Args:
+            q: `[B, Hq, seqlen_local, D]`, or packed, `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, or what autocast makes so.
+            k: `[B, Hkv, seqlen_local, D]` or `[seqlen_local, Hkv, D]`; Hkv divides Hq.
+            v: `[B, Hkv, seqlen_local, Dv]` or `[seqlen_local, Hkv, Dv]`.
+            scale: factor of the scores; None stands for `D ** -0.5`.
+            softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
+            return_lse: whether to return the log-sum-exp of the scores as well.
+
+        Returns:
+            out `[B, Hq, seqlen_local, Dv]`, in the memory order of q, or `[seqlen_local, Hq, Dv]`; with return_lse `(out, lse)`, lse
+            fp32 `[B, Hq, seqlen_local]` or `[Hq, seqlen_local]`.
+
+        Raises:
+            ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
+                different masks.
+            NotImplementedError: no kernel runs this.
+        """
+        for name, x in {"q": q, "k": k, "v": v}.items():
+            if x.ndim not in (3, 4) or x.ndim != q.ndim:
+                raise ValueError(
+                    f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got shape {list(x.shape)}"
+                )
+            if x.device != self.device:
+                raise ValueError(
+                    f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
+                )
+            _check_length(name, x, 2 if x.ndim == 4 else 0, self.seqlen_local, "of this rank")
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+            q, k, v = (x.to(dtype) for x in (q, k, v))
+        tensors = PlanTensors(self.meta, self.data)
+        if q.ndim == 3:
+            out, lse = context_parallel_attention(
+                q, k, v, tensors, self.group_name, softmax_scale=scale, softcap=softcap
+            )
+            return (out, lse) if return_lse else out
+        batch = q.shape[0]
+        for name, x in (("k", k), ("v", v)):
+            if x.shape[0] != batch:
+                raise ValueError(
+                    f"`{name}` must have the batch size of `q`, {batch}, got {x.shape[0]}"
+                )
+        # Entries of a batch have one mask, so they are more heads.
+        nheads = q.shape[1]
+        order = memory_order(q.stride())
+        q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
+        out, lse = context_parallel_attention(
+            q, k, v, tensors, self.group_name, softmax_scale=scale, softcap=softcap
+        )
+        out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
+        return (out, lse.unflatten(0, (batch, nheads))) if return_lse else out
+
+
+def plan(
+    mask: BlockMask | AttnSlices | MaskMod | None,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> SequencePlan:
+    """Spreads a sequence over ranks by its attention mask: equal work for each, and little to move.
+
+    Every rank calls it with the same mask, and nothing is communicated; the first attention with a plan compares what ranks have
+    planned. Recent plans are kept, so that one of the same mask costs little again. Waits for the device of a mask on a GPU.
+
+    Args:
+        mask: of the whole sequence: a BlockMask, PyTorch's or that of `magi_compile.create_block_mask`, for one batch entry and all
+            heads; `AttnSlices`; or a mask_mod. None for a causal one. All entries of a batch have this mask.
+        mesh: the ranks, a mesh of one dimension (`mesh["cp"]` of others) or a process group.
+        seqlen: tokens of the sequence, for a mask_mod or None.
+        options: how to spread, the same on every rank.
+
+    Returns:
+        This rank's `SequencePlan`.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask.
+        UnsupportedMaskError: slices can not express the mask.
+        NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
+    """
+    group, device = group_of(mesh), _device_of(mesh)
+    return SequencePlan(_slices_of(mask, seqlen, device), group, device, options)
+
+
+def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlices:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if seqlen is not None:
+        check_count("seqlen", seqlen, 1)
+    if isinstance(mask, BlockMask):
+        if isinstance(mask.mask_mod, SpreadMask):
+            raise ValueError(
+                "`mask` must be that of the whole sequence, got one that is spread over ranks already"
+            )
+        if mask.shape[0] != 1:
+            raise NotImplementedError(
+                f"`mask` must be made for one batch entry, which all entries then share, got {mask.shape[0]}; pack entries with "
+                "masks of their own into one sequence, as documents"
+            )
+        slices = slices_from_block_mask(mask)
+    elif isinstance(mask, AttnSlices):
+        slices = mask
+    elif mask is not None and not callable(mask):
+        raise TypeError(
+            f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
+        )
+    elif seqlen is None:
+        kind = "a mask_mod" if callable(mask) else "None, which means causal,"
+        raise ValueError(f"`seqlen` must be given for {kind} that has no length of its own")
+    elif mask is None:
+        slices = AttnSlices.causal(seqlen)
+    else:
+        slices = slices_from_block_mask(_block_of(mask, seqlen, device))
+    lengths = (slices.seqlen_q, slices.seqlen_k)
+    if seqlen is not None and lengths != (seqlen, seqlen):
+        raise ValueError(f"`seqlen` must be that of `mask`, {lengths[0]}, got {seqlen}")
+    return slices.to("cpu")
+
+
+def _block_of(mask_mod: MaskMod, seqlen: int, device: torch.device) -> BlockMask:
+    """A BlockMask of one block."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    one = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        *(one, torch.zeros_like(one)[..., None]),
+        BLOCK_SIZE=seqlen,
+        mask_mod=mask_mod,
+        seq_lengths=(seqlen, seqlen),
+    )
+
+
+def _is_causal(slices: AttnSlices) -> bool:
+    return slices.content_key() == AttnSlices.causal(slices.seqlen_q).content_key()
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"`mesh` must be a DeviceMesh or a process group of which this process is a member, got {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        which = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, by name"
+        raise ValueError(
+            f"`mesh` must have one dimension, the ranks that share a sequence, got {mesh.ndim}"
+            f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"`mesh` must have this process, rank {dist.get_rank()}, got {mesh}")
+    return mesh.get_group()
+
+
+def _device_of(mesh: DeviceMesh | dist.ProcessGroup) -> torch.device:
+    if isinstance(mesh, DeviceMesh):
+        kind = mesh.device_type
+    else:
+        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _check_length(name: str, x: Tensor, dim: int, length: int, whose: str) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"`dim` must be a dimension of `{name}`, got {dim} for {x.ndim}")
+    if x.shape[dim] != length:
+        raise ValueError(
+            f"`{name}` must have the {length} tokens {whose} in dimension {dim}, got {x.shape[dim]}"
+        )
+
+
+def _next(x: Tensor, dim: int, last: int) -> Tensor:
+    """The next entry along `dim`, and `last` behind the end."""
+    return torch.cat(
+        [x.narrow(dim, 1, x.shape[dim] - 1), torch.full_like(x.narrow(dim, 0, 1), last)], dim
+    )
