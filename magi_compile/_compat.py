@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from threading import Lock
 from types import FunctionType
 from typing import Any
 
@@ -207,35 +206,51 @@ def watch_flex_attention(
 
 
 @contextmanager
-def flex_attention_for_modes() -> Iterator[None]:
-    """Has PyTorch's FlexAttention call its operator (`flex_operator()`) for every torch function mode to see, also in eager code and
-    for CPU tensors that need gradients. For all threads, as long as anybody is in here."""
+def attention_replaced(
+    flex_operator: Callable[..., Any], sdpa: Callable[..., Any]
+) -> Iterator[None]:
+    """Has PyTorch's FlexAttention call `flex_operator` in place of its operator, also in eager code and for CPU tensors that need
+    gradients, and `torch.nn.functional` show `sdpa`; whoever has another reference to `scaled_dot_product_attention` gets an error of
+    PyTorch's from it. For all threads."""
+    import torch.nn.functional as F
     from torch.nn.attention import flex_attention as flex
-
-    global _in_modes, _of_flex
 
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         pass
 
-    with _modes_lock:
-        if not _in_modes:
-            validate.is_ours = True  # type: ignore[attr-defined]
-            _of_flex = {name: getattr(flex, name) for name in _RUNS_EAGERLY if hasattr(flex, name)}
-            flex._validate_device = validate
-            flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-        _in_modes += 1
+    validate.is_ours = True  # type: ignore[attr-defined]
+    replacements = {
+        (flex, "flex_attention_hop"): flex_operator,
+        (flex, "_validate_device"): validate,
+        (flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"): True,  # or eager code compiles itself
+        (F, "scaled_dot_product_attention"): sdpa,
+    }
+    _know_torch_functions()
+    previous = {(owner, name): getattr(owner, name) for owner, name in replacements}
+    switches = {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _SDPA}
     try:
+        for (owner, name), value in replacements.items():
+            setattr(owner, name, value)
+        for name in switches:
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
         yield
     finally:
-        with _modes_lock:
-            _in_modes -= 1
-            if not _in_modes:
-                for name, value in _of_flex.items():
-                    setattr(flex, name, value)
+        for (owner, name), value in previous.items():
+            setattr(owner, name, value)
+        for name, was_enabled in switches.items():
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(was_enabled)
 
 
-_RUNS_EAGERLY = ("_validate_device", "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG")
-_in_modes, _of_flex, _modes_lock = 0, dict[str, Any](), Lock()
+@cache
+def _know_torch_functions() -> None:
+    """Has PyTorch write down which functions are its own; it does so once, at first use."""
+    from torch._dynamo.trace_rules import get_torch_obj_rule_map
+
+    torch.overrides.get_overridable_functions()
+    get_torch_obj_rule_map()
+
+
+_SDPA = ("flash", "mem_efficient", "math", "cudnn")  # what runs it, on CPUs too
 
 
 def flex_operator() -> Any:

@@ -2,8 +2,9 @@
 
 PyTorch's `torch.distributed.tensor.experimental.context_parallel`, for any mask. A torch function mode sees every attention that
 the model calls, in eager code and while Dynamo traces, where it becomes our op in the graph; Dynamo's guards have the mode among
-them, so that what was compiled inside does not run outside, nor the other way round. Attention that it does not know how to
-spread is an error: over a rank's own tokens alone it would be a wrong number.
+them, so that what was compiled inside does not run outside, nor the other way round. Modes are put aside in a backward and in the
+graphs of checkpoints, so `torch.nn.functional` and FlexAttention have a replacement for the length of the block as well. Attention
+that nobody knows how to spread is an error: over a rank's own tokens alone it would be a wrong number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from magi_compile import _compat
 from magi_compile.dtensor.rank_plan import ContextParallelOptions
@@ -43,7 +44,10 @@ if TYPE_CHECKING:
 
 _FLEX = _compat.flex_operator()
 _NO_SCORE_MOD = _compat.flex_identity()
-_OF_OURS = ("cp_attention",)  # over all ranks
+_SDPA = F.scaled_dot_product_attention
+# What attention over all ranks is made of.
+_OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
+_OF_OURS = ("cp_attention", _OF_CPUS, f"{_OF_CPUS}_backward")
 # What may be attention by another name: functions and custom ops, not the methods and functions of PyTorch that are written in C++.
 _FUNCTIONS = (FunctionType, *_compat.types_of_ops())
 
@@ -61,12 +65,15 @@ class SpreadAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _FLEX:
             return _flex_operator(*args)
-        if func is F.scaled_dot_product_attention:
+        if func is _SDPA:
             return _sdpa(self.plan, *args, **kwargs)
         if func is flex_flash_attention:
             return _flex_flash_attention(self.plan, *args, **kwargs)
         if func is flex_attention:
             return _flex_attention(*args, **kwargs)
+        if func is Tensor.backward and not torch.compiler.is_compiling():
+            with self:  # layers may run again
+                return _backward(*args, **kwargs)
         if isinstance(func, _FUNCTIONS):
             kind = _kind_of(func)
             if kind == "attention":
@@ -86,6 +93,17 @@ def _kind_of(func: Any) -> str:
         return "attention"
     is_method = isinstance(func, FunctionType) and func.__module__ == "torch._tensor"
     return "method" if is_method else ""
+
+
+def _backward(
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Sequence[Tensor] | None = None,
+) -> None:
+    """`Tensor.backward`, which no mode sees."""
+    torch.autograd.backward(loss, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 def _refusal(what: str) -> str:
@@ -269,8 +287,18 @@ def _are_alike(slices: AttnSlices, around: SequencePlan) -> bool:
 @contextmanager
 def spread_attention(plan: SequencePlan | None) -> Iterator[None]:
     """Attention in eager and compiled code that is called in here runs over all ranks."""
+
+    # Where the mode is not: in layers that run again in a backward, and in what Dynamo makes a graph of its own, as checkpoints.
+    def flex_operator(*args: Any) -> Any:
+        return _FLEX(*args) if _compat.has_torch_function_mode() else _flex_operator(*args)
+
+    def sdpa(*args: Any, **kwargs: Any) -> Tensor:
+        if _compat.has_torch_function_mode():
+            return handle_torch_function(_SDPA, (), *args, **kwargs)
+        return _sdpa(plan, *args, **kwargs)
+
     regions.watch()
-    with _compat.flex_attention_for_modes(), SpreadAttention(plan):
+    with _compat.attention_replaced(flex_operator, sdpa), SpreadAttention(plan):
         yield
 
 
