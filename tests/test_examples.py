@@ -1,5 +1,7 @@
-"""The examples' command lines: wrong arguments are told apart from errors."""
+"""The examples' command lines: wrong arguments are told apart from errors, and what runs on any machine is run."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +29,28 @@ def test_bad_arguments(command, message):
     assert run.returncode == 2
     assert message in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+def test_context_parallel():
+    """Losses over two ranks are those of one process."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    run = subprocess.run(
+        [*command, str(EXAMPLES / "context_parallel.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr
+    losses = re.findall(r"loss (\S+), on one process (\S+)", run.stdout)
+    assert len(losses) == 8
+    for ours, one in losses:
+        assert float(ours) == pytest.approx(float(one), abs=1e-4)

@@ -309,7 +309,10 @@ def plan(
         NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
     """
     group, device = group_of(mesh), _device_of(mesh)
-    return SequencePlan(_slices_of(mask, seqlen, device), group, device, options)
+    # Masks are looked at in random places: the random numbers of a model go on as if they were not.
+    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
+        slices = _slices_of(mask, seqlen, device)
+    return SequencePlan(slices, group, device, options)
 
 
 def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlices:

@@ -414,7 +414,12 @@ def run_refused_plans(group):
     two = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "cp"))
     assert plan(causal(), two["cp"]).cp_size == 2
     assert plan(causal(), group).cp_size == 2
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
     assert plan(None, mesh, seqlen=S).is_causal
+    assert plan(transformer.mask_mod("causal", None), mesh, seqlen=S).is_causal
+    torch.testing.assert_close(torch.rand(3), expected)  # planning draws none
     p = plan(AttnSlices.full(S), mesh, options=OPTIONS)
     assert p.is_full
     assert not p.is_causal
