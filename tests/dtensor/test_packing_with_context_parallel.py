@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from magi_compile.dtensor import (
     ContextParallelOptions,
@@ -214,3 +215,43 @@ def run_padding(group):
 
 def test_padding(ranks_of):
     ranks_of(2).run(run_padding)
+
+
+def train_with_fsdp(group, backend):
+    """Two sequences at a time, each over two ranks; parameters are spread over the ranks that have other sequences."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "cp"))
+    which = mesh.get_local_rank("dp")
+    model = make(transformer.flex_attention)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    step = model
+    if backend:
+        torch._dynamo.reset()
+        step = torch.compile(model, backend=backend)
+    packs = [(document_of(cuts, EVEN), tokens_of(1, EVEN) + i) for i, cuts in enumerate(CUTS[:2])]
+    packs = [(document, tokens % transformer.VOCABULARY) for document, tokens in packs]
+    expected = [on_one_process("documents", *pack) for pack in packs]
+    document, tokens = packs[which]
+    mask, labels = block_mask("documents", document), labels_of(tokens, document)
+    positions = torch.arange(EVEN)
+    with context_parallel(
+        mesh["cp"],
+        mask=mask,
+        buffers=[tokens, positions, labels],
+        buffer_seq_dims=[1, 0, 1],
+        options=OPTIONS,
+    ) as p:
+        loss = step(tokens, positions, labels, mask)
+        loss.backward()
+    torch.testing.assert_close(p.sum(loss), expected[which][0], rtol=1e-5, atol=1e-3)
+    for (name, x), *wanted in zip(
+        model.named_parameters(), *(grads for _, grads in expected), strict=True
+    ):
+        error = p.sum(x.grad.full_tensor()) - sum(wanted) / 2  # the mean over "dp", as FSDP has it
+        assert error.abs().max() < 2e-5 * sum(wanted).abs().max(), name
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_with_parameters_spread_over_another_dimension(ranks_of, backend):
+    ranks_of(4).run(train_with_fsdp, backend)
