@@ -37,6 +37,7 @@ from magi_compile.dtensor.sequence_plan import (
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
+from magi_compile.ops.define import define
 from magi_compile.ops.score_mod import trace_score_mod
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class SpreadAttention(TorchFunctionMode):
 
     def __init__(self, plan: SequencePlan | None):
         self.plan = plan
+        self.digest = None if plan is None else plan.meta[:1].clone()
         super().__init__()
 
     def __torch_function__(
@@ -64,13 +66,13 @@ class SpreadAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _FLEX:
-            return _flex_operator(*args)
+            return _flex_operator(self.digest, *args)
         if func is _SDPA:
             return _sdpa(self.plan, *args, **kwargs)
         if func is flex_flash_attention:
-            return _flex_flash_attention(self.plan, *args, **kwargs)
+            return _flex_flash_attention(self, *args, **kwargs)
         if func is flex_attention:
-            return _flex_attention(*args, **kwargs)
+            return _flex_attention(self.digest, *args, **kwargs)
         if func is Tensor.backward and not torch.compiler.is_compiling():
             with self:  # layers may run again
                 return _backward(*args, **kwargs)
@@ -113,10 +115,49 @@ def _refusal(what: str) -> str:
     )
 
 
-# What a model may call. Dynamo traces these; it takes objects that are one for one that looks alike, so nothing here asks for identity.
+# Dynamo compares objects that it finds in two places once, when it traces. So that a graph does not go on with the mask of another plan,
+# each place has a tensor of its own with the plan's digest, and an op holds them against each other when the graph runs.
+
+
+def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
+    if not torch.equal(own, around):
+        raise ValueError(
+            "the mask of an attention must be that of the context_parallel around it, by whose plan tokens are spread; got the "
+            "`block_mask` or the `slices` of another plan"
+        )
+    return meta.clone()
+
+
+_lib = torch.library.Library("magi", "FRAGMENT")
+define(
+    _lib,
+    "plan_of_block(Tensor meta, Tensor own, Tensor around) -> Tensor",
+    _plan_of_block,
+    lambda meta, own, around: torch.empty_like(meta),
+)
+
+
+def _attend(
+    mask: SpreadMask | SpreadSlices,
+    around: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention by a mask and its plan, whose digest must be that of the block `around`, if that has a plan."""
+    meta = mask.plan.meta
+    if around is not None:
+        meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
+    return mask.plan.attend(q, k, v, meta, scale, softcap, True)
+
+
+# What a model may call. Dynamo traces these; it does not guard the identity of objects, so nothing here asks for that.
 
 
 def _flex_operator(
+    around: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -147,9 +188,7 @@ def _flex_operator(
             )
         score = trace_score_mod(score_mod)
         scale, softcap = scale * score.scale, score.softcap
-    out, lse = mask_mod.plan.attention(
-        query, key, value, scale=scale, softcap=softcap, return_lse=True
-    )
+    out, lse = _attend(mask_mod, around, query, key, value, scale, softcap)
     return out, lse * (1 / math.log(2)), lse
 
 
@@ -161,6 +200,7 @@ _OTHER_MASK = (
 
 
 def _flex_attention(
+    around: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -185,16 +225,14 @@ def _flex_attention(
         )
     score = trace_score_mod(score_mod)
     scale = score.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
-    out, lse = block_mask.mask_mod.plan.attention(
-        query, key, value, scale=scale, softcap=score.softcap, return_lse=True
-    )
+    out, lse = _attend(block_mask.mask_mod, around, query, key, value, scale, score.softcap)
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return (out, lse) if return_lse else out
 
 
 def _flex_flash_attention(
-    around: SequencePlan | None,
+    block: SpreadAttention,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -204,20 +242,21 @@ def _flex_flash_attention(
     softcap: float = 0.0,
     kernel: str | None = None,
 ) -> AttnOutput:
+    if kernel is not None:
+        raise NotImplementedError(
+            f"`kernel` must be None inside of context_parallel, got {kernel!r}"
+        )
     if isinstance(slices, SpreadSlices):
-        whose = slices.plan
-    elif around is None or torch.compiler.is_compiling() or not _are_alike(slices, around):
+        mask = slices
+    elif torch.compiler.is_compiling() or not _are_alike(slices, block.plan):
         raise ValueError(
             "`slices` must be those of the plan inside of context_parallel (`with context_parallel(mesh, mask=...) as plan`: "
             "plan.slices), in eager code also the mask that it was given, which is that of the whole sequence"
         )
     else:
-        whose = around
-    if kernel is not None:
-        raise NotImplementedError(
-            f"`kernel` must be None inside of context_parallel, got {kernel!r}"
-        )
-    out, lse = whose.attention(q, k, v, scale=softmax_scale, softcap=softcap, return_lse=True)
+        assert block.plan is not None
+        mask = block.plan.slices
+    out, lse = _attend(mask, block.digest, q, k, v, softmax_scale, softcap)
     return AttnOutput(out, lse)
 
 
@@ -270,8 +309,10 @@ def _check_groups(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
 _alike: WeakKeyDictionary[AttnSlices, tuple[SequencePlan, bool]] = WeakKeyDictionary()
 
 
-def _are_alike(slices: AttnSlices, around: SequencePlan) -> bool:
+def _are_alike(slices: AttnSlices, around: SequencePlan | None) -> bool:
     """Whether `slices` are the mask of the plan, asked once for both."""
+    if around is None:
+        return False
     known = _alike.get(slices)
     if known is None or known[0] is not around:
         is_alike = isinstance(slices, AttnSlices) and (
@@ -288,9 +329,13 @@ def _are_alike(slices: AttnSlices, around: SequencePlan) -> bool:
 def spread_attention(plan: SequencePlan | None) -> Iterator[None]:
     """Attention in eager and compiled code that is called in here runs over all ranks."""
 
+    digest = None if plan is None else plan.meta[:1].clone()
+
     # Where the mode is not: in layers that run again in a backward, and in what Dynamo makes a graph of its own, as checkpoints.
     def flex_operator(*args: Any) -> Any:
-        return _FLEX(*args) if _compat.has_torch_function_mode() else _flex_operator(*args)
+        if _compat.has_torch_function_mode():
+            return _FLEX(*args)
+        return _flex_operator(digest, *args)
 
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         if _compat.has_torch_function_mode():

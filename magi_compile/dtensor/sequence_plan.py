@@ -10,7 +10,7 @@ logits = p.unshard(logits, dim=1)     in the order of the sequence again
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ class SpreadSlices(AttnSlices):
     """The mask of a whole sequence whose tokens are spread by `plan`."""
 
     plan: SequencePlan
+    digest: Tensor
 
 
 class SpreadMask:
@@ -44,6 +45,7 @@ class SpreadMask:
 
     def __init__(self, plan: SequencePlan):
         self.plan = plan
+        self.digest = plan.meta[:1].clone()
 
     def __call__(self, *_: Any) -> Tensor:
         raise RuntimeError(
@@ -95,8 +97,9 @@ class SequencePlan:
         self.is_full = area == pairs
         self.is_causal = area == (pairs + where.total) // 2 and _is_causal(slices)
         lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-        self.slices = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
-        object.__setattr__(self.slices, "plan", self)
+        whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
+        vars(whole).update(plan=self, digest=self.meta[:1].clone())
+        self.slices = cast(SpreadSlices, whole)
         self._group, self._where = group, where
         self._block_mask: BlockMask | None = None
 
@@ -244,6 +247,19 @@ class SequencePlan:
                 different masks.
             NotImplementedError: no kernel runs this.
         """
+        return self.attend(q, k, v, self.meta, scale, softcap, return_lse)
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        meta: Tensor,
+        scale: float | None,
+        softcap: float,
+        return_lse: bool,
+    ) -> Any:
+        """`attention` by `meta`, which says what that of the plan says."""
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.ndim not in (3, 4) or x.ndim != q.ndim:
                 raise ValueError(
@@ -257,7 +273,7 @@ class SequencePlan:
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
-        tensors = PlanTensors(self.meta, self.data)
+        tensors = PlanTensors(meta, self.data)
         if q.ndim == 3:
             out, lse = context_parallel_attention(
                 q, k, v, tensors, self.group_name, softmax_scale=scale, softcap=softcap

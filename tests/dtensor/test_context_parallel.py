@@ -291,6 +291,40 @@ def run_refused_in_graphs(group):
                 compiled(*given)
 
 
+def run_mask_of_another_plan(group, backend):
+    """A mask that was kept from an earlier step, of the same lengths."""
+    torch._dynamo.reset()
+    mesh, (q, k, v) = mesh_of(group), qkv(S // 2)
+    flash = magi_compile.flex_flash_attention
+    attend = torch.compile(flex.flex_attention, backend=backend) if backend else flex.flex_attention
+    old, new = (
+        plan(AttnSlices.sliding_window(S, S, (window, 0)), mesh, options=OPTIONS)
+        for window in (40, 41)
+    )
+    again = plan(AttnSlices.sliding_window(S, S, (41, 0)), mesh, options=OPTIONS)
+    for around, others in ((old, (new, again)), (new, (old,))):
+        with context_parallel(mesh, mask=around):
+            attend(q, k, v, block_mask=around.block_mask)
+            for other in others:
+                with pytest.raises(ValueError, match="of another plan"):
+                    attend(q, k, v, block_mask=other.block_mask)
+                with pytest.raises(ValueError, match="of another plan"):
+                    flash(
+                        q[0].transpose(0, 1),
+                        k[0].transpose(0, 1),
+                        v[0].transpose(0, 1),
+                        other.slices,
+                    )
+            attend(q, k, v, block_mask=around.block_mask)
+    with context_parallel(mesh, mask=new):
+        attend(q, k, v, block_mask=again.block_mask)  # alike
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_the_mask_of_another_plan_is_refused(ranks_of, backend):
+    ranks_of(2).run(run_mask_of_another_plan, backend)
+
+
 def test_compiled_it_is_refused_too(ranks_of):
     ranks_of(2).run(run_refused_in_graphs)
 
