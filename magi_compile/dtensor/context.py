@@ -77,24 +77,31 @@ class SpreadAttention(TorchFunctionMode):
             with self:  # layers may run again
                 return _backward(*args, **kwargs)
         if isinstance(func, _FUNCTIONS):
-            kind = _kind_of(func)
-            if kind == "attention":
-                raise NotImplementedError(_refusal("attention by another name"))
-            if kind == "method":
+            if _is_method(func):
                 # Written in Python: Dynamo can call it, but not trace what it does with `super()`.
                 method: Any = func
                 return getattr(args[0], method.__name__)(*args[1:], **kwargs)
+            other = _other_attention(func)
+            if other:
+                raise NotImplementedError(_refusal(f"`{other}`"))
         return func(*args, **kwargs)
 
 
+# Dynamo does not know the names of PyTorch's functions, which do not change.
+
+
 @torch.compiler.assume_constant_result
-def _kind_of(func: Any) -> str:
-    """Whether `func` is "attention" over what it is given, a "method" of tensors, or something else."""
+def _is_method(func: Any) -> bool:
+    """Whether `func` is a method of tensors that is written in Python."""
+    return isinstance(func, FunctionType) and func.__module__ == "torch._tensor"
+
+
+@torch.compiler.assume_constant_result
+def _other_attention(func: Any) -> str:
+    """The name of a function that is attention over what it is given; empty for others."""
     name = getattr(func, "__name__", "").split(".")[0]
-    if ("attention" in name or "_attn" in name) and name not in _OF_OURS:
-        return "attention"
-    is_method = isinstance(func, FunctionType) and func.__module__ == "torch._tensor"
-    return "method" if is_method else ""
+    is_local = ("attention" in name or "_attn" in name) and name not in _OF_OURS
+    return name if is_local else ""
 
 
 def _backward(

@@ -211,7 +211,7 @@ def run_refused_attention(group):
             ),
             (
                 NotImplementedError,
-                "alone inside of context_parallel",
+                "`multi_head_attention_forward` would see this rank's tokens alone inside of context_parallel",
                 lambda: nn.MultiheadAttention(8, 2)(q[0], k[0], v[0]),
             ),
             (
@@ -279,7 +279,7 @@ def run_refused_in_graphs(group):
             (True, "those of the plan", lambda q, k, v: flash(q, k, v, shorter), packed),
             (
                 True,
-                "alone inside of context_parallel",
+                "`_scaled_dot_product_attention_math` would see this rank's tokens alone",
                 lambda q, k, v: torch.ops.aten._scaled_dot_product_attention_math(q, k, v),
                 (q, k, v),
             ),
