@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         context_parallel_shard,
         context_parallel_unshard,
     )
-    from magi_compile.dtensor.rank_plan import ContextParallelOptions
+    from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
     from magi_compile.dtensor.sequence_plan import SequencePlan, plan
     from magi_compile.dtensor.style import ContextParallel
 
@@ -30,7 +30,7 @@ __all__ = [
 # Where each public name lives; resolved at first use.
 _HOMES = {
     "ContextParallel": "style",
-    "ContextParallelOptions": "rank_plan",
+    "ContextParallelOptions": "planning.rank_plan",
     "SequencePlan": "sequence_plan",
     "context_parallel": "context",
     "context_parallel_shard": "context",

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from magi_compile import _compat
-from magi_compile.dtensor.rank_plan import ContextParallelOptions
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import (
     DEFAULTS,
     MaskMod,

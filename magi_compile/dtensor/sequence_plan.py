@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.dispatch import check_count
-from magi_compile.dtensor.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
+from magi_compile.dtensor.planning.dispatch import check_count
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.masks import AttnSlices, slices_from_block_mask
 from magi_compile.ops.layout import in_memory_order, memory_order
 
@@ -325,10 +325,7 @@ def plan(
         NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
     """
     group, device = group_of(mesh), _device_of(mesh)
-    # Masks are looked at in random places: the random numbers of a model go on as if they were not.
-    with torch.random.fork_rng([] if device.type == "cpu" else [device]):
-        slices = _slices_of(mask, seqlen, device)
-    return SequencePlan(slices, group, device, options)
+    return SequencePlan(_slices_of(mask, seqlen, device), group, device, options)
 
 
 def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlices:

@@ -49,10 +49,16 @@ class Kept:
 
 
 class Place(NamedTuple):
-    """An input of the graph, or the size of one."""
+    """An input of the graph: a tensor, the size of one, or a number."""
 
     number: int
     dim: int | None = None
+    is_tensor: bool = False
+
+    def number_of(self, inputs: Sequence[Any]) -> int:
+        """What is no tensor."""
+        found = inputs[self.number]
+        return found if self.dim is None else found.shape[self.dim]
 
 
 class Prologue:
@@ -63,14 +69,14 @@ class Prologue:
         self.places = places
         self.device = example.device
         self.text = f"{module.code} {example.device}"
-        self._tensors = _taker([x.number for x in places if x.dim is None])
-        self._sizes = [(x.number, x.dim) for x in places if x.dim is not None]
+        self._tensors = _taker([x.number for x in places if x.is_tensor])
+        self._sizes = [x for x in places if not x.is_tensor]
         self._latest = _Latest(lambda: None, [], None)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         raise_pending()
         tensors = self._tensors(inputs)
-        sizes = [inputs[number].shape[dim] for number, dim in self._sizes]
+        sizes = [x.number_of(inputs) for x in self._sizes]
         stream = _stream(self.device)
         latest, of_sizes, of_stream = self._latest
         kept = latest()
@@ -107,7 +113,7 @@ class Prologue:
     def derive(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """The tensors of the masks, computed."""
         given, numbers = iter(tensors), iter(sizes)
-        arguments = [next(given if x.dim is None else numbers) for x in self.places]
+        arguments = [next(given if x.is_tensor else numbers) for x in self.places]
         with torch.no_grad():
             return tuple(self.module(*arguments))
 
@@ -234,8 +240,9 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     places = []
     for node in sorted(made, key=lambda node: not _is_given(node)):
         if _is_given(node):
-            source, *dim = node.args if _is_size_of_input(node) else (node,)
-            places.append(Place(placeholders.index(source), *dim))  # type: ignore[arg-type]
+            source, dim = node.args if _is_size_of_input(node) else (node, None)
+            is_tensor = source is node and isinstance(value_of(node), Tensor)
+            places.append(Place(placeholders.index(source), dim, is_tensor))  # type: ignore[arg-type]
             copies[node] = graph.placeholder(node.name)
         else:
             copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -14,7 +14,7 @@ def _ints(*names: str) -> dict[str, object]:
     return dict.fromkeys(names, INT)
 
 
-# fwd_shared.cuh, fwd_merge.cu, tile_parts.cu
+# forward/params.cuh, forward/combine.cu, planner/split_tiles.cu
 
 SCHEDULE = Struct(
     "Schedule",
@@ -51,7 +51,7 @@ TILE_PARTS = Struct(
     | _ints("least_blocks", "tile_rows", "block_cols"),
 )
 
-# tile_plan.cu
+# planner/tile_plan.cu
 
 WALK = Struct(
     "Walk",
@@ -64,7 +64,7 @@ TILE_PLAN = Struct(
     _addresses("q_ranges", "k_ranges", "mask_types", "flag") | {"walks": (WALK, 2)},
 )
 
-# bwd_shared.cuh, bwd_preprocess.cu, bwd_postprocess.cu
+# backward/params.cuh, backward/preprocess.cu, backward/postprocess.cu
 
 DQ_SUMS = Struct("DqSums", {"data": ADDRESS, "row_groups": INT})
 DQ_ITEMS = Struct(

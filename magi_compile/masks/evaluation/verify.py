@@ -7,6 +7,7 @@ device; on a GPU nothing waits for it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -59,14 +60,14 @@ def points_of_slices(count: int, lists: Sequence[Tensor], sizes: MaskSizes) -> P
     q_ranges, k_ranges, mask_types = (x.long() for x in lists)
     device = q_ranges.device
     number = (q_ranges[:, 0] < q_ranges[:, 1]).cumsum(0)
-    wanted = (torch.rand(count, device=device) * number[-1]).long() + 1
+    wanted = _random(count, device) % number[-1].clamp(min=1) + 1
     place = torch.searchsorted(number, wanted).clamp(max=len(number) - 1)
     (begin, end), (first, last), kind = (
         q_ranges[place].unbind(-1),
         k_ranges[place].unbind(-1),
         mask_types[place],
     )
-    inside = begin + (torch.rand(count, device=device) * (end - begin)).long()
+    inside = begin + _random(count, device) % (end - begin).clamp(min=1)
     row = torch.stack([begin, end - 1, inside])[
         _below(count, 3, device), torch.arange(count, device=device)
     ]
@@ -169,4 +170,16 @@ def _checks(
 
 
 def _below(count: int, size: int, device: torch.device) -> Tensor:
-    return torch.randint(size, (count,), device=device)
+    return _random(count, device) % size
+
+
+def _random(count: int, device: torch.device) -> Tensor:
+    """Numbers from 0 up, others in each call, that PyTorch's generators know nothing of: those are the program's own."""
+    salt = int.from_bytes(os.urandom(7), "little")
+    x = torch.arange(count, device=device) * _ODD + salt
+    for shift in (31, 29, 32):
+        x = (x ^ (x >> shift)) * _ODD
+    return (x ^ (x >> 31)) & (2**62 - 1)
+
+
+_ODD = 0x1E3779B97F4A7C15

@@ -1,0 +1,32 @@
+"""The points at which masks are looked at again."""
+
+import torch
+
+from magi_compile.masks.evaluation import verify
+from magi_compile.masks.evaluation.verify import MaskSizes, points_of_slices, random_points
+from magi_compile.masks.slices import AttnSlices
+
+CPU = torch.device("cpu")
+
+
+def test_points_are_inside():
+    sizes = MaskSizes(2, 50, 70)
+    points = random_points(3000, sizes, CPU)
+    for point, size in zip(points, sizes, strict=True):
+        assert set(point.tolist()) == set(range(size))
+
+
+def test_points_of_slices_are_beside_their_edges():
+    slices = AttnSlices.from_lists([(3, 9), (9, 20)], [(0, 8), (2, 30)], [1, 0], 20, 30)
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    points = points_of_slices(1000, lists, MaskSizes(1, 20, 30))
+    assert {0, 1, 2, 7, 8, 29} <= set(points.kv.tolist())
+    assert set(points.q.tolist()) == set(range(3, 20))
+
+
+def test_other_points_every_time_and_the_numbers_of_the_program_are_its_own():
+    state = torch.get_rng_state()
+    first, second = (verify._random(1000, CPU) for _ in range(2))
+    assert len(first.unique()) == 1000
+    assert not torch.equal(first, second)
+    assert torch.equal(state, torch.get_rng_state())
