@@ -259,10 +259,10 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
     for node in reversed(made):
         if node.op != "placeholder" and node not in taken and not node.users:
             root.graph.erase_node(node)
-    # Each input costs every call. Those that no mask was made of stay, as Dynamo gave them.
+    # Each input costs every call, those that nobody reads too: a BlockMask has eight tensors.
     taken_on = []
     for number, entry in enumerate(placeholders):
-        if entry in made and not entry.users and isinstance(value_of(entry), Tensor):
+        if not entry.users and isinstance(value_of(entry), Tensor):
             root.graph.erase_node(entry)
         else:
             taken_on.append(number)
