@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,10 +107,22 @@ def _enable(chosen: LoweringOptions) -> None:
     if previous is not None and not _compat.is_pre_grad_pass_of_ours(previous):
         raise RuntimeError(f"Inductor's `pre_grad_custom_pass` must be free, got {previous!r}")
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
-    identity = f"magi_compile {__version__} {chosen}"
+    identity = f"magi_compile {__version__} {_digest_of_sources()} {chosen}"
     _compat.install_pre_grad_pass(
         _compat.pre_grad_pass(lambda gm: lower_flex_attention(gm, chosen), identity, chosen)
     )
+
+
+@cache
+def _digest_of_sources() -> str:
+    """Of all that a compiled graph of ours is made by: between two versions that may change too."""
+    package = Path(__file__).parents[1]
+    folders = ("masks", "plan", "kernels", "ops", "lowering")
+    files = sorted(path for folder in folders for path in (package / folder).rglob("*.py"))
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def disable() -> None:
