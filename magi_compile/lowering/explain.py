@@ -72,6 +72,9 @@ class Explanation:
         return "\n".join([*blocks, str(self.report)])
 
 
+_SLICES = 3  # which argument of magi::attention they are
+
+
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Runs `fn(*args, **kwargs)` once and tells what backend="magi" makes of every attention in it.
 
@@ -95,6 +98,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         calls = lower_flex_attention(gm, DEFAULTS, explanation.report)
         for call in calls:
             call.node.target = _recording(call, explanation)
+            if call.slices:
+                call.node.update_arg(_SLICES, list(call.slices))
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 module.recompile()
@@ -113,7 +118,7 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
     def attention(*args: Any) -> Any:
         slices = None
         if call.decision.kernel:
-            q, k, _, q_ranges, k_ranges, mask_types, *_ = args
+            q, k, _, (q_ranges, k_ranges, mask_types), *_ = args
             slices = AttnSlices.unchecked(
                 q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0]
             ).compact()

@@ -327,10 +327,12 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:
 
 
 class LoweredCall(NamedTuple):
-    """A decision, and the node that now runs the attention: `magi::attention`, or FlexAttention where it was refused."""
+    """A decision, the node that now runs the attention, `magi::attention`, or FlexAttention where it was refused, and the
+    nodes of its slices, which need not be among its arguments."""
 
     decision: Decision
     node: Node
+    slices: tuple[Node, ...] = ()
 
 
 def lower_flex_attention(
@@ -372,11 +374,12 @@ def _lower_graph(
         found = analyze(call, options)
         decision = _decision(call, found)
         report.add(decision)
+        slices: tuple[Node, ...] = ()
         if not found.reasons:
-            node = _replace(call, found, masks, options)
+            node, slices = _replace(call, found, masks, options)
         elif options.strict or _needs_cpu_gradients(call):
             raise LoweringRefusedError(str(decision))
-        lowered.append(LoweredCall(decision, node))
+        lowered.append(LoweredCall(decision, node, slices))
     if nodes:
         # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).
         gm.graph.lint()
@@ -416,7 +419,7 @@ def _needs_cpu_gradients(call: FlexCall) -> bool:
 
 def _replace(
     call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
-) -> Node:
+) -> tuple[Node, tuple[Node, ...]]:
     assert found.program is not None
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
@@ -433,4 +436,4 @@ def _replace(
             user.replace_all_uses_with(outputs[index])
         call.node.graph.erase_node(user)
     call.node.graph.erase_node(call.node)
-    return attention
+    return attention, masks[key].slices
