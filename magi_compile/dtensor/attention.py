@@ -40,8 +40,6 @@ from magi_compile.kernels.base import (
     Kernel,
     KeyTensors,
     PhasedKernel,
-    in_output_layout,
-    output_like,
 )
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import problem_of, select
@@ -311,11 +309,11 @@ def _cp_ffa_fwd(
         )
     moving = select_collective(collective, group, q.device)
     out, lse = forward(scaled.q, k, v, plan, chosen, problem, moving, group)
-    return in_output_layout(q, out), lse
+    return out.contiguous(), lse
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    out = output_like(q, v.shape[2])
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 

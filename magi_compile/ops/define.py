@@ -17,7 +17,9 @@ def define(
 ) -> None:
     """Adds the op `schema` to `library`, which has to outlive it."""
     name = schema.split("(")[0]
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    # Exact strides: those of outputs follow from those of q, and Inductor may lay out what it computes in another way.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+    library.define(schema, tags=tags)
     library.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_compile.kernels.base import output_stride
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.merge import merge_partials
 from magi_compile.masks.slices import MaskType
@@ -78,7 +79,9 @@ def test_memory_layouts(layout):
     )
     actual = run_kernel(KERNEL, moved, slices, problem)
     assert_attention_close(actual, inputs, slices, problem)
-    assert all(x.is_contiguous() for x in actual)
+    out, *others = actual
+    assert out.stride() == output_stride(moved.q.shape, moved.q.stride(), out.shape[2])
+    assert all(x.is_contiguous() for x in others)
 
 
 def test_dout_expanded_from_a_scalar():

@@ -58,7 +58,11 @@ def read(name: str) -> bytes | None:
 def write(name: str, content: bytes) -> None:
     """Keeps `content` under `name`, for this user alone, in place of what is there."""
     try:
-        directory = private_dir()
+        directory = cache_dir()
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        if not _is_private(directory):
+            return
         handle, path = tempfile.mkstemp(dir=directory)  # readable and writable by this user alone
         try:
             with os.fdopen(handle, "wb") as file:
