@@ -485,8 +485,10 @@ def is_capturing() -> bool:
 
 
 def without_disable(function: Any) -> Any:
-    """What `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already."""
-    return getattr(function, "_torchdynamo_orig_callable", function)
+    """What `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already; other functions as
+    they are."""
+    is_disabled = getattr(function, "_torchdynamo_disable", False)
+    return function._torchdynamo_orig_callable if is_disabled else function
 
 
 def spin_gpu(cycles: int) -> None:

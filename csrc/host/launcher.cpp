@@ -85,7 +85,6 @@ struct Driver {
                                   const uint32_t*, int, int, int, int);
     int (*cuMemsetD32Async)(uint64_t, unsigned, size_t, void*);
     int (*cuCtxGetCurrent)(void**);
-    int (*cuCtxSetCurrent)(void*);
 };
 
 Torch torch;
@@ -476,14 +475,10 @@ void enqueue(const Launch& launch, const std::vector<uint64_t>& addresses, void*
     check(driver.cuLaunchKernelEx(&config, launch.function, arguments, nullptr), "cuLaunchKernelEx");
 }
 
-// Whether this thread works on the device of `call`; it may be the first time that it works on any.
+// Whether this thread works on the device of `call`. Where it does not, or on none yet, Python sees to that.
 bool is_on_device(const Call& call) {
     void* context = nullptr;
     check(driver.cuCtxGetCurrent(&context), "cuCtxGetCurrent");
-    if (context == nullptr) {
-        check(driver.cuCtxSetCurrent(call.context), "cuCtxSetCurrent");
-        return true;
-    }
     return context == call.context;
 }
 
@@ -592,7 +587,6 @@ MAGI_EXPORT const char* magi_open(const char* driver_path) {
     MAGI_LOOK_UP(cuTensorMapEncodeTiled)
     MAGI_LOOK_UP(cuMemsetD32Async)
     MAGI_LOOK_UP(cuCtxGetCurrent)
-    MAGI_LOOK_UP(cuCtxSetCurrent)
 #undef MAGI_LOOK_UP
     return nullptr;
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache, partial
@@ -253,9 +254,17 @@ define(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
 _LETTERS = {"ffa_fwd": "TTTLLnns", "ffa_bwd": "TOTTTTTLLnnsn"}
 
 
-@cache
 def _hand_over_to_launcher() -> None:
     """Once a process, when a kernel that prepares its calls runs for the first time."""
+    with _handing_over:
+        _register_launcher()
+
+
+_handing_over = threading.Lock()
+
+
+@cache
+def _register_launcher() -> None:
     native = importlib.import_module("magi_compile.kernels.cuda.native")
     launcher = native.launcher()
     if launcher is not None:

@@ -58,12 +58,11 @@ int cuMemsetD32Async(uint64_t address, unsigned value, size_t count, void* strea
     return 0;
 }
 
-int cuCtxGetCurrent(void** context) {
-    *context = (void*)7;
-    return 0;
-}
+static void* current_context = (void*)7;
 
-int cuCtxSetCurrent(void* context) {
-    (void)context;
+void set_context(int context) { current_context = (void*)(intptr_t)context; }
+
+int cuCtxGetCurrent(void** context) {
+    *context = current_context;
     return 0;
 }

@@ -55,7 +55,7 @@ class Setup:
             launch=self._launch,
             encode=lambda tensor_map, address: idle_driver.address_map(address),
         )
-        native.current_context = lambda device: 7
+        native.current_context = lambda: 7
         library._route = lambda device, dtype, heads, scale, softcap, kernel: library.Route(
             CudaKernel(), replace(PROBLEM, softmax_scale=scale, softcap=softcap)
         )
@@ -187,6 +187,20 @@ def same_tensors(setup: Setup) -> None:
     (*_, params), *_ = setup.repeated()
     fields = idle_driver.fields(FORWARD, params)
     assert (fields["k[0]"], fields["v[0]"]) == (k.data_ptr(), v.data_ptr())
+
+
+def other_devices(setup: Setup) -> None:
+    """A thread that works on another device, or on none yet, asks Python."""
+    slices = AttnSlices.full(ROWS)
+    plan = plan_of(slices)
+    q, k, v = tensors()
+    found = []
+    for context in (7, 7, 8, 0, 7):
+        setup.driver.set_context(context)
+        torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
+        found.append(bool(setup.in_python()))
+        setup.repeated()
+    assert found == [True, False, True, True, False], found
 
 
 def errors(setup: Setup) -> None:

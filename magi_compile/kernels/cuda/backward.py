@@ -24,14 +24,16 @@ from magi_compile.kernels.cuda.backward_variants import (
 )
 from magi_compile.kernels.cuda.backward_walks import TwoLists, turns_of_tiles
 from magi_compile.kernels.cuda.calls import Buffer, Call, Launch, addresses_of, allocate
-from magi_compile.kernels.cuda.forward import Layout, are_tma_layouts, routed
 from magi_compile.kernels.cuda.launch import (
     INT64_ELEMENTS,
+    Layout,
+    are_tma_layouts,
     check_far_keys,
     current_stream,
     load_function,
     num_sms,
     on_device,
+    routed,
     rows_map,
 )
 from magi_compile.kernels.cuda.params import BACKWARD, POSTPROCESS, PREPROCESS
@@ -207,7 +209,7 @@ class _Prepared:
         self, keys: tuple[Layout, ...], may_start_early: bool, device_index: int
     ) -> Launch | None:
         """The main kernel, over k and v of such layouts; None where TMA can not read them."""
-        if not are_tma_layouts(keys, self._problem):
+        if not are_tma_layouts(keys, self._problem.dtype):
             return None
         problem, config, shape, places = self._problem, self._config, self._shape, self._scratch
         of_dout, of_q, _ = shape.layouts
@@ -266,7 +268,7 @@ _MAX_KEYS = 64  # layouts of keys that are kept for each of queries
 @lru_cache(maxsize=1024)
 def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Prepared | None:
     """What dout, q and out of such layouts need, see `_Shape`; None where TMA can not read them."""
-    if not are_tma_layouts(layouts, problem):
+    if not are_tma_layouts(layouts, problem.dtype):
         return None
     return _Prepared(_Shape(layouts, problem, *rest))
 
@@ -319,15 +321,35 @@ def backward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
     with on_device(q.device):
-        sizes = (k_tiles.shape[0], 1, dlse is not None, False)
-        (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
+        given, prepared = _given(
+            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
+        )
         (k, v), call = routed(prepared.whole, (k, v))
-        lse = lse.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        turns = turns_of_tiles(k_tiles, k_runs, prepared.row_groups) if deterministic else None
-        walk = (k_tiles, None, k_runs, k_edges, turns)
-        dk, dv, dq, _ = call.run([dout, dlse, q, out, lse, *walk, None, None, k, v], q.device)
+        dk, dv, dq, _ = call.run([*given, None, None, k, v], q.device)
     return BackwardOutput(dq, dk, dv)
+
+
+def _given(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Sequence[Tensor],
+    runs: Tensor,
+    edges: Tensor,
+    problem: AttnProblem,
+    deterministic: bool,
+    has_signals: bool = False,
+) -> tuple[list[Tensor | None], _Prepared]:
+    """The buffers up to the turns, as kernels can read them, and what their layouts need; see `_Pass`."""
+    sizes = (tiles[0].shape[0], len(tiles), dlse is not None, has_signals)
+    (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    turns = turns_of_tiles(tiles[0], runs, prepared.row_groups) if deterministic else None
+    far_tiles = tiles[1] if len(tiles) > 1 else None
+    return [dout, dlse, q, out, lse, tiles[0], far_tiles, runs, edges, turns], prepared
 
 
 def backward_in_phases(
@@ -392,7 +414,8 @@ def backward_early(
 
 
 class _Pass:
-    """One backward pass on torch's current stream and device, kernel by kernel: `first`, `main`, `last`.
+    """One backward pass on torch's current stream and device, kernel by kernel: `first`, `main`, `last`. Each waits for the
+    one in front of it to end, since work of other streams lies between.
 
     Args:
         tiles: near ones, and far ones if there are some.
@@ -416,15 +439,10 @@ class _Pass:
         signals: Signals | None = None,
     ):
         self._stream = current_stream(q.device)
-        sizes = (tiles[0].shape[0], len(tiles), dlse is not None, signals is not None)
-        (dout, q, out), self._prepared = routed(
-            _prepared, (dout, q, out), problem, deterministic, *sizes
+        given, self._prepared = _given(
+            *(dout, dlse, q, out, lse, tiles, runs, edges, problem, deterministic),
+            signals is not None,
         )
-        lse = lse.contiguous()
-        dlse = None if dlse is None else dlse.contiguous()
-        groups = self._prepared.row_groups
-        turns = turns_of_tiles(tiles[0], runs, groups) if deterministic else None
-        given = (dout, dlse, q, out, lse, tiles[0], tiles[-1], runs, edges, turns)
         self._dq, _ = made = allocate(self._prepared.made, q.device, self._stream)
         self._held = [*given, *made]
         self._addresses = addresses_of(given)
@@ -434,14 +452,14 @@ class _Pass:
         """Launches the kernel in front of the main one."""
         self._prepared.first(self._addresses, self._stream)
 
-    def main(self, keys: KeyTensors, *, may_start_early: bool = False) -> None:
+    def main(self, keys: KeyTensors) -> None:
         """Launches the main kernel."""
-        (k, v), launch = routed(self._prepared.main, tuple(keys[:2]), may_start_early)
+        (k, v), launch = routed(self._prepared.main, tuple(keys[:2]), False)
         self._held += (k, v)
         self._addresses[_K : _DV + 1] = addresses_of((k, v, keys.dk, keys.dv))
         launch(self._addresses, self._stream)
 
-    def last(self, *, may_start_early: bool = False) -> Tensor:
+    def last(self) -> Tensor:
         """Launches the kernel behind it; dq."""
-        self._prepared.last[may_start_early](self._addresses, self._stream)
+        self._prepared.last[False](self._addresses, self._stream)
         return self._dq

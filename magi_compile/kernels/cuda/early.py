@@ -28,19 +28,19 @@ from magi_compile.kernels.cuda.forward import (
     OUT,
     RUNS,
     TILES,
-    Layout,
-    are_tma_layouts,
     forward_fields,
     forward_variant,
-    routed,
     schedule_of,
 )
 from magi_compile.kernels.cuda.launch import (
+    Layout,
+    are_tma_layouts,
     check_far_keys,
     current_stream,
     load_function,
     num_sms,
     on_device,
+    routed,
 )
 from magi_compile.kernels.cuda.params import EARLY_FORWARD
 from magi_compile.kernels.cuda.structs import Pointer
@@ -212,7 +212,7 @@ def _call(
     device_index: int,
 ) -> _Call | None:
     """What tensors q, k, v and far keys and values of such layouts need; None where TMA can not read them."""
-    if not are_tma_layouts(layouts, problem):
+    if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), (near_shape, _), _, (far_shape, _), _ = layouts
     total_q, nheads_q, head_dim = q_shape

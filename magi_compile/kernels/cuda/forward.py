@@ -12,12 +12,13 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_like, output_stride
 from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
 from magi_compile.kernels.cuda.launch import (
-    is_tma_layout,
+    Layout,
+    are_tma_layouts,
     load_function,
     num_sms,
     on_device,
+    routed,
     rows_map,
-    tma_compatible,
 )
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.cuda.params import FORWARD
@@ -43,8 +44,6 @@ OUT, LSE, OTHER = range(8, 11)
 NO_RESULTS: dict[str, Any] = dict.fromkeys(
     ("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse")
 )
-
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes and the strides of a tensor
 
 
 @cache
@@ -132,15 +131,6 @@ def nothing_seen(q: Tensor) -> ForwardOutput:
     return ForwardOutput(out, torch.full((nheads_q, total_q), -math.inf, device=q.device))
 
 
-def routed(prepare: Any, tensors: tuple[Tensor, ...], *rest: Any) -> tuple[tuple[Tensor, ...], Any]:
-    """`tensors` as TMA can read them, and what `prepare` has for their layouts: `prepare(layouts, *rest, device_index)`."""
-    layouts = tuple([(x.shape, x.stride()) for x in tensors])
-    call = prepare(layouts, *rest, tensors[0].device.index)
-    if call is None or any([x.data_ptr() % 16 for x in tensors]):
-        return routed(prepare, tuple([tma_compatible(x) for x in tensors]), *rest)
-    return tensors, call
-
-
 @lru_cache(maxsize=1024)
 def _call(
     layouts: tuple[Layout, ...],
@@ -153,7 +143,7 @@ def _call(
     device_index: int,
 ) -> Call | None:
     """What tensors q, k and v of such layouts need; None where TMA can not read them."""
-    if not are_tma_layouts(layouts, problem):
+    if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts
     total_q, nheads_q, _ = q_shape
@@ -179,11 +169,6 @@ def _call(
         far_begin=NO_FAR_KEYS,
     )
     return Call((out, lse, *made), (launch,))
-
-
-def are_tma_layouts(layouts: tuple[Layout, ...], problem: AttnProblem) -> bool:
-    """Whether TMA can read tensors of such layouts."""
-    return all(is_tma_layout(shape, stride, problem.dtype) for shape, stride in layouts)
 
 
 def forward_launch(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -23,6 +24,8 @@ _DTYPES = {
     torch.bfloat16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
     torch.float16: driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
 }
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # the sizes and the strides of a tensor
 
 INT64_ELEMENTS = int(driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_INT64)
 
@@ -41,8 +44,8 @@ def bind_context() -> None:
     _thread.has_context = True
 
 
-def current_context(device: torch.device) -> int:
-    """The context of this thread, which is one of `device`."""
+def current_context() -> int:
+    """The context of this thread, on torch's current device."""
     bind_context()
     return int(check(driver.cuCtxGetCurrent()))
 
@@ -104,6 +107,20 @@ def is_tma_layout(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype
     """Whether TMA can read such a tensor, `[rows, heads, head_dim]`, if its address is a multiple of 16 bytes."""
     steps = [stride[dim] * dtype.itemsize for dim in (0, 1) if shape[dim] != 1]
     return stride[2] == 1 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def are_tma_layouts(layouts: Sequence[Layout], dtype: torch.dtype) -> bool:
+    """Whether TMA can read tensors of such layouts."""
+    return all(is_tma_layout(shape, stride, dtype) for shape, stride in layouts)
+
+
+def routed(prepare: Any, tensors: tuple[Tensor, ...], *rest: Any) -> tuple[tuple[Tensor, ...], Any]:
+    """`tensors` as TMA can read them, and what `prepare` has for their layouts: `prepare(layouts, *rest, device_index)`."""
+    layouts = tuple([(x.shape, x.stride()) for x in tensors])
+    call = prepare(layouts, *rest, tensors[0].device.index)
+    if call is None or any([x.data_ptr() % 16 for x in tensors]):
+        return routed(prepare, tuple([tma_compatible(x) for x in tensors]), *rest)
+    return tensors, call
 
 
 def current_stream(device: torch.device) -> int:

@@ -1,8 +1,8 @@
 """The launcher of `csrc/host`, which repeats prepared calls without Python: building it, loading it, handing calls over.
 
-It is a small shared library without dependencies, built by the C++ compiler of the machine when the first kernel is launched,
-and kept in the cache directory. Where there is no compiler, or `MAGI_COMPILE_LAUNCHER=0` is set, calls go through Python as
-before: they take longer on the host, and nothing else changes.
+It is a small shared library without dependencies. The C++ compiler of the machine builds it when the first kernel is launched,
+and it is kept in the cache directory. Where there is no compiler, or `MAGI_COMPILE_LAUNCHER=0` is set, calls go through Python:
+they take longer on the host, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch import Tensor
 from magi_compile import _checks
 from magi_compile.kernels.cuda import calls
 from magi_compile.kernels.cuda.cubin_cache import private_dir
-from magi_compile.kernels.cuda.launch import SHARED_BYTES, current_context
+from magi_compile.kernels.cuda.launch import SHARED_BYTES, current_context, on_device
 from magi_compile.kernels.cuda.nvrtc import source_dir
 
 logger = logging.getLogger("magi_compile")
@@ -34,7 +33,6 @@ logger = logging.getLogger("magi_compile")
 _OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int32: 3}  # ScalarType
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}
-_lock = threading.Lock()
 
 
 class Launcher:
@@ -99,7 +97,9 @@ class Launcher:
         if given is None or made is None:
             return  # of copies, or completed behind the launches
         device = run.made[0].device
-        words = [_DEVICE_TYPES[device.type], device.index or 0, current_context(device)]
+        with on_device(device):
+            context = current_context()
+        words = [_DEVICE_TYPES[device.type], device.index or 0, context]
         words += [len(given), *(x for place in given for x in place), len(run.call.made)]
         for buffer in run.call.made:
             sizes = (len(buffer.shape), *buffer.shape, *buffer.stride)
@@ -179,15 +179,11 @@ def launcher() -> Launcher | None:
     """The launcher of this process; None where it is switched off or can not be built, which is logged once."""
     if os.environ.get("MAGI_COMPILE_LAUNCHER", "1") == "0":
         return None
-    with _lock:
-        try:
-            return Launcher(build())
-        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            logger.info(
-                "calls go through Python, which costs some 20 to 100 us each: the launcher was not built: %s",
-                error,
-            )
-            return None
+    try:
+        return Launcher(build())
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.info("calls go through Python and take longer on the host: no launcher: %s", error)
+        return None
 
 
 def build() -> Path:

@@ -24,12 +24,16 @@ from magi_compile.kernels.cuda.forward import (
     OTHER,
     OUT,
     RUNS,
+    forward_launch,
+)
+from magi_compile.kernels.cuda.launch import (
     Layout,
     are_tma_layouts,
-    forward_launch,
+    load_function,
+    num_sms,
+    on_device,
     routed,
 )
-from magi_compile.kernels.cuda.launch import load_function, num_sms, on_device
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.cuda.params import MERGE, TILE_PARTS
 from magi_compile.kernels.cuda.structs import Packed, Pointer
@@ -222,7 +226,7 @@ def _call(
 ) -> Call | None:
     """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA can not
     read them."""
-    if not are_tma_layouts(layouts, problem):
+    if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts
     total_q, nheads_q, head_dim = q_shape
