@@ -484,6 +484,12 @@ def is_capturing() -> bool:
     return torch._C._cuda_isCurrentStreamCapturing()  # type: ignore[attr-defined]
 
 
+def inductor_cache_key(tag: str) -> Any:
+    """A context in which the keys of Inductor's caches on disk hold `tag` too."""
+    config: Any = torch.compiler.config
+    return config.patch(cache_key_tag=f"{config.cache_key_tag} {tag}".strip())
+
+
 def without_disable(function: Any) -> Any:
     """What `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already; other functions as
     they are."""

@@ -58,7 +58,8 @@ def make_backend(
         gm, example_inputs = split.graph, split.example_inputs
         if inner == "inductor":
             settings = {**(torch._inductor.list_mode_options(mode) if mode else {}), **rest}
-            compiled = torch._inductor.compile(gm, example_inputs, options=settings)
+            with _compat.inductor_cache_key(_version_of_sources()):
+                compiled = torch._inductor.compile(gm, example_inputs, options=settings)
         else:
             compiler = torch._dynamo.lookup_backend(inner) if isinstance(inner, str) else inner
             compiled = compiler(gm, example_inputs)
@@ -107,22 +108,23 @@ def _enable(chosen: LoweringOptions) -> None:
     if previous is not None and not _compat.is_pre_grad_pass_of_ours(previous):
         raise RuntimeError(f"Inductor's `pre_grad_custom_pass` must be free, got {previous!r}")
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
-    identity = f"magi_compile {__version__} {_digest_of_sources()} {chosen}"
+    identity = f"{_version_of_sources()} {chosen}"
     _compat.install_pre_grad_pass(
         _compat.pre_grad_pass(lambda gm: lower_flex_attention(gm, chosen), identity, chosen)
     )
 
 
 @cache
-def _digest_of_sources() -> str:
-    """Of all that a compiled graph of ours is made by: between two versions that may change too."""
+def _version_of_sources() -> str:
+    """The version and a digest of all that a compiled graph of ours is made by, which Inductor's caches on disk must not take
+    from other sources: code that was compiled for an op with other arguments or strides fails."""
     package = Path(__file__).parents[1]
     folders = ("masks", "plan", "kernels", "ops", "lowering")
     files = sorted(path for folder in folders for path in (package / folder).rglob("*.py"))
     digest = hashlib.sha256()
     for path in files:
         digest.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
+    return f"magi_compile {__version__} {digest.hexdigest()[:16]}"
 
 
 def disable() -> None:

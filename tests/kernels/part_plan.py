@@ -21,7 +21,7 @@ class PartPlan(NamedTuple):
 
     @classmethod
     def of(cls, q_tiles: Tensor, q_runs: Tensor, parts: Tensor) -> PartPlan:
-        """What `cut_tiles` has made of such tiles and runs."""
+        """What the kernel of `cut_launch` has made of such tiles and runs."""
         at = PartLayout.of_size(q_tiles.shape[0], q_runs.shape[0], parts.shape[0])
         assert at.size == parts.shape[0]
         runs, tiles = parts[: at.tiles], parts[at.tiles : at.cuts]

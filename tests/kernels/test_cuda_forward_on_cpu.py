@@ -14,6 +14,8 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.cuda import early, parts
 from magi_compile.kernels.cuda import forward as module
+from magi_compile.kernels.cuda.calls import Buffer, Call
+from magi_compile.kernels.cuda.structs import Pointer
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
@@ -231,10 +233,6 @@ def test_one_block_computes_where_all_are_to_be_left_free(run_early):
 def in_parts(launches, monkeypatch):
     """Attention with tiles in parts, and how many parts each cut tile has."""
     monkeypatch.setattr(parts, "num_sms", lambda device: 8)
-    monkeypatch.setattr(
-        *(parts, "size_of_parts"),
-        lambda problem, seqlen_k, tiles, runs, device: parts.PartLayout.of(tiles, runs, 8).size,
-    )
     monkeypatch.setattr(parts, "PART_LEAST_BLOCKS", 2)
     variant = parts.parts_variant()
     free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
@@ -244,7 +242,12 @@ def in_parts(launches, monkeypatch):
         sizes = plan_tiles(problem)
         plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
         walk = plan[:3]
-        words = parts.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
+        num_tiles, num_runs = (x.shape[0] for x in walk[:2])
+        size = parts.PartLayout.of(num_tiles, num_runs, 8).size
+        pointers, counts = (Pointer(0), Pointer(1), Pointer(2)), (num_tiles, num_runs, size)
+        launch = parts.cut_launch(pointers, counts, sizes, problem, None)
+        call = Call((Buffer.of((size,), torch.int32),), (launch,))
+        (words,) = call.run(walk[:2], inputs.q.device)
         result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, *walk, words, problem)
         return result, PartPlan.of(*walk[:2], words).parts_of_cuts
 

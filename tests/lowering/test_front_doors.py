@@ -9,7 +9,7 @@ import torch
 
 import magi_compile
 from magi_compile import _compat
-from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.backend import _version_of_sources, make_backend
 from magi_compile.lowering.options import LoweringOptions, split_options
 from magi_compile.lowering.report import REPORT
 
@@ -88,6 +88,22 @@ def test_mode_and_options_reach_inductor(case, monkeypatch):
     )
     assert seen[0]["max_autotune"] is True
     assert seen[1] == {"epilogue_fusion": False}
+
+
+def test_the_keys_of_the_cache_hold_our_sources(case, monkeypatch):
+    """What was compiled for other sources of ours is not found."""
+    keys, compile_ = [], torch._inductor.compile
+
+    def keep(gm, example_inputs, options):
+        keys.append(torch.compiler.config.cache_key_tag)
+        return compile_(gm, example_inputs, options=options)
+
+    monkeypatch.setattr(torch._inductor, "compile", keep)
+    model, x, mask, _ = case
+    with torch.compiler.config.patch(cache_key_tag="theirs"):
+        torch.compile(model, backend="magi")(x, mask)
+        assert torch.compiler.config.cache_key_tag == "theirs"
+    assert keys == [f"theirs {_version_of_sources()}"]
 
 
 def test_unknown_option_is_named():

@@ -14,7 +14,7 @@ from magi_compile.kernels.cuda.backward import backward, backward_early, backwar
 from magi_compile.kernels.cuda.backward_walks import TwoLists, two_lists
 from magi_compile.kernels.cuda.early import SplitPlan, forward_early, split_plan
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward
-from magi_compile.kernels.cuda.parts import cut_tiles, forward_in_parts
+from magi_compile.kernels.cuda.parts import forward_in_parts, room_for_parts
 from magi_compile.kernels.cuda.planner import plan_on_device
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.padded import PaddedKernel
@@ -60,7 +60,7 @@ class CudaKernel:
             return plan_on_device(slices, sizes, problem)
         # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
         plan = build_tile_plan(slices, **sizes._asdict())
-        parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
+        parts = room_for_parts(plan.q_tiles, plan.q_runs, slices.seqlen_k, problem)
         return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]
 
     def pack(self, plan: list[Tensor]) -> list[Tensor]:

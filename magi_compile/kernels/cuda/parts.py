@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
 from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
 from magi_compile.kernels.cuda.forward import (
@@ -102,29 +101,12 @@ def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
     return Variant("forward/combine.cu", "ffa_forward_merge", defines)
 
 
-def cut_tiles(
-    q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, sizes: PlanTiles, problem: AttnProblem
-) -> Tensor:
-    """The q walk of a plan with tiles in parts, int32, in a `PartLayout`; empty where `problem` needs none.
-
-    On torch's current stream; nothing waits for the device, and fake tensors have a fake result.
-    """
+def room_for_parts(q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, problem: AttnProblem) -> Tensor:
+    """Memory for the q walk of a plan with tiles in parts, int32, in a `PartLayout`; empty where `problem` needs none, and on a
+    CPU. Of fake tensors a fake one."""
     device = q_tiles.device
-    num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
-    if _compat.is_fake(q_tiles):
-        size = _size(problem, seqlen_k, num_tiles, num_runs, device)
-        return torch.empty(size, dtype=torch.int32, device=device)
-    size = size_of_parts(problem, seqlen_k, num_tiles, num_runs, device)
-    if size == 0:
-        return torch.empty(0, dtype=torch.int32, device=device)
-    pointers = (Pointer(0), Pointer(1), Pointer(2))
-    with on_device(device):
-        counts = (num_tiles, num_runs, size)
-        launch = cut_launch(pointers, counts, sizes, problem, device.index)
-        (parts,) = Call((Buffer.of((size,), torch.int32),), (launch,)).run(
-            [q_tiles, q_runs], device
-        )
-    return parts
+    size = _size(problem, seqlen_k, q_tiles.shape[0], q_runs.shape[0], device)
+    return torch.empty(size, dtype=torch.int32, device=device)
 
 
 def _size(
