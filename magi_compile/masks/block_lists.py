@@ -13,6 +13,16 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 
+# What is checked, and what is found where it is not so: a kv block, a q block and a batch entry.
+HOLDS_ALL = (
+    "the block lists of `block_mask` must hold every block in which its mask_mod shows keys",
+    "they leave out kv block {} of q block {} of batch entry {}",
+)
+IS_FULL = (
+    "the full blocks of `block_mask` must be blocks in which its mask_mod hides no key",
+    "it hides some in kv block {} of q block {} of batch entry {}",
+)
+
 
 class BlockLists(NamedTuple):
     """The kv blocks that each q block looks at, as in `BlockMask`: int32 tensors `[batch, nheads, q blocks]`
@@ -23,34 +33,41 @@ class BlockLists(NamedTuple):
     full_kv_num_blocks: Tensor | None = None
     full_kv_indices: Tensor | None = None
 
+    @property
+    def kinds(self) -> list[tuple[Tensor, Tensor]]:
+        """The partial blocks, and the full ones where they are listed: how many, and which ones."""
+        kinds = [(self.kv_num_blocks, self.kv_indices)]
+        if self.full_kv_num_blocks is not None and self.full_kv_indices is not None:
+            kinds.append((self.full_kv_num_blocks, self.full_kv_indices))
+        return kinds
+
+    def check_lengths(self, num_q: int) -> None:
+        """Whether there is a list for each of `num_q` q blocks.
+
+        Raises:
+            ValueError: naming the tensor and how many q blocks it has.
+        """
+        for name, (num_blocks, _) in zip(("kv", "full_kv"), self.kinds, strict=False):
+            if num_blocks.shape[-1] < num_q:
+                raise ValueError(
+                    f"`block_mask.{name}_num_blocks` must cover {num_q} q blocks, "
+                    f"got {num_blocks.shape[-1]}"
+                )
+
     def grids(self, num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
         """Which blocks are listed as partial and as full: bool `[batch, nheads, num_q, num_k]`. What is listed out
         of that range is left out."""
-        if self.kv_num_blocks.shape[-1] < num_q:
-            raise ValueError(
-                f"`block_mask.kv_num_blocks` must cover {num_q} q blocks, "
-                f"got {self.kv_num_blocks.shape[-1]}"
-            )
-        partial = _grid(self.kv_num_blocks, self.kv_indices, num_q, num_k)
-        if self.full_kv_num_blocks is None or self.full_kv_indices is None:
-            return partial, torch.zeros_like(partial)
-        return partial, _grid(self.full_kv_num_blocks, self.full_kv_indices, num_q, num_k)
+        self.check_lengths(num_q)
+        partial, *full = (_grid(*kind, num_q, num_k) for kind in self.kinds)
+        return partial, full[0] if full else torch.zeros_like(partial)
 
     def checks(self, intervals: RowIntervals, rows: int, keys: int) -> list[MaskCheck]:
         """That FlexAttention, which reads the lists first, would compute what `intervals` say."""
         is_seen, is_full = visible_blocks(intervals, rows, keys)
         partial, full = self.grids(*is_seen.shape[1:])
         return [
-            _check(
-                is_seen & ~(partial | full).all(1),
-                "the block lists of `block_mask` must hold every block in which its mask_mod shows keys",
-                "they leave out kv block {} of q block {} of batch entry {}",
-            ),
-            _check(
-                full.any(1) & ~is_full,
-                "the full blocks of `block_mask` must be blocks in which its mask_mod hides no key",
-                "it hides some in kv block {} of q block {} of batch entry {}",
-            ),
+            _check(is_seen & ~(partial | full).all(1), HOLDS_ALL),
+            _check(full.any(1) & ~is_full, IS_FULL),
         ]
 
 
@@ -92,10 +109,10 @@ def _grid(num_blocks: Tensor, indices: Tensor, num_q: int, num_k: int) -> Tensor
     return grid.scatter(-1, torch.where(is_listed, indices, num_k), True)[..., :num_k]
 
 
-def _check(broken: Tensor, message: str, detail: str) -> MaskCheck:
+def _check(broken: Tensor, words: tuple[str, str]) -> MaskCheck:
     """A check that `broken [batch, q blocks, kv blocks]` is False everywhere."""
     flat = broken.flatten()
     first = flat.to(torch.uint8).argmax() if flat.numel() else flat.sum()
     _, num_q, num_k = broken.shape
     place = (first % num_k, first // num_k % num_q, first // (num_k * num_q))
-    return MaskCheck(~flat.any(), message, detail, place)
+    return MaskCheck(~flat.any(), *words, place)

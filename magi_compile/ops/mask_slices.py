@@ -40,12 +40,13 @@ def _mask_slices(
 ) -> Lists:
     tables, symbols = tables or [], symbols or []  # AOTInductor passes None for an empty list
     mask, sizes = MaskProgram.parse(program), MaskSizes(batch, seqlen_q, seqlen_k)
+    blocks = BlockLists(*block_lists) if block_lists else None
     on_device = mask_slices_kernel(arch_of(device))
     if on_device is not None:
-        made = on_device(mask, tables, symbols, (*sizes, capacity), device)
-        lists, checks = made.lists, range_checks(mask, made.tables, symbols, sizes, device)
-        if block_lists:
-            checks = BlockLists(*block_lists).checks(made.intervals(), *block_size)
+        lists, tables = on_device(
+            *(mask, tables, symbols, (*sizes, capacity), device, blocks, tuple(block_size))
+        )
+        checks = range_checks(mask, tables, symbols, sizes, device)
     else:
         lengths = dict(zip(("batch", "seqlen_q", "seqlen_k"), sizes, strict=True))
         intervals = row_intervals(mask, tables, symbols, **lengths, device=device)
@@ -54,8 +55,8 @@ def _mask_slices(
             (slices.q_ranges, slices.k_ranges, slices.mask_types),
             [*intervals.checks, fits],
         )
-        if block_lists:
-            checks += BlockLists(*block_lists).checks(intervals, *block_size)
+        if blocks:
+            checks += blocks.checks(intervals, *block_size)
     if verify or program not in _verified:
         checks += check_slices(mask, tables, symbols, lists, sizes)
         if len(_verified) < MAX_VERIFIED:

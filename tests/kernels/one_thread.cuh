@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #define __device__
 #define __shared__
@@ -15,14 +16,17 @@ using std::min;
 
 static struct {
     int x;
-} blockIdx;
+} blockIdx, gridDim;
 
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void atomicOr(unsigned* x, unsigned y) { *x |= y; }
-inline int atomicAdd(int* x, int y) { return (*x += y) - y; }
+template <class Number>
+Number atomicAdd(Number* x, Number y) { return (*x += y) - y; }
 inline void atomicMin(int* x, int y) { *x = min(*x, y); }
-inline void atomicMax(unsigned* x, unsigned y) { *x = max(*x, y); }
+template <class Number>
+Number atomicMax(Number* x, Number y) { return std::exchange(*x, max(*x, y)); }
+inline void __threadfence() {}
 inline void __threadfence_system() {}
 
 namespace ffa {

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile import MaskDataError, _checks
-from magi_compile.kernels.cuda import mask_slices, nvrtc
-from magi_compile.kernels.cuda.mask_slices import Sizes
+from magi_compile.kernels.cuda import calls, mask_slices, nvrtc
+from magi_compile.kernels.cuda.mask_slices import _GRID_THREADS, Sizes
 from magi_compile.kernels.cuda.mask_source import mask_source
 from magi_compile.masks import (
     MaskProgram,
@@ -22,6 +22,7 @@ from magi_compile.masks import (
     trace_mask_mod,
 )
 from magi_compile.masks.evaluation.evaluate import with_columns
+from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from tests.kernels.cpp import compile_library
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.masks.support.random_masks import random_mask, tables_for
@@ -149,37 +150,53 @@ def run_on_host(tmp_path_factory):
         source = source_of(case)
         numbers.setdefault(source.text, len(numbers))
     masks = (text.replace("struct Mask ", f"struct Mask{i} ") for text, i in numbers.items())
-    calls = (
+    cases = (
         f"case {i}: return ffa::MaskSlices<ffa::Mask{i}>(fixed, words).run();"
         for i in numbers.values()
     )
-    main = MAIN.format(masks="\n".join(masks), cases="\n".join(calls))
+    main = MAIN.format(masks="\n".join(masks), cases="\n".join(cases))
     traps = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
     path, replaced = tmp_path_factory.mktemp("mask_slices"), {"common/block.cuh": "one_thread.cuh"}
     kernel = compile_library(path, main, f"-O0 -fno-sanitize-recover {traps}", replaced).run
 
-    def run(case: Case):
-        prepared = mask_slices.prepare(*case, CPU)
-        prepared.workspace.fill_(-1)  # what nobody writes is seen
-        prepared.workspace[: len(prepared.route.source.checks)] = 0
-        for phase in prepared.route.phases:
-            params = prepared.at(phase)
-            is_grid = phase.num_threads != mask_slices._BLOCK_THREADS
-            for block in range(1 if is_grid else phase.num_blocks):
+    def run(case: Case) -> OnHost:
+        given, prepared = mask_slices.prepare(*case, CPU)
+        found = OnHost.of(prepared)
+        addresses = calls.addresses_of([*given, *found.made])
+        for launch in prepared.call.launches:
+            params = launch.params_at(addresses)
+            for block in range(1 if launch.num_threads == _GRID_THREADS else launch.grid):
                 kernel(
-                    numbers[prepared.route.source.text],
+                    numbers[prepared.source.text],
                     (ctypes.c_char * len(params)).from_buffer(params),
                     block,
                 )
-        return prepared
+        return found
 
     return run
+
+
+class OnHost(NamedTuple):
+    """What a call made."""
+
+    lists: list[torch.Tensor]
+    intervals: RowIntervals
+    made: list[torch.Tensor]
+
+    @staticmethod
+    def of(prepared: mask_slices.Prepared) -> "OnHost":
+        """With memory in which what nobody writes is seen."""
+        made = [torch.full(x.shape, -1, dtype=x.dtype) for x in prepared.call.made]
+        for tensor, buffer in zip(made, prepared.call.made, strict=True):
+            tensor.view(-1)[: buffer.zeros] = 0
+        return OnHost(made[:3], prepared.intervals(made[3]), made)
 
 
 @pytest.fixture
 def no_flags(monkeypatch):
     monkeypatch.setattr(_checks, "_flags", {})
-    monkeypatch.setattr(mask_slices, "_routes", {})  # they know where the flags are
+    monkeypatch.setattr(mask_slices, "_prepared", {})  # they know where the flags are
+    monkeypatch.setattr(mask_slices, "load_function", lambda variant, device: variant)
 
 
 def by_tensors(case: Case, device: torch.device = CPU):
@@ -200,14 +217,14 @@ def failures(checks) -> dict[str, set[str]]:
     return said
 
 
-def assert_same(case: Case, prepared: mask_slices.Launch):
-    lists, intervals = prepared.lists, prepared.intervals()
+def assert_same(case: Case, lists, intervals: RowIntervals | None = None):
     slices, expected, checks = by_tensors(case)
     said = failures(checks)
     if not said:
         _checks.synchronize_checks()
-        assert torch.equal(intervals.lo.cpu(), expected.lo)
-        assert torch.equal(intervals.hi.cpu(), expected.hi)
+        if intervals is not None:
+            assert torch.equal(intervals.lo, expected.lo)
+            assert torch.equal(intervals.hi, expected.hi)
         for actual, wanted in zip(
             lists, (slices.q_ranges, slices.k_ranges, slices.mask_types), strict=True
         ):
@@ -223,7 +240,8 @@ def assert_same(case: Case, prepared: mask_slices.Launch):
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_source_on_the_host(name, run_on_host, no_flags):
-    assert_same(CASES[name], run_on_host(CASES[name]))
+    found = run_on_host(CASES[name])
+    assert_same(CASES[name], found.lists, found.intervals)
 
 
 @pytest.mark.parametrize("name", ["halves", "prefix_lm_document", "packed_positions", "table0"])
@@ -241,17 +259,18 @@ def test_a_change_of_data_compiles_nothing(no_flags, monkeypatch):
     for names, symbol, size in (("", 3, 20), ("  # t0: document", 5, 33)):
         program = MaskProgram.parse(f"(t0[q // s0] == t0[kv // s0]) & (q >= kv){names}")
         sizes = Sizes(1, size, size + 1, 2 * size)
-        prepared = mask_slices.prepare(program, [torch.arange(size)], [symbol], sizes, CPU)
-        sources.add(prepared.route.variant)
+        _, prepared = mask_slices.prepare(program, [torch.arange(size)], [symbol], sizes, CPU)
+        sources |= {launch.function for launch in prepared.call.launches}
     assert len(sources) == 1
 
 
 @pytest.mark.parametrize("sizes", [(0, 6, 6, 9), (2, 0, 6, 9), (2, 6, 0, 9)], ids=str)
 def test_nothing_to_see(sizes, no_flags):
     case = Case(MaskProgram.parse("t0[q] == t0[kv]"), [torch.zeros(0).int()], [], Sizes(*sizes))
-    prepared = mask_slices.prepare(*case, CPU)
-    assert prepared.route.phases == ()
-    assert_same(case, prepared)
+    _, prepared = mask_slices.prepare(*case, CPU)
+    assert prepared.call.launches == ()
+    found = OnHost.of(prepared)
+    assert_same(case, found.lists, found.intervals)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +306,8 @@ def test_capacity_and_lengths_must_be_in_range(no_flags):
 def on_gpu(case: Case):
     device = torch.device("cuda", torch.cuda.current_device())
     tables = [table.to(device) for table in case.tables]
-    return mask_slices.mask_slices_on_device(case.program, tables, case.symbols, case.sizes, device)
+    made = mask_slices.mask_slices_on_device(case.program, tables, case.symbols, case.sizes, device)
+    return made.lists
 
 
 @pytest.mark.gpu
@@ -316,7 +336,7 @@ def test_in_a_cuda_graph():
     on_gpu(case)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        lists = on_gpu(case).lists
+        lists = on_gpu(case)
     for average in (100, 200, 500):
         document.copy_(torch.arange(500) // average)
         graph.replay()

@@ -11,11 +11,15 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from cuda.bindings import nvrtc as compiler
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda import backward, nvrtc, params, parts, planner
+from magi_compile.kernels.cuda import backward, mask_slices, nvrtc, params, parts, planner
+from magi_compile.kernels.cuda.mask_source import mask_source
+from magi_compile.masks import MaskProgram
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
 FORWARD = nvrtc.Variant("forward/params.cuh", "")
 BACKWARD = nvrtc.Variant("backward/params.cuh", "")
+_MASK = MaskProgram.parse("(q >= kv) & (t0[q] == t0[kv])")
+PROGRAM = mask_source(_MASK, _MASK.keys(64, []), (torch.int64,))
 # In whose source each struct is.
 SOURCES = [
     (params.FORWARD, FORWARD),
@@ -29,6 +33,11 @@ SOURCES = [
         for n in (1, 2)
     ),
     (params.POSTPROCESS, backward.backward_variants(PROBLEM)[2]),
+    (
+        params.mask_program_params(PROGRAM.num_words + len(PROGRAM.checks) + 1),
+        mask_slices.mask_variant(PROGRAM),
+    ),
+    (params.BLOCK_LISTS, mask_slices.lists_variant()),
 ]
 
 
@@ -51,7 +60,11 @@ def log_of(struct, variant, places):
         lines.append(f'static_assert(sizeof({field}) == {size}, "{name}");')
     source = "\n".join(lines).encode()
     options = [x.encode() for x in nvrtc._options(variant)]
-    program = nvrtc._check(compiler.nvrtcCreateProgram(source, b"places.cu", 0, [], []))
+    names = [name.encode() for name, _ in variant.headers]
+    texts = [text.encode() for _, text in variant.headers]
+    program = nvrtc._check(
+        compiler.nvrtcCreateProgram(source, b"places.cu", len(names), texts, names)
+    )
     compiler.nvrtcCompileProgram(program, len(options), options)
     log = nvrtc._buffer(nvrtc._check(compiler.nvrtcGetProgramLogSize(program)))
     nvrtc._check(compiler.nvrtcGetProgramLog(program, log))

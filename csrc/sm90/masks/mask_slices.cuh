@@ -24,7 +24,7 @@ struct MaskSlicesParams {
     int batch, seqlen_q, seqlen_k, capacity, phase, unused;
 };
 
-static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/cuda/mask_slices.py");
+static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/cuda/params.py");
 
 // Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
 // masks/evaluation/integers.py; division rounds down.

@@ -121,3 +121,56 @@ def preprocess_params(num_lists: int) -> Struct:
 BACKWARD = {n: backward_params(n) for n in (1, 2)}
 PREPROCESS = {n: preprocess_params(n) for n in (1, 2)}
 POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
+
+# masks/mask_slices.cuh, masks/block_lists.cu
+
+MASK_SLICES = Struct(
+    "MaskSlicesParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity", "phase", "unused"),
+)
+BLOCK_LIST = Struct(
+    "BlockList",
+    _addresses("num_blocks", "indices")
+    | {"num_blocks_strides": (LONG, 3), "indices_strides": (LONG, 4)}
+    | _ints("num_heads", "num_columns"),
+)
+BLOCK_LISTS = Struct(
+    "BlockListsParams",
+    _addresses("intervals", "broken", "found", "num_done", "q_ranges", "k_ranges", "mask_types")
+    | {"flags": (ADDRESS, 2), "partial": BLOCK_LIST, "full": BLOCK_LIST}
+    | _ints("num_lanes", "batch", "seqlen_q", "seqlen_k", "block_rows", "block_keys")
+    | _ints("num_checks", "capacity"),
+)
+
+
+def mask_slices_params(num_words: int) -> Struct:
+    """Of the kernel of a program: words of 8 bytes are behind, and some of them are addresses."""
+    return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})
+
+
+# masks/mask_slices.cuh, masks/mask_slices.cu, masks/block_lists.cu
+
+MASK_SLICES = Struct(
+    "MaskSlicesParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity", "phase", "unused"),
+)
+BLOCK_LIST = Struct(
+    "BlockList",
+    _addresses("num_blocks", "indices")
+    | {"num_blocks_strides": (LONG, 3), "indices_strides": (LONG, 4)}
+    | _ints("num_heads", "num_columns"),
+)
+BLOCK_LISTS = Struct(
+    "BlockListsParams",
+    _addresses("intervals", "broken", "found", "num_done", "q_ranges", "k_ranges", "mask_types")
+    | {"flags": (ADDRESS, 2), "partial": BLOCK_LIST, "full": BLOCK_LIST}
+    | _ints("num_lanes", "batch", "seqlen_q", "seqlen_k", "block_rows", "block_keys")
+    | _ints("num_checks", "capacity"),
+)
+
+
+def mask_program_params(num_words: int) -> Struct:
+    """Of the kernel of a program: words of 8 bytes are behind what all have, and some of them are addresses."""
+    return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})
