@@ -265,6 +265,13 @@ def flex_identity() -> Any:
     return flex._identity
 
 
+def types_in_schema(schema: str) -> tuple[list[str], list[str]]:
+    """The types of the arguments and of the results of an op's schema, as "Tensor" and "List[int]"."""
+    parsed = torch._C.parse_schema(schema)
+    arguments, results = ([str(x.type) for x in xs] for xs in (parsed.arguments, parsed.returns))
+    return arguments, results
+
+
 def types_of_ops() -> tuple[type, ...]:
     """What `torch.ops.namespace.name` and `torch.ops.namespace.name.overload` are."""
     return torch._ops.OpOverloadPacket, torch._ops.OpOverload

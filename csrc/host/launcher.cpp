@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -46,6 +47,8 @@ struct Torch {
     int (*torch_list_size)(List, size_t*);
     int (*torch_list_get_item)(List, size_t, Value*);
     int (*torch_delete_list)(List);
+    int (*torch_new_list_reserve_size)(size_t, List*);
+    int (*torch_list_push_back)(List, Value);
     int (*torch_string_length)(Text, size_t*);
     int (*torch_string_c_str)(Text, const char**);
     int (*torch_delete_string)(Text);
@@ -273,8 +276,9 @@ bool has_failures() {
 // An op
 
 struct Op {
-    std::string name, fallback, arguments;   // one letter an argument: T tensor, O optional tensor, L list of tensors, s str,
-                                             // any other: a number or a bool
+    std::string name, fallback;
+    std::string arguments;   // a letter each: T tensor, O optional tensor, L list of tensors, l list of numbers, s str, n number
+    std::string results;     // T for each tensor, or L: a list of them
 };
 
 constexpr int kMostOps = 4;
@@ -314,7 +318,8 @@ public:
                         }
                     }
                     break;
-                case 'L': torch.torch_delete_list(reinterpret_cast<List>(stack_[i])); break;   // not what it holds
+                case 'L':
+                case 'l': torch.torch_delete_list(reinterpret_cast<List>(stack_[i])); break;   // not what it holds
                 case 's': torch.torch_delete_string(reinterpret_cast<Text>(stack_[i])); break;
                 default: break;
             }
@@ -334,21 +339,26 @@ private:
                 add_tensor(boxed == nullptr ? nullptr : reinterpret_cast<Tensor>(*boxed));
                 break;
             }
-            case 'L': add_list(reinterpret_cast<List>(value)); break;
+            case 'L':
+            case 'l': add_list(reinterpret_cast<List>(value), letter == 'L'); break;
             case 's': add_text(reinterpret_cast<Text>(value)); break;
             default: key.push_back(static_cast<int64_t>(value)); break;
         }
     }
 
-    void add_list(List list) {
+    void add_list(List list, bool is_of_tensors) {
         size_t size = 0;
         check(torch.torch_list_size(list, &size), "torch_list_size");
         key.push_back(static_cast<int64_t>(size));
         for (size_t i = 0; i < size; ++i) {
             Value item = 0;
             check(torch.torch_list_get_item(list, i, &item), "torch_list_get_item");
-            of_lists_.push_back(reinterpret_cast<Tensor>(item));
-            add_tensor(of_lists_.back());
+            if (is_of_tensors) {
+                of_lists_.push_back(reinterpret_cast<Tensor>(item));
+                add_tensor(of_lists_.back());
+            } else {
+                key.push_back(static_cast<int64_t>(item));
+            }
         }
     }
 
@@ -429,11 +439,19 @@ public:
     }
 
     // The results, which leave.
-    void move_to(Value* stack) {
+    void move_to(Value* stack, bool is_list) {
+        List list = nullptr;
+        if (is_list) {
+            check(torch.torch_new_list_reserve_size(call_.results.size(), &list), "torch_new_list_reserve_size");
+            stack[0] = reinterpret_cast<Value>(list);
+        }
         for (size_t i = 0; i < call_.results.size(); ++i) {
-            Tensor& tensor = tensors_[call_.results[i]];
-            stack[i] = reinterpret_cast<Value>(tensor);
-            tensor = nullptr;
+            const Value tensor = reinterpret_cast<Value>(std::exchange(tensors_[call_.results[i]], nullptr));
+            if (is_list) {
+                check(torch.torch_list_push_back(list, tensor), "torch_list_push_back");
+            } else {
+                stack[i] = tensor;
+            }
         }
     }
 
@@ -511,7 +529,7 @@ void run(const Op& op, Value* stack) {
         Made made(*call);
         repeat(*call, arguments, made);
         arguments.release();
-        made.move_to(stack);
+        made.move_to(stack, op.results == "L");
         return;
     }
     const Key* const outer = asked;
@@ -569,6 +587,8 @@ MAGI_EXPORT const char* magi_open(const char* driver_path) {
     MAGI_LOOK_UP(torch_list_size)
     MAGI_LOOK_UP(torch_list_get_item)
     MAGI_LOOK_UP(torch_delete_list)
+    MAGI_LOOK_UP(torch_new_list_reserve_size)
+    MAGI_LOOK_UP(torch_list_push_back)
     MAGI_LOOK_UP(torch_string_length)
     MAGI_LOOK_UP(torch_string_c_str)
     MAGI_LOOK_UP(torch_delete_string)
@@ -591,13 +611,14 @@ MAGI_EXPORT const char* magi_open(const char* driver_path) {
     return nullptr;
 }
 
-// From now on the op `magi::name` runs here on tensors of `dispatch_key`; what is not known yet is computed by `magi::fallback`,
+// From now on the op `magi::name` runs here where `dispatch_key` says; what is not known yet is computed by `magi::fallback`,
 // an op of the same arguments. Returns 0, or an error of PyTorch.
-MAGI_EXPORT int magi_register(const char* name, const char* fallback, const char* arguments, const char* dispatch_key) {
+MAGI_EXPORT int magi_register(const char* name, const char* fallback, const char* arguments, const char* results,
+                              const char* dispatch_key) {
     if (num_ops == kMostOps) {
         return -1;
     }
-    ops[num_ops] = {name, std::string("magi::") + fallback, arguments};
+    ops[num_ops] = {name, std::string("magi::") + fallback, arguments, results};
     Library library = nullptr;   // for ever
     int error = torch.aoti_torch_library_init_impl("magi", dispatch_key, "launcher.cpp", 0, &library);
     if (error == 0) {

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.cuda.backward_variants import backward_variants
 from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
+from magi_compile.kernels.cuda.mask_slices import lists_variant
 from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
 from magi_compile.kernels.cuda.parts import merge_variant, parts_variant
 from magi_compile.kernels.cuda.planner import planner_variant
@@ -38,6 +39,7 @@ def variants() -> Iterator[Variant]:
             yield from (preprocess, far_preprocess, postprocess)
     yield planner_variant()
     yield parts_variant()
+    yield lists_variant()
 
 
 def main() -> int:

@@ -9,11 +9,9 @@ magi::ffa_bwd      its gradients -> (dq, dk, dv)
 from __future__ import annotations
 
 import ctypes
-import importlib
-import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from functools import cache, lru_cache, partial
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -25,7 +23,8 @@ from magi_compile._checks import raise_pending
 from magi_compile.kernels.base import AttnProblem, Kernel, in_output_layout, output_like
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.define import define_differentiable, gradients
+from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 
 _lib = torch.library.Library("magi", "DEF")
@@ -77,7 +76,7 @@ def _plan(
     return chosen.pack(chosen.plan(slices, problem))
 
 
-define(
+define_repeatable(
     _lib,
     "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
     "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel) -> Tensor[]",
@@ -179,7 +178,7 @@ def _ffa_fwd(
     of_lists = _slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     if chosen.prepares_calls:
-        _hand_over_to_launcher()
+        hand_over_to_launcher()
     out, lse = chosen.forward(scaled.q, k, v, of_lists, walked, problem)
     return in_output_layout(q, out), lse
 
@@ -240,49 +239,13 @@ _FFA_FWD = (
     "(Tensor q, Tensor k, Tensor v, Tensor[] slices, Tensor[] plan, "
     "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)"
 )
-define(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
+define_repeatable(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
 _FFA_BWD = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] slices, Tensor[] plan, "
     "float softmax_scale, float softcap, str kernel, "
     "bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
-define(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
-
-
-# The two without Python, see kernels/cuda/native.py. The ops of these names compute what the launcher has not seen yet.
-
-_LETTERS = {"ffa_fwd": "TTTLLnns", "ffa_bwd": "TOTTTTTLLnnsn"}
-
-
-def _hand_over_to_launcher() -> None:
-    """Once a process, when a kernel that prepares its calls runs for the first time."""
-    with _handing_over:
-        _register_launcher()
-
-
-_handing_over = threading.Lock()
-
-
-@cache
-def _register_launcher() -> None:
-    native = importlib.import_module("magi_compile.kernels.cuda.native")
-    launcher = native.launcher()
-    if launcher is not None:
-        for name, letters in _LETTERS.items():
-            launcher.register(name, letters)
-
-
-def _adopting(implementation: Callable[..., Any], *arguments: Any) -> Any:
-    native = importlib.import_module("magi_compile.kernels.cuda.native")
-    launcher = native.launcher()
-    return launcher.adopting(implementation, arguments) if launcher else implementation(*arguments)
-
-
-for _name, _implementation, _fake, _schema in (
-    ("ffa_fwd_in_python", _ffa_fwd, _ffa_fwd_fake, _FFA_FWD),
-    ("ffa_bwd_in_python", _ffa_bwd, _ffa_bwd_fake, _FFA_BWD),
-):
-    define(_lib, f"{_name}{_schema}", partial(_adopting, _implementation), _fake)
+define_repeatable(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
 
 
 # attention: what is differentiable, made of the two

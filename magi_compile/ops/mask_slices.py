@@ -14,7 +14,7 @@ from magi_compile.masks import MaskProgram, padded_slices_from_intervals, row_in
 from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.evaluation.ranges import range_checks
 from magi_compile.masks.evaluation.verify import MaskSizes, check_slices
-from magi_compile.ops.define import define
+from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 
@@ -43,6 +43,7 @@ def _mask_slices(
     blocks = BlockLists(*block_lists) if block_lists else None
     on_device = mask_slices_kernel(arch_of(device))
     if on_device is not None:
+        hand_over_to_launcher()
         lists, tables = on_device(
             *(mask, tables, symbols, (*sizes, capacity), device, blocks, tuple(block_size))
         )
@@ -86,11 +87,13 @@ def _mask_slices_fake(
     return ranges(), ranges(), torch.empty(capacity, dtype=torch.int32, device=device)
 
 
-define(
+# A mask without captured tensors is a call without any tensor.
+define_repeatable(
     _lib,
     "mask_slices(Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, "
     "SymInt seqlen_k, SymInt capacity, Device device, Tensor[] block_lists, SymInt[] block_size, bool verify=False) "
     "-> (Tensor, Tensor, Tensor)",
     _mask_slices,
     _mask_slices_fake,
+    dispatch_key="BackendSelect",
 )

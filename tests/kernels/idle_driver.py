@@ -5,7 +5,7 @@ import struct
 
 import torch
 
-from magi_compile.kernels.cuda import backward, calls, early, forward, parts, planner
+from magi_compile.kernels.cuda import backward, calls, early, forward, mask_slices, parts, planner
 from magi_compile.kernels.cuda.structs import TENSOR_MAP_BYTES, Struct
 
 
@@ -30,7 +30,7 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    for module in (forward, parts, early, backward, planner):
+    for module in (forward, parts, early, backward, planner, mask_slices):
         monkeypatch.setattr(module, "load_function", load_function)
     for module in (forward, parts, early, backward):
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
@@ -46,6 +46,7 @@ def clear_caches() -> None:
     """What was prepared for another GPU is forgotten."""
     for cached in (forward._call, parts._call, planner._call, early._call, backward._prepared):
         cached.cache_clear()
+    mask_slices._prepared.clear()
 
 
 def fill_zeros(address: int, num_words: int, stream: int) -> None:

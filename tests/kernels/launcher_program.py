@@ -13,11 +13,15 @@ import torch
 
 from magi_compile import _checks
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda import native
+from magi_compile.kernels.cuda import native, planner
 from magi_compile.kernels.cuda.kernel import CudaKernel
-from magi_compile.kernels.cuda.params import FORWARD
+from magi_compile.kernels.cuda.mask_slices import mask_slices_on_device
+from magi_compile.kernels.cuda.params import BLOCK_LISTS, FORWARD, TILE_PLAN, mask_program_params
+from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
+from magi_compile.ops import mask_slices as mask_slices_op
+from magi_compile.ops.repeatable import REPEATABLE
 from tests.kernels import idle_driver
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
@@ -26,6 +30,13 @@ ROWS = 300
 
 class SetAttributes:
     setattr = staticmethod(setattr)
+
+
+class PlanningKernel(CudaKernel):
+    """Plans slices of a CPU as those of a GPU."""
+
+    def plan(self, slices, problem):
+        return planner.plan_on_device(slices, plan_tiles(problem), problem)
 
 
 class LaunchRecord(ctypes.Structure):
@@ -57,15 +68,18 @@ class Setup:
         )
         native.current_context = lambda: 7
         library._route = lambda device, dtype, heads, scale, softcap, kernel: library.Route(
-            CudaKernel(), replace(PROBLEM, softmax_scale=scale, softcap=softcap)
+            PlanningKernel(), replace(PROBLEM, softmax_scale=scale, softcap=softcap)
         )
-        library._hand_over_to_launcher = lambda: None
+        for module in (library, mask_slices_op):
+            module.hand_over_to_launcher = lambda: None
+        mask_slices_op.mask_slices_kernel = lambda arch: mask_slices_on_device
         self.driver = ctypes.CDLL(driver)
         self.driver.get.restype = ctypes.POINTER(LaunchRecord)
         self.launcher = native.Launcher(native.build(), driver)
         native.launcher = lambda: self.launcher
-        for name, letters in library._LETTERS.items():
-            self.launcher.register(name, letters, "CPU")
+        for name, how in REPEATABLE.items():
+            key = "CPU" if how.dispatch_key == "CUDA" else how.dispatch_key
+            self.launcher.register(name, how.arguments, how.results, key)
 
     def _launch(self, function, grid, block, params, stream, **options):
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
@@ -149,6 +163,71 @@ def same_launches(setup: Setup) -> None:
         assert first[-1] == second[-1]
 
 
+def masks(setup: Setup) -> None:
+    """The slices of a mask, with captured tensors and block lists or without any tensor, and their plan."""
+    text = "(q >= kv) & (t0[q] == t0[kv])"
+    mask_slices_op._verified.update((text, "q >= kv"))
+    sizes = (1, ROWS, ROWS, 20, torch.device("cpu"))
+
+    def block_lists():
+        return [torch.zeros(1, 1, 3).int(), torch.zeros(1, 1, 3, 3).int()]
+
+    found = []
+    for _ in range(2):
+        document, blocks = torch.zeros(ROWS).long(), block_lists()
+        lists = torch.ops.magi.mask_slices([document], [], text, *sizes, blocks, [128, 128])
+        assert [x.shape for x in lists] == [(20, 2), (20, 2), (20,)]
+        found.append((document, blocks, lists, setup.in_python(), setup.repeated()))
+    (*_, by_python, repeated), (*_, by_python_again, repeated_again) = found
+    assert (len(by_python), len(repeated)) == (6, 0)
+    assert (len(by_python_again), len(repeated_again)) == (0, 6)
+    for (document, blocks, lists, *_), launched in zip(
+        found, (by_python, repeated_again), strict=True
+    ):
+        *programs, of_lists = (params for *_, params in launched)
+        layout = mask_program_params((len(programs[0]) - 72) // 8)
+        fields = [idle_driver.fields(layout, x) for x in programs]
+        assert [x["fixed.phase"] for x in fields] == [0, 1, 2, 3, 4]
+        assert all(x["words[0]"] == document.data_ptr() for x in fields)
+        assert all(x["fixed.mask_types"] == lists[2].data_ptr() for x in fields)
+        field = idle_driver.fields(BLOCK_LISTS, of_lists)
+        assert field["partial.indices"] == blocks[1].data_ptr()
+        assert field["q_ranges"] == lists[0].data_ptr()
+        assert field["found[0]" if "found[0]" in field else "found"] > field["broken"]
+
+    # Other block sizes, another number of slices.
+    for lists, size in ((block_lists(), 100), ([], 128)):
+        torch.ops.magi.mask_slices([document], [], text, *sizes, lists, [size] * 2)
+        assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
+    # Scalars that are elsewhere, and ints that become int64, are copies.
+    for _ in range(2):
+        torch.ops.magi.mask_slices([document.to(torch.uint16)], [], text, *sizes, [], [])
+        assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
+    for repeats in (False, True):
+        lists = torch.ops.magi.mask_slices([], [], "q >= kv", *sizes, [], [])
+        assert (bool(setup.in_python()), bool(setup.repeated())) == (not repeats, repeats)
+
+    plans = []
+    for repeats in (False, True):
+        lists = [x.clone() for x in lists]
+        plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, 4, 2, 64, 64, 0.0, "")
+        launched, again = setup.in_python(), setup.repeated()
+        assert (bool(launched), bool(again)) == (not repeats, repeats)
+        fields = idle_driver.fields(TILE_PLAN, (launched or again)[0][-1])
+        assert fields["k_ranges"] == lists[1].data_ptr()
+        assert fields["walks[0].tiles"] == plan[0].data_ptr()
+        plans.append(plan)
+    first, second = ([(x.shape, x.stride(), x.dtype) for x in plan] for plan in plans)
+    assert first == second
+    q, k, v = tensors()
+    torch.ops.magi.ffa_fwd(q, k, v, [], plans[1], 0.125, 0.0, "")
+    assert setup.in_python()
+    with pytest.raises(
+        RuntimeError, match=r"ValueError: captured tensor in `t0.kv.` must have 1 dim"
+    ):
+        torch.ops.magi.mask_slices([document[None]], [], text, *sizes, [], [])
+
+
 def other_shapes(setup: Setup) -> None:
     """What differs in anything but addresses goes to Python first."""
     slices = AttnSlices.full(ROWS)
@@ -226,12 +305,18 @@ def nothing_is_lost(setup: Setup) -> None:
     slices = AttnSlices.full(ROWS)
     plan = plan_of(slices)
 
+    mask_slices_op._verified.add("q >= kv")
+
     def work(steps: int) -> None:
         for _ in range(steps):
             q, k, v = tensors()
             out, lse = torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan, 0.125, 0.0, "")
             args = (out, lse, q, k, v, out, lse, lists(slices), plan, 0.125, 0.0, "", False)
             torch.ops.magi.ffa_bwd(*args)
+            of_mask = ("q >= kv", 1, ROWS, ROWS, 5000, torch.device("cpu"))
+            found = torch.ops.magi.mask_slices([], [], *of_mask, [], [])
+            heads = (torch.bfloat16, 4, 2, 64, 64)
+            torch.ops.magi.plan(*found, ROWS, ROWS, *heads, 0.0, "")
             setup.driver.clear()
 
     def resident() -> int:

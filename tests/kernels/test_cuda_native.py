@@ -42,7 +42,15 @@ def cache_dir(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "what",
-    ["same_launches", "other_shapes", "same_tensors", "other_devices", "errors", "nothing_is_lost"],
+    [
+        "same_launches",
+        "masks",
+        "other_shapes",
+        "same_tensors",
+        "other_devices",
+        "errors",
+        "nothing_is_lost",
+    ],
 )
 def test_launcher(what, driver, cache_dir):
     assert run(driver, what, cache_dir) == "right\n"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
-from magi_compile.kernels.cuda.launch import load_function
+from magi_compile.kernels.cuda.launch import load_function, on_device
 from magi_compile.kernels.cuda.mask_source import ELEMENTS, MaskSource, mask_source
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.cuda.params import BLOCK_LISTS, mask_program_params
@@ -128,18 +128,14 @@ def mask_slices_on_device(
         TypeError: a table has the wrong dtype.
         ValueError: too few tables or symbols, a table or a list with the wrong device or shape, or too many rows.
     """
-    if device.index is None:
+    if device.type == "cuda" and device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return mask_slices_on_device(
-                program, tables, symbols, sizes, device, blocks, block_size
-            )
     raise_pending()
-    given, prepared = prepare(
-        program, tables, symbols, Sizes(*sizes), device, blocks, tuple(block_size)
-    )
-    q_ranges, k_ranges, mask_types, _ = prepared.call.run(given, device)
+    with on_device(device):
+        given, prepared = prepare(
+            program, tables, symbols, Sizes(*sizes), device, blocks, tuple(block_size)
+        )
+        q_ranges, k_ranges, mask_types, _ = prepared.call.run(given, device)
     num_tables = len(given) - (2 * len(blocks.kinds) if blocks else 0)
     return Made((q_ranges, k_ranges, mask_types), given[:num_tables])
 

@@ -54,16 +54,17 @@ class Launcher:
             raise OSError(f"{missing.decode()} is not there")
         _checks.on_flags(self._watch)
 
-    def register(self, name: str, arguments: str, dispatch_key: str = "CUDA") -> None:
-        """Takes over the op `magi::name` on tensors of `dispatch_key`; what it does not know, `magi::name_in_python`
-        computes, under `adopting`.
+    def register(self, name: str, arguments: str, results: str, dispatch_key: str = "CUDA") -> None:
+        """Takes over the op `magi::name` where `dispatch_key` says; what it does not know, `magi::name_in_python` computes,
+        under `adopting`.
 
         Args:
             name: of the op.
-            arguments: a letter for each: T tensor, O optional tensor, L list of tensors, s str, n number or bool.
+            arguments: a letter for each, see `magi_compile.ops.repeatable.Repeatable`.
+            results: the same.
             dispatch_key: of PyTorch's dispatcher.
         """
-        names = (name, f"{name}_in_python", arguments, dispatch_key)
+        names = (name, f"{name}_in_python", arguments, results, dispatch_key)
         error = self._library.magi_register(*(x.encode() for x in names))
         if error:
             raise RuntimeError(f"PyTorch did not take the launcher for magi::{name}: error {error}")
@@ -93,7 +94,7 @@ class Launcher:
     def _adopt(
         self, run: calls.Run, tensors: Sequence[Tensor | None], results: Sequence[Tensor]
     ) -> None:
-        given, made = _places(run.given, tensors), _places(results, run.made)
+        given, made = _places(run.given, tensors), _numbers(results, run.made)
         if given is None or made is None:
             return  # of copies, or completed behind the launches
         device = run.made[0].device
@@ -104,7 +105,7 @@ class Launcher:
         for buffer in run.call.made:
             sizes = (len(buffer.shape), *buffer.shape, *buffer.stride)
             words += [_DTYPES[buffer.dtype], buffer.zeros, *sizes]
-        words += [len(made), *(place for place, _ in made), len(run.call.launches)]
+        words += [len(made), *made, len(run.call.launches)]
         params = b""
         for launch in run.call.launches:
             words += _words_of(launch)
@@ -154,6 +155,13 @@ def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
         elif isinstance(argument, (list, tuple)):
             tensors += argument
     return tensors
+
+
+def _numbers(results: Sequence[Tensor], made: Sequence[Tensor]) -> list[int] | None:
+    """Which of the tensors made each result is; None if one is another tensor."""
+    where = {id(x): i for i, x in enumerate(made)}
+    numbers = [where.get(id(x), -1) for x in results]
+    return None if -1 in numbers else numbers
 
 
 def _places(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.kernels.cuda import calls
 from magi_compile.kernels.heuristics import PlanTiles
-from magi_compile.kernels.plan_sizes import as_shape
 from magi_compile.plan.stairs import NUM_LANES
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
 
@@ -45,20 +45,34 @@ class Layout(NamedTuple):
         ]
 
 
+def shape_of(sizes: Sequence[int], layout: Layout) -> tuple[Any, ...]:
+    """That of the tensor that says where parts of a plan lie, which is made for tiles of `sizes`."""
+    return (0, *sizes, *layout)
+
+
+def strides_of(shape: Sequence[Any]) -> tuple[int, ...]:
+    """Contiguous ones would be products of all sizes, beyond 64 bits."""
+    return (1,) * len(shape)
+
+
+def sizes_in(shape: Tensor) -> Tensor:
+    """The tile sizes in a shape, as a part of that tensor: see `magi_compile.kernels.plan_sizes`."""
+    return calls.part_of(shape, 0, (*shape.shape[1 : 1 + len(PlanTiles._fields)], 0))
+
+
 def pack(plan: list[Tensor]) -> list[Tensor]:
     """A plan of `CudaKernel` as int32 `[size]` and a tensor without elements, of shape `[0, *sizes, *layout]`.
 
-    What `views` gave is not copied.
+    What `views` and `sizes_in` gave is not made again.
     """
     *q_walk, parts, sizes, k_tiles, k_runs, k_edges = plan
+    base, shape = calls.base_of(q_walk[0]), calls.base_of(sizes)
+    if base is not None and shape is not None:
+        return [base, shape]
     tensors = (*q_walk, parts, k_tiles, k_runs, k_edges)
     layout = Layout(*(x.shape[0] for x in tensors))
-    numbers = (0, *sizes.shape[:-1], *layout)
-    # Contiguous strides would be products of all of them, beyond 64 bits.
-    shape = parts.new_empty_strided(numbers, (1,) * len(numbers))
-    base = calls.base_of(q_walk[0])
-    if base is not None:
-        return [base, shape]
+    numbers = shape_of(sizes.shape[:-1], layout)
+    shape = parts.new_empty_strided(numbers, strides_of(numbers))
     packed = parts.new_empty(layout.offsets[-1])
     if not _compat.is_fake(packed):
         for view, x in zip(layout.views(packed), tensors, strict=True):
@@ -69,11 +83,9 @@ def pack(plan: list[Tensor]) -> list[Tensor]:
 def unpack(packed: list[Tensor]) -> list[Tensor]:
     """The plan in memory that `pack` packed."""
     memory, shape = packed
-    _, *sizes = shape.shape
-    layout = Layout(*sizes[len(PlanTiles._fields) :])
+    layout = Layout(*shape.shape[1 + len(PlanTiles._fields) :])
     views = layout.views(memory)
-    tiles = as_shape(PlanTiles(*sizes[: len(PlanTiles._fields)]), memory)
-    return [*views[:4], tiles, *views[4:]]
+    return [*views[:4], sizes_in(shape), *views[4:]]
 
 
 def _numel(row: tuple[int, ...]) -> int:

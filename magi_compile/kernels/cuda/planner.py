@@ -10,6 +10,7 @@ from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.cuda import packed_plan
 from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
 from magi_compile.kernels.cuda.launch import load_function, on_device
 from magi_compile.kernels.cuda.nvrtc import Variant
@@ -18,7 +19,6 @@ from magi_compile.kernels.cuda.params import TILE_PLAN
 from magi_compile.kernels.cuda.parts import cut_launch, size_of_parts
 from magi_compile.kernels.cuda.structs import Pointer
 from magi_compile.kernels.heuristics import PlanTiles
-from magi_compile.kernels.plan_sizes import as_shape
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan import cost
 from magi_compile.plan.stairs import num_edge_rows
@@ -57,14 +57,13 @@ def plan_on_device(
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     lengths = (slices.mask_types.shape[0], slices.seqlen_q, slices.seqlen_k)
     with on_device(device):
-        layout, call = _call(*lengths, sizes, problem, device)
-        packed, _ = call.run([x.contiguous() for x in lists], device)
-    views = layout.views(packed)
-    return [*views[:4], as_shape(sizes, packed), *views[4:]]
+        call = _call(*lengths, sizes, problem, device)
+        packed, shape, _ = call.run([x.contiguous() for x in lists], device)
+    return packed_plan.unpack([packed, shape])
 
 
 # The buffers of the call: slices, then what it makes.
-_Q_RANGES, _K_RANGES, _MASK_TYPES, _PACKED, _SCRATCH = range(5)
+_Q_RANGES, _K_RANGES, _MASK_TYPES, _PACKED, _SHAPE, _SCRATCH = range(6)
 
 
 @lru_cache(maxsize=1024)
@@ -75,8 +74,8 @@ def _call(
     sizes: PlanTiles,
     problem: AttnProblem | None,
     device: torch.device,
-) -> tuple[Layout, Call]:
-    """Where the parts of the plan lie, and what makes it."""
+) -> Call:
+    """What makes the plan."""
     rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes)
     q_room, k_room = rooms
     q_counts, k_counts = (
@@ -106,8 +105,13 @@ def _call(
         tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
         counts = (*q_counts[:2], num_parts)
         launches.append(cut_launch((tiles, runs, cut), counts, sizes, problem, device.index))
-    made = (Buffer.of((n,), torch.int32) for n in (offsets[-1], num_scratch))
-    return layout, Call(tuple(made), tuple(launches))
+    shape = packed_plan.shape_of(sizes, layout)
+    made = (
+        Buffer.of((offsets[-1],), torch.int32),
+        Buffer(shape, packed_plan.strides_of(shape), torch.int32),
+        Buffer.of((num_scratch,), torch.int32),
+    )
+    return Call(made, tuple(launches))
 
 
 class _Room(NamedTuple):
