@@ -63,7 +63,7 @@ struct LaunchAttribute {
     char padding[4];
     union {
         unsigned cluster[3];
-        int may_start_early;
+        int may_start_early, cooperative;
         char bytes[64];
     };
 };
@@ -79,7 +79,7 @@ struct LaunchConfig {
 
 static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56, "as in cuda.h");
 
-constexpr int kClusterDimension = 4, kProgrammaticStreamSerialization = 6;
+constexpr int kCooperative = 2, kClusterDimension = 4, kProgrammaticStreamSerialization = 6;
 constexpr int kSwizzle128B = 3, kPromotion256B = 3;
 
 struct Driver {
@@ -127,6 +127,7 @@ struct Launch {
     unsigned grid[2], num_threads, shared_bytes;
     bool may_start_early;
     unsigned cluster;
+    bool is_cooperative;
     std::vector<unsigned char> params;
     std::vector<Pointer> pointers;
     std::vector<TensorMap> maps;
@@ -185,6 +186,7 @@ public:
         launch.shared_bytes = static_cast<unsigned>(word());
         launch.may_start_early = word() != 0;
         launch.cluster = static_cast<unsigned>(word());
+        launch.is_cooperative = word() != 0;
         launch.params = bytes(word());
         launch.pointers.resize(word());
         for (Pointer& x : launch.pointers) x = pointer();
@@ -475,7 +477,7 @@ void enqueue(const Launch& launch, const std::vector<uint64_t>& addresses, void*
                                             x.is_swizzled ? kSwizzle128B : 0, kPromotion256B, 0),
               "cuTensorMapEncodeTiled");
     }
-    LaunchAttribute attributes[2] = {};
+    LaunchAttribute attributes[3] = {};
     LaunchConfig config{{launch.grid[0], launch.grid[1], 1}, {launch.num_threads, 1, 1}, launch.shared_bytes, stream,
                         attributes, 0};
     if (launch.may_start_early) {
@@ -488,6 +490,11 @@ void enqueue(const Launch& launch, const std::vector<uint64_t>& addresses, void*
         attribute.id = kClusterDimension;
         attribute.cluster[0] = launch.cluster;
         attribute.cluster[1] = attribute.cluster[2] = 1;
+    }
+    if (launch.is_cooperative) {
+        LaunchAttribute& attribute = attributes[config.num_attributes++];
+        attribute.id = kCooperative;
+        attribute.cooperative = 1;
     }
     void* arguments[1] = {params};   // which the driver copies
     check(driver.cuLaunchKernelEx(&config, launch.function, arguments, nullptr), "cuLaunchKernelEx");

@@ -16,6 +16,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +67,7 @@ class Prologue:
 
     def __init__(self, module: GraphModule, places: Sequence[Place], example: Tensor):
         self.module = module
+        self._forward = module.forward  # without the hooks of modules
         self.places = places
         self.device = example.device
         self.text = f"{module.code} {example.device}"
@@ -115,7 +117,7 @@ class Prologue:
         given, numbers = iter(tensors), iter(sizes)
         arguments = [next(given if x.is_tensor else numbers) for x in self.places]
         with torch.no_grad():
-            return tuple(self.module(*arguments))
+            return tuple(self._forward(*arguments))
 
 
 class _Latest(NamedTuple):
@@ -150,7 +152,7 @@ def _keep(
     is_there = None
     if device.type == "cuda":
         is_there = torch.cuda.Event()
-        is_there.record()
+        is_there.record(_current_stream(stream, device))
     refs = tuple(weakref.ref(tensor, forget) for tensor in tensors)
     kept = _kept[key] = Kept(refs, versions, values, stream, is_there)
     while len(_kept) > MAX_KEPT:
@@ -168,6 +170,12 @@ def _stream(device: torch.device) -> int | None:
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     return None if _compat.is_capturing() else _compat.raw_stream(index)
+
+
+@lru_cache(maxsize=64)
+def _current_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
+    """The current stream, whose handle is `stream`: to ask torch for it takes longer than to look it up."""
+    return torch.cuda.current_stream(device)
 
 
 def _hand_over(found: Kept, device: torch.device) -> None:

@@ -49,6 +49,7 @@ def no_flags(monkeypatch):
     monkeypatch.setattr(_checks, "_flags", {})
     monkeypatch.setattr(mask_slices, "_prepared", {})  # they know where the flags are
     monkeypatch.setattr(mask_slices, "load_function", lambda variant, device: variant)
+    monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: 132)
 
 
 def intervals_of(mask):

@@ -231,15 +231,18 @@ def test_the_first_call_in_a_thread_of_autograd_is_our_backward():
 
 @pytest.mark.parametrize("may_start_early", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_what_a_launch_says_of_its_grid(may_start_early, cluster):
+@pytest.mark.parametrize("is_cooperative", [False, True])
+def test_what_a_launch_says_of_its_grid(may_start_early, cluster, is_cooperative):
     ids = launch.driver.CUlaunchAttributeID
-    config = launch._config(6, 1, 512, 1024, 0, may_start_early, cluster)
+    config = launch._config(6, 1, 512, 1024, 0, may_start_early, cluster, is_cooperative)
     found = {attribute.id: attribute.value for attribute in config.attrs}
     early = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     dimension = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-    assert config.numAttrs == len(found) == may_start_early + (cluster > 1)
+    assert config.numAttrs == len(found) == may_start_early + (cluster > 1) + is_cooperative
     assert (early in found) == may_start_early
     assert (dimension in found) == (cluster > 1)
+    if is_cooperative:
+        assert found[ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE].cooperative == 1
     if cluster > 1:
         dims = found[dimension].clusterDim
         assert (dims.x, dims.y, dims.z) == (cluster, 1, 1)

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile import MaskDataError, _checks
 from magi_compile.kernels.cuda import calls, mask_slices, nvrtc
-from magi_compile.kernels.cuda.mask_slices import _GRID_THREADS, Sizes
+from magi_compile.kernels.cuda.mask_slices import Sizes
 from magi_compile.kernels.cuda.mask_source import mask_source
 from magi_compile.masks import (
     MaskProgram,
@@ -124,8 +124,7 @@ CASES = dict((*library_cases(), *mask_mod_cases(), *random_cases(), *table_cases
 MAIN = """
 #include "masks/mask_slices.cuh"
 {masks}
-extern "C" void run(int mask, const char* params, int block) {{
-    blockIdx.x = block;
+extern "C" void run(int mask, const char* params) {{
     const auto& fixed = *reinterpret_cast<const ffa::MaskSlicesParams*>(params);
     const auto* words = reinterpret_cast<const ffa::Int*>(params + sizeof(fixed));
     switch (mask) {{
@@ -165,12 +164,7 @@ def run_on_host(tmp_path_factory):
         addresses = calls.addresses_of([*given, *found.made])
         for launch in prepared.call.launches:
             params = launch.params_at(addresses)
-            for block in range(1 if launch.num_threads == _GRID_THREADS else launch.grid):
-                kernel(
-                    numbers[prepared.source.text],
-                    (ctypes.c_char * len(params)).from_buffer(params),
-                    block,
-                )
+            kernel(numbers[prepared.source.text], (ctypes.c_char * len(params)).from_buffer(params))
         return found
 
     return run
@@ -197,6 +191,7 @@ def no_flags(monkeypatch):
     monkeypatch.setattr(_checks, "_flags", {})
     monkeypatch.setattr(mask_slices, "_prepared", {})  # they know where the flags are
     monkeypatch.setattr(mask_slices, "load_function", lambda variant, device: variant)
+    monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: 132)
 
 
 def by_tensors(case: Case, device: torch.device = CPU):

@@ -1,5 +1,5 @@
 // What the threads of one block do together on arrays of any length, each with a barrier at its end; and those of a grid,
-// which wait for nobody.
+// which wait for nobody but in `wait_for_grid`.
 #pragma once
 
 namespace ffa {
@@ -192,6 +192,21 @@ __device__ __forceinline__ void sort(Key* keys, int count, IsLess is_less) {
             });
         }
     }
+}
+
+// All thread blocks of a cooperative launch wait until all have called it; what they wrote before is there then. `round` is 1 in
+// the first call, 2 in the second. `num_arrived` is a word of global memory that is zero when the kernel begins.
+inline __device__ void wait_for_grid(unsigned* num_arrived, unsigned round) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(num_arrived, 1u);
+        const volatile unsigned* const arrived = num_arrived;
+        while (*arrived < round * gridDim.x) {
+        }
+        __threadfence();
+    }
+    __syncthreads();
 }
 
 // body(0), ..., body(count - 1), in no order.

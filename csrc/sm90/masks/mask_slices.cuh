@@ -2,14 +2,13 @@
 //
 //   keys -> runs of equal keys -> key intervals of rows -> borders of slices -> slices
 //
-// `Mask` is made from the program by magi_compile/kernels/cuda/mask_source.py; each phase is a launch of its own.
+// `Mask` is made from the program by magi_compile/kernels/cuda/mask_source.py. All thread blocks are there at once, and wait for one
+// another between the steps.
 #pragma once
 #include "common/block.cuh"
 #include "planner/search.cuh"
 
 namespace ffa {
-
-enum Phase { kMarkKeys, kIndexKeys, kIntersectRows, kMarkRows, kWriteSlices };
 
 constexpr int kNever = 0x7fffffff;
 
@@ -21,7 +20,8 @@ struct MaskSlicesParams {
     int* intervals;     // [2, kNumLanes, batch, seqlen_q]: first keys, then ends
     int* scratch;       // 8-byte aligned
     unsigned* broken;   // [kNumChecks], zeros: becomes the complement of the first place where a check fails
-    int batch, seqlen_q, seqlen_k, capacity, phase, unused;
+    unsigned* num_arrived;   // zero; for `wait_for_grid`
+    int batch, seqlen_q, seqlen_k, capacity;
 };
 
 static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/cuda/params.py");
@@ -120,12 +120,20 @@ public:
     }
 
     __device__ void run() {
-        switch (params_.phase) {
-            case kMarkKeys: return mark_keys();
-            case kIndexKeys: return index_keys();
-            case kIntersectRows: return intersect_rows();
-            case kMarkRows: return mark_rows();
-            case kWriteSlices: return write_slices();
+        unsigned round = 0;
+        const auto wait = [&] { wait_for_grid(params_.num_arrived, ++round); };
+        if (Mask::kNumIndexes > 0) {
+            mark_keys();
+            wait();
+            index_keys();
+            wait();
+        }
+        intersect_rows();
+        wait();
+        mark_rows();
+        wait();
+        if (blockIdx.x == 0) {
+            write_slices();
         }
     }
 
@@ -263,10 +271,17 @@ private:
 
     // A thread block for each batch entry of each index.
     __device__ void index_keys() {
-        int index = 0, b = blockIdx.x;
-        while (b >= num_entries(index)) {
-            b -= num_entries(index++);
+        int number = 0;
+        for (int index = 0; index < Mask::kNumIndexes; ++index) {
+            for (int b = 0; b < num_entries(index); ++b, ++number) {
+                if (number % gridDim.x == blockIdx.x) {
+                    index_keys(index, b);
+                }
+            }
         }
+    }
+
+    __device__ void index_keys(int index, int b) {
         const Runs runs = this->runs(index, b);
         const int count = prefix_sum(
             num_key_words_, [&](int word) { return __popc(runs.borders[word]); },

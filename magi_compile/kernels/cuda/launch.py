@@ -71,6 +71,12 @@ def num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+def max_resident_blocks(function: driver.CUfunction, num_threads: int, device_index: int) -> int:
+    """How many thread blocks a cooperative launch may have: all of them are on the GPU at once."""
+    of_sm = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, num_threads, 0)
+    return check(of_sm) * num_sms(device_index)
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Makes `device` the current one, if it is not."""
     is_current = device.index == torch.cuda.current_device()
@@ -179,18 +185,21 @@ def launch(
     shared_bytes: int = SHARED_BYTES,
     may_start_early: bool = False,
     cluster: int = 1,
+    is_cooperative: bool = False,
 ) -> None:
     """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies.
 
     With `may_start_early` it starts when the kernel in front of it lets it, and is to wait for its results itself
-    (`griddepcontrol`). So many thread blocks in a row are a `cluster`.
+    (`griddepcontrol`). So many thread blocks in a row are a `cluster`. If it `is_cooperative`, all thread blocks are on the GPU
+    at once.
     """
     bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     pointers = _Pointers(bytes(params))
     arguments = ctypes.addressof(pointers)
-    if may_start_early or cluster > 1:
-        config = _config(grid_x, grid_y, block, shared_bytes, stream, may_start_early, cluster)
+    if may_start_early or cluster > 1 or is_cooperative:
+        attributes = (may_start_early, cluster, is_cooperative)
+        config = _config(grid_x, grid_y, block, shared_bytes, stream, *attributes)
         check(driver.cuLaunchKernelEx(config, function, arguments, 0))
     else:
         dims = (grid_x, grid_y, 1, block, 1, 1)
@@ -206,6 +215,7 @@ def _config(
     stream: int,
     may_start_early: bool,
     cluster: int,
+    is_cooperative: bool,
 ) -> driver.CUlaunchConfig:
     ids = driver.CUlaunchAttributeID
     attributes = []
@@ -220,6 +230,11 @@ def _config(
         dims = dimension.value.clusterDim
         dims.x, dims.y, dims.z = cluster, 1, 1
         attributes.append(dimension)
+    if is_cooperative:
+        cooperative = driver.CUlaunchAttribute()
+        cooperative.id = ids.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+        cooperative.value.cooperative = 1
+        attributes.append(cooperative)
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1

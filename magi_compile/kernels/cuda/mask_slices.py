@@ -1,5 +1,5 @@
-"""Mask programs by `csrc/sm90/masks`: what `row_intervals`, `padded_slices_from_intervals` and `BlockLists.checks` give, in six
-launches or fewer."""
+"""Mask programs by `csrc/sm90/masks`: what `row_intervals`, `padded_slices_from_intervals` and `BlockLists.checks` give, in two
+launches or one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.cuda.calls import Buffer, Call, Launch
-from magi_compile.kernels.cuda.launch import load_function, on_device
+from magi_compile.kernels.cuda.launch import load_function, max_resident_blocks, on_device
 from magi_compile.kernels.cuda.mask_source import ELEMENTS, MaskSource, mask_source
 from magi_compile.kernels.cuda.nvrtc import Variant
 from magi_compile.kernels.cuda.params import BLOCK_LISTS, mask_program_params
@@ -26,12 +26,8 @@ from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_argu
 from magi_compile.masks.evaluation.to_slices import packed_totals
 from magi_compile.masks.program.program import MaskProgram
 
-_BLOCK_THREADS = 512  # of a thread block that works on its own
-_GRID_THREADS = 128
-_LISTS_THREADS = 256
-_MAX_BLOCKS = 4096
-_MARK_KEYS, _INDEX_KEYS, _INTERSECT_ROWS, _MARK_ROWS, _WRITE_SLICES = range(5)
-_NUM_COUNTERS = 6  # int32s: two numbers of 8 bytes and one of 4 that block_lists.cu finds
+_THREADS, _LISTS_THREADS = 512, 256  # of a thread block
+_NUM_COUNTERS = 6  # int32s: two places of 8 bytes, how many thread blocks are done with lists, and how many wait for others
 
 
 class Sizes(NamedTuple):
@@ -222,19 +218,16 @@ def _prepare(
         "intervals": Pointer(num_given + 3, 4 * workspace.intervals),
         "broken": Pointer(num_given + 3),
     }
-    layout, function = (
-        mask_program_params(len(words)),
-        load_function(mask_variant(source), device.index),
-    )
-    launches = []
-    for phase, num_blocks, num_threads in _phases(source, num_rows, seqlen_k, num_indexes):
-        scratch = Pointer(num_given + 3, 4 * workspace.scratch)
-        fixed = {**buffers, **sizes._asdict(), "scratch": scratch, "phase": phase, "unused": 0}
-        params = layout.pack(fixed=fixed, words=words)
-        shared_bytes = num_threads // 32 * 4
-        launches.append(
-            Launch(function, num_blocks, num_threads, params, shared_bytes=shared_bytes)
-        )
+    fixed = {**buffers, **sizes._asdict()}
+    fixed["scratch"] = Pointer(num_given + 3, 4 * workspace.scratch)
+    fixed["num_arrived"] = Pointer(num_given + 3, 4 * workspace.counters + 20)
+    params = mask_program_params(len(words)).pack(fixed=fixed, words=words)
+    function = load_function(mask_variant(source), device.index)
+    num_items = max(num_rows * max(source.num_lanes, 1), seqlen_k if num_indexes else 0)
+    most = max_resident_blocks(function, _THREADS, device.index)
+    num_blocks = min(-(-num_items // _THREADS), most)
+    options = {"shared_bytes": _THREADS // 32 * 4, "is_cooperative": True}
+    launches = [Launch(function, num_blocks, _THREADS, params, **options)]
     if blocks:
         counters = Pointer(num_given + 3, 4 * workspace.counters)
         launches.append(
@@ -256,27 +249,6 @@ def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int
     intervals = counters + _NUM_COUNTERS
     scratch = intervals + 2 * num_places
     return Workspace(counters, intervals, scratch, scratch + num_scratch)
-
-
-class _Phase(NamedTuple):
-    """A launch of `mask_slices.cu`."""
-
-    number: int
-    num_blocks: int
-    num_threads: int
-
-
-def _phases(source: MaskSource, num_rows: int, seqlen_k: int, num_indexes: int) -> Iterator[_Phase]:
-    if num_indexes:
-        yield _on_grid(_MARK_KEYS, seqlen_k)
-        yield _Phase(_INDEX_KEYS, num_indexes, _BLOCK_THREADS)
-    yield _on_grid(_INTERSECT_ROWS, num_rows)
-    yield _on_grid(_MARK_ROWS, source.num_lanes * num_rows)
-    yield _Phase(_WRITE_SLICES, 1, _BLOCK_THREADS)
-
-
-def _on_grid(number: int, num_items: int) -> _Phase:
-    return _Phase(number, min(-(-num_items // _GRID_THREADS), _MAX_BLOCKS), _GRID_THREADS)
 
 
 def _lists_launch(

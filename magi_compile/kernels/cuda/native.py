@@ -117,9 +117,9 @@ def _words_of(launch: calls.Launch) -> list[int]:
     """A launch as the library reads it, without its parameters."""
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1)
     options = {"shared_bytes": SHARED_BYTES, "may_start_early": False, "cluster": 1}
-    options |= launch.options
+    options |= {"is_cooperative": False, **launch.options}
     words = [int(launch.function or 0), *grid, launch.num_threads]
-    words += [int(options[name]) for name in ("shared_bytes", "may_start_early", "cluster")]
+    words += [int(option) for option in options.values()]
     words += [len(launch.data), len(launch.pointers)]
     for word, buffer, offset in launch.pointers:
         words += [8 * word, buffer, offset]

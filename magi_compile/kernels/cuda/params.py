@@ -127,7 +127,8 @@ POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRES
 MASK_SLICES = Struct(
     "MaskSlicesParams",
     _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
-    | _ints("batch", "seqlen_q", "seqlen_k", "capacity", "phase", "unused"),
+    | _addresses("num_arrived")
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity"),
 )
 BLOCK_LIST = Struct(
     "BlockList",
@@ -154,7 +155,8 @@ def mask_slices_params(num_words: int) -> Struct:
 MASK_SLICES = Struct(
     "MaskSlicesParams",
     _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
-    | _ints("batch", "seqlen_q", "seqlen_k", "capacity", "phase", "unused"),
+    | _addresses("num_arrived")
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity"),
 )
 BLOCK_LIST = Struct(
     "BlockList",
