@@ -33,8 +33,8 @@ from attention_forward import (
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
-from magi_compile.kernels.cuda import CudaKernel
-from magi_compile.kernels.cuda import backward as cuda_backward
+from magi_compile.kernels.sm90 import CudaKernel
+from magi_compile.kernels.sm90.backward import launch as cuda_backward
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 

@@ -34,8 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda.forward import forward
 from magi_compile.kernels.heuristics import forward_config
+from magi_compile.kernels.sm90.forward.launch import forward
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 

@@ -87,7 +87,7 @@ def measure(
             plan,
         )
     if device == "cuda":
-        from magi_compile.kernels.cuda.planner import plan_on_device
+        from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
 
         add("padded, CUDA graph", captured(lambda: build_tile_plan(slices, **TILES)), plan)
         add("one launch", lambda: plan_on_device(slices, TILE_SIZES), plan)

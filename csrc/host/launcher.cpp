@@ -3,7 +3,7 @@
 //
 // Built without headers of PyTorch or CUDA: the functions of PyTorch's stable C interface (torch/csrc/stable/c/shim.h, 2.10 and
 // later) and of the CUDA driver are declared here and looked up in the libraries of the process, so that one binary runs with
-// every version of both. What Python hands over is described in magi_compile/kernels/cuda/native.py.
+// every version of both. What Python hands over is described in magi_compile/kernels/sm90/runtime/native.py.
 #include <dlfcn.h>
 
 #include <algorithm>

@@ -116,7 +116,7 @@ class Kernel(Protocol):
     plans_in_graph: bool
     #: Whether its forward and backward look at slices although there is a plan.
     needs_slices: bool
-    #: Whether calls on a GPU are prepared, so that they can be repeated without Python (`kernels/cuda/native.py`).
+    #: Whether calls on a GPU are prepared, so that they can be repeated without Python (`kernels/sm90/runtime/native.py`).
     prepares_calls: bool
 
     def refusals(self, problem: AttnProblem) -> list[str]:

@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterator
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.cuda.backward_variants import backward_variants
-from magi_compile.kernels.cuda.forward import ELEMENTS, forward_variant
-from magi_compile.kernels.cuda.mask_slices import lists_variant
-from magi_compile.kernels.cuda.nvrtc import CompileError, Variant, compile_variant
-from magi_compile.kernels.cuda.parts import merge_variant, parts_variant
-from magi_compile.kernels.cuda.planner import planner_variant
 from magi_compile.kernels.heuristics import (
     CUDA_HEAD_DIMS,
     forward_config,
 )
+from magi_compile.kernels.sm90.backward.variants import backward_variants
+from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
+from magi_compile.kernels.sm90.forward.split_kv import merge_variant, parts_variant
+from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
+from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
+from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
 
 
 def variants() -> Iterator[Variant]:

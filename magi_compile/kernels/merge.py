@@ -73,4 +73,4 @@ def _fits_triton(parts: Sequence[Tensor]) -> bool:
 
 def _triton() -> ModuleType:
     """Imported at first use, because Triton need not be installed."""
-    return importlib.import_module("magi_compile.kernels.merge_triton")
+    return importlib.import_module("magi_compile.kernels.triton.merge")

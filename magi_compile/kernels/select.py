@@ -13,8 +13,8 @@ from magi_compile.kernels.base import AttnProblem, Kernel
 
 # "module:class or factory" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
-    "cuda": "magi_compile.kernels.cuda:CudaKernel",
-    "cuda_padded": "magi_compile.kernels.cuda:padded_cuda_kernel",
+    "cuda": "magi_compile.kernels.sm90:CudaKernel",
+    "cuda_padded": "magi_compile.kernels.sm90:padded_cuda_kernel",
     "triton": "magi_compile.kernels.triton:TritonKernel",
     "cpu": "magi_compile.kernels.cpu:CpuKernel",
     "reference": "magi_compile.kernels.reference:ReferenceKernel",
@@ -109,11 +109,11 @@ def problem_of(
 @cache
 def mask_slices_kernel(arch: tuple[int, int] | None) -> Callable | None:
     """What evaluates mask programs on a GPU of compute capability `arch` in a few launches,
-    `magi_compile.kernels.cuda.mask_slices.mask_slices_on_device`; None where tensor operations do."""
+    `magi_compile.kernels.sm90.masks.mask_slices.mask_slices_on_device`; None where tensor operations do."""
     if arch != (9, 0):
         return None
     try:
-        module = importlib.import_module("magi_compile.kernels.cuda.mask_slices")
+        module = importlib.import_module("magi_compile.kernels.sm90.masks.mask_slices")
     except ImportError:  # of cuda-bindings, without which there is no kernel called "cuda" either
         return None
     return module.mask_slices_on_device

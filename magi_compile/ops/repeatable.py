@@ -89,4 +89,4 @@ def _register() -> None:
 
 
 def _native() -> Any:
-    return importlib.import_module("magi_compile.kernels.cuda.native")
+    return importlib.import_module("magi_compile.kernels.sm90.runtime.native")

@@ -13,7 +13,7 @@ from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.padded import PaddedKernel
 from magi_compile.testing.cases import MASKS, Heads
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
-from tests.kernels.prior import check_prior
+from tests.kernels.support.prior import check_prior
 
 MASK = {case.name: case for case in MASKS}
 NAMES = ["varlen_causal", "random_257x391_seed1"]

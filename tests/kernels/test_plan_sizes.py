@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, KeyTensors, Signals
-from magi_compile.kernels.cuda import CudaKernel
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.sm90 import CudaKernel
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library

@@ -114,6 +114,6 @@ def test_who_evaluates_mask_programs(monkeypatch):
     assert select_module.mask_slices_kernel(None) is None
     assert select_module.mask_slices_kernel((8, 0)) is None
     select_module.mask_slices_kernel.cache_clear()
-    monkeypatch.setitem(sys.modules, "magi_compile.kernels.cuda.mask_slices", None)
+    monkeypatch.setitem(sys.modules, "magi_compile.kernels.sm90.masks.mask_slices", None)
     assert select_module.mask_slices_kernel((9, 0)) is None
     select_module.mask_slices_kernel.cache_clear()

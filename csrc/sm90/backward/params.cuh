@@ -18,7 +18,7 @@ struct DqSums {
     int row_groups;   // of a head
 };
 
-static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/sm90/params.py");
 
 // How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by one thread
 // block: where a cluster shares a tile, each of its blocks counts as `done`.
@@ -62,7 +62,7 @@ struct DqItems {
     }
 };
 
-static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/sm90/params.py");
 
 // How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
 // for.
@@ -96,7 +96,7 @@ struct TileList {
     Agenda agenda;
 };
 
-static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/sm90/params.py");
 
 template <int kNumLists>
 struct BackwardParams {
@@ -122,7 +122,7 @@ struct BackwardParams {
     TileList lists[kNumLists];   // of near tiles, of far ones
 };
 
-static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/cuda/params.py");
-static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/sm90/params.py");
 
 }  // namespace ffa

@@ -8,7 +8,7 @@ struct PostprocessParams {
     DqProgress* progress;
 };
 
-static_assert(sizeof(PostprocessParams) == 48, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(PostprocessParams) == 48, "packed by magi_compile/kernels/sm90/params.py");
 
 constexpr int kColGroupsAtOnce = 4;
 

@@ -32,7 +32,7 @@ struct PreprocessParams {
     Writer::Params agendas[kNumAgendas];   // of near tiles, and of far ones
 };
 
-static_assert(sizeof(PreprocessParams) == 120 + 120 * kNumAgendas, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(PreprocessParams) == 120 + 120 * kNumAgendas, "packed by magi_compile/kernels/sm90/params.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes

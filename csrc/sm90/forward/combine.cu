@@ -19,7 +19,7 @@ struct MergeParams {
     int part_rows;
 };
 
-static_assert(sizeof(MergeParams) == 80, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(MergeParams) == 80, "packed by magi_compile/kernels/sm90/params.py");
 
 constexpr int kThreads = 256;
 constexpr int kChunks = FFA_HEAD_DIM / 4;   // of a row: a thread takes one at a time

@@ -40,7 +40,7 @@ struct ForwardParams {
     long long out_row_stride, out_head_stride;   // of `out_rows`, in elements
 };
 
-static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/sm90/params.py");
 
 // Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
 struct EarlyForwardParams : ForwardParams {
@@ -58,6 +58,6 @@ enum TileList {
     kParts,   // the near runs of tiles with both; all of them are in sections
 };
 
-static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 
 }  // namespace ffa

@@ -2,7 +2,7 @@
 //
 //   keys -> runs of equal keys -> key intervals of rows -> borders of slices -> slices
 //
-// `Mask` is made from the program by magi_compile/kernels/cuda/mask_source.py. All thread blocks are there at once, and wait for one
+// `Mask` is made from the program by magi_compile/kernels/sm90/masks/source.py. All thread blocks are there at once, and wait for one
 // another between the steps.
 #pragma once
 #include "common/block.cuh"
@@ -24,7 +24,7 @@ struct MaskSlicesParams {
     int batch, seqlen_q, seqlen_k, capacity;
 };
 
-static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/sm90/params.py");
 
 // Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
 // masks/evaluation/integers.py; division rounds down.

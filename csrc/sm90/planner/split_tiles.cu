@@ -46,7 +46,7 @@ struct TilePartsParams {
     int block_cols;
 };
 
-static_assert(sizeof(TilePartsParams) == 80, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(TilePartsParams) == 80, "packed by magi_compile/kernels/sm90/params.py");
 
 // What the threads share.
 __shared__ struct {

@@ -41,7 +41,7 @@ struct TilePlanParams {
     Walk walks[2];
 };
 
-static_assert(sizeof(Walk) == 64 && sizeof(TilePlanParams) == 160, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(Walk) == 64 && sizeof(TilePlanParams) == 160, "packed by magi_compile/kernels/sm90/params.py");
 
 class Planner {
 public:

@@ -62,7 +62,7 @@ class MagiCuda(_Magi):
     kernel = "cuda"
 
     def available(self) -> str | None:
-        return import_error("magi_compile.kernels.cuda")
+        return import_error("magi_compile.kernels.sm90")
 
 
 class MagiTriton(_Magi):

@@ -25,7 +25,7 @@ struct alignas(16) AgendaEntry {
     static constexpr short kNoTurn = -1;
 };
 
-static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/cuda/backward_scratch.py makes room for it");
+static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/sm90/backward/workspace.py makes room for it");
 
 // Waves: items that thread blocks draw at about the same time, as many as there are blocks.
 struct AgendaCounters {
@@ -47,7 +47,7 @@ struct Agenda {
     int heads_per_section;   // divides num_heads
 };
 
-static_assert(sizeof(Agenda) == 48, "packed by magi_compile/kernels/cuda/params.py");
+static_assert(sizeof(Agenda) == 48, "packed by magi_compile/kernels/sm90/params.py");
 
 // In which order rows of dq will be complete: those of so many heads after those of as many others.
 struct DqOrder {

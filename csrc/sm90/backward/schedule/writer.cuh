@@ -150,7 +150,7 @@ public:
         const Tile* tiles_behind;   // [num_tiles], of which about half are left when these are over; or null
     };
 
-    static_assert(sizeof(Params) == 120, "packed by magi_compile/kernels/cuda/params.py");
+    static_assert(sizeof(Params) == 120, "packed by magi_compile/kernels/sm90/params.py");
 
     __device__ __forceinline__ explicit AgendaWriter(const Params& params)
         : params_(params), agenda_(params.agenda) {}

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from cuda.bindings import driver
 
-from magi_compile.kernels.cuda.launch import bind_context, check
+from magi_compile.kernels.sm90.runtime.driver import bind_context, check
 
 Op: TypeAlias = driver.CUstreamBatchMemOpParams
 

@@ -1,0 +1,3 @@
+from magi_compile.kernels.cpu.kernel import CpuKernel
+
+__all__ = ["CpuKernel"]

@@ -1,0 +1,242 @@
+"""The CPU kernel: PyTorch's own CPU flash attention, one call for each piece of the mask.
+
+The op returns lse, so the partial results of a row merge; its backward is exact with the out and lse of the whole
+row, so the pieces of a gradient add up. Inside, tensors are `[nheads_kv, qhead_per_kvhead, seqlen, head_dim]`, keys
+and values expanded over the group without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magi_compile import _compat
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, output_like
+from magi_compile.kernels.cpu.pieces import Piece, additive_mask, cut, plan_pieces
+from magi_compile.kernels.merge import merge_partials, merge_prior
+from magi_compile.masks.slices import AttnSlices
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# With a soft-cap the scores exist in memory: at most so many at a time, for each head.
+MAX_SCORE_ROWS, MAX_SCORE_KEYS = 256, 4096
+
+
+class CpuKernel:
+    """Any head_dim and head_dim_v, grouped heads, soft-cap; fp32, bf16, fp16."""
+
+    name = "cpu"
+    plans_in_graph = False
+    needs_slices = False
+    prepares_calls = False
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        reasons = []
+        if problem.device_type != "cpu":
+            reasons.append(f"needs tensors on the CPU, got {problem.device_type}")
+        if problem.dtype not in DTYPES:
+            dtype = str(problem.dtype).removeprefix("torch.")
+            reasons.append(f"needs float32, bfloat16 or float16, got {dtype}")
+        return reasons
+
+    def notes(self, problem: AttnProblem) -> list[str]:
+        return []
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        return [plan_pieces(slices)]
+
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return plan
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        return None
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> ForwardOutput:
+        pieces = _pieces(plan, problem)
+        merges = not all(piece.is_first for piece in pieces)
+        dtype = torch.float32 if merges or problem.softcap else q.dtype
+        total_q, nheads_q, _ = q.shape
+        out = output_like(q, problem.head_dim_v, dtype).zero_()
+        lse = torch.full((nheads_q, total_q), -torch.inf)
+
+        width = max(problem.head_dim, problem.head_dim_v)
+        q_heads, k_heads, v_heads = (_by_head(_widen(x, width), problem) for x in (q, k, v))
+        out_heads, lse_heads = _by_head(out, problem), _rows_by_head(lse, problem)
+        attend = _forward_softcap if problem.softcap else _forward_flash
+        for piece in pieces:
+            rows, keys = piece.rows, piece.keys
+            part, part_lse = attend(
+                q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], piece, problem
+            )
+            part = part[..., : problem.head_dim_v]
+            if not piece.is_first:
+                part, part_lse = merge_partials(
+                    (out_heads[:, :, rows], part), (lse_heads[:, :, rows], part_lse)
+                )
+            out_heads[:, :, rows] = part
+            lse_heads[:, :, rows] = part_lse
+        return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
+    ) -> BackwardOutput:
+        # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+        width = max(problem.head_dim, problem.head_dim_v)
+        if dlse is not None:
+            # The op computes delta = sum(dout * out) itself and needs delta - dlse: one more column, of 1 in dout
+            # and of -dlse in out, and of 0 in q, k and v, where it changes nothing.
+            dout = torch.cat([_widen(dout.float(), width), torch.ones_like(dout[..., :1])], -1)
+            out = torch.cat([_widen(out.float(), width), -dlse.T[..., None]], -1)
+            width += 1
+        dout_heads, q_heads, k_heads, v_heads, out_heads = (
+            _by_head(_widen(x.float(), width), problem) for x in (dout, q, k, v, out)
+        )
+        dq_heads = _by_head(dq, problem)
+        dk_heads, dv_heads = dk.transpose(0, 1), dv.transpose(0, 1)
+        lse_heads = _rows_by_head(lse, problem)
+        attend = _backward_softcap if problem.softcap else _backward_flash
+        for piece in _pieces(plan, problem):
+            rows, keys = piece.rows, piece.keys
+            dq_part, dk_part, dv_part = attend(
+                dout_heads[:, :, rows],
+                q_heads[:, :, rows],
+                k_heads[:, :, keys],
+                v_heads[:, :, keys],
+                out_heads[:, :, rows],
+                lse_heads[:, :, rows],
+                piece,
+                problem,
+            )
+            dq_heads[:, :, rows].add_(dq_part[..., : problem.head_dim])
+            dk_heads[:, keys].add_(_sum_group(dk_part[..., : problem.head_dim]))
+            dv_heads[:, keys].add_(_sum_group(dv_part[..., : problem.head_dim_v]))
+        return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+
+
+def _pieces(plan: list[Tensor], problem: AttnProblem) -> list[Piece]:
+    pieces = [Piece(*row) for row in plan[0].tolist()]
+    if problem.softcap:
+        return [tile for piece in pieces for tile in cut(piece, MAX_SCORE_ROWS, MAX_SCORE_KEYS)]
+    return pieces
+
+
+def _widen(x: Tensor, width: int) -> Tensor:
+    """`x` with zeros behind its last dimension up to `width`, and a stride of 1 along it."""
+    if x.shape[-1] < width:
+        return F.pad(x, (0, width - x.shape[-1]))
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _by_head(x: Tensor, problem: AttnProblem) -> Tensor:
+    """`[total, nheads, d]` as `[nheads_kv, qhead_per_kvhead, total, d]`, without a copy."""
+    group = problem.qhead_per_kvhead
+    if x.shape[1] == problem.nheads_q:
+        return x.unflatten(1, (problem.nheads_kv, group)).permute(1, 2, 0, 3)
+    return x.permute(1, 0, 2)[:, None].expand(-1, group, -1, -1)
+
+
+def _rows_by_head(x: Tensor, problem: AttnProblem) -> Tensor:
+    """`[nheads_q, total_q]` as `[nheads_kv, qhead_per_kvhead, total_q]`, without a copy."""
+    return x.unflatten(0, (problem.nheads_kv, problem.qhead_per_kvhead))
+
+
+def _sum_group(x: Tensor) -> Tensor:
+    return x.squeeze(1) if x.shape[1] == 1 else x.sum(1)
+
+
+def _mask(piece: Piece, dtype: torch.dtype) -> Tensor | None:
+    if not piece.cuts_lower and not piece.cuts_upper:
+        return None
+    seqlen_q, seqlen_k = piece.q_end - piece.q_begin, piece.k_end - piece.k_begin
+    shift = piece.q_begin - piece.k_begin
+    diag_lo = max(piece.diag_lo + shift, -seqlen_q)
+    diag_hi = min(piece.diag_hi + shift, seqlen_k)
+    return additive_mask(seqlen_q, seqlen_k, diag_lo, diag_hi, dtype)
+
+
+def _forward_flash(
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, problem: AttnProblem
+) -> tuple[Tensor, Tensor]:
+    mask = None if piece.is_causal else _mask(piece, q.dtype)
+    return _compat.cpu_flash_forward(q, k, v, mask, piece.is_causal, problem.softmax_scale)
+
+
+def _backward_flash(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    piece: Piece,
+    problem: AttnProblem,
+) -> tuple[Tensor, Tensor, Tensor]:
+    mask = None if piece.is_causal else _mask(piece, q.dtype)
+    return _compat.cpu_flash_backward(
+        dout, q, k, v, out, lse, mask, piece.is_causal, problem.softmax_scale
+    )
+
+
+def _forward_softcap(
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, problem: AttnProblem
+) -> tuple[Tensor, Tensor]:
+    scores, _ = _capped_scores(q.float(), k.float(), piece, problem)
+    lse = torch.logsumexp(scores, -1)
+    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return p @ v.float(), lse
+
+
+def _backward_softcap(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    piece: Piece,
+    problem: AttnProblem,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scores, dcap = _capped_scores(q, k, piece, problem)
+    p = torch.exp(scores - lse[..., None])
+    delta = (dout * out).sum(-1, keepdim=True)
+    dscores = p * (dout @ v.mT - delta) * dcap * problem.softmax_scale
+    return dscores @ k, dscores.mT @ q, p.mT @ dout
+
+
+def _capped_scores(
+    q: Tensor, k: Tensor, piece: Piece, problem: AttnProblem
+) -> tuple[Tensor, Tensor]:
+    """Scores with the soft-cap and the mask, and their derivative by the scores before the cap."""
+    tanh = torch.tanh(q @ k.mT * (problem.softmax_scale / problem.softcap))
+    scores, mask = problem.softcap * tanh, _mask(piece, q.dtype)
+    return scores if mask is None else scores + mask, 1 - tanh.square()

@@ -1,0 +1,465 @@
+"""The launches of the backward kernels of `csrc/sm90/backward`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    KeyTensors,
+    Signals,
+)
+from magi_compile.kernels.heuristics import (
+    BACKWARD_ROWS,
+    BackwardPasses,
+    backward_config,
+    backward_passes,
+    backward_sections,
+    plan_tiles,
+)
+from magi_compile.kernels.plan_sizes import check_sizes
+from magi_compile.kernels.sm90.backward.order import TwoLists, turns_of_tiles
+from magi_compile.kernels.sm90.backward.variants import (
+    STREAM_THREADS,
+    backward_variants,
+    rounds_dq,
+)
+from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS, STATS_BYTES, Scratch
+from magi_compile.kernels.sm90.params import BACKWARD, POSTPROCESS, PREPROCESS
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch, addresses_of, allocate
+from magi_compile.kernels.sm90.runtime.driver import (
+    INT64_ELEMENTS,
+    Layout,
+    are_tma_layouts,
+    check_far_keys,
+    current_stream,
+    load_function,
+    num_sms,
+    on_device,
+    routed,
+    rows_map,
+)
+from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
+
+_ROWS = torch.contiguous_format
+_STORE_ROWS = 16  # each warp stores its own rows
+_BLOCKS_PER_SM = 8  # of the kernel after
+_MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its slot
+
+# The buffers of a backward pass. Far keys and all gradients of keys may come late; what every pass makes comes last.
+_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _FAR_TILES, _RUNS, _EDGES, _TURNS = range(10)
+_HAVE_ARRIVED, _ARE_COMPLETE, _K, _V, _DK, _DV, _DQ, _SCRATCH = range(10, 18)
+
+
+class _Shape(NamedTuple):
+    """What a backward pass is, but for its keys and for addresses."""
+
+    layouts: tuple[Layout, ...]  # of dout, q and out
+    problem: AttnProblem
+    deterministic: bool
+    num_tiles: int
+    num_lists: int
+    has_dlse: bool
+    has_signals: bool
+    device_index: int
+
+    @property
+    def total_q(self) -> int:
+        return self.layouts[1][0][0]
+
+
+class _Prepared:
+    """The launches of a pass."""
+
+    def __init__(self, shape: _Shape):
+        problem = self._problem = shape.problem
+        self._shape = shape
+        self._config = backward_config(problem)
+        self._num_sms = num_sms(shape.device_index)
+        # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
+        places = self._num_sms // self._config.num_ctas
+        self._grid = min(shape.num_tiles * problem.nheads_q, places)
+        sections = backward_sections(problem, shape.num_tiles, places, shape.num_lists)
+        self._sections = sections
+        self._passes = backward_passes(problem, shape.num_tiles, sections, places)
+        if shape.deterministic or shape.num_lists > 1 or shape.num_tiles > _MOST_TILES_HANDED_ON:
+            self._passes = BackwardPasses()
+        padded_q = _padded(shape.total_q)
+        self._scratch = scratch = Scratch.of(
+            *(problem, padded_q, shape.num_tiles, shape.num_lists, sections.heads, self._grid),
+            self._passes.most_heads > 0,
+        )
+        rounds = rounds_dq(self._config, shape.deterministic)
+        self._wanted = _in_scratch(scratch.wanted) if rounds else None
+        self.row_groups = padded_q // DQ_GROUP_ROWS
+        variants = backward_variants(
+            problem, shape.deterministic, has_far_tiles=shape.num_lists > 1
+        )
+        self._functions = [load_function(variant, shape.device_index) for variant in variants]
+        # dq and scratch memory
+        self.made = (
+            Buffer.of(shape.layouts[1][0], problem.dtype),
+            Buffer.of((scratch.size // 4,), torch.float32),
+        )
+        self.first = self._first()
+        self.last = self._last(may_start_early=False), self._last(may_start_early=True)
+        self.main = lru_cache(_MAX_KEYS)(self._main)
+        self.whole = lru_cache(_MAX_KEYS)(self._whole)
+
+    def _whole(self, keys: tuple[Layout, ...], device_index: int) -> Call | None:
+        """All of a pass, over k and v of such layouts; each launch begins while the one in front of it ends."""
+        main = self.main(keys, True, device_index)
+        if main is None:
+            return None
+        made = (*(Buffer.of(shape, self._problem.dtype) for shape, _ in keys), *self.made)
+        return Call(made, (self.first, main, self.last[True]))
+
+    def _dq_items(self) -> dict[str, Any]:
+        return {
+            "sums": {"data": _in_scratch(0), "row_groups": self.row_groups},
+            "dq": Pointer(_DQ),
+            "total_q": self._shape.total_q,
+            "num_heads": self._problem.nheads_q,
+            "qhead_per_kvhead": self._problem.qhead_per_kvhead,
+            "softmax_scale": self._problem.softmax_scale,
+        }
+
+    def _tile_lists(self) -> list[dict[str, Any]]:
+        """Of near tiles, and of far ones if there are some."""
+        places = self._scratch
+        return [
+            {
+                "tiles": Pointer(buffer),
+                "agenda": {
+                    "entries": _in_scratch(place.entries),
+                    "num_entries": _in_scratch(place.num_entries),
+                    "counters": _in_scratch(place.counters),
+                    "arrivals": _in_scratch(places.arrivals),
+                    "partials": _in_scratch(places.partials),
+                    "num_heads": self._problem.nheads_kv,
+                    "heads_per_section": self._sections.heads,
+                },
+            }
+            for buffer, place in zip((_TILES, _FAR_TILES), places.agendas, strict=False)
+        ]
+
+    def _agenda_writers(self) -> list[dict[str, Any]]:
+        places, passes = self._scratch, self._passes
+        return [
+            {
+                "tiles": of_list["tiles"],
+                "runs": Pointer(_RUNS),
+                "agenda": of_list["agenda"],
+                "scratch": _in_scratch(place.workspace),
+                "num_tiles": self._shape.num_tiles,
+                "first_slot": i * places.num_slots,
+                "num_slots": places.num_slots,
+                "qhead_per_kvhead": self._problem.qhead_per_kvhead,
+                "num_blocks": self._grid,
+                "is_one_way": self._shape.deterministic,
+                "most_heads_of_pass": passes.most_heads,
+                "blocks_of_cache": passes.cached_blocks,
+                "least_visits_of_pass": passes.least_visits,
+                "sections_at_once": self._sections.at_once,
+                "tiles_behind": Pointer(_TILES) if i > 0 else None,
+            }
+            for i, (of_list, place) in enumerate(
+                zip(self._tile_lists(), places.agendas, strict=True)
+            )
+        ]
+
+    def _first(self) -> Launch:
+        """The statistics of rows, and the agenda of tiles."""
+        problem, places, shape = self._problem, self._scratch, self._shape
+        (_, dout_stride), _, (_, out_stride) = shape.layouts
+        params = PREPROCESS[shape.num_lists].pack(
+            out=Pointer(_OUT),
+            dout=Pointer(_DOUT),
+            lse=Pointer(_LSE),
+            dlse=Pointer(_DLSE) if shape.has_dlse else None,
+            stats=_in_scratch(places.stats),
+            dq=self._dq_items()["sums"],
+            done=_in_scratch(places.done),
+            wanted=self._wanted,
+            dq_progress=_in_scratch(places.progress),
+            out_row_stride=out_stride[0],
+            out_head_stride=out_stride[1],
+            dout_row_stride=dout_stride[0],
+            dout_head_stride=dout_stride[1],
+            total_q=shape.total_q,
+            lse_factor=-math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
+            agendas=self._agenda_writers(),
+        )
+        # One for each agenda at least, and one for what else is counted.
+        least_blocks = -(-(shape.num_lists + 1) // problem.nheads_q)
+        grid = (max(-(-shape.total_q // BACKWARD_ROWS), least_blocks), problem.nheads_q)
+        return Launch(
+            *(self._functions[0], grid, STREAM_THREADS, params),
+            shared_bytes=STREAM_THREADS // 32 * 4,
+        )
+
+    def _main(
+        self, keys: tuple[Layout, ...], may_start_early: bool, device_index: int
+    ) -> Launch | None:
+        """The main kernel, over k and v of such layouts; None where TMA can not read them."""
+        if not are_tma_layouts(keys, self._problem.dtype):
+            return None
+        problem, config, shape, places = self._problem, self._config, self._shape, self._scratch
+        of_dout, of_q, _ = shape.layouts
+        of_k, of_v = keys
+        of_dk, of_dv = (_contiguous(layout) for layout in keys)
+        dtype, cols = problem.dtype, config.block_cols
+        rows = config.tile_rows // config.num_ctas
+        has_signals = shape.has_signals
+        params = BACKWARD[shape.num_lists].pack(
+            q=rows_map(Pointer(_Q), *of_q, dtype, cols),
+            dout=rows_map(Pointer(_DOUT), *of_dout, dtype, cols),
+            k=rows_map(Pointer(_K), *of_k, dtype, rows),
+            v=rows_map(Pointer(_V), *of_v, dtype, rows),
+            stats=_stats_map(_in_scratch(places.stats), problem.nheads_q, shape.total_q, cols),
+            dk=rows_map(Pointer(_DK), *of_dk, dtype, _STORE_ROWS),
+            dv=rows_map(Pointer(_DV), *of_dv, dtype, _STORE_ROWS),
+            dk_rows=Pointer(_DK),
+            dv_rows=Pointer(_DV),
+            dq=self._dq_items(),
+            visits={
+                "done": _in_scratch(places.done),
+                "wanted": self._wanted,
+                "turns": Pointer(_TURNS) if shape.deterministic else None,
+            },
+            dq_progress=_in_scratch(places.progress),
+            runs=Pointer(_RUNS),
+            edges=Pointer(_EDGES),
+            have_arrived=Pointer(_HAVE_ARRIVED) if has_signals else None,
+            are_complete=Pointer(_ARE_COMPLETE) if has_signals else None,
+            qhead_per_kvhead=problem.qhead_per_kvhead,
+            scale_log2=(problem.softcap or problem.softmax_scale) * math.log2(math.e),
+            cap_scale=problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+            lists=self._tile_lists(),
+        )
+        return Launch(
+            *(self._functions[1], self._grid * config.num_ctas, config.num_threads, params),
+            may_start_early=may_start_early,
+            cluster=config.num_ctas,
+        )
+
+    def _last(self, *, may_start_early: bool) -> Launch:
+        """What rounds dq."""
+        params = POSTPROCESS.pack(
+            items=self._dq_items(), progress=_in_scratch(self._scratch.progress)
+        )
+        return Launch(
+            *(self._functions[2], _BLOCKS_PER_SM * self._num_sms, STREAM_THREADS, params),
+            shared_bytes=0,
+            may_start_early=may_start_early,
+        )
+
+
+_MAX_KEYS = 64  # layouts of keys that are kept for each of queries
+
+
+@lru_cache(maxsize=1024)
+def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Prepared | None:
+    """What dout, q and out of such layouts need, see `_Shape`; None where TMA can not read them."""
+    if not are_tma_layouts(layouts, problem.dtype):
+        return None
+    return _Prepared(_Shape(layouts, problem, *rest))
+
+
+def _in_scratch(offset: int) -> Pointer:
+    return Pointer(_SCRATCH, offset)
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // DQ_GROUP_ROWS) * DQ_GROUP_ROWS
+
+
+def _contiguous(layout: Layout) -> Layout:
+    shape, _ = layout
+    return shape, Buffer.of(shape, torch.bfloat16).stride
+
+
+def _stats_map(pointer: Pointer, nheads: int, total_q: int, box_rows: int) -> TensorMap:
+    """The TMA descriptor of statistics `[nheads, padded_rows / 8]`, in boxes of those of `box_rows` queries.
+
+    A row of a box has 256 elements at most, so they are as wide as elements can be.
+    """
+    head_bytes, box_bytes = (n * STATS_BYTES for n in (_padded(total_q), box_rows))
+    sizes, box = (head_bytes // 8, 1, nheads), (box_bytes // 8, 1, 1)
+    return TensorMap(
+        pointer, INT64_ELEMENTS, sizes, (head_bytes, head_bytes), box, is_swizzled=False
+    )
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    k_tiles: Tensor,
+    k_runs: Tensor,
+    k_edges: Tensor,
+    problem: AttnProblem,
+    *,
+    deterministic: bool = False,
+) -> BackwardOutput:
+    """Gradients of attention over the k walk of a plan, on torch's current stream.
+
+    dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
+    `deterministic` is set.
+    """
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
+    with on_device(q.device):
+        given, prepared = _given(
+            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
+        )
+        (k, v), call = routed(prepared.whole, (k, v))
+        dk, dv, dq, _ = call.run([*given, None, None, k, v], q.device)
+    return BackwardOutput(dq, dk, dv)
+
+
+def _given(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    tiles: Sequence[Tensor],
+    runs: Tensor,
+    edges: Tensor,
+    problem: AttnProblem,
+    deterministic: bool,
+    has_signals: bool = False,
+) -> tuple[list[Tensor | None], _Prepared]:
+    """The buffers up to the turns, as kernels can read them, and what their layouts need; see `_Pass`."""
+    sizes = (tiles[0].shape[0], len(tiles), dlse is not None, has_signals)
+    (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    turns = turns_of_tiles(tiles[0], runs, prepared.row_groups) if deterministic else None
+    far_tiles = tiles[1] if len(tiles) > 1 else None
+    return [dout, dlse, q, out, lse, tiles[0], far_tiles, runs, edges, turns], prepared
+
+
+def backward_in_phases(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    arrive: Callable[[], Sequence[Tensor]],
+    depart: Callable[[Tensor, Tensor], None],
+    out: Tensor,
+    lse: Tensor,
+    k_tiles: Tensor,
+    k_runs: Tensor,
+    k_edges: Tensor,
+    problem: AttnProblem,
+    *,
+    deterministic: bool = False,
+) -> Tensor:
+    """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
+    with on_device(q.device):
+        steps = _Pass(
+            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
+        )
+        steps.first()
+        keys = KeyTensors(*arrive())
+        steps.main(keys)
+        depart(keys.dk, keys.dv)
+        return steps.last()
+
+
+def backward_early(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    keys: KeyTensors,
+    signals: Signals,
+    arrive: Callable[[], object],
+    depart: Callable[[], object],
+    out: Tensor,
+    lse: Tensor,
+    lists: TwoLists,
+    problem: AttnProblem,
+) -> Tensor:
+    """`backward` with far keys that are still under way, see `EarlyKernel`; returns dq.
+
+    Near tiles are worked on until far keys are there, and once more when far tiles are done. The main kernel is launched twice:
+    what the first one finds not there, it leaves to the second, behind their arrival.
+    """
+    check_far_keys(keys.k, keys.v)
+    check_sizes(lists.sizes, plan_tiles(problem))
+    with on_device(q.device):
+        tiles = [lists.near, lists.far]
+        steps = _Pass(
+            *(dout, dlse, q, out, lse, tiles, lists.runs, lists.edges, problem, False, signals)
+        )
+        steps.first()
+        steps.main(keys)
+        arrive()
+        steps.main(keys)
+        # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
+        depart()
+        return steps.last()
+
+
+class _Pass:
+    """One backward pass on torch's current stream and device, kernel by kernel: `first`, `main`, `last`. Each waits for the
+    one in front of it to end, since work of other streams lies between.
+
+    Args:
+        tiles: near ones, and far ones if there are some.
+        runs: of all tiles.
+        edges: of the rows of all tiles.
+        signals: of far keys, if there are some.
+    """
+
+    def __init__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        tiles: Sequence[Tensor],
+        runs: Tensor,
+        edges: Tensor,
+        problem: AttnProblem,
+        deterministic: bool,
+        signals: Signals | None = None,
+    ):
+        self._stream = current_stream(q.device)
+        given, self._prepared = _given(
+            *(dout, dlse, q, out, lse, tiles, runs, edges, problem, deterministic),
+            signals is not None,
+        )
+        self._dq, _ = made = allocate(self._prepared.made, q.device, self._stream)
+        self._held = [*given, *made]
+        self._addresses = addresses_of(given)
+        self._addresses += (*(signals or (0, 0)), 0, 0, 0, 0, *addresses_of(made))
+
+    def first(self) -> None:
+        """Launches the kernel in front of the main one."""
+        self._prepared.first(self._addresses, self._stream)
+
+    def main(self, keys: KeyTensors) -> None:
+        """Launches the main kernel."""
+        (k, v), launch = routed(self._prepared.main, tuple(keys[:2]), False)
+        self._held += (k, v)
+        self._addresses[_K : _DV + 1] = addresses_of((k, v, keys.dk, keys.dv))
+        launch(self._addresses, self._stream)
+
+    def last(self) -> Tensor:
+        """Launches the kernel behind it; dq."""
+        self._prepared.last[False](self._addresses, self._stream)
+        return self._dq

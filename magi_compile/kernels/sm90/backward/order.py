@@ -1,0 +1,82 @@
+"""What the backward makes of the k walk of a plan: two lists, or an order of additions to dq."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS
+from magi_compile.plan.tiles import RUN_FIELDS
+
+_RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
+
+
+class TwoLists(NamedTuple):
+    """The k walk of a plan in two: tiles that load near keys only, and the others.
+
+    A short tile also loads what follows it, and multiplies it by zero: before far keys have arrived, that may be no number.
+    """
+
+    near: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
+    far: Tensor
+    runs: Tensor
+    edges: Tensor
+    sizes: PlanTiles  # that the plan was made for
+
+
+def two_lists(
+    k_tiles: Tensor, k_runs: Tensor, k_edges: Tensor, is_near: Tensor, sizes: PlanTiles
+) -> TwoLists:
+    """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
+
+    Args:
+        k_tiles: int32 `[num_tiles, 4]`.
+        k_runs: int32 `[num_runs, 12]`.
+        k_edges: int32 `[total_k, NUM_LANES, 2]`.
+        is_near: bool `[total_k]`.
+        sizes: the tile sizes of the plan; a tile loads `k_tile_rows` keys.
+    """
+    row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
+    before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
+    load_end = (row_begin + sizes.k_tile_rows).clamp(max=is_near.shape[0])
+    num_far = load_end - row_begin - (before[load_end] - before[row_begin])
+    is_filled = row_end > row_begin
+
+    def only(is_in: Tensor) -> Tensor:
+        tiles = torch.where(is_in[:, None], k_tiles, 0)
+        return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
+
+    return TwoLists(
+        only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs, k_edges, sizes
+    )
+
+
+def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
+    """How many additions to each 16 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
+
+    A run adds once to every 16 rows between its first and its last column. Runs of no tile hold anything.
+    """
+    num_tiles = k_tiles.shape[0]
+    run = torch.arange(k_runs.shape[0], device=k_runs.device)
+    tile = _tile_of_run(k_tiles, run)
+    is_walked = (k_tiles[tile, 2] <= run) & (run < k_tiles[tile, 3])
+    first = torch.where(is_walked, k_runs[:, _RUN_FIRST], 0) // DQ_GROUP_ROWS
+    last = torch.where(is_walked, k_runs[:, _RUN_COL_END] - 1, -1) // DQ_GROUP_ROWS
+    steps = torch.zeros(num_tiles * (row_groups + 1), dtype=torch.int32, device=k_runs.device)
+    one = is_walked.int()
+    steps.index_add_(0, tile * (row_groups + 1) + first, one)
+    steps.index_add_(0, tile * (row_groups + 1) + last + 1, -one)
+    additions = steps.view(num_tiles, row_groups + 1)[:, :row_groups].cumsum(1, dtype=torch.int32)
+    return additions.cumsum(0, dtype=torch.int32) - additions
+
+
+def _tile_of_run(k_tiles: Tensor, run: Tensor) -> Tensor:
+    """The tile whose runs hold `run`; anything for padding. Tiles come in the order of their cost."""
+    run_begin, run_end = k_tiles[:, 2].long(), k_tiles[:, 3].long()
+    run_end = torch.where(run_begin < run_end, run_end, run.shape[0] + 1)
+    run_end, order = run_end.sort()
+    at = torch.searchsorted(run_end, run, right=True)
+    return order[at.clamp(max=k_tiles.shape[0] - 1)]

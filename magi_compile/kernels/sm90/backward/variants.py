@@ -1,0 +1,60 @@
+"""Which kernels of `csrc/sm90/backward` a problem needs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import BACKWARD_ROWS, BackwardConfig, backward_config
+from magi_compile.kernels.sm90.forward.launch import ELEMENTS
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+
+STREAM_THREADS = 256  # of a thread block before and after
+
+
+@lru_cache(maxsize=1024)
+def backward_variants(
+    problem: AttnProblem, deterministic: bool = False, has_far_tiles: bool = False
+) -> tuple[Variant, Variant, Variant]:
+    """The kernels to compile for `problem`: before, main, after."""
+    config = backward_config(problem)
+    element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
+    rows = {**element, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
+    cols = {"FFA_BLOCK_COLS": config.block_cols}
+    main = {
+        **element,
+        **cols,
+        "FFA_CTAS": config.num_ctas,
+        "FFA_STAGES": config.stages,
+        "FFA_DOUT_STAGES": config.dout_stages,
+        "FFA_SCORE_STAGES": config.score_stages,
+        "FFA_PRODUCER_REGISTERS": config.producer_registers,
+        "FFA_DQ_REGISTERS": config.dq_registers,
+        "FFA_CONSUMER_REGISTERS": config.consumer_registers,
+        "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
+        "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
+        "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
+        "FFA_HAS_FAR_TILES": str(has_far_tiles).lower(),
+    }
+    return (
+        _variant(
+            "backward/preprocess.cu",
+            "ffa_backward_preprocess",
+            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_tiles},
+        ),
+        _variant("backward/kernel.cu", "ffa_backward", main),
+        _variant(
+            "backward/postprocess.cu",
+            "ffa_backward_postprocess",
+            {**element, "FFA_THREADS": STREAM_THREADS},
+        ),
+    )
+
+
+def rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
+    """Whether the main kernel makes dq; else the one behind it does."""
+    return config.rounds_dq and not deterministic
+
+
+def _variant(source: str, entry: str, defines: dict[str, object]) -> Variant:
+    return Variant(source, entry, tuple((name, str(value)) for name, value in defines.items()))

@@ -1,0 +1,259 @@
+"""The forward kernel of `csrc/sm90/forward/kernel.cuh`: its variants, its parameters and its launch."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_like, output_stride
+from magi_compile.kernels.heuristics import (
+    ForwardConfig,
+    forward_config,
+    heads_per_section,
+    tiles_in_sections,
+)
+from magi_compile.kernels.merge import merge_prior
+from magi_compile.kernels.sm90.params import FORWARD
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
+from magi_compile.kernels.sm90.runtime.driver import (
+    Layout,
+    are_tma_layouts,
+    load_function,
+    num_sms,
+    on_device,
+    routed,
+    rows_map,
+)
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
+
+ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NO_FAR_KEYS = 2**31 - 1
+
+_STORE_ROWS = 16  # each warp stores its own rows
+
+# The buffers of a forward call: those given, and the first ones made.
+Q, K, V, TILES, RUNS, EDGES, PRIOR_OUT, PRIOR_LSE = range(8)
+OUT, LSE, OTHER = range(8, 11)
+
+# Where results are and what they are merged with, in the fields of ForwardParams: of each pair both are there or none.
+NO_RESULTS: dict[str, Any] = dict.fromkeys(
+    ("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse")
+)
+
+
+@cache
+def forward_variant(
+    problem: AttnProblem,
+    config: ForwardConfig,
+    *,
+    has_stairs: bool = False,
+    is_early: bool = False,
+) -> Variant:
+    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before far keys are there,
+    `has_stairs` if a run may have a lane."""
+    defines = {
+        "FFA_ELEMENT": ELEMENTS[problem.dtype],
+        "FFA_HEAD_DIM": problem.head_dim,
+        "FFA_BLOCK_COLS": config.block_cols,
+        "FFA_K_STAGES": config.k_stages,
+        "FFA_V_STAGES": config.v_stages,
+        "FFA_Q_BUFFERS": config.q_buffers,
+        "FFA_CONSUMERS": config.num_consumers,
+        "FFA_MIN_BLOCKS_IN_TURNS": config.min_blocks_in_turns,
+        "FFA_PRODUCER_REGISTERS": config.producer_registers,
+        "FFA_CONSUMER_REGISTERS": config.consumer_registers,
+        "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
+        "FFA_HAS_STAIRS": str(has_stairs).lower(),
+        "FFA_HAS_FAR_KEYS": str(is_early or config.always_takes_far_keys).lower(),
+        "FFA_IS_EARLY": str(is_early).lower(),
+    }
+    return Variant(
+        "forward/kernel.cu", "ffa_forward", tuple((k, str(v)) for k, v in defines.items())
+    )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    q_runs: Tensor,
+    q_edges: Tensor,
+    problem: AttnProblem,
+    *,
+    prior: ForwardOutput | None = None,
+    out_dtype: torch.dtype | None = None,
+    config: ForwardConfig | None = None,
+) -> ForwardOutput:
+    """Attention of `q [total_q, nheads_q, head_dim]` over the q walk of a plan, on torch's current stream.
+
+    Args:
+        q: `[total_q, nheads_q, head_dim]`.
+        k: `[total_k, nheads_kv, head_dim]`.
+        v: `[total_k, nheads_kv, head_dim]`.
+        q_tiles: of the plan, for the tile sizes of `config`.
+        q_runs: of the plan.
+        q_edges: of the plan.
+        problem: what `CudaKernel.refusals` finds nothing against.
+        prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
+        out_dtype: of the output, that of `q` by default, or fp32.
+        config: instead of the one for `problem`.
+
+    Raises:
+        TypeError: if `prior` or `out_dtype` has another dtype.
+    """
+    out_dtype = out_dtype or q.dtype
+    if out_dtype not in (q.dtype, torch.float32):
+        raise TypeError(
+            f"`out_dtype` must be {q.dtype} like `q`, or torch.float32, got {out_dtype}"
+        )
+    if prior is not None and prior.out.dtype != torch.float32:
+        raise TypeError(f"`prior.out` must be torch.float32, got {prior.out.dtype}")
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return merge_prior(nothing_seen(q), prior, out_dtype)
+    priors = [x.contiguous() for x in prior] if prior else [None, None]
+    shapes = (q_tiles.shape[0], q_edges.shape[0] > 0, prior is not None, out_dtype)
+    with on_device(q.device):
+        (q, k, v), call = routed(_call, (q, k, v), problem, config, *shapes)
+        out, lse, *_ = call.run([q, k, v, q_tiles, q_runs, q_edges, *priors], q.device)
+    return ForwardOutput(out, lse)
+
+
+def nothing_seen(q: Tensor) -> ForwardOutput:
+    """Attention of `q` over no keys."""
+    total_q, nheads_q, _ = q.shape
+    out = output_like(q, q.shape[2]).zero_()
+    return ForwardOutput(out, torch.full((nheads_q, total_q), -math.inf, device=q.device))
+
+
+@lru_cache(maxsize=1024)
+def _call(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    config: ForwardConfig | None,
+    num_tiles: int,
+    has_stairs: bool,
+    has_prior: bool,
+    out_dtype: torch.dtype,
+    device_index: int,
+) -> Call | None:
+    """What tensors q, k and v of such layouts need; None where TMA can not read them."""
+    if not are_tma_layouts(layouts, problem.dtype):
+        return None
+    (q_shape, q_stride), *_ = layouts
+    total_q, nheads_q, _ = q_shape
+    if out_dtype == problem.dtype:
+        out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, q_shape[2]), out_dtype)
+        results = NO_RESULTS | {"out_rows": Pointer(OUT), "lse": Pointer(LSE)}
+    else:
+        out = Buffer.of(q_shape, out_dtype)
+        results = NO_RESULTS | {"wide_out": Pointer(OUT), "wide_lse": Pointer(LSE)}
+    if has_prior:
+        results |= {"prior_out": Pointer(PRIOR_OUT), "prior_lse": Pointer(PRIOR_LSE)}
+    is_wide = has_prior or out_dtype != problem.dtype
+    lse = Buffer.of((nheads_q, total_q), torch.float32)
+    made, launch = forward_launch(
+        *(layouts, problem, config, num_tiles, has_stairs, device_index),
+        out if out_dtype == problem.dtype else None,
+        **results,
+        wide_rows=total_q if is_wide else 0,
+        tiles=Pointer(TILES),
+        runs=Pointer(RUNS),
+        edges=Pointer(EDGES),
+        part_shifts=None,
+        far_begin=NO_FAR_KEYS,
+    )
+    return Call((out, lse, *made), (launch,))
+
+
+def forward_launch(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    config: ForwardConfig | None,
+    num_tiles: int,
+    has_stairs: bool,
+    device_index: int,
+    out: Buffer | None,
+    ticket: int = OTHER,
+    **fields: Any,
+) -> tuple[tuple[Buffer, ...], Launch]:
+    """A launch over all keys, and the buffers that it needs besides: the ticket of its schedule, if there is one.
+
+    Args:
+        layouts: of q, k and v, the buffers `Q`, `K` and `V`.
+        problem: what to compute.
+        config: the shape of the kernel; None: the one for `problem`.
+        num_tiles: of the walk.
+        has_stairs: whether rows have edges.
+        device_index: of the GPU.
+        out: the buffer `OUT`; None where all of the output is in fp32.
+        ticket: which buffer the ticket will be.
+        fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
+    """
+    config = config or forward_config(problem)
+    num_items = num_tiles * problem.nheads_q
+    sms = num_sms(device_index)
+    grid = min(num_items, sms)
+    has_ticket = num_items > grid
+    schedule = schedule_of(problem, layouts[1][0][0], num_tiles, sms) | {
+        "tiles": fields.pop("tiles"),
+        "ticket": Pointer(ticket) if has_ticket else None,
+    }
+    params = FORWARD.pack(
+        **forward_fields((*layouts, None, None), problem, config, out), schedule=schedule, **fields
+    )
+    variant = forward_variant(problem, config, has_stairs=has_stairs)
+    made = (Buffer.of((1,), torch.int32, zeros=1),) if has_ticket else ()
+    return made, Launch(load_function(variant, device_index), grid, config.num_threads, params)
+
+
+def forward_fields(
+    layouts: tuple[Layout | None, ...],
+    problem: AttnProblem,
+    config: ForwardConfig,
+    out: Buffer | None,
+    far: tuple[int, int] = (0, 0),
+) -> dict[str, Any]:
+    """The fields of ForwardParams that follow from shapes.
+
+    Args:
+        layouts: of q, k, v, far keys and far values; None for what is not there.
+        problem: what to compute.
+        config: the shape of the kernel.
+        out: the buffer `OUT`, if it is written to in the dtype of q.
+        far: the buffers of far keys and values.
+    """
+    dtype, cols = problem.dtype, config.block_cols
+
+    def mapped(buffer: int, layout: Layout | None, rows: int) -> TensorMap | None:
+        return rows_map(Pointer(buffer), *layout, dtype, rows) if layout else None
+
+    of_q, of_k, of_v, of_far_k, of_far_v = layouts
+    assert of_q is not None
+    return {
+        "q": mapped(Q, of_q, config.tile_rows),
+        "k": [mapped(K, of_k, cols), mapped(far[0], of_far_k, cols)],
+        "v": [mapped(V, of_v, cols), mapped(far[1], of_far_v, cols)],
+        "out": mapped(OUT, (out.shape, out.stride), _STORE_ROWS) if out else None,
+        "out_row_stride": out.stride[0] if out else 0,
+        "out_head_stride": out.stride[1] if out else 0,
+        "total_q": of_q[0][0],
+        "qhead_per_kvhead": problem.qhead_per_kvhead,
+        "scale_log2": (problem.softcap or problem.softmax_scale) * math.log2(math.e),
+        "cap_scale": problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+    }
+
+
+def schedule_of(problem: AttnProblem, total_k: int, num_tiles: int, sms: int) -> dict[str, Any]:
+    """What a Schedule has besides addresses."""
+    return {
+        "num_tiles": num_tiles,
+        "num_heads": problem.nheads_q,
+        "heads_per_section": heads_per_section(problem, total_k, num_tiles, sms),
+        "tiles_in_sections": tiles_in_sections(problem, num_tiles, sms),
+    }

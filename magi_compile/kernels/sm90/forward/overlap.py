@@ -1,0 +1,281 @@
+"""A forward pass that begins before some of its keys are there: two launches side by side that share the tiles of one plan.
+
+    in front of the arrival    tiles that see near keys alone, then, of others, the near part, which leaves in fp32;
+                               once the other launch runs, what that one takes
+    behind the arrival         tiles that see far keys, merged with their near part if there is one; then what is left
+
+Near keys are there from the start, far keys are not. Nothing waits inside a kernel for them, so that thread blocks never hold
+SMs that the far keys need to get here: a block that finds nothing to do ends, and one of the other launch takes its place.
+The first launch leaves at least one SM to the other, which by beginning says that far keys are there. How long they take
+need not be known; a tile that is cut in two costs another pass over its rows, and no more are than it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
+from magi_compile.kernels.heuristics import PlanTiles, forward_config, plan_tiles
+from magi_compile.kernels.plan_sizes import check_sizes
+from magi_compile.kernels.sm90.forward.launch import (
+    EDGES,
+    LSE,
+    OTHER,
+    OUT,
+    RUNS,
+    TILES,
+    forward_fields,
+    forward_variant,
+    schedule_of,
+)
+from magi_compile.kernels.sm90.params import EARLY_FORWARD
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Launch, addresses_of, allocate
+from magi_compile.kernels.sm90.runtime.driver import (
+    Layout,
+    are_tma_layouts,
+    check_far_keys,
+    current_stream,
+    load_function,
+    num_sms,
+    on_device,
+    routed,
+)
+from magi_compile.kernels.sm90.runtime.structs import Pointer
+from magi_compile.plan.cost import longest_first, run_costs, sums
+from magi_compile.plan.tiles import RUN_FIELDS
+
+#: In place of the number of a part, as in csrc/sm90/common/tile_plan.cuh.
+NO_PART = -1
+#: Of how many tiles one at most is cut in two: bounds the memory of their parts.
+TILES_OF_A_PART = 2
+
+# More buffers: in place of prior outputs, which are made here, and behind the output and its lse.
+_FAR_K, _FAR_V = 6, 7
+_PART_OUT, _PART_LSE, _COUNTERS, _FAR_PARTS, _NEAR_TILES, _PART_TILES = range(OTHER, OTHER + 6)
+# In words, the counters of a call: a ticket of each list, then how many parts were begun, then how many warps have stored each.
+_NUM_BEGUN, _NUM_STORED = 3, 4
+_NO_BLOCK = 2**31 - 1  # begins behind the arrival
+
+_COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
+    RUN_FIELDS.index(name) for name in ("col_begin", "num_blocks", "num_lead", "num_trail")
+)
+
+
+class SplitPlan(NamedTuple):
+    """The q walk of a plan, by what it needs of far keys. Lists are longest first, with padding behind."""
+
+    far_tiles: Tensor  # int32 [num_tiles, 4]: those that see far keys
+    far_parts: Tensor  # int32 [num_tiles, 2], of these: the first far run, and which part the near runs are, or NO_PART
+    near_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
+    part_tiles: Tensor  # int32 [num_parts, 4]: near runs of tiles that see both
+    runs: Tensor  # int32 [num_runs, 12], the near ones of each tile first
+    edges: Tensor  # int32 [total_q, NUM_LANES, 2]
+    far_begin: int
+    sizes: PlanTiles  # that it was made for
+
+    @property
+    def num_part_rows(self) -> int:
+        return self.part_tiles.shape[0] * self.sizes.q_tile_rows
+
+
+def split_plan(
+    q_tiles: Tensor, q_runs: Tensor, q_edges: Tensor, sizes: PlanTiles, far_begin: int
+) -> SplitPlan:
+    """Cuts the q walk of a plan; on a GPU nothing waits for the device.
+
+    Args:
+        q_tiles: int32 `[num_tiles, 4]`, of a plan with at least one tile.
+        q_runs: int32 `[num_runs, 12]`; no run has both near and far columns.
+        q_edges: int32 `[total_q, NUM_LANES, 2]`.
+        sizes: the tile sizes of the plan.
+        far_begin: the first far column.
+    """
+    num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
+    row_begin, row_end, run_begin, run_end = q_tiles.long().unbind(1)
+    is_padding = row_begin == row_end
+    run_begin, run_end = (torch.where(is_padding, 0, x) for x in (run_begin, run_end))
+
+    # The near runs of each tile first. Runs behind the last tile's are padding, and stay there.
+    index = torch.arange(num_runs, device=q_runs.device)
+    is_first = torch.zeros(num_runs + 1, dtype=torch.int64, device=q_runs.device)
+    is_first.index_add_(0, run_begin, (run_end > run_begin).long())
+    is_far = q_runs[:, _COL_BEGIN] >= far_begin
+    key = 2 * is_first.cumsum(0)[:num_runs] + is_far
+    order = torch.where(index < run_end.amax(), key, 2 * num_runs + 2).argsort(stable=True)
+    runs = q_runs[order]
+    run_mid = run_begin + sums(~is_far[order], run_begin, run_end)
+    cost = run_costs(
+        runs[:, _NUM_BLOCKS].long(), runs[:, _NUM_LEAD].long() + runs[:, _NUM_TRAIL].long()
+    )
+    near, far = sums(cost, run_begin, run_mid), sums(cost, run_mid, run_end)
+
+    def listed(is_in: Tensor, begin: Tensor, end: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
+        columns = (torch.where(is_in, row_begin, row_end), row_end, begin, end)
+        order = longest_first(torch.where(is_in, cost + 1, 0))
+        return torch.stack(columns, 1)[order].int(), order
+
+    sees_far = run_end > run_mid
+    is_cut = sees_far & (run_mid > run_begin)
+    part_tiles, part_order = listed(is_cut, run_begin, run_mid, near)
+    num_parts = num_tiles // TILES_OF_A_PART + 1
+    part = torch.empty_like(part_order)
+    part[part_order] = torch.arange(num_tiles, device=part.device)
+    part = torch.where(is_cut & (part < num_parts), part, NO_PART)
+    far_tiles, far_order = listed(sees_far, run_begin, run_end, near + far)
+    near_tiles, _ = listed(~is_padding & ~sees_far, run_begin, run_mid, near)
+    return SplitPlan(
+        far_tiles,
+        torch.stack([run_mid, part], 1)[far_order].int(),
+        near_tiles,
+        part_tiles[:num_parts].contiguous(),
+        runs,
+        q_edges,
+        far_begin,
+        sizes,
+    )
+
+
+def forward_early(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    far: Sequence[Tensor],
+    arrive: Callable[[], object],
+    plan: SplitPlan,
+    problem: AttnProblem,
+    *,
+    free_sms: int = 0,
+    deterministic: bool = False,
+) -> ForwardOutput:
+    """Attention of `q` over near and far keys, on torch's current stream and on another that it then waits for.
+
+    Args:
+        q: `[total_q, nheads_q, head_dim]`, not empty.
+        k: near keys `[total_near, nheads_kv, head_dim]`, not empty.
+        v: their values.
+        far: far keys and values; not empty.
+        arrive: makes torch's current stream wait until they are there.
+        plan: of the mask over near and far keys.
+        problem: what `CudaKernel.refusals` finds nothing against.
+        free_sms: that are left to what brings far keys; one at least computes.
+        deterministic: no tile is cut in two, so that the result does not depend on when far keys come, bit by bit.
+
+    Raises:
+        ValueError: if TMA can not read `far` as it lies, or if `plan` is for other tiles than those of `problem`.
+    """
+    check_far_keys(*far)
+    check_sizes(plan.sizes, plan_tiles(problem))
+    if deterministic:
+        plan = plan._replace(part_tiles=plan.part_tiles[:0])
+    sizes = (plan.far_tiles.shape[0], plan.part_tiles.shape[0], plan.far_begin, max(free_sms, 1))
+    with on_device(q.device):
+        (q, k, v, *far), call = routed(
+            _call, (q, k, v, *far), problem, *sizes, plan.edges.shape[0] > 0
+        )
+        given = (q, k, v, plan.far_tiles, plan.runs, plan.edges, *far)
+        walk = (plan.far_parts, plan.near_tiles, plan.part_tiles)
+        stream = current_stream(q.device)
+        made = allocate(call.made, q.device, stream)
+        addresses = addresses_of((*given, *made, *walk))
+        here, beside = torch.cuda.current_stream(q.device), _stream(q.device)
+        beside.wait_stream(here)
+        call.in_front(addresses, stream)
+        with torch.cuda.stream(beside):
+            arrive()
+            call.behind(addresses, current_stream(q.device))
+        here.wait_stream(beside)
+    return ForwardOutput(*made[:2])
+
+
+class _Call(NamedTuple):
+    """Both launches, and what they need: the output and its lse, those of parts, and counters."""
+
+    made: tuple[Buffer, ...]
+    in_front: Launch
+    behind: Launch
+
+
+@lru_cache(maxsize=1024)
+def _call(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    num_tiles: int,
+    num_parts: int,
+    far_begin: int,
+    free_sms: int,
+    has_stairs: bool,
+    device_index: int,
+) -> _Call | None:
+    """What tensors q, k, v and far keys and values of such layouts need; None where TMA can not read them."""
+    if not are_tma_layouts(layouts, problem.dtype):
+        return None
+    (q_shape, q_stride), (near_shape, _), _, (far_shape, _), _ = layouts
+    total_q, nheads_q, head_dim = q_shape
+    config, sms = forward_config(problem), num_sms(device_index)
+    part_rows, num_counters = num_parts * config.tile_rows, _NUM_STORED + num_parts * nheads_q
+    made = (
+        Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype),
+        Buffer.of((nheads_q, total_q), torch.float32),
+        Buffer.of((part_rows, nheads_q, head_dim), torch.float32),
+        Buffer.of((nheads_q, part_rows), torch.float32),
+        Buffer.of((num_counters,), torch.int32, zeros=num_counters),
+    )
+
+    def counter(number: int) -> Pointer:
+        return Pointer(_COUNTERS, 4 * number)
+
+    near, far = near_shape[0], far_shape[0]
+    lists = [
+        {"tiles": Pointer(buffer), "ticket": counter(number)}
+        | schedule_of(problem, total_k, num, sms)
+        for number, (buffer, num, total_k) in enumerate(
+            (
+                (TILES, num_tiles, near + far),
+                (_NEAR_TILES, num_tiles, near),
+                (_PART_TILES, num_parts, near),
+            )
+        )
+    ]
+    # Sections are those of all tiles; parts are in sections, all of them.
+    lists[1]["tiles_in_sections"] = lists[0]["tiles_in_sections"]
+    lists[2]["tiles_in_sections"] = num_parts
+
+    def launch(num_free: int, first_behind: int) -> Launch:
+        grid = min(num_tiles * nheads_q, max(1, sms - num_free))
+        schedule = schedule_of(problem, near + far, num_tiles, max(1, sms - num_free))
+        params = EARLY_FORWARD.pack(
+            **forward_fields(layouts, problem, config, made[0], (_FAR_K, _FAR_V)),
+            out_rows=Pointer(OUT),
+            lse=Pointer(LSE),
+            wide_out=Pointer(_PART_OUT),
+            wide_lse=Pointer(_PART_LSE),
+            prior_out=Pointer(_PART_OUT),
+            prior_lse=Pointer(_PART_LSE),
+            wide_rows=part_rows,
+            runs=Pointer(RUNS),
+            edges=Pointer(EDGES),
+            part_shifts=None,
+            schedule=schedule | {"tiles": Pointer(TILES), "ticket": None},
+            far_begin=far_begin,
+            lists=lists,
+            far_tiles=Pointer(_FAR_PARTS),
+            num_begun_parts=counter(_NUM_BEGUN),
+            num_stored=counter(_NUM_STORED),
+            part_rows=config.tile_rows,
+            first_behind=first_behind,
+        )
+        variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=True)
+        return Launch(load_function(variant, device_index), grid, config.num_threads, params)
+
+    return _Call(made, launch(free_sms, _NO_BLOCK), launch(0, 0))
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """Of the launches behind arrivals."""
+    return torch.cuda.Stream(device, priority=-1)

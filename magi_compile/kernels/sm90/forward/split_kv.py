@@ -1,0 +1,262 @@
+"""Long tiles in parts, where tiles and heads are too few to keep the SMs busy: some tiles of the q walk are cut along their
+blocks, the forward leaves what it finds in fp32, and one more launch merges it.
+
+How many parts there may be follows from shapes; which tiles are cut, the GPU decides (`csrc/sm90/planner/split_tiles.cu`).
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
+from magi_compile.kernels.heuristics import (
+    PART_LEAST_BLOCKS,
+    PARTS_MOST_TILES,
+    PlanTiles,
+    forward_config,
+    forward_parts,
+)
+from magi_compile.kernels.sm90.forward.launch import (
+    EDGES,
+    ELEMENTS,
+    LSE,
+    NO_FAR_KEYS,
+    NO_RESULTS,
+    OTHER,
+    OUT,
+    RUNS,
+    forward_launch,
+)
+from magi_compile.kernels.sm90.params import MERGE, TILE_PARTS
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
+from magi_compile.kernels.sm90.runtime.driver import (
+    Layout,
+    are_tma_layouts,
+    load_function,
+    num_sms,
+    on_device,
+    routed,
+)
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+from magi_compile.kernels.sm90.runtime.structs import Packed, Pointer
+from magi_compile.plan import cost
+from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
+
+CUT_FIELDS = (
+    "row_begin",
+    "row_end",
+    "part_row",
+    "num_parts",
+)  # as in csrc/sm90/common/tile_plan.cuh
+_CUT_THREADS, _MOST_SMS = 512, 160  # as in csrc/sm90/planner/split_tiles.cu
+_MERGE_THREADS, _MERGE_BLOCKS = 256, 4  # blocks of an SM
+
+
+class PartLayout(NamedTuple):
+    """Where in the one int32 tensor of a plan things lie, in words: runs come first. All ints or SymInts."""
+
+    num_parts: int  # that there is room for, an even number
+    num_tiles: int
+    tiles: int
+    cuts: int
+    shifts: int
+    size: int
+
+    @staticmethod
+    def of(num_tiles: int, num_runs: int, num_parts: int) -> PartLayout:
+        """For parts of so many tiles and runs: see TilePartsParams."""
+        num_tiles = num_tiles + num_parts
+        tiles = len(RUN_FIELDS) * (2 * num_runs + num_parts)
+        cuts = tiles + len(TILE_FIELDS) * num_tiles
+        shifts = cuts + len(CUT_FIELDS) * (num_parts // 2)
+        return PartLayout(num_parts, num_tiles, tiles, cuts, shifts, shifts + num_tiles)
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of_size(num_tiles: int, num_runs: int, size: int) -> PartLayout:
+        """With as many parts as there is room for."""
+        of_none, of_two = PartLayout.of(num_tiles, num_runs, 0).size, PartLayout.of(0, 0, 2).size
+        return PartLayout.of(num_tiles, num_runs, 2 * ((size - of_none) // of_two))
+
+
+@cache
+def parts_variant() -> Variant:
+    """The kernel that cuts tiles."""
+    names = ("BLOCK", "MASK", "TILE", "PART", "MERGE", "MERGE_LAUNCH")
+    defines = {f"FFA_{name}_COST": getattr(cost, f"{name}_COST") for name in names}
+    defines["FFA_MOST_TILES"] = PARTS_MOST_TILES
+    return Variant(
+        "planner/split_tiles.cu", "ffa_tile_parts", tuple((k, str(v)) for k, v in defines.items())
+    )
+
+
+@cache
+def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
+    """The kernel that merges parts."""
+    defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_HEAD_DIM", str(head_dim)))
+    return Variant("forward/combine.cu", "ffa_forward_merge", defines)
+
+
+def room_for_parts(q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, problem: AttnProblem) -> Tensor:
+    """Memory for the q walk of a plan with tiles in parts, int32, in a `PartLayout`; empty where `problem` needs none, and on a
+    CPU. Of fake tensors a fake one."""
+    device = q_tiles.device
+    size = _size(problem, seqlen_k, q_tiles.shape[0], q_runs.shape[0], device)
+    return torch.empty(size, dtype=torch.int32, device=device)
+
+
+def _size(
+    problem: AttnProblem, seqlen_k: int, num_tiles: int, num_runs: int, device: torch.device
+) -> int:
+    """How many words the parts of a plan take."""
+    if device.type != "cuda":
+        return 0
+    num_parts = forward_parts(problem, seqlen_k, num_tiles, num_sms(device.index))
+    return torch.sym_min(1, num_parts) * PartLayout.of(num_tiles, num_runs, num_parts).size
+
+
+size_of_parts = lru_cache(maxsize=1024)(_size)
+
+
+def cut_launch(
+    pointers: tuple[Pointer, Pointer, Pointer],
+    counts: tuple[int, int, int],
+    sizes: PlanTiles,
+    problem: AttnProblem,
+    device_index: int,
+) -> Launch:
+    """The launch that cuts tiles.
+
+    Args:
+        pointers: to tiles, to runs, and to where the parts go.
+        counts: of tiles, of runs, and of the words of the parts.
+        sizes: of tiles.
+        problem: what is computed.
+        device_index: of the GPU.
+    """
+    sms_of_head = num_sms(device_index) // problem.nheads_q
+    return Launch(
+        *(load_function(parts_variant(), device_index), 1, _CUT_THREADS),
+        cut_params(pointers, counts, sizes, sms_of_head),
+        shared_bytes=_CUT_THREADS // 32 * 4,
+    )
+
+
+def cut_params(
+    pointers: tuple[Pointer, Pointer, Pointer],
+    counts: tuple[int, int, int],
+    sizes: PlanTiles,
+    sms_of_head: int,
+) -> Packed:
+    """The parameters of the kernel that cuts tiles, see `cut_launch`."""
+    tiles, runs, (buffer, begin) = pointers
+    num_tiles, num_runs, size = counts
+    layout = PartLayout.of_size(num_tiles, num_runs, size)
+
+    def part(words: int) -> Pointer:
+        return Pointer(buffer, begin + 4 * words)
+
+    return TILE_PARTS.pack(
+        tiles=tiles,
+        runs=runs,
+        part_runs=part(0),
+        part_tiles=part(layout.tiles),
+        cuts=part(layout.cuts),
+        part_shifts=part(layout.shifts),
+        num_tiles=num_tiles,
+        num_runs=num_runs,
+        max_parts=layout.num_parts,
+        num_sms=min(sms_of_head, _MOST_SMS),
+        least_blocks=PART_LEAST_BLOCKS,
+        tile_rows=sizes.q_tile_rows,
+        block_cols=sizes.q_block_cols,
+    )
+
+
+def forward_in_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_tiles: Tensor,
+    q_runs: Tensor,
+    q_edges: Tensor,
+    parts: Tensor,
+    problem: AttnProblem,
+) -> ForwardOutput:
+    """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of a plan, which are not empty, on torch's current
+    stream; see `forward`."""
+    sizes = (q_tiles.shape[0], q_runs.shape[0], parts.shape[0], q_edges.shape[0] > 0)
+    with on_device(q.device):
+        (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
+        out, lse, *_ = call.run([q, k, v, None, parts, q_edges, None, None], q.device)
+    return ForwardOutput(out, lse)
+
+
+@lru_cache(maxsize=1024)
+def _call(
+    layouts: tuple[Layout, ...],
+    problem: AttnProblem,
+    num_tiles: int,
+    num_runs: int,
+    size: int,
+    has_stairs: bool,
+    device_index: int,
+) -> Call | None:
+    """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA can not
+    read them."""
+    if not are_tma_layouts(layouts, problem.dtype):
+        return None
+    (q_shape, q_stride), *_ = layouts
+    total_q, nheads_q, head_dim = q_shape
+    layout = PartLayout.of_size(num_tiles, num_runs, size)
+    tile_rows, num_cuts = forward_config(problem).tile_rows, layout.num_parts // 2
+    part_rows = layout.num_parts * tile_rows
+    num_words = part_rows * nheads_q * head_dim  # of their outputs, in front of their lses
+    out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype)
+    lse = Buffer.of((nheads_q, total_q), torch.float32)
+    of_parts = Buffer.of((num_words + part_rows * nheads_q,), torch.float32)
+    at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
+    ticket, walk = forward_launch(
+        *(layouts, problem, None, layout.num_tiles, has_stairs, device_index, out, OTHER + 1),
+        **NO_RESULTS
+        | {
+            "out_rows": Pointer(OUT),
+            "lse": Pointer(LSE),
+            "wide_out": at_out,
+            "wide_lse": at_lse,
+        },
+        wide_rows=part_rows,
+        tiles=Pointer(RUNS, 4 * layout.tiles),
+        runs=Pointer(RUNS),
+        edges=Pointer(EDGES),
+        part_shifts=Pointer(RUNS, 4 * layout.shifts),
+        far_begin=NO_FAR_KEYS,
+    )
+    params = MERGE.pack(
+        part_out=at_out,
+        part_lse=at_lse,
+        out=Pointer(OUT),
+        lse=Pointer(LSE),
+        cuts=Pointer(RUNS, 4 * layout.cuts),
+        out_row_stride=out.stride[0],
+        out_head_stride=out.stride[1],
+        num_cuts=num_cuts,
+        tile_rows=tile_rows,
+        num_heads=nheads_q,
+        total_q=total_q,
+        part_rows=part_rows,
+    )
+    num_threads = num_cuts * tile_rows * nheads_q * head_dim // 4
+    merge = Launch(
+        load_function(merge_variant(head_dim, problem.dtype), device_index),
+        min(-(-num_threads // _MERGE_THREADS), _MERGE_BLOCKS * num_sms(device_index)),
+        _MERGE_THREADS,
+        params,
+        shared_bytes=0,
+        may_start_early=True,
+    )
+    return Call((out, lse, of_parts, *ticket), (walk, merge))

@@ -1,0 +1,179 @@
+"""Attention on Hopper GPUs: the kernels of `csrc/sm90`, compiled at first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from magi_compile import _compat
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
+from magi_compile.kernels.padded import PaddedKernel
+from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.sm90.backward.launch import backward, backward_early, backward_in_phases
+from magi_compile.kernels.sm90.backward.order import TwoLists, two_lists
+from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
+from magi_compile.kernels.sm90.forward.overlap import SplitPlan, forward_early, split_plan
+from magi_compile.kernels.sm90.forward.split_kv import forward_in_parts, room_for_parts
+from magi_compile.kernels.sm90.planner import packed_plan
+from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.tiles import build_tile_plan
+
+
+class CudaKernel:
+    """Warp-specialised attention for sm_90a; see `Kernel`, `EarlyKernel` and `PhasedKernel` for the interface.
+
+    dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when far keys come. Under
+    `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
+    """
+
+    name = "cuda"
+    plans_in_graph = True
+    needs_slices = False
+    prepares_calls = True
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        if problem.device_type != "cuda":
+            return [f"needs a CUDA device, got {problem.device_type!r}"]
+        reasons = []
+        if problem.device_arch != (9, 0):
+            reasons.append(f"needs compute capability 9.0, got {problem.device_arch}")
+        if problem.dtype not in ELEMENTS:
+            reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
+        if problem.head_dim not in CUDA_HEAD_DIMS:
+            reasons.append(f"needs a head_dim of {CUDA_HEAD_DIMS}, got {problem.head_dim}")
+        if problem.head_dim_v != problem.head_dim:
+            reasons.append(
+                f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
+            )
+        return reasons
+
+    def notes(self, problem: AttnProblem) -> list[str]:
+        return []
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        sizes = plan_tiles(problem)
+        if slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges):
+            return plan_on_device(slices, sizes, problem)
+        # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
+        plan = build_tile_plan(slices, **sizes._asdict())
+        parts = room_for_parts(plan.q_tiles, plan.q_runs, slices.seqlen_k, problem)
+        return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]
+
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return packed_plan.pack(plan)
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed_plan.unpack(packed)
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        return plan_tiles(problem), problem.nheads_q
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> ForwardOutput:
+        q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
+        check_sizes(sizes, plan_tiles(problem))
+        # What is a prior, or has one, stays whole: its own merge is in registers.
+        if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
+            return forward_in_parts(q, k, v, q_tiles, q_runs, q_edges, parts, problem)
+        return forward(q, k, v, q_tiles, q_runs, q_edges, problem, prior=prior, out_dtype=out_dtype)
+
+    def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> SplitPlan:
+        q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)
+        return split_plan(q_tiles, q_runs, q_edges, plan_tiles(problem), far_begin)
+
+    def forward_early(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        far: Sequence[Tensor],
+        arrive: Callable[[], object],
+        plan: SplitPlan,
+        problem: AttnProblem,
+        *,
+        free_sms: int = 0,
+    ) -> ForwardOutput:
+        return forward_early(
+            *(q, k, v, far, arrive, plan, problem),
+            free_sms=free_sms,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
+    ) -> BackwardOutput:
+        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        return backward(
+            *(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, k_edges, problem),
+            deterministic=deterministic,
+        )
+
+    def backward_may_be_early(self) -> bool:
+        return not torch.are_deterministic_algorithms_enabled()
+
+    def early_backward_plan(
+        self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem
+    ) -> TwoLists:
+        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
+        return two_lists(k_tiles, k_runs, k_edges, is_near, plan_tiles(problem))
+
+    backward_early = staticmethod(backward_early)
+
+    def backward_in_phases(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        arrive: Callable[[], Sequence[Tensor]],
+        depart: Callable[[Tensor, Tensor], None],
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> Tensor:
+        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
+        return backward_in_phases(
+            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, k_edges, problem),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+
+
+def _k_walk(plan: list[Tensor], problem: AttnProblem) -> list[Tensor]:
+    """The tiles, runs and edges of the k walk of `plan`, which must be made for the tiles of `problem`."""
+    *_, sizes, k_tiles, k_runs, k_edges = plan
+    check_sizes(sizes, plan_tiles(problem))
+    return [k_tiles, k_runs, k_edges]
+
+
+def padded_cuda_kernel() -> PaddedKernel:
+    """The same for head dimensions that it does not have."""
+    return PaddedKernel("cuda_padded", CudaKernel(), CUDA_HEAD_DIMS)

@@ -1,0 +1,340 @@
+"""Mask programs by `csrc/sm90/masks`: what `row_intervals`, `padded_slices_from_intervals` and `BlockLists.checks` give, in two
+launches or one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import flag_addresses, raise_pending
+from magi_compile.kernels.sm90.masks.source import ELEMENTS, MaskSource, mask_source
+from magi_compile.kernels.sm90.params import BLOCK_LISTS, mask_program_params
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
+from magi_compile.kernels.sm90.runtime.driver import load_function, max_resident_blocks, on_device
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+from magi_compile.kernels.sm90.runtime.structs import Pointer
+from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists
+from magi_compile.masks.evaluation import messages as preconditions
+from magi_compile.masks.evaluation.evaluate import Evaluation, check_look_up, with_columns
+from magi_compile.masks.evaluation.integers import INT64
+from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_arguments
+from magi_compile.masks.evaluation.to_slices import packed_totals
+from magi_compile.masks.program.program import MaskProgram
+
+_THREADS, _LISTS_THREADS = 512, 256  # of a thread block
+_NUM_COUNTERS = 6  # int32s: two places of 8 bytes, how many thread blocks are done with lists, and how many wait for others
+
+
+class Sizes(NamedTuple):
+    """The sizes of a mask, and how many slices there is room for."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    capacity: int
+
+
+class Workspace(NamedTuple):
+    """What a call works in, as offsets in int32s: what checks found, counters, the intervals, scratch memory.
+
+    `counters` is where the former end, and the latter, which begin as zeros too, begin.
+    """
+
+    counters: int
+    intervals: int
+    scratch: int
+    end: int
+
+
+class Prepared(NamedTuple):
+    """What a call needs to know besides where tensors are.
+
+    Attributes:
+        sizes: of the mask.
+        source: of the kernel.
+        workspace: where what lies in the last tensor that the call makes.
+        call: its buffers are the captured tensors, two tensors for each kind of block lists, then what it makes: q_ranges,
+            k_ranges, mask_types and the workspace. It launches nothing where there is no row or no key.
+    """
+
+    sizes: Sizes
+    source: MaskSource
+    workspace: Workspace
+    call: Call
+
+    def intervals(self, memory: Tensor) -> RowIntervals:
+        """The key intervals that the slices are made of, without checks; `memory` is the workspace."""
+        shape = (2, self.source.num_lanes, self.sizes.batch, self.sizes.seqlen_q)
+        lo, hi = memory[self.workspace.intervals : self.workspace.scratch].view(shape)
+        return RowIntervals(lo, hi, self.sizes.seqlen_k)
+
+
+class Made(NamedTuple):
+    """The slices of a mask, `(q_ranges, k_ranges, mask_types)`, and the tensors that its program reads: the captured ones and
+    those computed."""
+
+    lists: tuple[Tensor, Tensor, Tensor]
+    tables: list[Tensor]
+
+
+def mask_variant(source: MaskSource) -> Variant:
+    """The kernel to compile."""
+    headers = (("mask_program.cuh", source.text),)
+    return Variant("masks/mask_slices.cu", "ffa_mask_slices", headers=headers, may_spill=True)
+
+
+@cache
+def lists_variant() -> Variant:
+    """The kernel that holds block lists against the mask."""
+    return Variant("masks/block_lists.cu", "ffa_block_lists")
+
+
+def mask_slices_on_device(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: tuple[int, int, int, int],
+    device: torch.device,
+    blocks: BlockLists | None = None,
+    block_size: Sequence[int] = (),
+) -> Made:
+    """The slices of a mask program on a GPU, on torch's current stream; nothing waits for the device.
+
+    Where a check fails all slices are empty; a later call raises `MaskDataError`.
+
+    Args:
+        program: the mask.
+        tables: the captured tensors, integer or bool, on `device` (scalars may be elsewhere).
+        symbols: the captured ints.
+        sizes: see `Sizes`.
+        device: where to compute.
+        blocks: block lists that must agree with the mask.
+        block_size: how many rows and keys one of their blocks has.
+
+    Returns:
+        `sizes.capacity` slices, those left over empty.
+
+    Raises:
+        UnsupportedMaskError: intervals can not express the mask.
+        TypeError: a table has the wrong dtype.
+        ValueError: too few tables or symbols, a table or a list with the wrong device or shape, or too many rows.
+    """
+    if device.type == "cuda" and device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    raise_pending()
+    with on_device(device):
+        given, prepared = prepare(
+            program, tables, symbols, Sizes(*sizes), device, blocks, tuple(block_size)
+        )
+        q_ranges, k_ranges, mask_types, _ = prepared.call.run(given, device)
+    num_tables = len(given) - (2 * len(blocks.kinds) if blocks else 0)
+    return Made((q_ranges, k_ranges, mask_types), given[:num_tables])
+
+
+_prepared: dict[Any, Prepared] = {}
+_MAX_PREPARED = 4096
+
+
+def prepare(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: Sizes,
+    device: torch.device,
+    blocks: BlockLists | None = None,
+    block_size: tuple[int, ...] = (),
+) -> tuple[list[Tensor], Prepared]:
+    """The tensors that the call is given, some of them computed here, and what it needs for their layouts."""
+    lengths = {"b": sizes.batch, "q": sizes.seqlen_q, "kv": sizes.seqlen_k}
+    tables = with_columns(program, tables, symbols, lengths, device)
+    tables = [_readable(table, device) for table in tables]
+    lists = [_as_int32(x) for kind in blocks.kinds for x in kind] if blocks else []
+    given = [*tables, *lists]
+    layouts = tuple([(x.dtype, x.device, x.shape, x.stride()) for x in given])
+    key = (program, len(tables), layouts, tuple(symbols), sizes, device, block_size)
+    found = _prepared.get(key)
+    if found is None:
+        if len(_prepared) >= _MAX_PREPARED:
+            _prepared.clear()
+        blocks = BlockLists(*lists) if blocks else None
+        found = _prepare(program, tables, symbols, sizes, device, blocks, block_size)
+        _prepared[key] = found
+    return given, found
+
+
+def _as_int32(indices: Tensor) -> Tensor:
+    return indices if indices.dtype == torch.int32 else indices.to(torch.int32)
+
+
+def _readable(table: Tensor, device: torch.device) -> Tensor:
+    """A captured tensor as the kernel reads it: scalars on `device`, other integers as int64."""
+    if not table.dim():
+        table = table.to(device)
+    is_number = not (table.is_floating_point() or table.is_complex())
+    return table.to(torch.int64) if is_number and table.dtype not in ELEMENTS else table
+
+
+def _prepare(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    sizes: Sizes,
+    device: torch.device,
+    blocks: BlockLists | None,
+    block_size: tuple[int, ...],
+) -> Prepared:
+    check_arguments(program, tables, symbols, device)
+    batch, seqlen_q, seqlen_k, capacity = sizes
+    if capacity < 0:
+        raise ValueError(f"`capacity` must not be negative, got {capacity}")
+    num_rows, _ = packed_totals(batch, seqlen_q, seqlen_k)
+    keys = program.keys(seqlen_k, symbols)
+    source = mask_source(program, keys, tuple(table.dtype for table in tables))
+    num_indexes = sum(batch if "b" in keys.variables else 1 for keys in source.indexes)
+    workspace = _workspace(source, sizes, num_rows, num_indexes)
+    shapes = ((capacity, 2), (capacity, 2), (capacity,), (workspace.end,))
+    if 0 in (batch, seqlen_q, seqlen_k):
+        made = [Buffer.of(x, torch.int32, zeros=torch.Size(x).numel()) for x in shapes]
+        return Prepared(sizes, source, workspace, Call(tuple(made), ()))
+    for look_up in source.look_ups:
+        shape = tables[look_up.args[0]].shape
+        lengths = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
+        check_look_up(look_up, program.describe(look_up), shape, lengths)
+    words = _numbers(program, source, tuple(symbols), device)
+    words += _table_words(source, tables)
+    checks = [made.describe([x.shape for x in tables]) for made in source.checks]
+    words += flag_addresses(device, [*checks, preconditions.fits(capacity)])
+    num_given = len(tables) + (2 * len(blocks.kinds) if blocks else 0)
+    buffers = {
+        **{
+            name: Pointer(num_given + i)
+            for i, name in enumerate(("q_ranges", "k_ranges", "mask_types"))
+        },
+        "intervals": Pointer(num_given + 3, 4 * workspace.intervals),
+        "broken": Pointer(num_given + 3),
+    }
+    fixed = {**buffers, **sizes._asdict()}
+    fixed["scratch"] = Pointer(num_given + 3, 4 * workspace.scratch)
+    fixed["num_arrived"] = Pointer(num_given + 3, 4 * workspace.counters + 20)
+    params = mask_program_params(len(words)).pack(fixed=fixed, words=words)
+    function = load_function(mask_variant(source), device.index)
+    num_items = max(num_rows * max(source.num_lanes, 1), seqlen_k if num_indexes else 0)
+    most = max_resident_blocks(function, _THREADS, device.index)
+    num_blocks = min(-(-num_items // _THREADS), most)
+    options = {"shared_bytes": _THREADS // 32 * 4, "is_cooperative": True}
+    launches = [Launch(function, num_blocks, _THREADS, params, **options)]
+    if blocks:
+        counters = Pointer(num_given + 3, 4 * workspace.counters)
+        launches.append(
+            _lists_launch(
+                *(source, sizes, device, blocks, block_size), len(tables), buffers, counters
+            )
+        )
+    zeros = (0, 0, 0, workspace.intervals)
+    made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
+    return Prepared(sizes, source, workspace, Call(tuple(made), tuple(launches)))
+
+
+def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int) -> Workspace:
+    num_places, seqlen_k = source.num_lanes * num_rows, sizes.seqlen_k
+    num_sorted = 1 << max(seqlen_k - 1, 0).bit_length()
+    num_index = _even(4 * seqlen_k + num_sorted + -(-seqlen_k // 32) + 1)
+    num_scratch = 4 * sizes.capacity + 2 * -(-num_places // 32) + num_indexes * num_index
+    counters = _even(len(source.checks))
+    intervals = counters + _NUM_COUNTERS
+    scratch = intervals + 2 * num_places
+    return Workspace(counters, intervals, scratch, scratch + num_scratch)
+
+
+def _lists_launch(
+    source: MaskSource,
+    sizes: Sizes,
+    device: torch.device,
+    blocks: BlockLists,
+    block_size: tuple[int, ...],
+    first_buffer: int,
+    buffers: dict[str, Pointer],
+    counters: Pointer,
+) -> Launch:
+    """Block lists against the intervals, behind what computes these; the lists are buffers from `first_buffer` on."""
+    rows, keys = block_size
+    num_q = -(-sizes.seqlen_q // rows)
+    blocks.check_lengths(num_q)
+    kinds: dict[str, dict[str, Any]] = {}
+    for number, (name, kind) in enumerate(itertools.zip_longest(("partial", "full"), blocks.kinds)):
+        kinds[name] = _list_fields(kind, first_buffer + 2 * number, sizes.batch, device)
+    params = BLOCK_LISTS.pack(
+        **buffers,
+        found=counters,
+        num_done=Pointer(counters.buffer, counters.offset + 16),
+        flags=flag_addresses(device, [HOLDS_ALL, IS_FULL]),
+        **kinds,
+        num_lanes=source.num_lanes,
+        **sizes._asdict(),
+        block_rows=rows,
+        block_keys=keys,
+        num_checks=len(source.checks),
+    )
+    function = load_function(lists_variant(), device.index)
+    shared_bytes = _LISTS_THREADS // 32 * 4
+    num_blocks = sizes.batch * num_q
+    return Launch(function, num_blocks, _LISTS_THREADS, params, shared_bytes=shared_bytes)
+
+
+def _list_fields(
+    kind: tuple[Tensor, Tensor] | None, buffer: int, batch: int, device: torch.device
+) -> dict[str, Any]:
+    """Those of a BlockList."""
+    if kind is None:
+        nothing = {"num_blocks_strides": (0,) * 3, "indices_strides": (0,) * 4}
+        return {"num_blocks": None, "indices": None, **nothing, "num_heads": 1, "num_columns": 0}
+    for x in kind:
+        if x.device != device or x.shape[0] not in (1, batch):
+            raise ValueError(
+                f"`block_mask` must have lists of 1 or {batch} batch entries on {device}, "
+                f"got {x.shape[0]} on {x.device}"
+            )
+    # Those of one batch entry are those of all.
+    num_blocks_strides, indices_strides = (
+        (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:]) for x in kind
+    )
+    num_blocks, indices = kind
+    return {
+        "num_blocks": Pointer(buffer),
+        "indices": Pointer(buffer + 1),
+        "num_blocks_strides": num_blocks_strides,
+        "indices_strides": indices_strides,
+        "num_heads": num_blocks.shape[1],
+        "num_columns": indices.shape[-1],
+    }
+
+
+def _table_words(source: MaskSource, tables: Sequence[Tensor]) -> Iterator[int | Pointer]:
+    """Where each captured tensor is, then its sizes and strides."""
+    for place in source.tables:
+        table = tables[place.table]
+        yield Pointer(place.table)
+        for dim in range(place.num_dims):
+            yield table.shape[dim]
+            yield table.stride(dim)
+
+
+def _numbers(
+    program: MaskProgram, source: MaskSource, symbols: tuple[int, ...], device: torch.device
+) -> list[int | Pointer]:
+    """What the captured ints make of `source.numbers`."""
+    run = Evaluation(program, (), symbols, 1, 1, 1, device)
+    for expr in source.divisors:
+        run.divisor(expr, run.value(expr))
+    numbers = (int(run.value(expr).data) for expr in source.numbers)
+    return [min(max(number, INT64[0]), INT64[1]) % 2**64 for number in numbers]
+
+
+def _even(count: int) -> int:
+    """Memory of as many int32 that ends where an int64 may begin."""
+    return count + count % 2

@@ -1,0 +1,178 @@
+"""The parameters of the kernels of `csrc/sm90`, field by field as in the sources; `tests/kernels/sm90/test_params.py` asks
+the compiler whether they are."""
+
+from __future__ import annotations
+
+from magi_compile.kernels.sm90.runtime.structs import ADDRESS, FLOAT, INT, LONG, TENSOR_MAP, Struct
+
+
+def _addresses(*names: str) -> dict[str, object]:
+    return dict.fromkeys(names, ADDRESS)
+
+
+def _ints(*names: str) -> dict[str, object]:
+    return dict.fromkeys(names, INT)
+
+
+# forward/params.cuh, forward/combine.cu, planner/split_tiles.cu
+
+SCHEDULE = Struct(
+    "Schedule",
+    _addresses("tiles", "ticket")
+    | _ints("num_tiles", "num_heads", "heads_per_section", "tiles_in_sections"),
+)
+FORWARD = Struct(
+    "ForwardParams",
+    {"q": TENSOR_MAP, "k": (TENSOR_MAP, 2), "v": (TENSOR_MAP, 2), "out": TENSOR_MAP}
+    | _addresses("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse")
+    | {"wide_rows": LONG}
+    | _addresses("runs", "edges", "part_shifts")
+    | {"schedule": SCHEDULE}
+    | _ints("total_q", "qhead_per_kvhead", "far_begin")
+    | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG},
+)
+EARLY_FORWARD = Struct(
+    "EarlyForwardParams",
+    {"lists": (SCHEDULE, 3)}
+    | _addresses("far_tiles", "num_begun_parts", "num_stored")
+    | _ints("part_rows", "first_behind"),
+    base=FORWARD,
+)
+MERGE = Struct(
+    "MergeParams",
+    _addresses("part_out", "part_lse", "out", "lse", "cuts")
+    | {"out_row_stride": LONG, "out_head_stride": LONG}
+    | _ints("num_cuts", "tile_rows", "num_heads", "total_q", "part_rows"),
+)
+TILE_PARTS = Struct(
+    "TilePartsParams",
+    _addresses("tiles", "runs", "part_runs", "part_tiles", "cuts", "part_shifts")
+    | _ints("num_tiles", "num_runs", "max_parts", "num_sms")
+    | _ints("least_blocks", "tile_rows", "block_cols"),
+)
+
+# planner/tile_plan.cu
+
+WALK = Struct(
+    "Walk",
+    _addresses("tiles", "runs", "edges", "scratch")
+    | _ints("num_tiles", "max_runs", "max_regions", "total_rows")
+    | _ints("tile_rows", "block_cols", "num_sorted", "num_slices"),
+)
+TILE_PLAN = Struct(
+    "TilePlanParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "flag") | {"walks": (WALK, 2)},
+)
+
+# backward/params.cuh, backward/preprocess.cu, backward/postprocess.cu
+
+DQ_SUMS = Struct("DqSums", {"data": ADDRESS, "row_groups": INT})
+DQ_ITEMS = Struct(
+    "DqItems",
+    {"sums": DQ_SUMS, "dq": ADDRESS}
+    | _ints("total_q", "num_heads", "qhead_per_kvhead")
+    | {"softmax_scale": FLOAT},
+)
+DQ_VISITS = Struct("DqVisits", _addresses("done", "wanted", "turns"))
+AGENDA = Struct(
+    "Agenda",
+    _addresses("entries", "num_entries", "counters", "arrivals", "partials")
+    | _ints("num_heads", "heads_per_section"),
+)
+AGENDA_WRITER = Struct(
+    "AgendaWriter::Params",
+    _addresses("tiles", "runs")
+    | {"agenda": AGENDA, "scratch": ADDRESS}
+    | _ints("num_tiles", "first_slot", "num_slots", "qhead_per_kvhead", "num_blocks")
+    | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
+    | _ints("sections_at_once")
+    | _addresses("tiles_behind"),
+)
+TILE_LIST = Struct("TileList", {"tiles": ADDRESS, "agenda": AGENDA})
+
+
+def backward_params(num_lists: int) -> Struct:
+    """Of the main kernel, for near tiles, or for near and far ones."""
+    return Struct(
+        f"BackwardParams<{num_lists}>",
+        dict.fromkeys(("q", "dout", "k", "v", "stats", "dk", "dv"), TENSOR_MAP)
+        | _addresses("dk_rows", "dv_rows")
+        | {"dq": DQ_ITEMS, "visits": DQ_VISITS}
+        | _addresses("dq_progress", "runs", "edges", "have_arrived", "are_complete")
+        | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT}
+        | {"lists": (TILE_LIST, num_lists)},
+    )
+
+
+def preprocess_params(num_lists: int) -> Struct:
+    """Of the kernel in front of it."""
+    return Struct(
+        "PreprocessParams",
+        _addresses("out", "dout", "lse", "dlse", "stats")
+        | {"dq": DQ_SUMS}
+        | _addresses("done", "wanted", "dq_progress")
+        | dict.fromkeys(
+            ("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"), LONG
+        )
+        | {"total_q": INT, "lse_factor": FLOAT, "agendas": (AGENDA_WRITER, num_lists)},
+    )
+
+
+BACKWARD = {n: backward_params(n) for n in (1, 2)}
+PREPROCESS = {n: preprocess_params(n) for n in (1, 2)}
+POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
+
+# masks/mask_slices.cuh, masks/block_lists.cu
+
+MASK_SLICES = Struct(
+    "MaskSlicesParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
+    | _addresses("num_arrived")
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity"),
+)
+BLOCK_LIST = Struct(
+    "BlockList",
+    _addresses("num_blocks", "indices")
+    | {"num_blocks_strides": (LONG, 3), "indices_strides": (LONG, 4)}
+    | _ints("num_heads", "num_columns"),
+)
+BLOCK_LISTS = Struct(
+    "BlockListsParams",
+    _addresses("intervals", "broken", "found", "num_done", "q_ranges", "k_ranges", "mask_types")
+    | {"flags": (ADDRESS, 2), "partial": BLOCK_LIST, "full": BLOCK_LIST}
+    | _ints("num_lanes", "batch", "seqlen_q", "seqlen_k", "block_rows", "block_keys")
+    | _ints("num_checks", "capacity"),
+)
+
+
+def mask_slices_params(num_words: int) -> Struct:
+    """Of the kernel of a program: words of 8 bytes are behind, and some of them are addresses."""
+    return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})
+
+
+# masks/mask_slices.cuh, masks/mask_slices.cu, masks/block_lists.cu
+
+MASK_SLICES = Struct(
+    "MaskSlicesParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
+    | _addresses("num_arrived")
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity"),
+)
+BLOCK_LIST = Struct(
+    "BlockList",
+    _addresses("num_blocks", "indices")
+    | {"num_blocks_strides": (LONG, 3), "indices_strides": (LONG, 4)}
+    | _ints("num_heads", "num_columns"),
+)
+BLOCK_LISTS = Struct(
+    "BlockListsParams",
+    _addresses("intervals", "broken", "found", "num_done", "q_ranges", "k_ranges", "mask_types")
+    | {"flags": (ADDRESS, 2), "partial": BLOCK_LIST, "full": BLOCK_LIST}
+    | _ints("num_lanes", "batch", "seqlen_q", "seqlen_k", "block_rows", "block_keys")
+    | _ints("num_checks", "capacity"),
+)
+
+
+def mask_program_params(num_words: int) -> Struct:
+    """Of the kernel of a program: words of 8 bytes are behind what all have, and some of them are addresses."""
+    return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})

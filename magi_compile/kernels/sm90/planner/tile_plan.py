@@ -1,0 +1,179 @@
+"""The plan by `csrc/sm90/planner/tile_plan.cu`: what `build_tile_plan` gives in padded form, in one launch."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import flag_addresses, raise_pending
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.sm90.forward.split_kv import cut_launch, size_of_parts
+from magi_compile.kernels.sm90.params import TILE_PLAN
+from magi_compile.kernels.sm90.planner import packed_plan
+from magi_compile.kernels.sm90.planner.packed_plan import Layout
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
+from magi_compile.kernels.sm90.runtime.driver import load_function, on_device
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+from magi_compile.kernels.sm90.runtime.structs import Pointer
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan import cost
+from magi_compile.plan.stairs import num_edge_rows
+from magi_compile.plan.tiles import PaddedSizes, padded_sizes
+
+_THREADS = 1024
+
+
+@cache
+def planner_variant() -> Variant:
+    """The kernel to compile."""
+    costs = {name: str(getattr(cost, name)) for name in ("BLOCK_COST", "MASK_COST", "TILE_COST")}
+    return Variant(
+        "planner/tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in costs.items())
+    )
+
+
+def plan_on_device(
+    slices: AttnSlices, sizes: PlanTiles, problem: AttnProblem | None = None
+) -> list[Tensor]:
+    """The plan of `slices` on their GPU, on torch's current stream, in one piece of memory; nothing waits for the device.
+
+    Args:
+        slices: of the mask.
+        sizes: of tiles.
+        problem: for which tiles of the q walk are cut into parts; None: they stay whole.
+
+    Returns:
+        The plan of `CudaKernel`.
+
+    Raises:
+        MaskDataError: where more slices overlap than the plan can hold; with a later call.
+    """
+    raise_pending()
+    device = slices.q_ranges.device
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    lengths = (slices.mask_types.shape[0], slices.seqlen_q, slices.seqlen_k)
+    with on_device(device):
+        call = _call(*lengths, sizes, problem, device)
+        packed, shape, _ = call.run([x.contiguous() for x in lists], device)
+    return packed_plan.unpack([packed, shape])
+
+
+# The buffers of the call: slices, then what it makes.
+_Q_RANGES, _K_RANGES, _MASK_TYPES, _PACKED, _SHAPE, _SCRATCH = range(6)
+
+
+@lru_cache(maxsize=1024)
+def _call(
+    num_slices: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    sizes: PlanTiles,
+    problem: AttnProblem | None,
+    device: torch.device,
+) -> Call:
+    """What makes the plan."""
+    rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes)
+    q_room, k_room = rooms
+    q_counts, k_counts = (
+        (room.padded.num_tiles, room.padded.num_runs, room.num_edge_rows) for room in rooms
+    )
+    num_parts = size_of_parts(problem, seqlen_k, *q_counts[:2], device) if problem else 0
+    layout = Layout(*q_counts, num_parts, *k_counts)
+    (flag,) = flag_addresses(device, [(q_room.padded.message, "")])
+    offsets, num_scratch, walks = layout.offsets, 0, []
+    for room, first in ((q_room, 0), (k_room, 4)):
+        tiles, runs, edges = (Pointer(_PACKED, 4 * x) for x in offsets[first : first + 3])
+        walks.append(
+            room.fields(num_slices, tiles, runs, edges, Pointer(_SCRATCH, 4 * num_scratch))
+        )
+        num_scratch += room.num_scratch(num_slices)
+    params = TILE_PLAN.pack(
+        q_ranges=Pointer(_Q_RANGES),
+        k_ranges=Pointer(_K_RANGES),
+        mask_types=Pointer(_MASK_TYPES),
+        flag=flag,
+        walks=walks,
+    )
+    function = load_function(planner_variant(), device.index)
+    launches = [Launch(function, 2, _THREADS, params, shared_bytes=_THREADS // 32 * 4)]
+    if num_parts:
+        assert problem is not None
+        tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
+        counts = (*q_counts[:2], num_parts)
+        launches.append(cut_launch((tiles, runs, cut), counts, sizes, problem, device.index))
+    shape = packed_plan.shape_of(sizes, layout)
+    made = (
+        Buffer.of((offsets[-1],), torch.int32),
+        Buffer(shape, packed_plan.strides_of(shape), torch.int32),
+        Buffer.of((num_scratch,), torch.int32),
+    )
+    return Call(made, tuple(launches))
+
+
+class _Room(NamedTuple):
+    """The sizes of one walk."""
+
+    total_rows: int
+    tile_rows: int
+    block_cols: int
+    num_edge_rows: int
+    padded: PaddedSizes
+
+    @property
+    def num_sorted(self) -> int:
+        """The power of two from the number of tiles up."""
+        return 1 << max(self.padded.num_tiles - 1, 0).bit_length()
+
+    def num_scratch(self, num_slices: int) -> int:
+        """In int32s, an even number."""
+        count = (
+            2 * self.num_sorted
+            + 15 * self.padded.num_runs
+            + 2 * (self.total_rows // 32 + 1)
+            + 5 * self.padded.num_regions
+            + 2
+            + 10 * self.padded.num_tiles
+            + 17 * num_slices
+            + num_slices // 32
+            + 3
+        )
+        return count + count % 2
+
+    def fields(
+        self, num_slices: int, tiles: Pointer, runs: Pointer, edges: Pointer, scratch: Pointer
+    ) -> dict[str, Any]:
+        """Those of a Walk."""
+        return {
+            "tiles": tiles,
+            "runs": runs,
+            "edges": edges if self.num_edge_rows else None,
+            "scratch": scratch,
+            "num_tiles": self.padded.num_tiles,
+            "max_runs": self.padded.num_runs,
+            "max_regions": self.padded.num_regions,
+            "total_rows": self.total_rows,
+            "tile_rows": self.tile_rows,
+            "block_cols": self.block_cols,
+            "num_sorted": self.num_sorted,
+            "num_slices": num_slices,
+        }
+
+
+def _rooms(num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles) -> tuple[_Room, _Room]:
+    """Of the q walk and of the k walk."""
+    least = max(num_slices, 1)
+    q_edge_rows = num_edge_rows(least, seqlen_q, sizes.q_tile_rows)
+    return (
+        _Room(
+            *(seqlen_q, sizes.q_tile_rows, sizes.q_block_cols, q_edge_rows),
+            padded_sizes(least, seqlen_q, sizes.q_tile_rows),
+        ),
+        _Room(
+            *(seqlen_k, sizes.k_tile_rows, sizes.k_block_cols, seqlen_k),
+            padded_sizes(least, seqlen_k, sizes.k_tile_rows),
+        ),
+    )

@@ -1,0 +1,222 @@
+"""The launcher of `csrc/host`, which repeats prepared calls without Python: building it, loading it, handing calls over.
+
+It is a small shared library without dependencies. The C++ compiler of the machine builds it when the first kernel is launched,
+and it is kept in the cache directory. Where there is no compiler, or `MAGI_COMPILE_LAUNCHER=0` is set, calls go through Python:
+they take longer on the host, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_compile import _checks
+from magi_compile.kernels.sm90.runtime import calls
+from magi_compile.kernels.sm90.runtime.cubin_cache import private_dir
+from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES, current_context, on_device
+from magi_compile.kernels.sm90.runtime.nvrtc import source_dir
+
+logger = logging.getLogger("magi_compile")
+
+_OPTIONS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+_DTYPES = {torch.float32: 6, torch.bfloat16: 15, torch.float16: 5, torch.int32: 3}  # ScalarType
+_DEVICE_TYPES = {"cpu": 0, "cuda": 1}
+
+
+class Launcher:
+    """The loaded library.
+
+    Args:
+        path: of the library.
+        driver: of the CUDA driver.
+
+    Raises:
+        OSError: if it can not be loaded, or lacks a function of PyTorch or of the driver.
+    """
+
+    def __init__(self, path: Path, driver: str = "libcuda.so.1"):
+        self._library = ctypes.CDLL(str(path))
+        self._library.magi_open.restype = ctypes.c_char_p
+        missing = self._library.magi_open(driver.encode())
+        if missing is not None:
+            raise OSError(f"{missing.decode()} is not there")
+        _checks.on_flags(self._watch)
+
+    def register(self, name: str, arguments: str, results: str, dispatch_key: str = "CUDA") -> None:
+        """Takes over the op `magi::name` where `dispatch_key` says; what it does not know, `magi::name_in_python` computes,
+        under `adopting`.
+
+        Args:
+            name: of the op.
+            arguments: a letter for each, see `magi_compile.ops.repeatable.Repeatable`.
+            results: the same.
+            dispatch_key: of PyTorch's dispatcher.
+        """
+        names = (name, f"{name}_in_python", arguments, results, dispatch_key)
+        error = self._library.magi_register(*(x.encode() for x in names))
+        if error:
+            raise RuntimeError(f"PyTorch did not take the launcher for magi::{name}: error {error}")
+
+    def adopting(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """`function(*arguments)`, and if that is one prepared call of the arguments' tensors, it is repeated from now on."""
+        if not self._library.magi_is_asked():
+            return function(*arguments)
+        arguments = _each_once(arguments)
+        try:
+            with calls.recorded() as runs:
+                results = function(*arguments)
+        except Exception as error:
+            self._library.magi_note_error(f"{type(error).__name__}: {error}".encode())
+            raise
+        if len(runs) == 1:
+            self._adopt(runs[0], _tensors_of(arguments), results)
+        return results
+
+    def forget(self) -> None:
+        """Forgets all calls."""
+        self._library.magi_forget()
+
+    def _watch(self, address: int, count: int, stride: int) -> None:
+        self._library.magi_watch(*map(ctypes.c_int64, (address, count, stride)))
+
+    def _adopt(
+        self, run: calls.Run, tensors: Sequence[Tensor | None], results: Sequence[Tensor]
+    ) -> None:
+        given, made = _places(run.given, tensors), _numbers(results, run.made)
+        if given is None or made is None:
+            return  # of copies, or completed behind the launches
+        device = run.made[0].device
+        with on_device(device):
+            context = current_context()
+        words = [_DEVICE_TYPES[device.type], device.index or 0, context]
+        words += [len(given), *(x for place in given for x in place), len(run.call.made)]
+        for buffer in run.call.made:
+            sizes = (len(buffer.shape), *buffer.shape, *buffer.stride)
+            words += [_DTYPES[buffer.dtype], buffer.zeros, *sizes]
+        words += [len(made), *made, len(run.call.launches)]
+        params = b""
+        for launch in run.call.launches:
+            words += _words_of(launch)
+            params += launch.data
+        self._library.magi_adopt((ctypes.c_int64 * len(words))(*words), params)
+
+
+def _words_of(launch: calls.Launch) -> list[int]:
+    """A launch as the library reads it, without its parameters."""
+    grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1)
+    options = {"shared_bytes": SHARED_BYTES, "may_start_early": False, "cluster": 1}
+    options |= {"is_cooperative": False, **launch.options}
+    words = [int(launch.function or 0), *grid, launch.num_threads]
+    words += [int(option) for option in options.values()]
+    words += [len(launch.data), len(launch.pointers)]
+    for word, buffer, offset in launch.pointers:
+        words += [8 * word, buffer, offset]
+    words.append(len(launch.maps))
+    for at, tensor_map in launch.maps:
+        words += [at, *tensor_map.pointer, tensor_map.element, *tensor_map.sizes]
+        words += [*tensor_map.strides, *tensor_map.box, int(tensor_map.is_swizzled)]
+    return words
+
+
+def _each_once(arguments: Sequence[Any]) -> list[Any]:
+    """The arguments of an op, with views in place of tensors that are in front of them already: in the next call these may be
+    different ones."""
+    seen: set[int] = set()
+
+    def once(argument: Any) -> Any:
+        if isinstance(argument, (list, tuple)):
+            return [once(x) for x in argument]
+        if isinstance(argument, Tensor) and id(argument) in seen:
+            argument = argument.view_as(argument)
+        seen.add(id(argument))
+        return argument
+
+    return [once(argument) for argument in arguments]
+
+
+def _tensors_of(arguments: Sequence[Any]) -> list[Tensor | None]:
+    """The tensors among the arguments of an op, in order, those of lists too; None for one that is not there."""
+    tensors: list[Tensor | None] = []
+    for argument in arguments:
+        if argument is None or isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += argument
+    return tensors
+
+
+def _numbers(results: Sequence[Tensor], made: Sequence[Tensor]) -> list[int] | None:
+    """Which of the tensors made each result is; None if one is another tensor."""
+    where = {id(x): i for i, x in enumerate(made)}
+    numbers = [where.get(id(x), -1) for x in results]
+    return None if -1 in numbers else numbers
+
+
+def _places(
+    tensors: Sequence[Tensor | None], among: Sequence[Tensor | None]
+) -> list[tuple[int, int]] | None:
+    """Which of others each of `tensors` is, or is a part of, and where it begins there, in bytes; (-1, 0) for None. None if one
+    is not among them."""
+    where = {id(x): i for i, x in enumerate(among) if x is not None}
+    places = []
+    for tensor in tensors:
+        if tensor is None or tensor.numel() == 0:
+            places.append((-1, 0))
+            continue
+        base, offset = calls.place_of(tensor)
+        if id(base) not in where:
+            return None
+        places.append((where[id(base)], offset))
+    return places
+
+
+@cache
+def launcher() -> Launcher | None:
+    """The launcher of this process; None where it is switched off or can not be built, which is logged once."""
+    if os.environ.get("MAGI_COMPILE_LAUNCHER", "1") == "0":
+        return None
+    try:
+        return Launcher(build())
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logger.info("calls go through Python and take longer on the host: no launcher: %s", error)
+        return None
+
+
+def build() -> Path:
+    """The library, compiled if it is not in the cache directory.
+
+    Raises:
+        OSError: if there is no compiler, or no directory to keep it in.
+        subprocess.SubprocessError: if the compiler fails.
+    """
+    source = source_dir().parent / "host" / "launcher.cpp"
+    compiler = os.environ.get("CXX") or next(
+        (x for x in ("c++", "g++", "clang++") if shutil.which(x)), None
+    )
+    if compiler is None:
+        raise FileNotFoundError(
+            "there is no C++ compiler (c++, g++ or clang++), and `CXX` is not set"
+        )
+    digest = hashlib.sha256(source.read_bytes() + repr((compiler, _OPTIONS)).encode()).hexdigest()
+    path = private_dir() / f"launcher-{digest[:32]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            built = Path(directory) / path.name
+            command = [compiler, *_OPTIONS, "-o", str(built), str(source), "-ldl"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            if done.returncode:
+                raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
+            os.replace(built, path)
+    return path

@@ -1,0 +1,3 @@
+from magi_compile.kernels.triton.kernel import TritonKernel
+
+__all__ = ["TritonKernel"]

@@ -1,0 +1,220 @@
+"""Attention over slices in Triton, on any CUDA GPU from sm_80, by the same walk as the Hopper kernel.
+
+Every output tile has one writer: results are deterministic, are written once in their own dtype,
+and need no buffer but delta (fp32, `[nheads_q, total_q]`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Hashable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, output_like
+from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
+from magi_compile.kernels.merge import merge_prior
+from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.tiles import build_tile_plan
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_ARCH = (8, 0)
+MAX_HEAD_DIM = 256
+
+
+class TritonKernel:
+    """The Triton kernel behind the kernel interface."""
+
+    name = "triton"
+    plans_in_graph = True
+    needs_slices = False
+    prepares_calls = False
+
+    def refusals(self, problem: AttnProblem) -> list[str]:
+        reasons = []
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed")
+        if problem.device_type != "cuda" or problem.device_arch is None:
+            reasons.append(f"runs on CUDA GPUs, not on {problem.device_type!r}")
+        elif problem.device_arch < MIN_ARCH:
+            major, minor = problem.device_arch
+            reasons.append(f"needs compute capability 8.0, got {major}.{minor}")
+        if problem.dtype not in DTYPES:
+            reasons.append(f"`dtype` must be fp16, bf16 or fp32, got {problem.dtype}")
+        for name in ("head_dim", "head_dim_v"):
+            size = getattr(problem, name)
+            if size > MAX_HEAD_DIM:
+                reasons.append(f"`{name}` must be at most {MAX_HEAD_DIM}, got {size}")
+        return reasons
+
+    def notes(self, problem: AttnProblem) -> list[str]:
+        return []
+
+    def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
+        sizes = plan_tiles(problem, self.name)
+        plan = [x.to(problem.device_type) for x in build_tile_plan(slices, **sizes._asdict())]
+        return [*plan[:3], as_shape(sizes, plan[0]), *plan[3:]]
+
+    def pack(self, plan: list[Tensor]) -> list[Tensor]:
+        return plan
+
+    def unpack(self, packed: list[Tensor]) -> list[Tensor]:
+        return packed
+
+    def plan_key(self, problem: AttnProblem) -> Hashable:
+        return plan_tiles(problem, self.name)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        prior: ForwardOutput | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> ForwardOutput:
+        q_tiles, q_runs, q_edges, sizes, *_ = plan
+        check_sizes(sizes, plan_tiles(problem, self.name))
+        config = triton_config(problem)
+        total_q, nheads_q, _ = q.shape
+        out = output_like(q, problem.head_dim_v)
+        lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
+        if out.numel():
+            with torch.cuda.device_of(q):
+                _device_code().forward_kernel[(len(q_tiles) * nheads_q,)](
+                    *_with_strides(q, k, v, out),
+                    lse,
+                    q_tiles,
+                    q_runs,
+                    q_edges,
+                    total_q,
+                    nheads_q,
+                    problem.qhead_per_kvhead,
+                    _score_factors(problem),
+                    TILE_ROWS=config.q_tile_rows,
+                    BLOCK_COLS=config.q_block_cols,
+                    **_sizes(problem),
+                    **config.forward._asdict(),
+                )
+        return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        *,
+        deterministic: bool | None = None,
+    ) -> BackwardOutput:
+        q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
+        check_sizes(sizes, plan_tiles(problem, self.name))
+        config = triton_config(problem)
+        lse = lse.contiguous()
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        with torch.cuda.device_of(q):
+            saved = (*_with_strides(q, k, v, dout), lse, _delta(out, dout, dlse))
+            scales = (
+                problem.qhead_per_kvhead,
+                problem.softmax_scale,
+                _score_factors(problem),
+            )
+            if dq.numel():
+                _device_code().dq_kernel[(len(q_tiles) * problem.nheads_q,)](
+                    *saved,
+                    *_with_strides(dq),
+                    q_tiles,
+                    q_runs,
+                    q_edges,
+                    q.shape[0],
+                    problem.nheads_q,
+                    *scales,
+                    TILE_ROWS=config.q_tile_rows,
+                    BLOCK_COLS=config.q_block_cols,
+                    **_sizes(problem),
+                    **config.dq._asdict(),
+                )
+            if dk.numel():
+                _device_code().dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
+                    *saved,
+                    *_with_strides(dk, dv),
+                    k_tiles,
+                    k_runs,
+                    k_edges,
+                    q.shape[0],
+                    problem.nheads_kv,
+                    *scales,
+                    TILE_ROWS=config.k_tile_rows,
+                    BLOCK_COLS=config.k_block_cols,
+                    **_sizes(problem),
+                    **config.dkdv._asdict(),
+                )
+        return BackwardOutput(dq, dk, dv)
+
+
+def _device_code() -> ModuleType:
+    """The module of the Triton functions, imported at first use: it needs Triton."""
+    from magi_compile.kernels.triton import device as triton_device
+
+    return triton_device
+
+
+def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """sum(dout * out) - dlse, fp32 `[nheads_q, total_q]`."""
+    total_q, nheads_q, head_dim_v = out.shape
+    delta = out.new_empty(nheads_q, total_q, dtype=torch.float32)
+    if delta.numel():
+        num_tiles = -(-total_q // DELTA_ROWS)
+        _device_code().delta_kernel[(num_tiles * nheads_q,)](
+            *_with_strides(out, dout, delta if dlse is None else dlse),
+            delta,
+            total_q,
+            nheads_q,
+            ROWS=DELTA_ROWS,
+            DIM_V=head_dim_v,
+            PADDED_DIM_V=_padded(head_dim_v),
+            HAS_DLSE=dlse is not None,
+        )
+    return delta
+
+
+def _with_strides(*tensors: Tensor) -> list[Any]:
+    """Each tensor, followed by its strides."""
+    return [argument for tensor in tensors for argument in (tensor, tensor.stride())]
+
+
+def _padded(head_dim: int) -> int:
+    """The power of two that holds `head_dim`; 16 is the least that tensor cores multiply."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def _score_factors(problem: AttnProblem) -> tuple[float, float]:
+    """What scores are multiplied with before and after the cap, to be in base 2."""
+    log2_e = math.log2(math.e)
+    if problem.softcap:
+        return problem.softmax_scale / problem.softcap, problem.softcap * log2_e
+    return problem.softmax_scale * log2_e, 1.0
+
+
+def _sizes(problem: AttnProblem) -> dict[str, Any]:
+    return {
+        "DIM": problem.head_dim,
+        "PADDED_DIM": _padded(problem.head_dim),
+        "DIM_V": problem.head_dim_v,
+        "PADDED_DIM_V": _padded(problem.head_dim_v),
+        "HAS_SOFTCAP": problem.softcap != 0.0,
+    }

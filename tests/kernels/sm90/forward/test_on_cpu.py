@@ -1,0 +1,305 @@
+"""The forward kernel, as it is, on a CPU: instructions of Hopper GPUs stand in `ptx_on_a_cpu.cuh`, and the host's code
+launches it there. Slow, so masks are small; what depends on time or on registers, only a GPU can tell."""
+
+import itertools
+import struct
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.sm90.forward import launch as module
+from magi_compile.kernels.sm90.forward import overlap as early
+from magi_compile.kernels.sm90.forward import split_kv as parts
+from magi_compile.kernels.sm90.runtime.calls import Buffer, Call
+from magi_compile.kernels.sm90.runtime.structs import Pointer
+from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
+from magi_compile.testing.cases import (
+    Case,
+    Heads,
+    block_diffusion,
+    one,
+    random_disjoint,
+    steps,
+    varlen,
+    windows,
+)
+from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.sm90.forward.test_overlap import near_and_far
+from tests.kernels.support.on_a_cpu import compile_once, launching
+from tests.kernels.support.part_plan import PartPlan
+
+NUM_SMS = 3
+MOST_THREADS = 512  # of a block on this CPU; what launches more does with fewer
+SHAPES = {
+    "64": (Heads(2, 1, 64, 64), 0.0),
+    "128": (Heads(2, 1, 128, 128), 0.0),
+    "128-softcap": (Heads(2, 1, 128, 128), 5.0),
+    "192": (Heads(1, 1, 192, 192), 0.0),
+}
+CASES = [
+    random_disjoint(230, 180, 0, num_cuts=4),
+    varlen("documents", [110, 1, 50, 60], MaskType.CAUSAL),
+    one(MaskType.FULL, 200, 170),
+]
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compile_once(tmp_path_factory, "forward")
+
+
+@pytest.fixture
+def launches(compiled, monkeypatch):
+    """Launches happen on this CPU; their numbers of thread blocks."""
+    found = []
+
+    def launch(function, grid, block, params, stream, shared_bytes=None, may_start_early=False):
+        function(grid, min(block, MOST_THREADS), params)
+        if shared_bytes is None:
+            found.append(grid)
+
+    with launching(monkeypatch, compiled, NUM_SMS, launch):
+        yield found
+
+
+def prepared(case, shape):
+    heads, softcap = SHAPES[shape]
+    case = replace(case, heads=heads, softcap=softcap)
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    return problem, case.inputs(torch.bfloat16)
+
+
+# A long tile, of whose blocks the last 64 rows see some only, and a short one.
+UNEVEN = Case(
+    "uneven",
+    250,
+    1300,
+    [(0, 140, 0, 1200, MaskType.FULL), (140, 250, 1100, 1300, MaskType.CAUSAL)],
+)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [(CASES[0], "128"), (UNEVEN, "64"), (UNEVEN, "128")],
+    ids=lambda x: getattr(x, "name", x),
+)
+def test_one_launch(case, shape, launches):
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
+    assert_attention_close(result, inputs, slices, problem)
+    assert launches == [NUM_SMS]
+
+
+@pytest.mark.parametrize("shape", ["64", "128", "192"])
+@pytest.mark.parametrize(("left", "right"), [(70, 0), (70, 30), (0, 40)])
+def test_a_window_of_several_slices(left, right, shape, launches):
+    """One band, which both begins and ends with a row in the middle of a tile."""
+    case = windows("windows", [30, 210, 90], left, right)
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
+    assert len(slices) > 3
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    assert int((plan.q_runs[:, 0] < plan.q_runs[:, 1]).sum()) <= 6
+    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
+    assert_attention_close(result, inputs, slices, problem)
+
+
+@pytest.mark.parametrize("shape", ["64", "128", "192"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        steps("steps", [100, 70, 7, 150]),
+        varlen("short", [1, 30, 2, 50, 9, 40, 100, 3, 20], MaskType.CAUSAL),
+        block_diffusion("block_diffusion", [70, 7, 110], 12),
+    ],
+    ids=lambda case: case.name,
+)
+def test_stairs(case, shape, launches):
+    """Rows look up what they see."""
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    assert (plan.q_runs[:, RUN_FIELDS.index("lane")] > 0).any()
+    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
+    assert_attention_close(result, inputs, slices, problem)
+
+
+@pytest.fixture
+def run_early(compiled, monkeypatch):
+    """Attention with far keys that arrive between two launches, or during the first one, of which the blocks from
+    `first_behind` on begin behind that; `timing` other than 0 is a random one."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(early, "_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
+        tiles = plan_tiles(problem)
+        walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
+        plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, tiles, cut + 1)
+        # As they arrive: side by side, and there are others behind.
+        packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
+        far = packed[:-5].unbind(1)
+        grids = []
+
+        def arrive():
+            for target, source in zip(far, (inputs.k, inputs.v), strict=True):
+                target.copy_(source[cut:])
+
+        def launch(function, grid, block, params, stream):
+            if first_behind is not None and not grids:
+                arrive()
+                grid, params = NUM_SMS, bytes(params[:-4]) + struct.pack("<i", first_behind)
+            function(grid, block, params, NUM_SMS, timing)
+            grids.append(grid)
+
+        near = [
+            torch.cat([x[:cut], torch.full_like(x[:9], torch.nan)])[:cut]
+            for x in (inputs.k, inputs.v)
+        ]
+        with launching(monkeypatch, compiled, NUM_SMS, launch):
+            result = early.forward_early(inputs.q, *near, far, arrive, plan, problem, **options)
+        return result, grids, plan
+
+    return run
+
+
+EARLY = [
+    *((CASES[0], shape) for shape in SHAPES),
+    (CASES[1], "128"),
+    (CASES[2], "128"),
+    (one(MaskType.CAUSAL, 700, 400), "128"),
+]
+
+
+@pytest.mark.parametrize(("case", "shape"), EARLY, ids=lambda x: getattr(x, "name", x))
+def test_far_keys_between_two_launches(case, shape, run_early):
+    problem, inputs = prepared(case, shape)
+    cut = case.seqlen_k // 2 + 3  # not at the end of a block
+    result, grids, _ = run_early(inputs, case.slices(), problem, cut)
+    assert_attention_close(result, inputs, case.slices(), problem)
+    assert grids == [NUM_SMS - 1, NUM_SMS]
+
+
+@pytest.mark.parametrize("first_behind", [0, 1, 2])
+@pytest.mark.parametrize("timing", [0, 1, 2])
+@pytest.mark.parametrize(("case", "shape"), EARLY[-3:], ids=lambda x: getattr(x, "name", x))
+def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
+    problem, inputs = prepared(case, shape)
+    result, _, _ = run_early(
+        inputs, case.slices(), problem, case.seqlen_k // 3, first_behind, timing
+    )
+    assert_attention_close(result, inputs, case.slices(), problem)
+
+
+@pytest.mark.parametrize("timing", [1, 2, 3])
+def test_far_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
+    monkeypatch.setattr(module, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
+    case = replace(CASES[0], heads=Heads(4, 2, 64, 64))
+    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
+    inputs = case.inputs(torch.bfloat16)
+    result, _, _ = run_early(inputs, case.slices(), problem, 100, 2, timing)
+    assert_attention_close(result, inputs, case.slices(), problem)
+
+
+def test_without_parts_far_keys_may_come_whenever_they_want(run_early):
+    problem, inputs = prepared(CASES[1], "128")
+    arguments = (inputs, CASES[1].slices(), problem, 120)
+    expected, _, _ = run_early(*arguments, deterministic=True)
+    assert_attention_close(expected, inputs, CASES[1].slices(), problem)
+    for first_behind, timing in itertools.product(range(3), (1, 2)):
+        found, _, _ = run_early(*arguments, first_behind, timing, deterministic=True)
+        assert torch.equal(found.out, expected.out)
+        assert torch.equal(found.lse, expected.lse)
+
+
+def test_one_block_computes_where_all_are_to_be_left_free(run_early):
+    problem, inputs = prepared(CASES[1], "128")
+    result, grids, plan = run_early(inputs, CASES[1].slices(), problem, 120, free_sms=2 * NUM_SMS)
+    assert_attention_close(result, inputs, CASES[1].slices(), problem)
+    assert grids == [1, NUM_SMS]
+    assert (plan.part_tiles[:, 0] < plan.part_tiles[:, 1]).any()
+
+
+@pytest.fixture
+def in_parts(launches, monkeypatch):
+    """Attention with tiles in parts, and how many parts each cut tile has."""
+    monkeypatch.setattr(parts, "num_sms", lambda device: 8)
+    monkeypatch.setattr(parts, "PART_LEAST_BLOCKS", 2)
+    variant = parts.parts_variant()
+    free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
+    monkeypatch.setattr(parts, "parts_variant", lambda: replace(variant, defines=free_merge))
+
+    def run(inputs, slices, problem):
+        sizes = plan_tiles(problem)
+        plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
+        walk = plan[:3]
+        num_tiles, num_runs = (x.shape[0] for x in walk[:2])
+        size = parts.PartLayout.of(num_tiles, num_runs, 8).size
+        pointers, counts = (Pointer(0), Pointer(1), Pointer(2)), (num_tiles, num_runs, size)
+        launch = parts.cut_launch(pointers, counts, sizes, problem, None)
+        call = Call((Buffer.of((size,), torch.int32),), (launch,))
+        (words,) = call.run(walk[:2], inputs.q.device)
+        result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, *walk, words, problem)
+        return result, PartPlan.of(*walk[:2], words).parts_of_cuts
+
+    return run
+
+
+PARTS = [
+    (one(MaskType.FULL, 50, 700), "64", [3]),
+    (one(MaskType.FULL, 50, 900), "128", [4]),
+    (one(MaskType.CAUSAL, 250, 900), "128-softcap", [2, 2]),
+    (one(MaskType.FULL, 30, 900), "192", [6]),
+    (random_disjoint(230, 900, 0, num_cuts=4), "128", [2]),
+    (Case("global", 400, 900, [(0, 20, 0, 900, 0), (30, 390, 30, 90, 1)]), "64", [3]),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "expected"), PARTS, ids=lambda x: getattr(x, "name", None)
+)
+def test_in_parts(case, shape, expected, in_parts):
+    problem, inputs = prepared(case, shape)
+    result, num_parts = in_parts(inputs, case.slices(), problem)
+    assert num_parts == expected
+    assert_attention_close(result, inputs, case.slices(), problem)
+    again, _ = in_parts(inputs, case.slices(), problem)
+    assert torch.equal(result.out, again.out)
+    assert torch.equal(result.lse, again.lse)
+
+
+def test_a_wide_output_and_a_prior(launches):
+    """Stages: every tile is a part that lies at its own rows."""
+    case = CASES[1]
+    problem, inputs = prepared(case, "128")
+    result = None
+    for begin, end in ((0, 111), (111, case.seqlen_k)):
+        part = case.slices().restrict_k(begin, end)
+        slices = AttnSlices(
+            part.q_ranges, part.k_ranges - begin, part.mask_types, part.seqlen_q, end - begin
+        )
+        plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=True)
+        result = module.forward(
+            *(
+                inputs.q,
+                inputs.k[begin:end],
+                inputs.v[begin:end],
+                plan.q_tiles,
+                plan.q_runs,
+                plan.q_edges,
+                problem,
+            ),
+            prior=result,
+            out_dtype=torch.float32 if result is None else None,
+        )
+    assert_attention_close(result, inputs, case.slices(), problem)

@@ -1,0 +1,174 @@
+"""A forward pass that begins early: what its lists hold, and on a GPU that it is right however late the far keys are."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import EarlyKernel
+from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.sm90.forward.overlap import NO_PART, TILES_OF_A_PART, split_plan
+from magi_compile.kernels.sm90.kernel import CudaKernel
+from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, varlen
+from magi_compile.testing.numerics import assert_attention_close
+from tests.deterministic import deterministic_algorithms
+from tests.plan.walked import seen
+
+CASES = [
+    *(case for case in MASKS if case.seqlen_q and case.seqlen_k > 1),
+    *(random_disjoint(700, 900, seed, num_cuts=9) for seed in range(3)),
+    varlen("documents", [700, 1, 90, 1257, 300], MaskType.CAUSAL),
+]
+FEW = CASES[-3:]
+SIZES = PlanTiles(64, 32, 64, 32)
+HEADS = [Heads(4, 2, 64, 64), Heads(4, 1, 128, 128), Heads(2, 1, 192, 192)]
+SPIN_CYCLES = 2_000_000
+FREE_SMS = 32
+
+
+def near_and_far(slices: AttnSlices, cut: int) -> AttnSlices:
+    """The same mask, with the keys from `cut` on a column further on."""
+    near, far = slices.restrict_k(0, cut), slices.restrict_k(cut, slices.seqlen_k)
+    parts = [(x.q_ranges, x.k_ranges + shift, x.mask_types) for x, shift in ((near, 0), (far, 1))]
+    fields = (torch.cat(x) for x in zip(*parts, strict=True))
+    return AttnSlices(*fields, slices.seqlen_q, slices.seqlen_k + 1)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_column_between_near_and_far_keys_is_none(case):
+    cut, dense = case.seqlen_k // 2, case.slices().to_dense()
+    between = dense.new_zeros(case.seqlen_q, 1)
+    expected = torch.cat([dense[:, :cut], between, dense[:, cut:]], 1)
+    assert torch.equal(near_and_far(case.slices(), cut).to_dense(), expected)
+
+
+def computed(tiles, runs, edges, seqlen_q, seqlen_k):
+    """How often a list computes each pair of row and column, and how often it visits each row."""
+    pairs = torch.zeros(seqlen_q, seqlen_k, dtype=torch.int32)
+    visits = torch.zeros(seqlen_q, dtype=torch.int32)
+    is_filled = [begin < end for begin, end, *_ in tiles.tolist()]
+    assert is_filled == sorted(is_filled, reverse=True)
+    for row_begin, row_end, run_begin, run_end in tiles[: sum(is_filled)].tolist():
+        visits[row_begin:row_end] += 1
+        for run in runs[run_begin:run_end].tolist():
+            begin, end = run[:2]
+            assert row_begin <= begin < end <= row_end
+            pairs[begin:end] += seen(run, torch.arange(begin, end), seqlen_k, edges)
+    return pairs, visits
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_lists_make_up_the_plan(case, exact):
+    slices = near_and_far(case.slices(), case.seqlen_k // 2)
+    far_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
+    plan = build_tile_plan(slices, **SIZES._asdict(), exact=exact)
+    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, SIZES, far_begin)
+    near, near_visits = computed(split.near_tiles, split.runs, split.edges, *sizes)
+    far, far_visits = computed(split.far_tiles, split.runs, split.edges, *sizes)
+    parts, part_visits = computed(split.part_tiles, split.runs, split.edges, *sizes)
+    dense = slices.to_dense().int()
+    assert torch.equal(near + far, dense)
+    assert (near_visits + far_visits == 1).all()
+    assert not near[:, far_begin:].any()
+    # A part is all that its tile sees of near keys, and no tile has two.
+    assert (part_visits <= far_visits).all()
+    assert torch.equal(parts[:, :far_begin], far[:, :far_begin] * part_visits[:, None])
+    assert not parts[:, far_begin:].any()
+
+    # Each tile with a part knows which it is, and from where on it sees far keys.
+    found = []
+    tiles = zip(split.far_tiles.tolist(), split.far_parts.tolist(), strict=True)
+    for (row_begin, row_end, run_begin, run_end), (run_mid, part) in tiles:
+        if row_begin == row_end:
+            assert part == NO_PART
+            continue
+        cols = split.runs[run_begin:run_end, 2] >= far_begin
+        assert cols.tolist() == sorted(cols.tolist())
+        assert run_mid == run_end - int(cols.sum())
+        if part != NO_PART:
+            assert split.part_tiles[part].tolist() == [row_begin, row_end, run_begin, run_mid]
+            found.append(part)
+    num_parts = len(plan.q_tiles) // TILES_OF_A_PART + 1
+    assert len(split.part_tiles) == min(num_parts, len(plan.q_tiles))
+    is_part = split.part_tiles[:, 0] < split.part_tiles[:, 1]
+    assert sorted(found) == list(range(int(is_part.sum())))
+
+
+def test_the_longest_parts_come_first():
+    # The later a row, the more near keys it sees; all see the same far ones.
+    slices = AttnSlices.from_lists(
+        [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
+    )
+    plan = build_tile_plan(slices, **SIZES._asdict())
+    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, SIZES, 641)
+    assert split.part_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
+
+
+def test_the_kernel_says_that_it_can():
+    assert isinstance(CudaKernel(), EarlyKernel)
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+
+def late_keys(inputs, cut, spin_cycles):
+    """The keys and values from `cut` on, which come after so many cycles, and what waits for them."""
+    far = [torch.full_like(x[cut:], torch.nan) for x in (inputs.k, inputs.v)]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(spin_cycles)
+        for x, late in zip((inputs.k, inputs.v), far, strict=True):
+            late.copy_(x[cut:])
+    return far, lambda: torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.gpu
+@needs_hopper
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(replace(case, heads=HEADS[1]) for case in [*CASES, one(MaskType.CAUSAL, 4097)]),
+        *(replace(case, heads=heads) for case in FEW for heads in HEADS),
+        replace(CASES[-1], heads=HEADS[1], softcap=5.0),
+    ],
+    ids=lambda case: case.id,
+)
+@pytest.mark.parametrize("spin_cycles", [0, 20_000, SPIN_CYCLES])
+def test_matches_the_oracle(case, spin_cycles):
+    kernel = CudaKernel()
+    problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
+    cut = case.seqlen_k // 2
+    slices = near_and_far(case.slices(), cut).to("cuda")
+    plan = kernel.early_plan(slices, problem, cut + 1)
+    near, (far, arrive) = (inputs.k[:cut], inputs.v[:cut]), late_keys(inputs, cut, spin_cycles)
+    out, lse = kernel.forward_early(inputs.q, *near, far, arrive, plan, problem, free_sms=FREE_SMS)
+    assert_attention_close((out, lse), inputs, case.slices("cuda"), problem)
+
+
+@pytest.mark.gpu
+@needs_hopper
+def test_deterministic_results_do_not_depend_on_when_far_keys_come():
+    case = replace(one(MaskType.CAUSAL, 4097), heads=Heads(16, 2, 128, 128))
+    kernel, problem = CudaKernel(), case.problem(torch.bfloat16, "cuda")
+    inputs, cut = case.inputs(torch.bfloat16, "cuda"), 1500
+    slices = near_and_far(case.slices(), cut).to("cuda")
+    plan = kernel.early_plan(slices, problem, cut + 1)
+    found = []
+    with deterministic_algorithms():
+        for step in range(100):
+            far, arrive = late_keys(inputs, cut, 3000 * step)
+            near = (inputs.k[:cut], inputs.v[:cut])
+            found.append(kernel.forward_early(inputs.q, *near, far, arrive, plan, problem))
+    assert_attention_close(found[0], inputs, case.slices("cuda"), problem)
+    for out, lse in found[1:]:
+        assert torch.equal(out, found[0].out)
+        assert torch.equal(lse, found[0].lse)

@@ -1,0 +1,96 @@
+"""The order in which thread blocks of the forward draw their items: the source, for threads of a CPU."""
+
+import ctypes
+import struct
+from typing import NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import tiles_in_sections
+from tests.kernels.support.cpp import ON_A_CPU, compile_library
+
+SOURCE = """
+#include "common/ptx.cuh"
+#include "forward/scheduler.cuh"
+
+// One block after another draws until it finds nothing, or padding, from where it goes on behind the section.
+extern "C" int draw(const ffa::Schedule* schedule, int num_filled, int num_blocks, int (*items)[2]) {
+    int count = 0;
+    gridDim.x = num_blocks;
+    for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+        for (ffa::Scheduler scheduler(*schedule); scheduler.has_work(); scheduler.advance()) {
+            const ffa::WorkItem item = scheduler.item();
+            if (item.tile >= num_filled) {
+                scheduler.leave_section();
+                continue;
+            }
+            items[count][0] = item.tile, items[count++][1] = item.head;
+        }
+    }
+    return count;
+}
+"""
+
+
+class Sizes(NamedTuple):
+    num_tiles: int
+    num_heads: int
+    heads_per_section: int
+    tiles_in_sections: int
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("schedule")
+    return compile_library(folder, SOURCE, "-O1", ON_A_CPU)
+
+
+def draw(library, sizes, num_filled, num_blocks):
+    """(tile, head) in the order in which they are drawn."""
+    ticket = torch.zeros(1, dtype=torch.int32)
+    schedule = struct.pack("<2Q4i", 0, ticket.data_ptr(), *sizes)
+    items = torch.full((sizes.num_tiles * sizes.num_heads + 1, 2), -7, dtype=torch.int32)
+    count = library.draw(schedule, num_filled, num_blocks, ctypes.c_void_p(items.data_ptr()))
+    assert (items[count:] == -7).all()
+    return [tuple(item) for item in items[:count].tolist()]
+
+
+SIZES = [
+    Sizes(10, 8, 2, 7),
+    Sizes(10, 8, 8, 7),
+    Sizes(10, 8, 2, 0),
+    Sizes(10, 1, 1, 9),
+    Sizes(1, 6, 3, 0),
+]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4, 1000])
+@pytest.mark.parametrize("padding", [0, 1, 5, 9])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_every_item_once(library, sizes, padding, num_blocks):
+    num_filled = max(sizes.num_tiles - padding, 1)
+    num_blocks = min(num_blocks, sizes.num_tiles * sizes.num_heads)
+    found = draw(library, sizes, num_filled, num_blocks)
+    expected = {(tile, head) for tile in range(num_filled) for head in range(sizes.num_heads)}
+    assert len(found) == len(expected)
+    assert set(found) == expected
+
+
+def test_sections_and_then_the_shortest_tiles_of_all_heads(library):
+    sizes = Sizes(num_tiles=6, num_heads=4, heads_per_section=2, tiles_in_sections=4)
+    sections = [[(tile, head + i) for tile in range(4) for i in range(2)] for head in (0, 2)]
+    last = [(tile, head) for tile in (4, 5) for head in range(4)]
+    assert draw(library, sizes, 6, 1) == [*sections[0], *sections[1], *last]
+
+
+@pytest.mark.parametrize(
+    ("nheads_q", "nheads_kv", "num_tiles", "in_sections"),
+    [(64, 8, 43, 18), (64, 8, 342, 317), (8, 1, 22, 0), (8, 1, 342, 144), (64, 64, 342, 342)],
+)
+def test_what_is_left_for_the_end(nheads_q, nheads_kv, num_tiles, in_sections):
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, nheads_q, nheads_kv, 128, 128, 1.0)
+    assert tiles_in_sections(problem, num_tiles, num_sms=132) == in_sections

@@ -1,0 +1,196 @@
+"""The planner of the GPU gives what `build_tile_plan` gives: compiled for the CPU here, as it is on a GPU."""
+
+import ctypes
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile import MaskDataError
+from magi_compile._checks import raise_pending, synchronize_checks
+from magi_compile.bench.cells import Cell
+from magi_compile.bench.workload import SPARSE_MASKS, build
+from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.sm90.planner import packed_plan
+from magi_compile.kernels.sm90.planner import tile_plan as planner
+from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device, planner_variant
+from magi_compile.masks import library
+from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+from magi_compile.plan.tiles import build_tile_plan, padded_sizes
+from magi_compile.testing.cases import block_diffusion, random_disjoint
+from tests.kernels.support import idle_driver
+from tests.kernels.support.one_thread import compile_for_one_thread
+
+SMALL, HOPPER = PlanTiles(16, 8, 8, 4), PlanTiles(128, 128, 128, 64)
+LENGTHS = {
+    "one": [1000],
+    "one_token": [1],
+    "documents": [300, 1, 17, 128, 129, 500, 3, 3, 3],
+    "equal": [384] * 4,
+    "different": [256, 700, 384, 1024, 300, 256],
+    "tiny": [1, 2, 3, 1, 5, 1, 1, 2] * 30,
+}
+MASKS = {
+    f"{name}-{lengths}": getattr(library, name)(LENGTHS[lengths]).slices
+    for name in ("full", "causal", "document_causal", "share_question", "global_sliding_window")
+    for lengths in LENGTHS
+}
+MASKS |= {f"random{seed}": random_disjoint(257, 391, seed).slices() for seed in range(4)}
+# Hundreds of short slices in a tile, far more than `MAX_OVERLAP` across a border of key tiles.
+MASKS |= {
+    f"{name}-{density}": build(
+        Cell("sparse", name, 1024, 16, 2, 64, block=32, density=density)
+    ).slices
+    for name in SPARSE_MASKS
+    for density in (0.2, 0.4)
+}
+MASKS |= {
+    f"{name}-{lengths}": getattr(library, name)(LENGTHS[lengths], window=100).slices
+    for name in ("sliding_window_causal", "sliding_window_full")
+    for lengths in ("one", "one_token")
+}
+# Chains of slices that are one rectangle, of 1 to 100.
+ROWS = [0, 1, 3, 35, 66, 166, 167]
+MASKS["chains"] = AttnSlices.from_slices(
+    [
+        AttnSlice((row, row + 1), (i, i + 50), MaskType.FULL)
+        for i, chain in enumerate(pairwise(ROWS))
+        for row in range(*chain)
+    ],
+    seqlen_q=167,
+    seqlen_k=100,
+)
+# Staircases, of 1 to 40 steps, two of which end where 32 slices do.
+STEPS = [1, 31, 40, 3, 2, 30, 1]
+MASKS["stairs"] = AttnSlices.from_slices(
+    [
+        AttnSlice(
+            (5 * (sum(STEPS[:i]) + step), 5 * (sum(STEPS[:i]) + step + 1)),
+            (i, i + 3 * step + 2),
+            MaskType.FULL,
+        )
+        for i, steps in enumerate(STEPS)
+        for step in range(steps)
+    ],
+    seqlen_q=5 * sum(STEPS),
+    seqlen_k=200,
+)
+MASKS |= {
+    f"block_causal_document-{lengths}": library.block_causal_document(
+        LENGTHS[lengths], block=50
+    ).slices
+    for lengths in LENGTHS
+}
+MASKS |= {
+    f"block_diffusion-{lengths}": block_diffusion("", LENGTHS[lengths], 12).slices()
+    for lengths in LENGTHS
+}
+# Chains of steps that cross, of which one more than a tile has lanes for are stairs.
+MASKS["diagonal_blocks"] = AttnSlices.from_slices(
+    [
+        AttnSlice((8 * i + j, 8 * i + j + 1), (60 * lane + j, 60 * lane + j + 40), MaskType.FULL)
+        for i in range(40)
+        for j in range(8)
+        for lane in range(6)
+    ],
+    seqlen_q=320,
+    seqlen_k=400,
+)
+# Far more room than slices, also between them.
+GAPPED = [MASKS["random1"].q_ranges, MASKS["random1"].k_ranges, MASKS["random1"].mask_types]
+GAPPED = [torch.cat([x[:3], x.new_zeros(7, *x.shape[1:]), x[3:]]) for x in GAPPED]
+MASKS["room"] = AttnSlices(
+    *(torch.cat([x, x.new_zeros(4000, *x.shape[1:])]) for x in GAPPED), seqlen_q=257, seqlen_k=391
+)
+MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
+
+
+def assert_same_plan(actual, expected):
+    """Equal, but for the runs behind the last one of any tile, and edges where none look."""
+    for tiles in (0, 3):
+        torch.testing.assert_close(actual[tiles].cpu(), expected[tiles].cpu(), rtol=0, atol=0)
+        num_runs = int(expected[tiles][:, 3].max()) if expected[tiles].numel() else 0
+        actual_runs, expected_runs = actual[tiles + 1].cpu(), expected[tiles + 1].cpu()
+        assert actual_runs.shape == expected_runs.shape
+        torch.testing.assert_close(actual_runs[:num_runs], expected_runs[:num_runs], rtol=0, atol=0)
+        actual_edges, expected_edges = actual[tiles + 2].cpu(), expected[tiles + 2].cpu()
+        assert actual_edges.shape == expected_edges.shape
+        is_seen = (expected_edges[..., 0] < expected_edges[..., 1])[..., None]
+        torch.testing.assert_close(actual_edges * is_seen, expected_edges, rtol=0, atol=0)
+
+
+def walks_of(plan):
+    """The tiles, runs and edges of both walks."""
+    q_tiles, q_runs, q_edges, _, _, *k_walk = plan
+    return [q_tiles, q_runs, q_edges, *k_walk]
+
+
+@pytest.fixture(scope="module")
+def run_on_host(tmp_path_factory):
+    body = "ffa::Planner(*params, 0).run(); ffa::Planner(*params, 1).run();"
+    return compile_for_one_thread(tmp_path_factory, planner_variant(), "TilePlanParams", body)
+
+
+@pytest.fixture
+def on_host(run_on_host, monkeypatch):
+    """The planner's kernel runs on this CPU."""
+
+    def launch(function, grid, block, params, stream, **_):
+        run_on_host((ctypes.c_char * len(params)).from_buffer_copy(params))
+
+    idle_driver.fake_hopper(
+        monkeypatch, num_sms=132, load_function=lambda *_: None, launch=launch, encode=None
+    )
+    yield
+    idle_driver.clear_caches()
+
+
+@pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_source_on_the_host(mask, sizes, on_host):
+    plan = walks_of(plan_on_device(MASKS[mask], sizes))
+    raise_pending()
+    assert_same_plan(plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
+
+
+def test_more_runs_than_there_is_room_for(on_host, monkeypatch):
+    """The host learns of it by a flag, and no tile has a run."""
+    monkeypatch.setattr(planner, "padded_sizes", partial(padded_sizes, max_overlap=1))
+    columns = [(i, i + 1) for i in range(40)]
+    slices = AttnSlices.from_lists([(0, 400)] * 40, columns, [0] * 40)
+    q_tiles, *_ = plan_on_device(slices, SMALL)
+    with pytest.raises(MaskDataError, match="at most `max_overlap` = 1 slices may cross"):
+        raise_pending()
+    assert torch.equal(q_tiles[:, 2], q_tiles[:, 3])
+
+
+def test_a_plan_is_in_one_piece_of_memory(on_host):
+    slices = MASKS["stairs"]
+    plan = plan_on_device(slices, SMALL)
+    memory, shape = packed_plan.pack(plan)
+    found = packed_plan.unpack([memory, shape])
+    assert [x.data_ptr() for x in found] == [x.data_ptr() for x in plan]
+    assert all(x.data_ptr() % 16 == 0 for x in found if x.numel())
+    copied = packed_plan.pack([x.clone() for x in plan])
+    for x, y in zip(packed_plan.unpack(copied), plan, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [SMALL, HOPPER], ids=["small", "hopper"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_on_the_gpu(mask, sizes):
+    plan = walks_of(plan_on_device(MASKS[mask].to("cuda"), sizes))
+    synchronize_checks()
+    assert_same_plan(plan, build_tile_plan(MASKS[mask], **sizes._asdict(), exact=False))
+
+
+@pytest.mark.gpu
+def test_a_million_tokens():
+    for lengths in ([1 << 20], torch.randint(1, 500, (4000,)).tolist()):
+        slices = library.document_causal(lengths).slices
+        plan = walks_of(plan_on_device(slices.to("cuda"), HOPPER))
+        assert_same_plan(plan, build_tile_plan(slices, **HOPPER._asdict(), exact=False))

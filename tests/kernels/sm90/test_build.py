@@ -1,0 +1,92 @@
+"""Every variant of the CUDA kernels compiles, without spills and with asynchronous wgmma, on a machine without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
+
+from magi_compile.kernels import build
+from magi_compile.kernels.sm90.runtime import nvrtc
+
+VARIANTS = list(build.variants())
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MAGI_COMPILE_CACHE_DIR", str(tmp_path))
+
+
+def variant_id(variant):
+    defines = dict(variant.defines)
+    softcap = "softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else None
+    order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
+    has_far = (
+        "true" in (defines.get("FFA_HAS_FAR_TILES"), defines.get("FFA_IS_EARLY"))
+        or defines.get("FFA_NUM_AGENDAS") == "2"
+    )
+    names = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"))
+    parts = (*names, softcap, order, "far" if has_far else None)
+    return "-".join(part for part in parts if part)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+def test_compiles_without_spills(variant):
+    cubin, log = nvrtc.run_nvrtc(variant)
+    resources = nvrtc.parse_resources(log)
+    assert cubin.startswith(b"\x7fELF")
+    assert resources.spilled_bytes == 0
+    assert not resources.is_wgmma_serialized
+
+
+def test_cache(tmp_path, monkeypatch):
+    first = nvrtc.compile_variant(VARIANTS[0])
+    (cached,) = tmp_path.iterdir()
+    assert cached.read_bytes().endswith(first)
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: pytest.fail("not read from the cache"))
+    assert nvrtc.compile_variant(VARIANTS[0]) == first
+
+
+def test_a_truncated_file_is_compiled_again(tmp_path, monkeypatch):
+    log = "0 bytes spill stores, 0 bytes spill loads\nUsed 100 registers"
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: (b"cubin", log))
+    nvrtc.compile_variant(VARIANTS[0])
+    (cached,) = tmp_path.iterdir()
+    whole = cached.read_bytes()
+    cached.write_bytes(whole[:-2])
+    assert nvrtc.compile_variant(VARIANTS[0]) == b"cubin"
+    assert cached.read_bytes() == whole
+
+
+def test_an_error_holds_the_log(tmp_path):
+    wrong = replace(VARIANTS[0], defines=(*VARIANTS[0].defines, ("FFA_ELEMENT", "no_such_type")))
+    with pytest.raises(nvrtc.CompileError, match="no_such_type"):
+        nvrtc.compile_variant(wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spill_is_an_error(tmp_path):
+    starved = dict(VARIANTS[0].defines) | {"FFA_CONSUMER_REGISTERS": "64"}
+    with pytest.raises(nvrtc.CompileError, match="spills"):
+        nvrtc.compile_variant(replace(VARIANTS[0], defines=tuple(starved.items())))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_spill_may_be_allowed(monkeypatch):
+    """Of what the user's mask makes, nobody can say how many registers it needs."""
+    log = "8 bytes spill stores, 8 bytes spill loads\nUsed 255 registers"
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: (b"cubin", log))
+    assert nvrtc.compile_variant(replace(VARIANTS[0], may_spill=True)) == b"cubin"
+
+
+def test_serialised_wgmma_is_an_error(monkeypatch):
+    _, log = nvrtc.run_nvrtc(VARIANTS[0])
+    log += "\nPotential Performance Loss: wgmma.mma_async instructions are serialized"
+    monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: (b"", log))
+    with pytest.raises(nvrtc.CompileError, match="serialised"):
+        nvrtc.compile_variant(VARIANTS[0])
+
+
+def test_a_log_without_a_report_is_an_error():
+    with pytest.raises(nvrtc.CompileError, match="no resource report"):
+        nvrtc.parse_resources("nothing")

@@ -1,0 +1,61 @@
+"""The Triton kernel in Triton's CPU interpreter, in fp16 and fp32 (its bf16 is wrong).
+
+Not collected: `test_triton.py` runs this file in a process of its own with TRITON_INTERPRET=1, because Triton
+chooses its interpreter for good when it is first imported.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from magi_compile.kernels.triton import TritonKernel
+from magi_compile.testing.cases import MASKS, Heads, padded, random_disjoint
+from magi_compile.testing.numerics import assert_attention_close, run_kernel
+from tests.kernels.support.prior import check_prior
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
+
+MASK = {case.name: case for case in MASKS}
+CASES = [
+    *(
+        replace(MASK[name], heads=Heads(2, 1, 16, 16))
+        for name in ("full_63x63", "causal_129x129", "diagonal_129", "sees_nothing")
+    ),
+    replace(padded(MASK["tiny_documents"], 150), heads=Heads(1, 1, 16, 16)),
+    replace(MASK["causal_1x1"], heads=Heads(3, 1, 24, 40)),
+    replace(MASK["causal_63x63"], heads=Heads(2, 2, 16, 16), softcap=5.0),
+]
+
+
+@pytest.fixture(autouse=True)
+def _scalars_are_indices(monkeypatch):
+    """Triton 3.6 calls int() on arrays of one element, which numpy 2.4 refuses."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+
+
+def check(case, dtype, with_dlse):
+    inputs, slices, problem = case.inputs(dtype), case.slices(), case.problem(dtype)
+    results = run_kernel(TritonKernel(), inputs, slices, problem, with_dlse)
+    assert_attention_close(results, inputs, slices, problem, with_dlse)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_matches_the_oracle(case):
+    check(case, torch.float32, with_dlse=True)
+
+
+def test_fp16_without_dlse():
+    check(CASES[0], torch.float16, with_dlse=False)
+
+
+def test_merges_with_a_prior():
+    case = replace(random_disjoint(40, 60, 5), heads=Heads(2, 1, 16, 16))
+    check_prior(TritonKernel(), case, torch.float16, None, "cpu")

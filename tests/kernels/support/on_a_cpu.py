@@ -1,0 +1,130 @@
+"""Kernels of `csrc/sm90`, as they are, on a CPU: g++ compiles them with `ptx_on_a_cpu.cuh` in place of `common/ptx.cuh`."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property
+from pathlib import Path
+
+import pytest
+
+from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, TensorMap
+from tests.deterministic import deterministic_algorithms
+from tests.kernels.support import idle_driver
+from tests.kernels.support.cpp import LIBRARY, ON_A_CPU, compiler_command
+
+_MAIN = """
+#include "common/ptx.cuh"
+#include "{source}"
+template <class Params>
+bool launch(void (*kernel)(Params), const void* params, Index grid, int num_threads, int num_at_once, unsigned timing,
+            int cluster) {{
+    return turns::launch(grid, num_threads, ffa::memory, num_at_once, timing, cluster,
+                         [=] {{ kernel(*static_cast<const Params*>(params)); }});
+}}
+extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads, int num_at_once, unsigned timing,
+                    int cluster) {{
+    return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing, cluster);
+}}
+"""
+_OPTIONS = "-O2 -fno-unroll-loops -fno-tree-vectorize -fno-strict-aliasing"
+
+
+class CompiledKernel:
+    """A kernel as a function of a grid, the number of threads of a block, and its parameters.
+
+    The compiler runs until the first call waits for it.
+    """
+
+    def __init__(self, variant: Variant, path: Path):
+        main = _MAIN.format(source=variant.source, entry=variant.entry)
+        options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
+        command = compiler_command(path, main, options, ON_A_CPU)
+        self._compiler = subprocess.Popen(command, cwd=path)
+        self._library = path / LIBRARY
+
+    @cached_property
+    def _run(self) -> Callable[..., bool]:
+        assert self._compiler.wait() == 0
+        run = ctypes.CDLL(str(self._library)).run
+        run.restype = ctypes.c_bool
+        return run
+
+    def __call__(
+        self,
+        grid: int | tuple[int, int],
+        num_threads: int,
+        params: bytes,
+        num_at_once: int = 1,
+        timing: int = 0,
+        cluster: int = 1,
+    ) -> None:
+        memory = bytearray(len(params) + 64)
+        at = ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
+        at += -at % 64
+        ctypes.memmove(at, bytes(params), len(params))
+        x, y = grid if isinstance(grid, tuple) else (grid, 1)
+        ended = self._run(ctypes.c_void_p(at), x, y, num_threads, num_at_once, timing, cluster)
+        assert ended, "some threads wait for what never comes"
+
+
+def compile_once(
+    directories: pytest.TempPathFactory, name: str
+) -> Callable[[Variant], CompiledKernel]:
+    """`compiled(variant)`, the same kernel for the same variant."""
+    return cache(lambda variant: CompiledKernel(variant, directories.mktemp(name)))
+
+
+@contextmanager
+def launching(
+    monkeypatch: pytest.MonkeyPatch,
+    compiled: Callable[[Variant], CompiledKernel],
+    num_sms: int,
+    launch: Callable[..., object],
+) -> Iterator[None]:
+    """The host's code finds a GPU of `num_sms` SMs, which is this CPU, where `launch` launches."""
+    idle_driver.fake_hopper(
+        monkeypatch,
+        num_sms=num_sms,
+        load_function=lambda variant, device: compiled(variant),
+        launch=launch,
+        encode=encode,
+    )
+    # What is not written is NaN.
+    with deterministic_algorithms():
+        yield
+    idle_driver.clear_caches()
+
+
+def encode(tensor_map: TensorMap, address: int) -> bytes:
+    """A descriptor of `[heads, rows, columns]`."""
+    columns, rows, heads = tensor_map.sizes
+    element_bytes = 2 if tensor_map.is_swizzled else 8
+    box = tensor_map.box[:2]
+    return _packed(
+        address,
+        (columns, rows, heads),
+        tensor_map.strides,
+        box,
+        element_bytes,
+        tensor_map.is_swizzled,
+    )
+
+
+def _packed(
+    address: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    element_bytes: int,
+    is_swizzled: bool,
+) -> bytes:
+    assert address % 16 == 0
+    assert all(stride % 16 == 0 for stride in strides)
+    fields = (address, *sizes, *strides, *box, element_bytes, is_swizzled)
+    return struct.pack("<10q", *fields).ljust(TENSOR_MAP_BYTES, b"\0")

@@ -1,0 +1,81 @@
+"""The Triton tiles fit GPUs that are not at hand: Triton compiles for any of them anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import triton_config
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+SHARED_MEMORY = {(8, 0): 163 << 10, (8, 6): 99 << 10, (9, 0): 227 << 10}
+IS_ALIGNED = [["tt.divisibility", 16]]
+POINTERS = {
+    "tiles_ptr": "*i32",
+    "runs_ptr": "*i32",
+    "edges_ptr": "*i32",
+    "lse_ptr": "*fp32",
+    "delta_ptr": "*fp32",
+}
+
+
+def shared_memory(name: str, head_dim: int, arch: tuple[int, int]) -> int:
+    """Bytes of shared memory of a kernel for bf16 inputs with contiguous heads."""
+    from magi_compile.kernels.triton import device as triton_device
+
+    problem = AttnProblem("cuda", arch, torch.bfloat16, 8, 2, head_dim, head_dim, 1.0)
+    config = triton_config(problem)
+    is_k_walk = name == "dkdv"
+    constants = {
+        "TILE_ROWS": config.k_tile_rows if is_k_walk else config.q_tile_rows,
+        "BLOCK_COLS": config.k_block_cols if is_k_walk else config.q_block_cols,
+        "DIM": head_dim,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "DIM_V": head_dim,
+        "PADDED_DIM_V": triton.next_power_of_2(head_dim),
+        "HAS_SOFTCAP": False,
+    }
+    kernel = getattr(triton_device, f"{name}_kernel")
+    signature: dict[str, Any] = {}
+    constexprs: dict[tuple[int, ...], int] = {}
+    attributes: dict[tuple[int, ...], list] = {}
+    for i, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+            constexprs[i,] = constants[argument]
+        elif argument.endswith("_ptr"):
+            signature[argument] = POINTERS.get(argument, "*bf16")
+            attributes[i,] = IS_ALIGNED
+        elif argument.endswith("_strides"):
+            signature[argument] = ("i32", "i32", "constexpr")
+            constexprs[i, 2] = 1
+            attributes[i, 0] = attributes[i, 1] = IS_ALIGNED
+        elif argument == "factors":
+            signature[argument] = ("fp32", "fp32")
+        else:
+            signature[argument] = "fp32" if argument == "softmax_scale" else "i32"
+    major, minor = arch
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constexprs, attributes),
+        target=GPUTarget("cuda", 10 * major + minor, 32),
+        options=getattr(config, name)._asdict(),
+    )
+    return compiled.metadata.shared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["forward", "dq", "dkdv"])
+@pytest.mark.parametrize(
+    ("arch", "head_dim"),
+    [((8, 0), 128), ((8, 6), 256), ((9, 0), 256)],  # those that come closest to the limit
+    ids=["sm_80-128", "sm_86-256", "sm_90-256"],
+)
+def test_fits_in_shared_memory(arch, head_dim, name, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert shared_memory(name, head_dim, arch) <= SHARED_MEMORY[arch]
