@@ -1,9 +1,10 @@
-// Repeats calls that Python has prepared: an op of ours whose arguments have the shapes, strides and options of an earlier call
-// allocates, writes addresses into parameters and launches, without Python.
+// Repeats calls that Python has prepared: an op of ours whose arguments have the shapes, strides and options of an
+// earlier call allocates, writes addresses into parameters and launches, without Python.
 //
-// Built without headers of PyTorch or CUDA: the functions of PyTorch's stable C interface (torch/csrc/stable/c/shim.h, 2.10 and
-// later) and of the CUDA driver are declared here and looked up in the libraries of the process, so that one binary runs with
-// every version of both. What Python hands over is described in magi_compile/kernels/sm90/runtime/native.py.
+// Built without headers of PyTorch or CUDA: the functions of PyTorch's stable C interface
+// (torch/csrc/stable/c/shim.h, 2.10 and later) and of the CUDA driver are declared here and looked up in the libraries
+// of the process, so that one binary runs with every version of both. What Python hands over is described in
+// magi_compile/kernels/sm90/runtime/native.py.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -52,7 +53,7 @@ struct Torch {
     int (*torch_string_length)(Text, size_t*);
     int (*torch_string_c_str)(Text, const char**);
     int (*torch_delete_string)(Text);
-    int (*torch_delete_stable_ivalue)(Value*);                        // 2.13 and later
+    int (*torch_delete_stable_ivalue)(Value*);                    // 2.13 and later
     int (*aoti_torch_get_current_cuda_stream)(int32_t, void**);   // with CUDA
 };
 
@@ -279,7 +280,8 @@ bool has_failures() {
 
 struct Op {
     std::string name, fallback;
-    std::string arguments;   // a letter each: T tensor, O optional tensor, L list of tensors, l list of numbers, s str, n number
+    std::string arguments;   // a letter each: T tensor, O optional tensor, L list of tensors, l list of numbers, s str,
+                             // n number
     std::string results;     // T for each tensor, or L: a list of them
 };
 
@@ -473,13 +475,13 @@ void enqueue(const Launch& launch, const std::vector<uint64_t>& addresses, void*
     for (const TensorMap& x : launch.maps) {
         const uint32_t steps[3] = {1, 1, 1};
         void* const begin = reinterpret_cast<void*>(addresses[x.pointer.buffer] + x.pointer.offset);
-        check(driver.cuTensorMapEncodeTiled(params + x.pointer.at, x.element, 3, begin, x.sizes, x.strides, x.box, steps, 0,
-                                            x.is_swizzled ? kSwizzle128B : 0, kPromotion256B, 0),
+        check(driver.cuTensorMapEncodeTiled(params + x.pointer.at, x.element, 3, begin, x.sizes, x.strides, x.box,
+                                            steps, 0, x.is_swizzled ? kSwizzle128B : 0, kPromotion256B, 0),
               "cuTensorMapEncodeTiled");
     }
     LaunchAttribute attributes[3] = {};
-    LaunchConfig config{{launch.grid[0], launch.grid[1], 1}, {launch.num_threads, 1, 1}, launch.shared_bytes, stream,
-                        attributes, 0};
+    LaunchConfig config{
+        {launch.grid[0], launch.grid[1], 1}, {launch.num_threads, 1, 1}, launch.shared_bytes, stream, attributes, 0};
     if (launch.may_start_early) {
         LaunchAttribute& attribute = attributes[config.num_attributes++];
         attribute.id = kProgrammaticStreamSerialization;
@@ -510,7 +512,8 @@ bool is_on_device(const Call& call) {
 void repeat(const Call& call, const Arguments& arguments, const Made& made) {
     void* stream = nullptr;
     if (torch.aoti_torch_get_current_cuda_stream != nullptr) {
-        check(torch.aoti_torch_get_current_cuda_stream(call.device_index, &stream), "aoti_torch_get_current_cuda_stream");
+        check(torch.aoti_torch_get_current_cuda_stream(call.device_index, &stream),
+              "aoti_torch_get_current_cuda_stream");
     }
     std::vector<uint64_t> addresses;
     addresses.reserve(call.given.size() + call.made.size());
@@ -566,18 +569,18 @@ bool look_up(Function& function, const char* name, void* first, void* second) {
     return found != nullptr;
 }
 
-}  // namespace
+}   // namespace
 
 #define MAGI_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Looks all functions up; the name of the first one that is missing, or null. The libraries of PyTorch are loaded already;
-// `driver_path` is that of the CUDA driver.
+// Looks all functions up; the name of the first one that is missing, or null. The libraries of PyTorch are loaded
+// already; `driver_path` is that of the CUDA driver.
 MAGI_EXPORT const char* magi_open(const char* driver_path) {
     void* const cpu = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
     void* const cuda = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-#define MAGI_LOOK_UP(name)                         \
-    if (!look_up(torch.name, #name, cpu, cuda)) {  \
-        return #name;                              \
+#define MAGI_LOOK_UP(name)                        \
+    if (!look_up(torch.name, #name, cpu, cuda)) { \
+        return #name;                             \
     }
     MAGI_LOOK_UP(aoti_torch_get_dim)
     MAGI_LOOK_UP(aoti_torch_get_sizes)
@@ -606,9 +609,9 @@ MAGI_EXPORT const char* magi_open(const char* driver_path) {
     if (of_driver == nullptr) {
         return driver_path;
     }
-#define MAGI_LOOK_UP(name)                                    \
-    if (!look_up(driver.name, #name, of_driver, nullptr)) {   \
-        return #name;                                         \
+#define MAGI_LOOK_UP(name)                                  \
+    if (!look_up(driver.name, #name, of_driver, nullptr)) { \
+        return #name;                                       \
     }
     MAGI_LOOK_UP(cuLaunchKernelEx)
     MAGI_LOOK_UP(cuTensorMapEncodeTiled)
@@ -618,8 +621,8 @@ MAGI_EXPORT const char* magi_open(const char* driver_path) {
     return nullptr;
 }
 
-// From now on the op `magi::name` runs here where `dispatch_key` says; what is not known yet is computed by `magi::fallback`,
-// an op of the same arguments. Returns 0, or an error of PyTorch.
+// From now on the op `magi::name` runs here where `dispatch_key` says; what is not known yet is computed by
+// `magi::fallback`, an op of the same arguments. Returns 0, or an error of PyTorch.
 MAGI_EXPORT int magi_register(const char* name, const char* fallback, const char* arguments, const char* results,
                               const char* dispatch_key) {
     if (num_ops == kMostOps) {

@@ -20,8 +20,8 @@ struct DqTarget {
 };
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
-          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
+          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_,
+          bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -38,12 +38,13 @@ struct BackwardConfig {
     static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
     using Params = BackwardParams<kHasFarTiles ? 2 : 1>;
 
-    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see mainloop_wide.cuh.
+    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see
+    // mainloop_wide.cuh.
     static constexpr bool kIsWide = kHeadDim > 128;
     // Then a tile is that of a cluster of two, of 64 keys each, which load Q and dO for each other.
     static constexpr int kCtas = kCtas_;
-    // Where there is room for what it needs of the other's, each computes one half of the columns of dQ for all keys: so half as
-    // much is added up in global memory, which would limit them.
+    // Where there is room for what it needs of the other's, each computes one half of the columns of dQ for all keys:
+    // so half as much is added up in global memory, which would limit them.
     static constexpr bool kSharesDq = kIsWide && kHeadDim <= 192;
     // S and dP then read half as much of shared memory, where there are registers for it.
     static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
@@ -52,12 +53,12 @@ struct BackwardConfig {
     static constexpr int kWarpgroup = 128;
     static constexpr int kConsumers = 2;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 2);
-    static constexpr int kRows = 64;   // keys of a warpgroup
+    static constexpr int kRows = 64;                                        // keys of a warpgroup
     static constexpr int kBlockRows = (kIsWide ? 1 : kConsumers) * kRows;   // of a thread block
     static constexpr int kTileRows = kCtas * kBlockRows;
     static constexpr int kTileWarps = kCtas * kConsumers * 4;   // that have gradients of a tile's keys
-    static constexpr int kPeerSlabs = 2;   // of the other one's keys, that this one needs
-    static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
+    static constexpr int kPeerSlabs = 2;                        // of the other one's keys, that this one needs
+    static constexpr int kSlabCols = 64;                        // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kKSlab = kBlockRows * kSlabCols;   // elements
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
@@ -69,7 +70,8 @@ struct BackwardConfig {
     static constexpr int kDqColParts = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
     static constexpr int kDqParts = kDqRowParts * kDqColParts;
-    // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 % elsewhere.
+    // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 %
+    // elsewhere.
     static constexpr bool kElects = kIsDeterministic;
 
     // Whether parts of a tile may come one after the other.
@@ -100,22 +102,23 @@ struct alignas(16) Block {
     int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
 };
 
-// Where it ends decides where barriers lie, and so what code they get: with 64 bytes head_dim 64 is 1 % faster than with 60.
+// Where it ends decides where barriers lie, and so what code they get: with 64 bytes head_dim 64 is 1 % faster than
+// with 60.
 struct alignas(64) TileOfHead {
     Tile tile;
     int kv_head;
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
     bool is_far;
-    int num_visits;      // blocks of queries, over all query heads
-    int visits_to_tell;  // after so many, those of a head or all, the warps of dQ tell what they have added
-    int wave_in_step;    // whose thread blocks stay together, or kNoWave
-    int num_qheads;      // of the group, from `qhead` on
+    int num_visits;       // blocks of queries, over all query heads
+    int visits_to_tell;   // after so many, those of a head or all, the warps of dQ tell what they have added
+    int wave_in_step;     // whose thread blocks stay together, or kNoWave
+    int num_qheads;       // of the group, from `qhead` on
     int qhead;
-    int part;            // of so many as the tile is divided into
+    int part;   // of so many as the tile is divided into
     int num_parts;
-    int slot;            // of its first part, of all heads' slots
-    int turn;            // of a part that is handed on, else AgendaEntry::kNoTurn
+    int slot;   // of its first part, of all heads' slots
+    int turn;   // of a part that is handed on, else AgendaEntry::kNoTurn
 
     __device__ __forceinline__ bool is_short(int rows) const { return tile.row_end - tile.row_begin < rows; }
 
@@ -127,8 +130,8 @@ __device__ __forceinline__ const TileList& list_of(const typename Config::Params
     return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
 }
 
-// Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the probabilities for
-// those that have the gradients, of 16 keys each, as they hold it.
+// Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the
+// probabilities for those that have the gradients, of 16 keys each, as they hold it.
 template <class Config, bool kIsWide = Config::kIsWide>
 struct FactorStorage {};
 
@@ -175,7 +178,8 @@ struct OperandStorage : PeerStorage<Config> {
     Element v[Config::kSlabs][Config::kKSlab];
     Element q[Config::kStages][Config::kSlabs][Config::kQSlab];
     Element dout[Config::kDoutStages][Config::kSlabs][Config::kQSlab];
-    Element dscores[Config::kScoreStages][Config::kScoreSlabs][Config::kKSlab];   // dS^T, keys x queries; later dV and dK
+    Element dscores[Config::kScoreStages][Config::kScoreSlabs]
+                   [Config::kKSlab];                                    // dS^T, keys x queries; later dV and dK
     Stats stats[Config::kStages][Config::kBlockCols / kStatsQueries];   // travel with q
     Selector selectors[kStatistics];   // here because the last queries' terms 6 and 7 are, which must be finite
 };
@@ -192,10 +196,11 @@ struct DqStorage<Config, false> : OperandStorage<Config> {
 // What some kernels do without takes no room there, as a base.
 template <class Config>
 struct alignas(1024) SharedStorage : DqStorage<Config> {
-    Block blocks[Config::kStages];          // travel with q
-    TileOfHead work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
+    Block blocks[Config::kStages];   // travel with q
+    TileOfHead
+        work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
-    int is_over;   // 1 when there will be no more tiles, kNobodyWaits if other tiles are for another launch
+    int is_over;         // 1 when there will be no more tiles, kNobodyWaits if other tiles are for another launch
     union {
         uint32_t never_written;
         int item;   // that the first thread block of a cluster has drawn for this one
@@ -207,8 +212,8 @@ struct alignas(1024) SharedStorage : DqStorage<Config> {
     ClusterBarriers<Config> cluster;
 };
 
-// 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it; what the warps of dQ have added,
-// where additions have an order, is there.
+// 0 is __syncthreads. Nobody reads dS of a tile any more, nor what else others have left for it; what the warps of dQ
+// have added, where additions have an order, is there.
 enum NamedBarrier : uint32_t { kScoresAreRead = 1, kFactorsAreThere, kFactorsAreTaken, kAdditionsHaveArrived };
 
 // Whether this is the lane that does what one lane of a warp does; all of them ask.
@@ -267,4 +272,4 @@ __device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
     fence_proxy_async_shared();
 }
 
-}  // namespace ffa
+}   // namespace ffa

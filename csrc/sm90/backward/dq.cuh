@@ -1,6 +1,6 @@
-// The warpgroup of the backward kernel that computes dQ = dS K of each block, from the gradients of scores that the others
-// leave in shared memory, and adds it to the sum in global memory: in any order or, for sums that repeat bit for bit, in that of
-// the plan's tiles. It counts what has been added, so that others know when a sum is complete.
+// The warpgroup of the backward kernel that computes dQ = dS K of each block, from the gradients of scores that the
+// others leave in shared memory, and adds it to the sum in global memory: in any order or, for sums that repeat bit for
+// bit, in that of the plan's tiles. It counts what has been added, so that others know when a sum is complete.
 #pragma once
 
 #include "backward/config.cuh"
@@ -28,7 +28,8 @@ public:
                 break;
             }
             const int num_visits = left;
-            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile tells of all.
+            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile tells of
+            // all.
             int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
             int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not told
             while (left > 0) {
@@ -160,9 +161,9 @@ private:
         wgmma_commit_group();
     }
 
-    // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the assembler
-    // moves what makes the next part's descriptors in front of the wait, which pays where a head is two parts wide (1.01) and
-    // costs elsewhere (0.97).
+    // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the
+    // assembler moves what makes the next part's descriptors in front of the wait, which pays where a head is two parts
+    // wide (1.01) and costs elsewhere (0.97).
     __device__ __forceinline__ void await_staging() {
         if (Config::kDqColParts > 1 || is_chosen<Config>(lane_)) {
             cp_async_bulk_wait_group_read<0>();
@@ -171,8 +172,8 @@ private:
     }
 
     __device__ __forceinline__ void store(const Dq& dq, int part) {
-        float* const staging = smem_.dq[part / Config::kDqColParts][warp_] +
-                               part % Config::kDqColParts * kWarpRows * Config::kDqCols;
+        float* const staging =
+            smem_.dq[part / Config::kDqColParts][warp_] + part % Config::kDqColParts * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
@@ -189,8 +190,9 @@ private:
         }
     }
 
-    // Until it is this thread block's turn to add to these rows, as `visits` tell: that of its tile, and where thread blocks of a
-    // cluster add to the same columns, they take turns block by block. What this one has added before has arrived. One lane waits.
+    // Until it is this thread block's turn to add to these rows, as `visits` tell: that of its tile, and where thread
+    // blocks of a cluster add to the same columns, they take turns block by block. What this one has added before has
+    // arrived. One lane waits.
     __device__ __forceinline__ void await_turn(const DqTarget& rows, int*& visits) {
         const long long num_groups = params_.dq.sums.row_groups;
         const int group = rows.first / kDqGroupRows;
@@ -208,7 +210,8 @@ private:
         __syncwarp();
     }
 
-    // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of any release.
+    // Until this warp's additions have arrived, but for those of so many blocks. Those from registers are in front of
+    // any release.
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
         if constexpr (!Config::kIsWide) {
@@ -276,7 +279,8 @@ private:
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;
-    int* visits_[Config::kDqRowParts] = {};   // of the rows that this lane has waited for, where additions have an order
+    int* visits_[Config::kDqRowParts] =
+        {};   // of the rows that this lane has waited for, where additions have an order
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -21,7 +21,8 @@ public:
         const int row = first_row + lane() / 4 + lane() % 2 * (kDqGroupRows / 2);
         const float4* from = reinterpret_cast<const float4*>(dq_rows<kHeadDim>(items_.sums, head, first_row)) + lane();
         Element* to = static_cast<Element*>(items_.dq) +
-                      (static_cast<long long>(row) * items_.num_heads + head) * kHeadDim + lane() % 4 / 2 * kDqGroupCols;
+                      (static_cast<long long>(row) * items_.num_heads + head) * kHeadDim +
+                      lane() % 4 / 2 * kDqGroupCols;
         const bool is_there = row < items_.total_q;
 #pragma unroll 1
         for (int i = 0; i < kHeadDim / kDqGroupCols / kColGroupsAtOnce; ++i) {
@@ -32,9 +33,9 @@ public:
             }
 #pragma unroll
             for (int j = 0; j < kColGroupsAtOnce; j += 2) {
-                const uint4 cols = transposed({scaled(sums[j].x, sums[j].y), scaled(sums[j].z, sums[j].w),
-                                               scaled(sums[j + 1].x, sums[j + 1].y),
-                                               scaled(sums[j + 1].z, sums[j + 1].w)});
+                const uint4 cols =
+                    transposed({scaled(sums[j].x, sums[j].y), scaled(sums[j].z, sums[j].w),
+                                scaled(sums[j + 1].x, sums[j + 1].y), scaled(sums[j + 1].z, sums[j + 1].w)});
                 if (is_there) {
                     *reinterpret_cast<uint4*>(to + j * kDqGroupCols) = cols;
                 }
@@ -45,7 +46,8 @@ public:
     }
 
 private:
-    static_assert(kHeadDim / kDqGroupCols % kColGroupsAtOnce == 0 && kColGroupsAtOnce % 2 == 0, "whole steps, whole pairs");
+    static_assert(kHeadDim / kDqGroupCols % kColGroupsAtOnce == 0 && kColGroupsAtOnce % 2 == 0,
+                  "whole steps, whole pairs");
 
     // No register keeps it: in the main kernel there are few.
     __device__ __forceinline__ static int lane() { return opaque(threadIdx.x) % 32; }
@@ -74,8 +76,8 @@ private:
     const DqItems& items_;
 };
 
-// When rows of dq will be complete: how many times the main kernel adds to each 16 of them, once for each run of a tile that holds
-// some, and whether it does so head by head.
+// When rows of dq will be complete: how many times the main kernel adds to each 16 of them, once for each run of a tile
+// that holds some, and whether it does so head by head.
 
 // `wanted` of DqVisits, with an int behind it for the way there, comes about in three steps; each by one thread block.
 inline __device__ void clear_dq_visits(int* wanted, int row_groups) {
@@ -114,4 +116,4 @@ __device__ void count_walks(const Tile* tiles, const Run* runs, int num_tiles, i
     });
 }
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,7 +1,7 @@
-// How warps of the backward kernel make rows of dq while others are at work: those beside the producer do nothing else, the
-// others help when they are done. A thread block whose tiles come to an end does not wait for others for long: where not all
-// of them run at a time, some start only when it ends. What it leaves is for the kernel behind, and so is the rest, when half of the
-// warps have gone: the few of thread blocks that are still at work would take long for it.
+// How warps of the backward kernel make rows of dq while others are at work: those beside the producer do nothing else,
+// the others help when they are done. A thread block whose tiles come to an end does not wait for others for long:
+// where not all of them run at a time, some start only when it ends. What it leaves is for the kernel behind, and so is
+// the rest, when half of the warps have gone: the few of thread blocks that are still at work would take long for it.
 #pragma once
 
 #include "backward/config.cuh"
@@ -36,7 +36,7 @@ public:
 private:
     static constexpr int kColGroupsAtOnce = 4;   // 16 registers
     static constexpr int kNsOfWait = 150;
-    static constexpr int kMostWaits = 200000 / kNsOfWait;   // when there are no more tiles
+    static constexpr int kMostWaits = 200000 / kNsOfWait;          // when there are no more tiles
     static constexpr int kManyWarps = Config::kThreads / 32 / 2;   // of each thread block
 
     __device__ __forceinline__ static bool is_first_lane() { return opaque(threadIdx.x) % 32 == 0; }
@@ -81,4 +81,4 @@ private:
     SharedStorage<Config>& smem_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,5 +1,5 @@
-// dQ = dS K of a block where heads are wide. There is no room for it in shared memory, so warps add it to the sum in global memory
-// from their registers, 64 columns at a time.
+// dQ = dS K of a block where heads are wide. There is no room for it in shared memory, so warps add it to the sum in
+// global memory from their registers, 64 columns at a time.
 #pragma once
 
 #include "backward/config.cuh"
@@ -8,7 +8,8 @@
 
 namespace ffa {
 
-// A descriptor of the matmul dQ = dS K. The wait for a turn diverges, and the compiler no longer knows that it is that of all lanes.
+// A descriptor of the matmul dQ = dS K. The wait for a turn diverges, and the compiler no longer knows that it is that
+// of all lanes.
 template <class Config>
 __device__ __forceinline__ uint32_t dq_operand(const typename Config::Element* tile, uint32_t leading_bytes) {
     const uint32_t descriptor = wgmma_descriptor(tile, leading_bytes);
@@ -18,7 +19,8 @@ __device__ __forceinline__ uint32_t dq_operand(const typename Config::Element* t
 template <class Config>
 class WideDq {
 public:
-    __device__ __forceinline__ WideDq(SharedStorage<Config>& smem, int warp, int lane) : smem_(smem), warp_(warp), lane_(lane) {}
+    __device__ __forceinline__ WideDq(SharedStorage<Config>& smem, int warp, int lane)
+        : smem_(smem), warp_(warp), lane_(lane) {}
 
     // `take_turn` comes in front of the first addition, while a matmul runs.
     template <class TakeTurn>
@@ -53,7 +55,8 @@ private:
         }
     }
 
-    // For the keys of both thread blocks of the cluster. Each has a slab at one end of the head, and a half of the slab between.
+    // For the keys of both thread blocks of the cluster. Each has a slab at one end of the head, and a half of the slab
+    // between.
     template <class TakeTurn>
     __device__ __forceinline__ void half_of_columns(const DqTarget& rows, const Position<Config::kScoreStages>& scores,
                                                     TakeTurn take_turn) const {
@@ -89,14 +92,15 @@ private:
         wgmma_fence();
         accumulate<kCols>(dq, smem_.dscores[slot][0], smem_.k[slab], within, false);
         if constexpr (Config::kSharesDq) {
-            accumulate<kCols>(dq, smem_.peer_dscores[slot], smem_.peer_k[slab - first_peer_slab<Config>()], within, true);
+            accumulate<kCols>(dq, smem_.peer_dscores[slot], smem_.peer_k[slab - first_peer_slab<Config>()], within,
+                              true);
         }
         wgmma_commit_group();
     }
 
     template <int kCols>
-    __device__ __forceinline__ static void accumulate(float (&dq)[kCols / 2], const Element* dscores, const Element* keys,
-                                                      uint32_t within, bool adds) {
+    __device__ __forceinline__ static void accumulate(float (&dq)[kCols / 2], const Element* dscores,
+                                                      const Element* keys, uint32_t within, bool adds) {
         const uint32_t a = dq_operand<Config>(dscores, 0);
         const uint32_t b = dq_operand<Config>(keys, sizeof(Element) * Config::kKSlab) + within;
 #pragma unroll
@@ -115,7 +119,8 @@ private:
         }
     }
 
-    // The next gradients of scores from the other thread block, which sends nothing to a slot before it is told that it may.
+    // The next gradients of scores from the other thread block, which sends nothing to a slot before it is told that it
+    // may.
     __device__ __forceinline__ void expect_peer(int slot) const {
         if (lane_ == 0) {
             mbarrier_arrive_expect_tx(smem_.cluster.from_peer[slot], sizeof(smem_.peer_dscores[0]));
@@ -130,4 +135,4 @@ private:
     const int lane_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,5 +1,5 @@
-// How a warp of the backward kernel gets rid of dk or dv of its 16 keys, or of both: to the output, by way of what the other
-// parts have where the tile is in parts.
+// How a warp of the backward kernel gets rid of dk or dv of its 16 keys, or of both: to the output, by way of what the
+// other parts have where the tile is in parts.
 #pragma once
 
 #include "backward/config.cuh"
@@ -13,7 +13,8 @@ public:
     static constexpr int kGrad = Config::kHeadDim / 2;   // registers of a thread
     using Grad = float[kGrad];
 
-    __device__ __forceinline__ KeyGradients(const typename Config::Params& params, int lane) : params_(params), lane_(lane) {}
+    __device__ __forceinline__ KeyGradients(const typename Config::Params& params, int lane)
+        : params_(params), lane_(lane) {}
 
     // The first of the warp, of those of its thread block.
     __device__ __forceinline__ int row_in_block() const {
@@ -22,10 +23,10 @@ public:
 
     __device__ __forceinline__ int row_in_tile() const { return first_row_of_block<Config>() + row_in_block(); }
 
-    // Each warp for itself leaves what this part of a tile has. The last one to arrive then has the sums of all, in fp32 and in
-    // the order of the parts, so that they repeat bit for bit. Where parts are handed on, a part waits for the one before, adds what
-    // that has left, and leaves the sums; the one of the first query heads is the last. Returns the key up to which there is
-    // something to store: those that are not the last have nothing.
+    // Each warp for itself leaves what this part of a tile has. The last one to arrive then has the sums of all, in
+    // fp32 and in the order of the parts, so that they repeat bit for bit. Where parts are handed on, a part waits for
+    // the one before, adds what that has left, and leaves the sums; the one of the first query heads is the last.
+    // Returns the key up to which there is something to store: those that are not the last have nothing.
     template <class... Grads>
     __device__ __forceinline__ int join_parts(const TileOfHead& work, Grads&... grads) const {
         float4* const partials = partials_of<sizeof...(Grads)>(work);
@@ -71,7 +72,8 @@ public:
             cp_async_bulk_wait_group<0>();
             fence_proxy_async_global();
             __threadfence_system();
-            if (atomicAdd(&params_.lists[kFar].agenda.counters->num_unfinished, -1) == 1 && params_.are_complete != nullptr) {
+            if (atomicAdd(&params_.lists[kFar].agenda.counters->num_unfinished, -1) == 1 &&
+                params_.are_complete != nullptr) {
                 __threadfence_system();
                 store_release_system(params_.are_complete, 1);
             }
@@ -93,7 +95,8 @@ private:
     template <int kGrads>
     __device__ __forceinline__ float4* partials_of(const TileOfHead& work) const {
         return reinterpret_cast<float4*>(params_.lists[kNear].agenda.partials) +
-               static_cast<long long>(work.slot * Config::kTileWarps + warp_of_tile()) * (kGrads * kPartialsOfGrad) + lane_;
+               static_cast<long long>(work.slot * Config::kTileWarps + warp_of_tile()) * (kGrads * kPartialsOfGrad) +
+               lane_;
     }
 
     // How many parts have come to their end.
@@ -222,4 +225,4 @@ private:
     const int lane_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,12 +1,13 @@
 // The backward pass: dk and dv of one tile of keys at a time, and its share of dq.
 //
-// A persistent thread block works on one (k tile, kv head) of the agenda after another, or on a part of the query heads of
-// the group, where the whole of a tile would end after everything else. For all these heads and all runs of the tile, one
-// producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64 keys each. Scores are
-// transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q, whose sums never
-// leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup, which computes dQ =
-// dS K and adds it to a sum in global memory: so the consumers wait for nobody. Warps that are free make dq of the sums that
-// are complete. Where heads are wide, consumers share keys, and thread blocks may share tiles: see mainloop_wide.cuh.
+// A persistent thread block works on one (k tile, kv head) of the agenda after another, or on a part of the query heads
+// of the group, where the whole of a tile would end after everything else. For all these heads and all runs of the
+// tile, one producer thread streams blocks of Q and dO into shared memory; two consumer warpgroups own 64 keys each.
+// Scores are transposed, keys by queries, so that P^T and dS^T are already operands of dV += P^T dO and dK += dS^T Q,
+// whose sums never leave the registers until the tile is done. dS also goes through shared memory to a third warpgroup,
+// which computes dQ = dS K and adds it to a sum in global memory: so the consumers wait for nobody. Warps that are free
+// make dq of the sums that are complete. Where heads are wide, consumers share keys, and thread blocks may share tiles:
+// see mainloop_wide.cuh.
 //
 // The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
 // magi_compile/kernels/heuristics.py through the compiler's command line.
@@ -66,10 +67,10 @@ __device__ __forceinline__ void backward(const typename Config::Params& params) 
 }
 
 using Config = BackwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_CTAS, FFA_BLOCK_COLS, FFA_STAGES, FFA_DOUT_STAGES,
-                              FFA_SCORE_STAGES, FFA_PRODUCER_REGISTERS, FFA_DQ_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP,
-                              FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_HAS_FAR_TILES>;
+                              FFA_SCORE_STAGES, FFA_PRODUCER_REGISTERS, FFA_DQ_REGISTERS, FFA_CONSUMER_REGISTERS,
+                              FFA_HAS_SOFTCAP, FFA_IS_DETERMINISTIC, FFA_ROUNDS_DQ, FFA_HAS_FAR_TILES>;
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
     ffa_backward(const __grid_constant__ ffa::Config::Params params) {

@@ -1,13 +1,14 @@
-// A warpgroup of the backward kernel that owns 64 keys of each tile, and sums up their gradients over block after block of
-// queries. A turn of its loop, " is the next block:
+// A warpgroup of the backward kernel that owns 64 keys of each tile, and sums up their gradients over block after block
+// of queries. A turn of its loop, " is the next block:
 //
 //     dS is stored and announced, dV and dK are issued
 //     dV is done: S" is issued; dK is done; S" is done: P" = exp2(scale S"), dP" is issued
 //     dP" is done: dS" = P" dP"
 //
-// The compiler wants 32 registers beyond the accumulators and operands in flight, so S" waits for dV, and dP" for S". The
-// matmuls of the other warpgroups fill the gaps. S and dP start from what would have to be subtracted from them later. A
-// warp's memory operations queue up behind the matmuls that it has issued: what can be read or stored is, in front of them.
+// The compiler wants 32 registers beyond the accumulators and operands in flight, so S" waits for dV, and dP" for S".
+// The matmuls of the other warpgroups fill the gaps. S and dP start from what would have to be subtracted from them
+// later. A warp's memory operations queue up behind the matmuls that it has issued: what can be read or stored is, in
+// front of them.
 #pragma once
 
 #include "backward/config.cuh"
@@ -18,8 +19,8 @@
 
 namespace ffa {
 
-// The matmuls of a warpgroup of the backward kernel that owns 64 keys. Scores and their gradients are transposed, keys by
-// queries, so that they are operands of the next matmul as they lie in registers.
+// The matmuls of a warpgroup of the backward kernel that owns 64 keys. Scores and their gradients are transposed, keys
+// by queries, so that they are operands of the next matmul as they lie in registers.
 template <class Config>
 class Matmuls {
 public:
@@ -113,7 +114,8 @@ private:
             if constexpr (Config::kHasKeysInRegisters) {
                 Multiply::template rs<Major::K>(product, keys.steps[step], b, accumulates);
             } else {
-                Multiply::template ss<Major::K, Major::K>(product, a + ((slab * kKSlabBytes + within) >> 4), b, accumulates);
+                Multiply::template ss<Major::K, Major::K>(product, a + ((slab * kKSlabBytes + within) >> 4), b,
+                                                          accumulates);
             }
         }
         wgmma_commit_group();
@@ -156,8 +158,8 @@ private:
     const SlotDescriptors<sizeof(SharedStorage<Config>::selectors[0])> selector_operands_;
 };
 
-// The arithmetic of the backward kernel on scores, keys by queries, as a warpgroup holds them: from scores to probabilities,
-// and the gradients of scores on their way to shared memory.
+// The arithmetic of the backward kernel on scores, keys by queries, as a warpgroup holds them: from scores to
+// probabilities, and the gradients of scores on their way to shared memory.
 template <class Config>
 class ScoreMath {
 public:
@@ -166,14 +168,16 @@ public:
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
 
-    __device__ __forceinline__ ScoreMath(const typename Config::Params& params, const SharedStorage<Config>& smem, int lane)
+    __device__ __forceinline__ ScoreMath(const typename Config::Params& params, const SharedStorage<Config>& smem,
+                                         int lane)
         : params_(params), smem_(smem), lane_(lane) {}
 
     // `row` is the first one of the warp in its tile.
     __device__ __forceinline__ void mask(Scores& scores, int slot, int mask_row, int row) const {
         if (__any_sync(0xffffffff, mask_row != kNoMask)) {
             const Block& block = smem_.blocks[slot];
-            apply_mask<true>(scores, block.run, params_.edges, mask_row + row + lane_ / 4, block.first + 2 * (lane_ % 4));
+            apply_mask<true>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,
+                             block.first + 2 * (lane_ % 4));
         }
     }
 
@@ -220,7 +224,8 @@ public:
         const uint32_t first = address + ((lane_ / 16 ^ row % 8) << 4);
 #pragma unroll
         for (int i = 0; i < kScores / 8; ++i) {
-            // Both lead to the same place. The first one takes fewer registers, but where heads are not wide it costs 2 %.
+            // Both lead to the same place. The first one takes fewer registers, but where heads are not wide it costs 2
+            // %.
             const int chunk = 2 * (i % 4) + lane_ / 16;
             const uint32_t swizzled = Config::kIsWide ? first ^ i % 4 << 5 : address + ((chunk ^ row % 8) << 4);
             stmatrix_x4(swizzled + i / 4 * kKSlabBytes, dscores[4 * i], dscores[4 * i + 1], dscores[4 * i + 2],
@@ -236,12 +241,14 @@ private:
     const int lane_;
 };
 
-// Its control flow is uniform, and told so that the compiler sees it (all lanes vote, single lanes do by predicates what
-// others would branch around): only then do loop counts, barriers and operands' descriptors live in uniform registers.
+// Its control flow is uniform, and told so that the compiler sees it (all lanes vote, single lanes do by predicates
+// what others would branch around): only then do loop counts, barriers and operands' descriptors live in uniform
+// registers.
 template <class Config>
 class Consumer {
 public:
-    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem,
+                                        int warpgroup)
         : params_(params),
           smem_(smem),
           warpgroup_(warpgroup),
@@ -272,8 +279,8 @@ private:
 
     // Measured: it pays where products are short beside the exponentials.
     static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
-    // A wait amid the arithmetic that makes operands: the assembler orders what is in front and behind for itself, and needs
-    // fewer registers.
+    // A wait amid the arithmetic that makes operands: the assembler orders what is in front and behind for itself, and
+    // needs fewer registers.
     static constexpr bool kBufferIsAwaitedBefore = kExponentialsBesideDprobs;
     // dS of a block then has the slot of its queries, which saves registers.
     static constexpr bool kScoresGoWithBlocks = Config::kScoreStages == Config::kStages;
@@ -299,8 +306,10 @@ private:
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.dq.softmax_scale;
         }
-        gradients_.template store<Config::kSlabs>(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work, store_end);
-        gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work, store_end);
+        gradients_.template store<Config::kSlabs>(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work,
+                                                  store_end);
+        gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work,
+                                                  store_end);
         if constexpr (Config::kHasFarTiles) {
             gradients_.tell(work, store_end);
         }
@@ -336,7 +345,8 @@ private:
         }
     }
 
-    // Leaves dS of the present block to the warpgroup of dQ. `between` comes behind the stores and in front of the fence.
+    // Leaves dS of the present block to the warpgroup of dQ. `between` comes behind the stores and in front of the
+    // fence.
     template <class Between>
     __device__ __forceinline__ void announce(const Operand& dscores, Between between) {
         const auto at = scores_position();
@@ -430,8 +440,8 @@ private:
         }
     }
 
-    // The same from capped scores, for whose probabilities there are no registers until now, nor for what is subtracted from
-    // them: a load waits for what an earlier one was for.
+    // The same from capped scores, for whose probabilities there are no registers until now, nor for what is subtracted
+    // from them: a load waits for what an earlier one was for.
     __device__ __forceinline__ void capped_to_operands(const Scores& dprobs, const Scores& capped, Operand& probs,
                                                        Operand& dscores) const {
         constexpr int kLoadsAhead = 2;
@@ -462,7 +472,7 @@ private:
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;   // unless it is that of the block
-    int left_ = 0;   // blocks of the tile
+    int left_ = 0;                             // blocks of the tile
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,11 +1,11 @@
-// The consumers of the backward kernel where heads are wide, of 192 or 256: two warpgroups share the 64 keys of a tile. One
-// computes the scores and sums up dV, the other one computes their gradients and sums up dK, and gets P through shared memory.
-// So each has one sum in its registers, whose operand it has there as well, and the matmuls of the three warpgroups fill each
-// other's gaps.
+// The consumers of the backward kernel where heads are wide, of 192 or 256: two warpgroups share the 64 keys of a tile.
+// One computes the scores and sums up dV, the other one computes their gradients and sums up dK, and gets P through
+// shared memory. So each has one sum in its registers, whose operand it has there as well, and the matmuls of the three
+// warpgroups fill each other's gaps.
 //
-// Two thread blocks, a cluster, share a tile of 128 keys: they load Q and dO for each other. What 64 keys add to dq is as much as
-// the way to the L2 cache takes. So where there is room, they also send each other dS, and each adds one half of the columns of
-// dQ, of all keys.
+// Two thread blocks, a cluster, share a tile of 128 keys: they load Q and dO for each other. What 64 keys add to dq is
+// as much as the way to the L2 cache takes. So where there is room, they also send each other dS, and each adds one
+// half of the columns of dQ, of all keys.
 #pragma once
 
 #include "backward/epilogue.cuh"
@@ -15,7 +15,8 @@
 
 namespace ffa {
 
-// Where a consumer of wide heads stands in the rings of a block. Rings that are as long share a position, and so registers.
+// Where a consumer of wide heads stands in the rings of a block. Rings that are as long share a position, and so
+// registers.
 template <class Config>
 class WidePosition {
 public:
@@ -47,8 +48,9 @@ private:
     Position<Config::kDoutStages> dout_;
 };
 
-// What the gradients of probabilities are multiplied with, P or what a cap makes of it, on the way from the warpgroup that has
-// the scores to the one that needs it, thread by thread. It is rounded as P is for dV: there is no room for more.
+// What the gradients of probabilities are multiplied with, P or what a cap makes of it, on the way from the warpgroup
+// that has the scores to the one that needs it, thread by thread. It is rounded as P is for dV: there is no room for
+// more.
 template <class Config>
 class Factors {
 public:
@@ -96,8 +98,8 @@ private:
     SharedStorage<Config>& smem_;
 };
 
-// The warpgroup of the backward kernel that has the scores of a tile where heads are wide, and sums up dV. A turn of its loop,
-// " is the next block:
+// The warpgroup of the backward kernel that has the scores of a tile where heads are wide, and sums up dV. A turn of
+// its loop, " is the next block:
 //
 //     dV; S"; P" = exp2(scale S"), of which the warpgroup of dK gets what it needs
 template <class Config>
@@ -105,7 +107,8 @@ class DvWalk {
 public:
     using Grad = typename Matmuls<Config>::Grad;
 
-    __device__ __forceinline__ DvWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane, int row)
+    __device__ __forceinline__ DvWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane,
+                                      int row)
         : smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {}
 
     // Over so many blocks, one at least.
@@ -210,8 +213,8 @@ private:
     WidePosition<Config> block_;
 };
 
-// The warpgroup of the backward kernel that has the gradients of a tile's scores where heads are wide, and sums up dK. A turn of
-// its loop, " is the next block:
+// The warpgroup of the backward kernel that has the gradients of a tile's scores where heads are wide, and sums up dK.
+// A turn of its loop, " is the next block:
 //
 //     dK; dP"; dS" = P" dP", with P" from its neighbour, is stored and announced
 //
@@ -223,7 +226,8 @@ class DkWalk {
 public:
     using Grad = typename Matmuls<Config>::Grad;
 
-    __device__ __forceinline__ DkWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane, int row)
+    __device__ __forceinline__ DkWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane,
+                                      int row)
         : smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {
         factors_.open();
     }
@@ -276,7 +280,8 @@ private:
 
     __device__ __forceinline__ void issue_dk(Grad& dk, const Operand& dscores, const At& block) const {
         if constexpr (kOverlaps) {
-            mbarrier_wait_together(smem_.dscores_full[block.dout().slot], block.dout().phase);   // those of the other warps
+            mbarrier_wait_together(smem_.dscores_full[block.dout().slot],
+                                   block.dout().phase);   // those of the other warps
             matmuls_.issue_dk(dk, smem_.dscores[block.dout().slot][0], block.q().slot);
         } else {
             matmuls_.issue_dk(dk, dscores, block.q().slot);
@@ -421,4 +426,4 @@ __device__ __forceinline__ void consume_wide(const typename Config::Params& para
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa

@@ -8,8 +8,8 @@
 namespace ffa {
 
 // Where dq is summed up in fp32, in the order in which the warps hold it, so that 16 rows are one contiguous piece:
-// [nheads_q][row / 16][col / 8][lane][4], a lane's four as in the accumulator of a wgmma: two neighbouring columns of row
-// lane / 4, and of row lane / 4 + 8. When all have added to 16 rows of a head what they have, these are rounded.
+// [nheads_q][row / 16][col / 8][lane][4], a lane's four as in the accumulator of a wgmma: two neighbouring columns of
+// row lane / 4, and of row lane / 4 + 8. When all have added to 16 rows of a head what they have, these are rounded.
 constexpr int kDqGroupRows = 16;
 constexpr int kDqGroupCols = 8;
 
@@ -20,13 +20,14 @@ struct DqSums {
 
 static_assert(sizeof(DqSums) == 16, "packed by magi_compile/kernels/sm90/params.py");
 
-// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by one thread
-// block: where a cluster shares a tile, each of its blocks counts as `done`.
+// How many have added to 16 rows of a head, of all that will. One visit is a run of a tile that holds some of them, by
+// one thread block: where a cluster shares a tile, each of its blocks counts as `done`.
 struct DqVisits {
-    int* done;           // [nheads_q][row_groups]; zero at launch
-    const int* wanted;   // [row_groups]: how many there will be, for each head; null where rows are rounded behind the kernel
-    const int* turns;    // [num_tiles][row_groups], where additions have an order, which is that of the plan's tiles: how
-                         // many come from the tiles before
+    int* done;   // [nheads_q][row_groups]; zero at launch
+    const int*
+        wanted;   // [row_groups]: how many there will be, for each head; null where rows are rounded behind the kernel
+    const int* turns;   // [num_tiles][row_groups], where additions have an order, which is that of the plan's tiles:
+                        // how many come from the tiles before
 };
 
 // The group of rows that `row` is the first of.
@@ -57,21 +58,22 @@ struct DqItems {
         const int in_pass = number % (sums.row_groups * heads);
         const int pass = number / (sums.row_groups * heads);
         const int head_in_pass = in_pass % heads;
-        const int first = pass / order.passes * order.heads_of_turn + (order.passes - 1 - pass % order.passes) * of_group;
+        const int first =
+            pass / order.passes * order.heads_of_turn + (order.passes - 1 - pass % order.passes) * of_group;
         return {first + head_in_pass / of_group * qhead_per_kvhead + head_in_pass % of_group, in_pass / heads};
     }
 };
 
 static_assert(sizeof(DqItems) == 40, "packed by magi_compile/kernels/sm90/params.py");
 
-// How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps did not wait
-// for.
+// How far the main kernel has come. To the one behind it leaves items that nobody has drawn, and those that some warps
+// did not wait for.
 struct DqProgress {
-    int next;                // item to draw
-    int end;                 // from here on none are
-    int more_head_by_head;   // tiles that walk so, beyond those that do not; the kernel in front counts them
-    int num_gone;            // warps that did not wait any longer
-    DqOrder order_of_tiles;  // whatever their walks are; who writes the agenda knows it
+    int next;                 // item to draw
+    int end;                  // from here on none are
+    int more_head_by_head;    // tiles that walk so, beyond those that do not; the kernel in front counts them
+    int num_gone;             // warps that did not wait any longer
+    DqOrder order_of_tiles;   // whatever their walks are; who writes the agenda knows it
     int num_left;
 
     // All but the order.
@@ -115,14 +117,14 @@ struct BackwardParams {
     const Run* runs;           // [num_runs], rows are keys
     const Edges* edges;        // [total_k, kLanes]
     const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
-    int* are_complete;         // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
+    int* are_complete;   // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
     int qhead_per_kvhead;
-    float scale_log2;          // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
-    float cap_scale;           // softmax_scale / softcap where scores are capped
+    float scale_log2;            // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;             // softmax_scale / softcap where scores are capped
     TileList lists[kNumLists];   // of near tiles, of far ones
 };
 
 static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/sm90/params.py");
 
-}  // namespace ffa
+}   // namespace ffa

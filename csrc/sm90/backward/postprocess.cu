@@ -27,7 +27,7 @@ __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(FFA_THREADS)
     ffa_backward_postprocess(const __grid_constant__ ffa::PostprocessParams params) {

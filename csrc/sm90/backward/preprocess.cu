@@ -1,6 +1,6 @@
-// What the backward pass needs of each query row before it starts: what scores start from, a multiple of -lse, and what gradients
-// of probabilities start from, -delta = dlse - rowsum(dout * out). Clears on the way what the main kernel counts with and adds to,
-// and writes its agenda.
+// What the backward pass needs of each query row before it starts: what scores start from, a multiple of -lse, and what
+// gradients of probabilities start from, -delta = dlse - rowsum(dout * out). Clears on the way what the main kernel
+// counts with and adds to, and writes its agenda.
 #include "backward/dq_convert.cuh"
 #include "backward/params.cuh"
 #include "backward/schedule/writer.cuh"
@@ -25,7 +25,7 @@ struct PreprocessParams {
     int* done;     // [nheads_q, dq.row_groups] of DqVisits
     int* wanted;   // [dq.row_groups + 1], or null where nobody asks
     DqProgress* dq_progress;
-    long long out_row_stride, out_head_stride;     // in elements
+    long long out_row_stride, out_head_stride;   // in elements
     long long dout_row_stride, dout_head_stride;
     int total_q;
     float lse_factor;
@@ -49,7 +49,9 @@ __device__ __forceinline__ float dot(const uint4& a, const uint4& b) {
 
 __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     griddepcontrol_launch_dependents();
-    const auto block = [] { return opaque(blockIdx.y) * int(gridDim.x) + opaque(blockIdx.x); };   // no register keeps it
+    const auto block = [] {
+        return opaque(blockIdx.y) * int(gridDim.x) + opaque(blockIdx.x);
+    };   // no register keeps it
     if (block() < kNumAgendas) {
         const DqOrder order = Writer(params.agendas[block()]).write();
         if (block() == 0) {
@@ -64,7 +66,8 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
             for (int i = 0; i < kNumAgendas; ++i) {
                 const Writer::Params& list = params.agendas[i];
                 note_dq_visits<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.wanted);
-                count_walks<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.dq_progress->more_head_by_head);
+                count_walks<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles,
+                                            params.dq_progress->more_head_by_head);
             }
             count_dq_visits(params.wanted, params.dq.row_groups);
         }
@@ -109,7 +112,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::kThreads, ffa::kBlocksPerSm)
     ffa_backward_preprocess(const __grid_constant__ ffa::PreprocessParams params) {

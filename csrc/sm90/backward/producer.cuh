@@ -1,4 +1,5 @@
-// The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about them.
+// The thread of the backward kernel that asks for keys, values and blocks of queries, and tells the consumers about
+// them.
 #pragma once
 
 #include "backward/config.cuh"
@@ -8,7 +9,8 @@
 
 namespace ffa {
 
-// The items of a thread block of the backward kernel: its own, or those that the first block of its cluster draws for both.
+// The items of a thread block of the backward kernel: its own, or those that the first block of its cluster draws for
+// both.
 template <class Config>
 class ItemsOfBlock {
 public:
@@ -79,7 +81,8 @@ private:
         }
         work.tile = tile;
         work.tile_index = entry.tile;
-        work.wave_in_step = rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
+        work.wave_in_step =
+            rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.turn = entry.turn;
@@ -115,8 +118,8 @@ private:
             const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
 #pragma unroll 1
             for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
-                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full, (first_peer_slab<Config>() + slab) * Config::kSlabCols,
-                            peer_row, work.kv_head);
+                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full,
+                            (first_peer_slab<Config>() + slab) * Config::kSlabCols, peer_row, work.kv_head);
             }
         }
     }
@@ -176,7 +179,8 @@ private:
 
     // What all thread blocks of a cluster need: each loads some slabs, the first one those from slab `kFirst` on.
     template <int kFirst, class Slabs>
-    __device__ __forceinline__ void load_for_all(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+    __device__ __forceinline__ void load_for_all(Slabs& slabs, const TensorMap& map, uint64_t& full, int row,
+                                                 int head) {
         if constexpr (Config::kCtas == 1) {
             load(slabs, map, full, row, head);
         } else {
@@ -198,4 +202,4 @@ private:
     int num_blocks_ = 0;
 };
 
-}  // namespace ffa
+}   // namespace ffa

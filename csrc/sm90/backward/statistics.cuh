@@ -1,9 +1,10 @@
-// What the sums of the backward start from: -lse / scale of a query where a score begins, -delta where the gradient of a
-// probability does. A matmul adds them, so that no thread has to load what all keys have in common.
+// What the sums of the backward start from: -lse / scale of a query where a score begins, -delta where the gradient of
+// a probability does. A matmul adds them, so that no thread has to load what all keys have in common.
 //
-// Of its 16 terms, 3 make up one statistic and the next 3 the other. Its B operand holds queries: the terms of 8 of them are 6
-// rows of 16 bytes, and the first two rows of the next queries stand for terms 6 and 7. Its A operand holds keys, all alike:
-// halves where a term counts, zeros where it does not. Terms 8 to 15 are terms 0 to 7 once more, in both.
+// Of its 16 terms, 3 make up one statistic and the next 3 the other. Its B operand holds queries: the terms of 8 of
+// them are 6 rows of 16 bytes, and the first two rows of the next queries stand for terms 6 and 7. Its A operand holds
+// keys, all alike: halves where a term counts, zeros where it does not. Terms 8 to 15 are terms 0 to 7 once more, in
+// both.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -13,8 +14,8 @@ namespace ffa {
 
 enum class Statistic { kOfScores = 0, kOfDprobs = 1 };
 constexpr int kStatistics = 2;
-constexpr int kTerms = 3;           // of a statistic
-constexpr int kStatsQueries = 8;    // whose statistics lie together
+constexpr int kTerms = 3;          // of a statistic
+constexpr int kStatsQueries = 8;   // whose statistics lie together
 constexpr int kStatsRows = kStatistics * kTerms;
 
 // The statistics of some queries that lie together.
@@ -40,8 +41,8 @@ __device__ __forceinline__ void fill(Selector& selector, int element, Statistic 
 
 __device__ __forceinline__ float widen(uint32_t bf16_bits) { return __uint_as_float(bf16_bits << 16); }
 
-// The terms of `x` are its first 8 bits, the next and the last ones. Where x is not finite they are the largest numbers there
-// are: their sum is not finite either, but a zero times one of them is.
+// The terms of `x` are its first 8 bits, the next and the last ones. Where x is not finite they are the largest numbers
+// there are: their sum is not finite either, but a zero times one of them is.
 __device__ __forceinline__ uint16_t term_of(float x, int term) {
     constexpr uint16_t kLargest = 0x7f7f;
     if (!(fabsf(x) <= widen(kLargest))) {
@@ -66,4 +67,4 @@ __device__ __forceinline__ float2 statistic_of_pair(const Stats& stats, Statisti
     return sum;
 }
 
-}  // namespace ffa
+}   // namespace ffa

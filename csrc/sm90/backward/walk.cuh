@@ -1,5 +1,5 @@
-// In which order the backward pass goes through the queries of a tile of keys: over its runs, and in each over blocks of
-// queries and the query heads of the group.
+// In which order the backward pass goes through the queries of a tile of keys: over its runs, and in each over blocks
+// of queries and the query heads of the group.
 #pragma once
 
 #include "common/tile_plan.cuh"
@@ -15,8 +15,8 @@ struct Visit {
     int group;
 };
 
-// What a thread needs of a run to walk over it: to read that again for each step would wait for the L2 cache wherever an acquire of
-// some warp has emptied the L1 cache.
+// What a thread needs of a run to walk over it: to read that again for each step would wait for the L2 cache wherever
+// an acquire of some warp has emptied the L1 cache.
 template <int kBlockCols>
 class RunWalk {
 public:
@@ -41,17 +41,19 @@ public:
     // Whether a head is walked to its end before the next one.
     __device__ __forceinline__ bool is_window() const { return is_window_; }
 
-    // With `left` visits behind it. All heads of a block in turn, so that tiles whose queries begin or end together stay
-    // together. Where a window moves on with the keys, tiles that start together are always as far apart as their keys,
-    // and few blocks are loaded in between only if a head is walked to its end before the next one.
+    // With `left` visits behind it. All heads of a block in turn, so that tiles whose queries begin or end together
+    // stay together. Where a window moves on with the keys, tiles that start together are always as far apart as their
+    // keys, and few blocks are loaded in between only if a head is walked to its end before the next one.
     __device__ __forceinline__ Visit visit(int left) const {
         const int per_turn = is_window_ ? num_blocks_ : num_groups_;
         const int turn = left / per_turn, in_turn = left % per_turn;
         const int block = is_window_ ? in_turn : turn;
-        return {first_col_ + (is_ascending_ ? num_blocks_ - 1 - block : block) * kBlockCols, is_window_ ? turn : in_turn};
+        return {first_col_ + (is_ascending_ ? num_blocks_ - 1 - block : block) * kBlockCols,
+                is_window_ ? turn : in_turn};
     }
 
-    // Visits are not quite the plan's blocks, of which all from `num_lead` on and before the last `num_trail` need no mask.
+    // Visits are not quite the plan's blocks, of which all from `num_lead` on and before the last `num_trail` need no
+    // mask.
     __device__ __forceinline__ bool is_masked(int col) const {
         return col < lead_end_ || col + kBlockCols > trail_begin_;
     }
@@ -80,4 +82,4 @@ __device__ __forceinline__ bool is_walked_head_by_head(const Tile& tile, const R
     return tile.run_end - tile.run_begin == 1 && RunWalk<kBlockCols>(runs[tile.run_begin], 1, false).is_window();
 }
 
-}  // namespace ffa
+}   // namespace ffa

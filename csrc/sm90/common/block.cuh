@@ -1,5 +1,5 @@
-// What the threads of one block do together on arrays of any length, each with a barrier at its end; and those of a grid,
-// which wait for nobody but in `wait_for_grid`.
+// What the threads of one block do together on arrays of any length, each with a barrier at its end; and those of a
+// grid, which wait for nobody but in `wait_for_grid`.
 #pragma once
 
 namespace ffa {
@@ -66,8 +66,8 @@ public:
         return __reduce_min_sync(~0u, first);
     }
 
-    // Each of those who are free at `begin`, which is when the first one is, takes one of so many jobs, as long as there are
-    // any. Returns how many are left.
+    // Each of those who are free at `begin`, which is when the first one is, takes one of so many jobs, as long as
+    // there are any. Returns how many are left.
     __device__ __forceinline__ int work(int begin, int duration, int jobs) {
         const unsigned lanes_before = (1u << threadIdx.x % 32) - 1;
 #pragma unroll
@@ -194,8 +194,9 @@ __device__ __forceinline__ void sort(Key* keys, int count, IsLess is_less) {
     }
 }
 
-// All thread blocks of a cooperative launch wait until all have called it; what they wrote before is there then. `round` is 1 in
-// the first call, 2 in the second. `num_arrived` is a word of global memory that is zero when the kernel begins.
+// All thread blocks of a cooperative launch wait until all have called it; what they wrote before is there then.
+// `round` is 1 in the first call, 2 in the second. `num_arrived` is a word of global memory that is zero when the
+// kernel begins.
 inline __device__ void wait_for_grid(unsigned* num_arrived, unsigned round) {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -230,4 +231,4 @@ __device__ __forceinline__ void bits_of_grid(long long count, unsigned* words, F
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa

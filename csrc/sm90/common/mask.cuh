@@ -12,8 +12,8 @@ enum Visibility : uint32_t { kNothing, kPart, kAll, kEnd };
 // Both ends of a row's interval never move left with the row, so the outermost rows decide. A run has a lane only if
 // `kHasStairs`.
 template <bool kHasStairs>
-__device__ __forceinline__ Visibility visibility(const Run& run, const Edges* edges, int row_begin, int row_end, int first,
-                                                 int num_cols) {
+__device__ __forceinline__ Visibility visibility(const Run& run, const Edges* edges, int row_begin, int row_end,
+                                                 int first, int num_cols) {
     const int begin = max(row_begin, run.row_begin);
     const int end = min(row_end, run.row_end);
     if (begin >= end) {
@@ -33,7 +33,8 @@ __device__ __forceinline__ Visibility visibility(const Run& run, const Edges* ed
 // Sets the scores that `run` hides to -inf. `scores` is this thread's part of a wgmma accumulator whose first row is
 // `row` (and row + 8) and whose first column is `col`. All threads of a warp have the same run.
 template <bool kHasStairs, int kCount>
-__device__ __forceinline__ void apply_mask(float (&scores)[kCount], const Run& run, const Edges* edges, int row, int col) {
+__device__ __forceinline__ void apply_mask(float (&scores)[kCount], const Run& run, const Edges* edges, int row,
+                                           int col) {
     Edges seen[2] = {run.band(row), run.band(row + 8)};
     if (kHasStairs && __any_sync(0xffffffff, run.lane > 0)) {
 #pragma unroll
@@ -59,4 +60,4 @@ __device__ __forceinline__ void apply_mask(float (&scores)[kCount], const Run& r
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa

@@ -44,12 +44,13 @@ __device__ __forceinline__ void release_in_all(uint64_t& barrier, int lane) {
     }
 }
 
-// The descriptors for wgmma of what lies in the slots of a ring. That of the first one stays in a uniform register, from which one
-// multiplication leads to the others.
+// The descriptors for wgmma of what lies in the slots of a ring. That of the first one stays in a uniform register,
+// from which one multiplication leads to the others.
 template <int kSlotBytes>
 class SlotDescriptors {
 public:
-    __device__ __forceinline__ explicit SlotDescriptors(const void* ring) : first_(uniform(wgmma_descriptor(ring, 0))) {}
+    __device__ __forceinline__ explicit SlotDescriptors(const void* ring)
+        : first_(uniform(wgmma_descriptor(ring, 0))) {}
 
     __device__ __forceinline__ uint32_t operator[](int slot) const {
         return first_ + slot * static_cast<uint32_t>(kSlotBytes >> 4);
@@ -61,4 +62,4 @@ private:
     const uint32_t first_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -95,8 +95,9 @@ __device__ __forceinline__ void st_shared_if(bool condition, uint32_t& destinati
                  : "memory");
 }
 
-// One lane, always the same, of a warp whose lanes are all here. What it alone does is known to be done once: where a lane is picked
-// by its number, the compiler makes loops over lanes of instructions that a warp has in common, as those of TMA.
+// One lane, always the same, of a warp whose lanes are all here. What it alone does is known to be done once: where a
+// lane is picked by its number, the compiler makes loops over lanes of instructions that a warp has in common, as those
+// of TMA.
 __device__ __forceinline__ bool elect_one() {
     uint32_t is_elected;
     asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(is_elected));
@@ -183,14 +184,13 @@ __device__ __forceinline__ uint32_t address_at_rank(uint32_t address, int rank) 
     return there;
 }
 
-// At the barrier of one of the two. Orders no memory between them: with a release at the scope of the cluster it would wait until all
-// that this thread has written and added is everywhere.
+// At the barrier of one of the two. Orders no memory between them: with a release at the scope of the cluster it would
+// wait until all that this thread has written and added is everywhere.
 __device__ __forceinline__ void mbarrier_arrive_at_rank_if(bool condition, uint64_t& barrier, int rank) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
-            uint32_t(condition)),
-        "r"(address_at_rank(shared_address(&barrier), rank))
-        : "memory");
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p mbarrier.arrive.shared::cluster.b64 _, [%1];\n}" ::"r"(
+                     uint32_t(condition)),
+                 "r"(address_at_rank(shared_address(&barrier), rank))
+                 : "memory");
 }
 
 // To the same place in the other one's shared memory, as bulk loads arrive; all are multiples of 16 bytes.
@@ -203,8 +203,8 @@ __device__ __forceinline__ void cp_async_bulk_to_peer(uint32_t destination, uint
 }
 
 // To the same place in the shared memory of both, each of which has a barrier there.
-__device__ __forceinline__ void tma_load_3d_to_both(void* destination, const TensorMap& map, uint64_t& barrier, int x, int y,
-                                                    int z) {
+__device__ __forceinline__ void tma_load_3d_to_both(void* destination, const TensorMap& map, uint64_t& barrier, int x,
+                                                    int y, int z) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
         "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(destination)),
@@ -232,9 +232,7 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-__device__ __forceinline__ void griddepcontrol_wait() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ __forceinline__ int load_acquire(const int* pointer) {
     int value;
@@ -256,9 +254,10 @@ __device__ __forceinline__ void store_release_system(int* pointer, int value) {
 
 // Without a branch, behind which control flow would no longer be known to be that of all lanes.
 __device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int value) {
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.s32 [%0], %1;\n}" ::"l"(pointer),
-                 "r"(value), "r"(uint32_t(condition))
-                 : "memory");
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.s32 [%0], %1;\n}" ::"l"(pointer),
+        "r"(value), "r"(uint32_t(condition))
+        : "memory");
 }
 
 // Adds four numbers at a multiple of 16 bytes.
@@ -270,15 +269,11 @@ __device__ __forceinline__ void add_relaxed_if(bool condition, float* pointer, f
         : "memory");
 }
 
-// What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one reads what a
-// relaxed write behind this one wrote.
-__device__ __forceinline__ void fence_acq_rel() {
-    asm volatile("fence.acq_rel.gpu;" ::: "memory");
-}
+// What was written in front of it is seen behind a fence of another thread, if a relaxed load in front of that one
+// reads what a relaxed write behind this one wrote.
+__device__ __forceinline__ void fence_acq_rel() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-__device__ __forceinline__ void nanosleep(uint32_t ns) {
-    asm volatile("nanosleep.u32 %0;" ::"r"(ns));
-}
+__device__ __forceinline__ void nanosleep(uint32_t ns) { asm volatile("nanosleep.u32 %0;" ::"r"(ns)); }
 
 __device__ __forceinline__ void add_release(int* pointer, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
@@ -295,11 +290,9 @@ __device__ __forceinline__ void store_shared(int& word, int value) {
     asm volatile("st.volatile.shared::cta.s32 [%0], %1;" ::"r"(shared_address(&word)), "r"(value) : "memory");
 }
 
-// Orders this thread's accesses of global memory by bulk copies before and after those by ordinary instructions. (One of all
-// memory would also wait for what is on its way to the L2 cache.)
-__device__ __forceinline__ void fence_proxy_async_global() {
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-}
+// Orders this thread's accesses of global memory by bulk copies before and after those by ordinary instructions. (One
+// of all memory would also wait for what is on its way to the L2 cache.)
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- registers and conversions
 
@@ -399,9 +392,7 @@ __device__ __forceinline__ int uniform(int number) { return __reduce_max_sync(0x
 
 // Zero, but the compiler does not know it: the grid has one dimension. What uses it can not run before `value`
 // is there.
-__device__ __forceinline__ uint32_t zero_after(float value) {
-    return __float_as_uint(value) & blockIdx.y;
-}
+__device__ __forceinline__ uint32_t zero_after(float value) { return __float_as_uint(value) & blockIdx.y; }
 
 // The same number, of which the compiler knows nothing: it keeps no register for what could be computed ahead from it.
 __device__ __forceinline__ int opaque(int number) {
@@ -409,4 +400,4 @@ __device__ __forceinline__ int opaque(int number) {
     return number;
 }
 
-}  // namespace ffa
+}   // namespace ffa

@@ -104,4 +104,4 @@ private:
     bool has_unseen_rows_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,5 +1,5 @@
-// How a warp rounds 16 rows of a sum in its registers on their way out: to shared memory, where they lie as TMA stores them, in slabs
-// of 64 columns in the 128-byte swizzle.
+// How a warp rounds 16 rows of a sum in its registers on their way out: to shared memory, where they lie as TMA stores
+// them, in slabs of 64 columns in the 128-byte swizzle.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -28,4 +28,4 @@ __device__ __forceinline__ void stage_rows(const float (&rows)[kValues], const E
     stage_rows<Element, kSlabBytes, 0, kValues>(rows, staging, lane);
 }
 
-}  // namespace ffa
+}   // namespace ffa

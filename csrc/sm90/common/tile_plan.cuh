@@ -7,8 +7,8 @@ struct Tile {
     int row_begin, row_end, run_begin, run_end;
 };
 
-// Tiles may be cut into parts, each with some of the tile's blocks, whose results lie in rows of their own until they are
-// merged. A shift leads from a part's row to there; this one says that a tile is whole.
+// Tiles may be cut into parts, each with some of the tile's blocks, whose results lie in rows of their own until they
+// are merged. A shift leads from a part's row to there; this one says that a tile is whole.
 constexpr int kNotAPart = -2147483647 - 1;
 
 // A tile in parts: those of part i begin at `part_row` + i * rows of a tile.
@@ -16,7 +16,8 @@ struct alignas(16) Cut {
     int row_begin, row_end, part_row, num_parts;
 };
 
-// What a tile with far keys is beside that: its far runs begin at `run_mid`, its near ones are the part `part`, or no part.
+// What a tile with far keys is beside that: its far runs begin at `run_mid`, its near ones are the part `part`, or no
+// part.
 struct FarTile {
     int run_mid, part;
 };
@@ -34,8 +35,8 @@ struct alignas(8) Edges {
 // How many stairs a tile may have: a row has edges for each of them.
 constexpr int kLanes = 4;
 
-// Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi); if there is a lane,
-// what its edges there say.
+// Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi); if there
+// is a lane, what its edges there say.
 struct alignas(16) Run {
     int row_begin, row_end, col_begin, col_end;
     int diag_lo, diag_hi, first, num_blocks;
@@ -52,4 +53,4 @@ struct alignas(16) Run {
     }
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,16 +1,16 @@
-// The parts of each cut tile into its output: by how much each weighs, in the order of the parts, so that it repeats bit
-// for bit.
+// The parts of each cut tile into its output: by how much each weighs, in the order of the parts, so that it repeats
+// bit for bit.
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
 
 namespace ffa {
 
 struct MergeParams {
-    const float* part_out;   // [part_rows, nheads_q, head_dim], contiguous
-    const float* part_lse;   // [nheads_q, part_rows]
-    FFA_ELEMENT* out;        // [total_q, nheads_q, head_dim]
-    float* lse;              // [nheads_q, total_q]
-    const Cut* cuts;         // [num_cuts]: those of no parts come last
+    const float* part_out;                       // [part_rows, nheads_q, head_dim], contiguous
+    const float* part_lse;                       // [nheads_q, part_rows]
+    FFA_ELEMENT* out;                            // [total_q, nheads_q, head_dim]
+    float* lse;                                  // [nheads_q, total_q]
+    const Cut* cuts;                             // [num_cuts]: those of no parts come last
     long long out_row_stride, out_head_stride;   // in elements
     int num_cuts;
     int tile_rows;
@@ -34,9 +34,7 @@ __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut,
         peak = fmaxf(peak, lses[i * params.tile_rows]);
     }
     const float reference = peak == -kInfinity ? 0.f : peak;
-    const auto at = [&](int row) {
-        return (static_cast<long long>(row) * params.num_heads + head) * kChunks + chunk;
-    };
+    const auto at = [&](int row) { return (static_cast<long long>(row) * params.num_heads + head) * kChunks + chunk; };
     float total = 0.f;
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 4
@@ -58,7 +56,7 @@ __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut,
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::kThreads)
     ffa_forward_merge(const __grid_constant__ ffa::MergeParams params) {

@@ -21,9 +21,9 @@ struct Choose<false, Then, Else> {
     using type = Else;
 };
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
-          int kConsumers_, int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_,
-          bool kHasSoftcap_, bool kHasStairs_, bool kHasFarKeys_, bool kIsEarly_>
+template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
+          int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
+          bool kHasFarKeys_, bool kIsEarly_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -42,7 +42,7 @@ struct ForwardConfig {
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-    static constexpr int kRows = 64;   // of a warpgroup
+    static constexpr int kRows = 64;       // of a warpgroup
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
@@ -88,7 +88,7 @@ struct alignas(1024) SharedStorage {
     Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // of tiles in turns; O leaves from its Q's
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
     Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
-    Block blocks[Config::kKStages];   // travel with k
+    Block blocks[Config::kKStages];        // travel with k
     TileOfHead tiles[Config::kQBuffers];   // travel with q
     RunsOfHead runs;
     uint64_t runs_full, runs_empty;
@@ -129,4 +129,4 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     fence_mbarrier_init();
 }
 
-}  // namespace ffa
+}   // namespace ffa

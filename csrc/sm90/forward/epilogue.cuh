@@ -1,5 +1,5 @@
-// How the output of a consumer warpgroup leaves: merged with what there is from before, in fp32 where it is a part, rounded
-// through the buffer of its Q elsewhere.
+// How the output of a consumer warpgroup leaves: merged with what there is from before, in fp32 where it is a part,
+// rounded through the buffer of its Q elsewhere.
 #pragma once
 
 #include "common/store.cuh"
@@ -28,7 +28,8 @@ __device__ __forceinline__ void Consumer<Config>::weigh(float (&normalize)[2], f
 }
 
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const {
+__device__ __forceinline__ void Consumer<Config>::add_prior(Out& out, const float (&keep)[2],
+                                                            const TileOfHead& tile) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = first_row(tile) + 8 * half;
@@ -61,7 +62,8 @@ __device__ __forceinline__ void Consumer<Config>::store_wide(const Out& out, con
 }
 
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const {
+__device__ __forceinline__ void Consumer<Config>::store_lse(const float (&lse)[2], bool is_wide,
+                                                            const TileOfHead& tile) const {
     float* const all = is_wide ? params_.wide_lse : params_.lse;
     const long long at = is_wide ? wide_lse_offset(tile) : tile.head * static_cast<long long>(params_.total_q);
     if (lane_ % 4 == 0) {
@@ -114,7 +116,9 @@ __device__ __forceinline__ void Consumer<Config>::tell_of_part() const {
 }
 
 template <class Config>
-__device__ __forceinline__ int Consumer<Config>::part_shift() const { return smem_.part_shifts[q_phase_ % Config::kQBuffers]; }
+__device__ __forceinline__ int Consumer<Config>::part_shift() const {
+    return smem_.part_shifts[q_phase_ % Config::kQBuffers];
+}
 
 // From where a row is counted in `wide_lse` or `prior_lse`.
 template <class Config>
@@ -155,7 +159,8 @@ __device__ __forceinline__ void Consumer<Config>::store(const Out& out, const Ti
 }
 
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::store_rows(const Element* staging, int warp_row, const TileOfHead& tile) const {
+__device__ __forceinline__ void Consumer<Config>::store_rows(const Element* staging, int warp_row,
+                                                             const TileOfHead& tile) const {
     constexpr int kChunks = Config::kHeadDim / 8;
     const int4* const chunks = reinterpret_cast<const int4*>(staging);
     Element* const out_rows = static_cast<Element*>(params_.out_rows) + tile.head * params_.out_head_stride;
@@ -169,4 +174,4 @@ __device__ __forceinline__ void Consumer<Config>::store_rows(const Element* stag
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa

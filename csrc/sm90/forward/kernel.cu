@@ -6,9 +6,9 @@
 // overlaps with P V of block j - 1 in the same warpgroup, and with the matmuls of the other warpgroups. The stream of
 // blocks does not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
 //
-// What a tile sees of only some of its keys is a part, and leaves in fp32. A second launch may merge the parts of a first with the
-// rest of their keys; or two that run side by side share the tiles (scheduler_overlap.cuh); or one walks all parts of a tile, and the
-// kernel behind it (combine.cu) merges them.
+// What a tile sees of only some of its keys is a part, and leaves in fp32. A second launch may merge the parts of a
+// first with the rest of their keys; or two that run side by side share the tiles (scheduler_overlap.cuh); or one walks
+// all parts of a tile, and the kernel behind it (combine.cu) merges them.
 //
 // The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
 // magi_compile/kernels/heuristics.py through the compiler's command line.
@@ -42,12 +42,11 @@ __device__ __forceinline__ void forward(const typename Config::Params& params) {
     }
 }
 
-using Config =
-    ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS,
-                  FFA_CONSUMERS, FFA_MIN_BLOCKS_IN_TURNS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS,
-                  FFA_HAS_SOFTCAP, FFA_HAS_STAIRS, FFA_HAS_FAR_KEYS, FFA_IS_EARLY>;
+using Config = ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS,
+                             FFA_CONSUMERS, FFA_MIN_BLOCKS_IN_TURNS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS,
+                             FFA_HAS_SOFTCAP, FFA_HAS_STAIRS, FFA_HAS_FAR_KEYS, FFA_IS_EARLY>;
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::Config::kThreads, 1)
     ffa_forward(const __grid_constant__ ffa::Config::Params params) {

@@ -1,4 +1,5 @@
-// A warpgroup of the forward kernel that owns 64 rows of each tile, and keeps their scores, probabilities and output in registers.
+// A warpgroup of the forward kernel that owns 64 rows of each tile, and keeps their scores, probabilities and output in
+// registers.
 #pragma once
 
 #include "common/mask.cuh"
@@ -9,12 +10,13 @@
 
 namespace ffa {
 
-// Its control flow is uniform, and told so that the compiler sees it: lanes vote, what a single lane does is predicated, and
-// the loop over blocks ends by a count. Descriptors, slots and phases then live in uniform registers.
+// Its control flow is uniform, and told so that the compiler sees it: lanes vote, what a single lane does is
+// predicated, and the loop over blocks ends by a count. Descriptors, slots and phases then live in uniform registers.
 template <class Config>
 class Consumer {
 public:
-    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem,
+                                        int warpgroup)
         : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
@@ -38,7 +40,7 @@ public:
 private:
     using Element = typename Config::Element;
     static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
-    static constexpr int kFirstScores = kScores / 16 * 8;   // the first half, in whole steps of P V
+    static constexpr int kFirstScores = kScores / 16 * 8;    // the first half, in whole steps of P V
     static constexpr int kOut = Config::kHeadDim / 2;
     using Scores = float[kScores];
     using Probs = uint32_t[kScores / 2];
@@ -154,8 +156,8 @@ private:
     // ---- turns
 
     // Where exponentials take as long as the matmuls, warpgroups that compute scores at the same time also have their
-    // exponentials at the same time, and the tensor cores idle meanwhile. One after the other, block by block of the tile, they
-    // keep out of each other's way.
+    // exponentials at the same time, and the tensor cores idle meanwhile. One after the other, block by block of the
+    // tile, they keep out of each other's way.
     __device__ __forceinline__ void begin_turn() const {
         if (takes_turns_) {
             barrier_sync(kTurns + warpgroup_, 2 * Config::kWarpgroup);
@@ -224,7 +226,8 @@ private:
         }
         if (sees == kPart) {
             const Block& block = smem_.blocks[scored_.slot];
-            apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile), block.first + 2 * (lane_ % 4));
+            apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile),
+                                           block.first + 2 * (lane_ % 4));
         }
     }
 
@@ -277,8 +280,8 @@ private:
         }
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        return Visibility(uniform(
-            visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end, block.first, Config::kBlockCols)));
+        return Visibility(uniform(visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end,
+                                                                 block.first, Config::kBlockCols)));
     }
 
     __device__ __forceinline__ bool test_v() {
@@ -344,4 +347,4 @@ private:
     bool takes_turns_ = false;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -7,8 +7,8 @@
 namespace ffa {
 
 struct Schedule {
-    const Tile* tiles;       // [num_tiles]
-    int* ticket;             // [1], zero at launch; unused where every block has one item at most
+    const Tile* tiles;   // [num_tiles]
+    int* ticket;         // [1], zero at launch; unused where every block has one item at most
     int num_tiles;
     int num_heads;
     int heads_per_section;   // divides num_heads
@@ -27,10 +27,10 @@ struct ForwardParams {
     const float* prior_out;   // attention over other keys, to be merged with parts: as `wide_out`; or null
     const float* prior_lse;   // as `wide_lse`
     long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
-    const Run* runs;   // [num_runs]
-    const Edges* edges;   // [total_q, kLanes], or nothing
-    const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`, kNotAPart
-                              // for the other tiles; null where all are parts that lie at their own rows
+    const Run* runs;          // [num_runs]
+    const Edges* edges;       // [total_q, kLanes], or nothing
+    const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`,
+                              // kNotAPart for the other tiles; null where all are parts that lie at their own rows
     Schedule schedule;
     int total_q;
     int qhead_per_kvhead;
@@ -42,7 +42,8 @@ struct ForwardParams {
 
 static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/sm90/params.py");
 
-// Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of both.
+// Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of
+// both.
 struct EarlyForwardParams : ForwardParams {
     Schedule lists[3];          // see TileList
     const FarTile* far_tiles;   // [num_tiles of kFar]
@@ -60,4 +61,4 @@ enum TileList {
 
 static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 
-}  // namespace ffa
+}   // namespace ffa

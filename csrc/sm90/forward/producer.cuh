@@ -1,5 +1,5 @@
-// The two threads of the forward kernel that load: one hands out the tiles, with their Q; the other one streams K and V, and says
-// what is to be seen.
+// The two threads of the forward kernel that load: one hands out the tiles, with their Q; the other one streams K and
+// V, and says what is to be seen.
 #pragma once
 
 #include "common/pipeline.cuh"
@@ -10,8 +10,9 @@ namespace ffa {
 
 // The thread that hands out the tiles.
 //
-// It loads the Q of each tile, and tells consumers and producer about it. It finds the next one while the producer is at the last
-// blocks of this one, because ticket, tile and runs are three trips to the L2 cache, one after the other, and Q is one to DRAM.
+// It loads the Q of each tile, and tells consumers and producer about it. It finds the next one while the producer is
+// at the last blocks of this one, because ticket, tile and runs are three trips to the L2 cache, one after the other,
+// and Q is one to DRAM.
 template <class Config>
 class Dispatcher {
 public:
@@ -149,11 +150,11 @@ private:
         v_.advance();
     }
 
-    // Far keys lie in memory of their own; no run reaches from near ones into them. Each tensor map has a branch of its own, where
-    // its address is known: chosen by an index, it makes all of the thread block 1 to 4 % slower.
+    // Far keys lie in memory of their own; no run reaches from near ones into them. Each tensor map has a branch of its
+    // own, where its address is known: chosen by an index, it makes all of the thread block 1 to 4 % slower.
     template <class Slabs>
-    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& near, const TensorMap& far, uint64_t& full, int col,
-                                         int head) const {
+    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& near, const TensorMap& far, uint64_t& full,
+                                         int col, int head) const {
         if (Config::kHasFarKeys && col >= params_.far_begin) {
             load_slabs<Config>(slabs, far, full, col - params_.far_begin, head);
         } else {
@@ -170,4 +171,4 @@ private:
     Position<Config::kVStages> v_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,7 +1,7 @@
 // Which (tile, head) a thread block of the forward pass works on next: the plan's tiles, longest first, for one L2
-// section of heads after another, but for the shortest ones. Those come last, for all heads, so that blocks end together: the
-// long tiles of a last section would begin when nothing short is left to fill up with. The first item of a block is its index;
-// the others are drawn from a counter, so that no block waits while another has work left.
+// section of heads after another, but for the shortest ones. Those come last, for all heads, so that blocks end
+// together: the long tiles of a last section would begin when nothing short is left to fill up with. The first item of
+// a block is its index; the others are drawn from a counter, so that no block waits while another has work left.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -77,7 +77,8 @@ private:
 
 struct PartOfTile {
     int shift;   // as ForwardParams::part_shifts
-    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that tile
+    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that
+                 // tile
 };
 
 template <class Config, bool kIsEarly = Config::kIsEarly>
@@ -86,7 +87,8 @@ class Items;
 template <class Config>
 class Items<Config, false> : public Scheduler {
 public:
-    __device__ __forceinline__ explicit Items(const ForwardParams& params) : Scheduler(params.schedule), params_(params) {}
+    __device__ __forceinline__ explicit Items(const ForwardParams& params)
+        : Scheduler(params.schedule), params_(params) {}
 
     __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
 
@@ -98,4 +100,4 @@ private:
     const ForwardParams& params_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

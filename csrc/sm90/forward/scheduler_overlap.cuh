@@ -1,10 +1,11 @@
 // What a thread block of the forward kernel works on, item by item: a tile of a head, or a part of it.
 //
-// A launch that begins before far keys are there shares its items with one that is enqueued behind their arrival. Those are tiles
-// without far keys, tiles with some, and as parts the near keys of these. Until a block from behind the arrival runs, and
-// says so, blocks take the tiles without far keys, and then parts. After that no part is begun any more: blocks take tiles with far
-// keys, of which they walk the near ones too unless a part has them, and then what is left without. No block waits for far keys, so that
-// none keeps its SM from what brings them; one that finds nothing to do ends, and one from behind the arrival has its place.
+// A launch that begins before far keys are there shares its items with one that is enqueued behind their arrival. Those
+// are tiles without far keys, tiles with some, and as parts the near keys of these. Until a block from behind the
+// arrival runs, and says so, blocks take the tiles without far keys, and then parts. After that no part is begun any
+// more: blocks take tiles with far keys, of which they walk the near ones too unless a part has them, and then what is
+// left without. No block waits for far keys, so that none keeps its SM from what brings them; one that finds nothing to
+// do ends, and one from behind the arrival has its place.
 #pragma once
 
 #include "forward/config.cuh"
@@ -113,9 +114,9 @@ private:
         return part * params_.part_rows - tile.row_begin;
     }
 
-    static constexpr int kNone = -1;       // as item_
-    static constexpr int kUnknown = -1;    // as num_begun_
-    static constexpr int kEnded = 1 << 30; // the ticket of parts from there on
+    static constexpr int kNone = -1;         // as item_
+    static constexpr int kUnknown = -1;      // as num_begun_
+    static constexpr int kEnded = 1 << 30;   // the ticket of parts from there on
 
     const EarlyForwardParams& params_;
     TileList list_;
@@ -124,4 +125,4 @@ private:
     PartOfTile part_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

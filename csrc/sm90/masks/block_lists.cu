@@ -46,8 +46,11 @@ struct Shared {
 class BlockLists {
 public:
     __device__ BlockLists(const BlockListsParams& params, Shared& shared)
-        : params_(params), shared_(shared), num_q_((params.seqlen_q + params.block_rows - 1) / params.block_rows),
-          num_k_((params.seqlen_k + params.block_keys - 1) / params.block_keys), b_(blockIdx.x / num_q_),
+        : params_(params),
+          shared_(shared),
+          num_q_((params.seqlen_q + params.block_rows - 1) / params.block_rows),
+          num_k_((params.seqlen_k + params.block_keys - 1) / params.block_keys),
+          b_(blockIdx.x / num_q_),
           q_(blockIdx.x % num_q_) {}
 
     __device__ void run(int num_blocks) {
@@ -84,7 +87,8 @@ private:
             if (lo < hi) {
                 const int keys = params_.block_keys;
                 add(shared_.seen, lo / keys - begin, (hi - 1) / keys + 1 - begin, count);
-                add(shared_.full, lo / keys + (lo % keys != 0) - begin, (hi == params_.seqlen_k ? num_k_ : hi / keys) - begin, count);
+                add(shared_.full, lo / keys + (lo % keys != 0) - begin,
+                    (hi == params_.seqlen_k ? num_k_ : hi / keys) - begin, count);
             }
         });
     }
@@ -108,9 +112,8 @@ private:
         const int num_heads = max(params_.partial.num_heads, params_.full.num_heads);
         for (int head = 0; head < num_heads; ++head) {
             for_each(kWords, [&](int word) { shared_.of_head[word] = 0; });
-            for_each_listed(params_.partial, head, begin, count, [&](int word, unsigned bit) {
-                atomicOr(&shared_.of_head[word], bit);
-            });
+            for_each_listed(params_.partial, head, begin, count,
+                            [&](int word, unsigned bit) { atomicOr(&shared_.of_head[word], bit); });
             for_each_listed(params_.full, head, begin, count, [&](int word, unsigned bit) {
                 atomicOr(&shared_.of_head[word], bit);
                 atomicOr(&shared_.called_full[word], bit);
@@ -194,9 +197,10 @@ private:
     const int b_, q_;
 };
 
-}  // namespace ffa
+}   // namespace ffa
 
-extern "C" __global__ void __launch_bounds__(256) ffa_block_lists(const __grid_constant__ ffa::BlockListsParams params) {
+extern "C" __global__ void __launch_bounds__(256)
+    ffa_block_lists(const __grid_constant__ ffa::BlockListsParams params) {
     __shared__ ffa::Shared shared;
     ffa::BlockLists(params, shared).run(gridDim.x);
 }

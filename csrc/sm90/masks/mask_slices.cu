@@ -9,8 +9,9 @@ struct MaskProgramParams {
     Int words[Mask::kNumWords + Mask::kNumChecks + 1];
 };
 
-}  // namespace ffa
+}   // namespace ffa
 
-extern "C" __global__ void __launch_bounds__(512) ffa_mask_slices(const __grid_constant__ ffa::MaskProgramParams params) {
+extern "C" __global__ void __launch_bounds__(512)
+    ffa_mask_slices(const __grid_constant__ ffa::MaskProgramParams params) {
     ffa::MaskSlices<ffa::Mask>(params.fixed, params.words).run();
 }

@@ -2,8 +2,8 @@
 //
 //   keys -> runs of equal keys -> key intervals of rows -> borders of slices -> slices
 //
-// `Mask` is made from the program by magi_compile/kernels/sm90/masks/source.py. All thread blocks are there at once, and wait for one
-// another between the steps.
+// `Mask` is made from the program by magi_compile/kernels/sm90/masks/source.py. All thread blocks are there at once,
+// and wait for one another between the steps.
 #pragma once
 #include "common/block.cuh"
 #include "planner/search.cuh"
@@ -14,12 +14,12 @@ constexpr int kNever = 0x7fffffff;
 
 // kNumWords values of 8 bytes follow: what the program captures, then where each check reports.
 struct MaskSlicesParams {
-    int* q_ranges;      // [capacity, 2]
-    int* k_ranges;      // [capacity, 2]
-    int* mask_types;    // [capacity]
-    int* intervals;     // [2, kNumLanes, batch, seqlen_q]: first keys, then ends
-    int* scratch;       // 8-byte aligned
-    unsigned* broken;   // [kNumChecks], zeros: becomes the complement of the first place where a check fails
+    int* q_ranges;           // [capacity, 2]
+    int* k_ranges;           // [capacity, 2]
+    int* mask_types;         // [capacity]
+    int* intervals;          // [2, kNumLanes, batch, seqlen_q]: first keys, then ends
+    int* scratch;            // 8-byte aligned
+    unsigned* broken;        // [kNumChecks], zeros: becomes the complement of the first place where a check fails
     unsigned* num_arrived;   // zero; for `wait_for_grid`
     int batch, seqlen_q, seqlen_k, capacity;
 };
@@ -31,7 +31,9 @@ static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/sm
 using Int = long long;
 using Bits = unsigned long long;
 
-__device__ __forceinline__ Int end(bool is_negative) { return static_cast<Int>(~Bits{0} >> 1) ^ (is_negative ? ~Int{0} : 0); }
+__device__ __forceinline__ Int end(bool is_negative) {
+    return static_cast<Int>(~Bits{0} >> 1) ^ (is_negative ? ~Int{0} : 0);
+}
 
 __device__ __forceinline__ Int add(Int x, Int y) {
     const Int sum = static_cast<Int>(static_cast<Bits>(x) + static_cast<Bits>(y));
@@ -78,11 +80,11 @@ __device__ __forceinline__ Element load(Int address, Int offset) {
 
 // The runs of equal values of an expression along the keys of one batch entry.
 struct Runs {
-    Int* value;         // [num_runs]
-    int* begin;         // [num_runs]
-    int* order;         // the runs by value, then by place; a power of two, where the values are searched for
-    int* num_drops;     // [num_runs]: how many runs up to this one have a smaller value than the one before
-    unsigned* borders;  // a bit for each key: a run begins
+    Int* value;          // [num_runs]
+    int* begin;          // [num_runs]
+    int* order;          // the runs by value, then by place; a power of two, where the values are searched for
+    int* num_drops;      // [num_runs]: how many runs up to this one have a smaller value than the one before
+    unsigned* borders;   // a bit for each key: a run begins
     int* num_runs;
     int seqlen_k;
 
@@ -106,8 +108,11 @@ template <class Mask>
 class MaskSlices {
 public:
     __device__ MaskSlices(const MaskSlicesParams& params, const Int* words)
-        : params_(params), words_(words), num_rows_(params.batch * params.seqlen_q),
-          num_key_words_((params.seqlen_k + 31) / 32), num_sorted_(1),
+        : params_(params),
+          words_(words),
+          num_rows_(params.batch * params.seqlen_q),
+          num_key_words_((params.seqlen_k + 31) / 32),
+          num_sorted_(1),
           num_row_words_((static_cast<Int>(Mask::kNumLanes) * num_rows_ + 31) / 32) {
         while (num_sorted_ < params.seqlen_k) {
             num_sorted_ *= 2;
@@ -182,8 +187,8 @@ public:
         return {runs.begin[runs.order[place]], runs.begin_of(runs.order[last] + 1), place, last + 1 - place};
     }
 
-    // Cuts [lo, hi) down to the keys of a group in it; whether these are next to each other. It has no keys outside the group but
-    // those in between.
+    // Cuts [lo, hi) down to the keys of a group in it; whether these are next to each other. It has no keys outside the
+    // group but those in between.
     __device__ bool narrow_to(const Group& group, int index, int b, int& lo, int& hi) const {
         if (group.is_whole() || lo >= hi) {
             return true;
@@ -457,9 +462,9 @@ private:
     const int num_key_words_;
     int num_sorted_;
     const Int num_row_words_;
-    Int *first_, *last_;            // places where slices begin, and of their last rows
-    unsigned *starts_, *ends_;      // a bit for each place
+    Int *first_, *last_;         // places where slices begin, and of their last rows
+    unsigned *starts_, *ends_;   // a bit for each place
     int* runs_;
 };
 
-}  // namespace ffa
+}   // namespace ffa

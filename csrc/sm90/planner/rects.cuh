@@ -84,4 +84,4 @@ struct Rect {
     }
 };
 
-}  // namespace ffa
+}   // namespace ffa

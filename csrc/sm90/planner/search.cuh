@@ -31,12 +31,12 @@ __device__ __forceinline__ int count_up_to(const int* values, int count, int x) 
     return partition_point(count, [&](int i) { return values[i] <= x; });
 }
 
-// The places of `count` keys in order of the keys, no two of which are equal, each in its section: of `section(place)`, that has
-// `longest` places at most. In `order` or `other`. In a chunk of a section each looks up its place among the others; then
-// neighbouring chunks merge until the chunk is the section.
+// The places of `count` keys in order of the keys, no two of which are equal, each in its section: of `section(place)`,
+// that has `longest` places at most. In `order` or `other`. In a chunk of a section each looks up its place among the
+// others; then neighbouring chunks merge until the chunk is the section.
 template <class Section>
-__device__ __forceinline__ int* sort_by_key(const unsigned long long* keys, int count, int longest, int* order, int* other,
-                                            Section section) {
+__device__ __forceinline__ int* sort_by_key(const unsigned long long* keys, int count, int longest, int* order,
+                                            int* other, Section section) {
     for_each(count, [&](int place) {
         const Range all = section(place);
         const int first = place - (place - all.begin) % kSortChunk;
@@ -65,4 +65,4 @@ __device__ __forceinline__ int* sort_by_key(const unsigned long long* keys, int 
     return order;
 }
 
-}  // namespace ffa
+}   // namespace ffa

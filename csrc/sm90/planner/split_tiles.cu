@@ -1,10 +1,10 @@
 // Cuts long tiles of the walk by q into parts, where tiles and heads are too few to keep the SMs busy: one thread block
 // behind the plan.
 //
-// Every head has its share of the SMs, which draw the tiles in their order. A tile that would not end by a deadline, if it
-// were drawn when its turn comes, is cut into as many parts as it takes, or more, so that an SM may walk a round or two of
-// them. Each warp tries its own deadline and rounds, the last one has no deadline; the one that ends first, the merge
-// included, is what is walked, if it gains enough.
+// Every head has its share of the SMs, which draw the tiles in their order. A tile that would not end by a deadline, if
+// it were drawn when its turn comes, is cut into as many parts as it takes, or more, so that an SM may walk a round or
+// two of them. Each warp tries its own deadline and rounds, the last one has no deadline; the one that ends first, the
+// merge included, is what is walked, if it gains enough.
 #include "common/block.cuh"
 #include "common/tile_plan.cuh"
 
@@ -22,10 +22,10 @@ constexpr int kMostWaves = 8;
 constexpr int kRounds = 2;
 constexpr int kDeadlines = 5;
 constexpr int kTries = kRounds * kDeadlines + 1;
-constexpr int kSmsOfLane = 5;   // at most, 32 times that in all
+constexpr int kSmsOfLane = 5;    // at most, 32 times that in all
 constexpr int kLeastGain = 20;   // a 20th of the time
-// The more SMs are busy, the slower each one is, by a third from none to all (the chip runs at its power limit): all work
-// takes a third of an SM's share longer than that, whole or in parts.
+// The more SMs are busy, the slower each one is, by a third from none to all (the chip runs at its power limit): all
+// work takes a third of an SM's share longer than that, whole or in parts.
 constexpr int kPower = 3;
 constexpr int kThreads = 512;
 static_assert(32 * kTries <= kThreads, "each try has a warp of its own");
@@ -40,8 +40,8 @@ struct TilePartsParams {
     int num_tiles;       // at most kMostTiles
     int num_runs;
     int max_parts;
-    int num_sms;         // for each head, at most 32 * kSmsOfLane
-    int least_blocks;    // of a part
+    int num_sms;        // for each head, at most 32 * kSmsOfLane
+    int least_blocks;   // of a part
     int tile_rows;
     int block_cols;
 };
@@ -93,8 +93,7 @@ private:
             notes.cost[tile] = cost;
             notes.num_blocks[tile] = num_blocks;
         });
-        const int all = prefix_sum(
-            num_tiles_, [&](int tile) { return notes.cost[tile] + kTileCost; }, [](int, int) {});
+        const int all = prefix_sum(num_tiles_, [&](int tile) { return notes.cost[tile] + kTileCost; }, [](int, int) {});
         share_ = (all + params_.num_sms - 1) / params_.num_sms;
     }
 
@@ -225,7 +224,7 @@ private:
     int best_ = 0;         // try
 };
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::kThreads)
     ffa_tile_parts(const __grid_constant__ ffa::TilePartsParams params) {

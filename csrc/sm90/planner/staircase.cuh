@@ -13,9 +13,9 @@ __device__ __forceinline__ int blocks_of(int cols, int block_cols) { return (col
 // What a tile sees of one rectangle, or of several next to one another: a run, or a step of one.
 struct Step {
     Rect rect;
-    int above;   // the step above this one; its own number if there is none
+    int above;         // the step above this one; its own number if there is none
     int first, last;   // of its stairs, where this is the first one
-    int lane;    // where its stairs look, or 0
+    int lane;          // where its stairs look, or 0
 };
 
 // By one thread.
@@ -28,8 +28,8 @@ public:
     __device__ __forceinline__ int count() const { return count_; }
     __device__ __forceinline__ void put(int i, const Rect& rect) { steps_[i] = {rect, i, i, i, 0}; }
 
-    // Neighbours whose union is one rectangle become one, but those that are steps of stairs next to one another: both above or both
-    // below others.
+    // Neighbours whose union is one rectangle become one, but those that are steps of stairs next to one another: both
+    // above or both below others.
     __device__ __forceinline__ void join_neighbours() {
         look_above();
         for (int i = 0; i < count_; ++i) {
@@ -40,7 +40,8 @@ public:
         for (int i = 0; i < count_; ++i) {
             const Rect next = steps_[i].rect;
             const bool is_below = steps_[i].above != i, is_above = steps_[i].last != i;
-            if (num_left > 0 && steps_[num_left - 1].rect.joins(next) && !(was_above && is_above) && !(was_below && is_below)) {
+            if (num_left > 0 && steps_[num_left - 1].rect.joins(next) && !(was_above && is_above) &&
+                !(was_below && is_below)) {
                 steps_[num_left - 1].rect.col_end = next.col_end;
                 steps_[num_left - 1].rect.diag_hi = next.diag_hi;
             } else {
@@ -91,15 +92,16 @@ private:
         }
     }
 
-    // Of the steps that begin in the next row the first one that sees nothing further left, if it leads on and that saves a block.
+    // Of the steps that begin in the next row the first one that sees nothing further left, if it leads on and that
+    // saves a block.
     __device__ __forceinline__ int step_below(int i) const {
         const Rect r = steps_[i].rect;
         const int row = r.row_end, col = r.common_begin();
         const Step* const later = steps_ + i + 1;
         const int found = i + 1 + partition_point(count_ - i - 1, [=](int j) {   // by value: by reference spills
-            const Rect& other = later[j].rect;
-            return other.row_begin < row || (other.row_begin == row && other.col_begin < col);
-        });
+                              const Rect& other = later[j].rect;
+                              return other.row_begin < row || (other.row_begin == row && other.col_begin < col);
+                          });
         if (found == count_ || !r.is_step_above(steps_[found].rect)) {
             return count_;
         }
@@ -116,7 +118,8 @@ private:
 };
 
 // The run of a tile from one step of stairs to the last one below it, or of a step alone, which has no lane.
-__device__ __forceinline__ Run run_from(const Rect& top, const Rect& bottom, int lane, bool covers_tile, int block_cols) {
+__device__ __forceinline__ Run run_from(const Rect& top, const Rect& bottom, int lane, bool covers_tile,
+                                        int block_cols) {
     const int num_blocks = blocks_of(bottom.col_end - top.col_begin, block_cols);
     const int left = bottom.common_begin() - top.col_begin;
     const int right = covers_tile ? top.common_end() - top.col_begin : 0;
@@ -136,4 +139,4 @@ __device__ __forceinline__ Run run_from(const Rect& top, const Rect& bottom, int
             0};
 }
 
-}  // namespace ffa
+}   // namespace ffa

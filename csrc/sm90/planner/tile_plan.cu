@@ -1,6 +1,7 @@
 // Slices to a plan without the host: what `build_tile_plan` computes, one thread block for each of the two walks.
 //
-//   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> stairs -> runs -> the order of the tiles
+//   slices -> rectangles -> their borders -> regions -> tiles -> (tile, rectangle) pairs -> stairs -> runs -> the order
+//   of the tiles
 #include "common/block.cuh"
 #include "common/tile_plan.cuh"
 #include "planner/rects.cuh"
@@ -29,7 +30,7 @@ struct Walk {
     int total_rows;
     int tile_rows;
     int block_cols;
-    int num_sorted;  // the power of two from num_tiles up
+    int num_sorted;   // the power of two from num_tiles up
     int num_slices;
 };
 
@@ -108,7 +109,10 @@ private:
         const int q_begin = params_.q_ranges[2 * i], q_end = params_.q_ranges[2 * i + 1];
         const int k_begin = params_.k_ranges[2 * i], k_end = params_.k_ranges[2 * i + 1];
         const int mask_type = params_.mask_types[i];
-        return Rect{q_begin, q_end, k_begin, k_end,
+        return Rect{q_begin,
+                    q_end,
+                    k_begin,
+                    k_end,
                     mask_type & kMovesLeftEdge ? k_begin - q_begin : -kNoDiagonal,
                     mask_type & kMovesRightEdge ? k_end - q_end + 1 : kNoDiagonal}
             .trimmed();
@@ -165,8 +169,8 @@ private:
         }
     }
 
-    // Neighbours of which each goes on below the one before are one rectangle, where the first of them was; a sliding window is two
-    // or three slices. The others are empty.
+    // Neighbours of which each goes on below the one before are one rectangle, where the first of them was; a sliding
+    // window is two or three slices. The others are empty.
     __device__ void join_slices() {
         const auto rect_at = [&](int i) { return rect_of_slice(slice_order_[i]); };
         find_chains([&](int i) { return rect_at(i).goes_on(rect_at(i + 1)); });
@@ -175,9 +179,9 @@ private:
         });
     }
 
-    // Neighbours that lead down in steps are also as many rectangles of new columns alone, each down to the last row. Where tiles
-    // begin is seen best where rectangles have many rows, and few of them meet a tile where they have not. Queries that look nothing
-    // up meet the columns too.
+    // Neighbours that lead down in steps are also as many rectangles of new columns alone, each down to the last row.
+    // Where tiles begin is seen best where rectangles have many rows, and few of them meet a tile where they have not.
+    // Queries that look nothing up meet the columns too.
     __device__ void go_down_the_steps() {
         const bool is_limited = !is_transposed_ && !has_stairs();
         find_chains([&](int i) {
@@ -212,9 +216,7 @@ private:
         return rect(slice).clipped(tile_begin_[tile], tile_end_[tile]);
     }
 
-    __device__ __forceinline__ int tile_of(int row) const {
-        return count_up_to(tile_begin_, num_live_tiles_, row) - 1;
-    }
+    __device__ __forceinline__ int tile_of(int row) const { return count_up_to(tile_begin_, num_live_tiles_, row) - 1; }
 
     __device__ __forceinline__ void mark(int row) { atomicOr(&borders_[row / 32], 1u << (row % 32)); }
 
@@ -235,8 +237,8 @@ private:
         return true;
     }
 
-    // A border followed by at least a tile of rows without another one starts a region, unless more columns reach across it than
-    // begin there; a region is tiled from its start, to the next one.
+    // A border followed by at least a tile of rows without another one starts a region, unless more columns reach
+    // across it than begin there; a region is tiled from its start, to the next one.
     __device__ void cut_rows() {
         for_each(num_words_, [&](int word) { borders_[word] = 0; });
         for_each(num_slices(), [&](int i) {
@@ -291,14 +293,15 @@ private:
         });
     }
 
-    // Those that a tile beginning at a candidate has in rectangles that begin there, less those of rectangles that reach across
-    // it, which it would have anyway.
+    // Those that a tile beginning at a candidate has in rectangles that begin there, less those of rectangles that
+    // reach across it, which it would have anyway.
     __device__ void count_blocks_begun(int num_candidates) {
         for_each(num_candidates + 1, [&](int i) { reached_[i] = 0; });
         for_each(num_candidates, [&](int i) { begun_[i] = 0; });
         for_each(num_slices(), [&](int i) {
             const Rect r = long_rects()[i];
-            const int behind = count_up_to(candidate_begin_, num_candidates, r.row_begin);   // candidates, from this one on
+            const int behind =
+                count_up_to(candidate_begin_, num_candidates, r.row_begin);   // candidates, from this one on
             const int end = count_up_to(candidate_begin_, num_candidates, r.row_end - 1);
             if (behind < end) {
                 const int band = r.diag_lo == -kNoDiagonal ? kNoDiagonal : r.diag_hi - r.diag_lo;
@@ -356,8 +359,8 @@ private:
             run_keys_[place] = static_cast<unsigned long long>(r.row_begin) << 32 | static_cast<unsigned>(r.col_begin);
             slice_at_[place] = pair_slice_[pair];
         });
-        const int* const order = sort_by_key(run_keys_, num_pairs_, static_cast<int>(*most_pairs_), pair_slice_, pair_tile_,
-                                             [&](int place) { return tile_around(place); });
+        const int* const order = sort_by_key(run_keys_, num_pairs_, static_cast<int>(*most_pairs_), pair_slice_,
+                                             pair_tile_, [&](int place) { return tile_around(place); });
         for_each(num_pairs_, [&](int i) { pair_tile_[i] = order[i]; });
         for_each(num_pairs_, [&](int i) { pair_slice_[i] = slice_at_[pair_tile_[i]]; });
     }
@@ -414,8 +417,8 @@ private:
         });
     }
 
-    // The most expensive tile first, equal ones by row. Where rows are keys, a document's tiles stay together, by row: each
-    // counts as much as the most expensive one.
+    // The most expensive tile first, equal ones by row. Where rows are keys, a document's tiles stay together, by row:
+    // each counts as much as the most expensive one.
     __device__ void hand_out() {
         if (is_transposed_) {
             level_documents();
@@ -427,7 +430,8 @@ private:
         sort(order_, walk_.num_sorted, [](unsigned long long a, unsigned long long b) { return a < b; });
         for_each(walk_.num_tiles, [&](int i) {
             const int tile = static_cast<int>(order_[i] & ~0u);
-            walk_.tiles[i] = {tile_begin_[tile], tile_end_[tile], run_begin_[tile], run_begin_[tile] + run_count_[tile]};
+            walk_.tiles[i] = {tile_begin_[tile], tile_end_[tile], run_begin_[tile],
+                              run_begin_[tile] + run_count_[tile]};
         });
     }
 
@@ -440,9 +444,8 @@ private:
                 document_of_[tile] = before + starts_document(tile) - 1;
                 document_cost_[tile] = 0;
             });
-        for_each(walk_.num_tiles, [&](int tile) {
-            atomicMax(&document_cost_[document_of_[tile]], static_cast<unsigned>(cost_[tile]));
-        });
+        for_each(walk_.num_tiles,
+                 [&](int tile) { atomicMax(&document_cost_[document_of_[tile]], static_cast<unsigned>(cost_[tile])); });
         for_each(walk_.num_tiles, [&](int tile) { cost_[tile] = document_cost_[document_of_[tile]]; });
     }
 
@@ -457,7 +460,7 @@ private:
     int num_live_tiles_ = 0;
     int num_pairs_ = 0;
     unsigned long long *order_, *run_keys_, *slice_keys_;
-    unsigned *borders_, *starts_;   // a bit for each row
+    unsigned *borders_, *starts_;                // a bit for each row
     int *candidate_begin_, *reached_, *begun_;   // of regions; blocks of rectangles
     int *region_begin_, *region_tile_;
     int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *step_count_, *cost_;
@@ -466,15 +469,15 @@ private:
     int *pair_slice_, *pair_tile_, *slice_at_;
     Step* steps_;   // of the tiles, those of a tile where its pairs are
     int *slice_order_, *slice_merged_;
-    Rect* rects_;   // of the slices, in their order
-    Rect* columns_;   // where they lead down in steps
-    unsigned* goes_on_;   // a bit for each of them
-    int* slice_pairs_;   // how many pairs the slices before this one have
-    unsigned* most_pairs_;   // of one tile
+    Rect* rects_;                // of the slices, in their order
+    Rect* columns_;              // where they lead down in steps
+    unsigned* goes_on_;          // a bit for each of them
+    int* slice_pairs_;           // how many pairs the slices before this one have
+    unsigned* most_pairs_;       // of one tile
     volatile int* num_slices_;   // in memory: registers are short
 };
 
-}  // namespace ffa
+}   // namespace ffa
 
 extern "C" __global__ void __launch_bounds__(ffa::kThreads)
     ffa_tile_plan(const __grid_constant__ ffa::TilePlanParams params) {

@@ -1,4 +1,5 @@
-/* A CUDA driver that does nothing but write down what it was asked to launch, for tests of the launcher without a GPU. */
+/* A CUDA driver that does nothing but write down what it was asked to launch, for tests of the launcher without a GPU.
+ */
 #include <stdint.h>
 #include <string.h>
 
@@ -17,7 +18,7 @@ struct launch {
 
 static struct launch launches[64];
 static int num_launches;
-static unsigned params_bytes[64];   /* of the launches to come: the driver of a GPU knows them from the kernel */
+static unsigned params_bytes[64]; /* of the launches to come: the driver of a GPU knows them from the kernel */
 
 void expect(int number, unsigned bytes) { params_bytes[number] = bytes; }
 int count(void) { return num_launches; }
@@ -41,8 +42,8 @@ int cuLaunchKernelEx(const struct config* config, void* function, void** argumen
 
 /* The address of its tensor, and nothing else, as in idle_driver.py. */
 int cuTensorMapEncodeTiled(void* map, int element, uint32_t rank, void* address, const uint64_t* sizes,
-                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave, int swizzle,
-                           int promotion, int fill) {
+                           const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
+                           int swizzle, int promotion, int fill) {
     (void)element, (void)rank, (void)sizes, (void)strides, (void)box, (void)steps, (void)interleave, (void)swizzle;
     (void)promotion, (void)fill;
     memset(map, 0, 128);

@@ -22,10 +22,14 @@ inline int __ffs(unsigned x) { return __builtin_ffs(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline void atomicOr(unsigned* x, unsigned y) { *x |= y; }
 template <class Number>
-Number atomicAdd(Number* x, Number y) { return (*x += y) - y; }
+Number atomicAdd(Number* x, Number y) {
+    return (*x += y) - y;
+}
 inline void atomicMin(int* x, int y) { *x = min(*x, y); }
 template <class Number>
-Number atomicMax(Number* x, Number y) { return std::exchange(*x, max(*x, y)); }
+Number atomicMax(Number* x, Number y) {
+    return std::exchange(*x, max(*x, y));
+}
 inline void __threadfence() {}
 inline void __threadfence_system() {}
 
@@ -109,4 +113,4 @@ void bits_of_grid(long long count, unsigned* words, Flag flag) {
     }
 }
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,6 +1,7 @@
-// `csrc/sm90/common/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits for
-// others. Matmuls and bulk writes are done when their thread waits for them. Loads arrive when nobody gets on, in any
-// order; or, with a seed, at once, with turns at random. Fences do nothing here. What never ends is found: `launch` returns false.
+// `csrc/sm90/common/ptx.cuh` for a CPU: the threads of some blocks take turns in one thread, and change where one waits
+// for others. Matmuls and bulk writes are done when their thread waits for them. Loads arrive when nobody gets on, in
+// any order; or, with a seed, at once, with turns at random. Fences do nothing here. What never ends is found: `launch`
+// returns false.
 #pragma once
 
 #include <ucontext.h>
@@ -115,7 +116,7 @@ struct Thread {
 
 struct Block {
     Index index;
-    Block* peer = nullptr;   // of a cluster of two
+    Block* peer = nullptr;                    // of a cluster of two
     std::shared_ptr<long> cluster_arrivals;   // of all threads of both
     std::vector<Thread> threads;
     std::unique_ptr<char[]> stacks;
@@ -130,8 +131,8 @@ static ucontext_t home;
 static Block* block;
 static Thread* thread;
 static long progress;
-static bool is_late;      // what is asked for is done when nobody else gets on; else at once, with turns at random
-static unsigned state;    // of random()
+static bool is_late;     // what is asked for is done when nobody else gets on; else at once, with turns at random
+static unsigned state;   // of random()
 
 inline unsigned random(unsigned count) {
     state = state * 1664525u + 1013904223u;
@@ -228,7 +229,8 @@ inline bool go_on() {
 // False where threads wait for what never comes.
 // Clusters are of one block or of two, which begin together.
 template <class Kernel>
-bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once, unsigned seed, int cluster, Kernel kernel) {
+bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once, unsigned seed, int cluster,
+            Kernel kernel) {
     static Kernel* running;
     running = &kernel;
     is_late = seed == 0;
@@ -281,7 +283,7 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
     return true;
 }
 
-}  // namespace turns
+}   // namespace turns
 
 inline void __syncthreads() {
     turns::block->named[0].meet(threadIdx.x, turns::block->threads.size(), 0);
@@ -391,7 +393,7 @@ struct alignas(64) TensorMap {
 };
 
 alignas(1024) unsigned char memory[turns::kMemoryBytes];   // shared memory; it begins at 1024
-int warp_sums[32];   // that of common/block.cuh, which one thread block uses
+int warp_sums[32];                                         // that of common/block.cuh, which one thread block uses
 
 inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - memory) + 1024;
@@ -485,8 +487,7 @@ void for_each_in_box(const TensorMap& map, uint32_t shared_begin, int x, int y, 
         for (int col = 0; col < map.box_cols; ++col) {
             const bool is_inside = x >= 0 && y + row >= 0 && z >= 0 && x + col < map.sizes[0] &&
                                    y + row < map.sizes[1] && z < map.sizes[2];
-            char* const value =
-                map.address + (y + row) * map.y_bytes + z * map.z_bytes + map.element_bytes * (x + col);
+            char* const value = map.address + (y + row) * map.y_bytes + z * map.z_bytes + map.element_bytes * (x + col);
             const uint32_t address = shared_begin + (row * map.box_cols + col) * map.element_bytes;
             use((map.is_swizzled ? swizzled(address) : address) - shared_begin, is_inside ? value : nullptr);
         }
@@ -496,7 +497,8 @@ void for_each_in_box(const TensorMap& map, uint32_t shared_begin, int x, int y, 
 inline uint32_t box_bytes(const TensorMap& map) { return map.box_rows * map.box_cols * map.element_bytes; }
 
 // A box that will lie at that address; `destination` is where it is meanwhile.
-inline void load_box(char* destination, uint32_t address, const TensorMap& map, uint64_t& barrier, int x, int y, int z) {
+inline void load_box(char* destination, uint32_t address, const TensorMap& map, uint64_t& barrier, int x, int y,
+                     int z) {
     for_each_in_box(map, address, x, y, z, [&](uint32_t offset, const char* from) {
         char* const to = destination + offset;
         from ? std::memcpy(to, from, map.element_bytes) : std::memset(to, 0, map.element_bytes);
@@ -810,4 +812,4 @@ struct Wgmma {
     }
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,4 +1,5 @@
-// In place of common/ptx.cuh, for threads of a CPU that really run side by side: what backward/schedule/queue.cuh takes from there.
+// In place of common/ptx.cuh, for threads of a CPU that really run side by side: what backward/schedule/queue.cuh takes
+// from there.
 #pragma once
 
 namespace ffa {
@@ -9,4 +10,4 @@ inline void fence_proxy_async_global() {}
 inline int opaque(int number) { return number; }
 int num_clusters();   // not here
 
-}  // namespace ffa
+}   // namespace ffa

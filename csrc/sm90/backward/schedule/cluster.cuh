@@ -28,4 +28,4 @@ __device__ __forceinline__ int first_peer_slab() {
     return rank_in_cluster<Config>() * (Config::kSlabs - Config::kPeerSlabs);
 }
 
-}  // namespace ffa
+}   // namespace ffa

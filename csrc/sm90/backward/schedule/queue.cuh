@@ -1,8 +1,9 @@
 // Which item of the agenda a thread block takes next. No block waits while another has work left.
 //
-// Tiles with far keys have an agenda of their own. A block that draws looks whether these keys are there: then far tiles come
-// first, so that their gradients can leave while near ones are worked on. If they are not there and no near tile is left, the
-// block ends, and keeps its SM from nobody: the same kernel is launched once more behind their arrival, for what is left.
+// Tiles with far keys have an agenda of their own. A block that draws looks whether these keys are there: then far
+// tiles come first, so that their gradients can leave while near ones are worked on. If they are not there and no near
+// tile is left, the block ends, and keeps its SM from nobody: the same kernel is launched once more behind their
+// arrival, for what is left.
 #pragma once
 
 #include "backward/schedule/agenda.cuh"
@@ -14,8 +15,8 @@ namespace ffa {
 template <class Config, bool kHasFarTiles = Config::kHasFarTiles>
 class Items;
 
-// The first item of a block is its index, the others are drawn from a counter. Where an item waits for those in front of it, the
-// first one is drawn too: a block that does not run yet has none.
+// The first item of a block is its index, the others are drawn from a counter. Where an item waits for those in front
+// of it, the first one is drawn too: a block that does not run yet has none.
 template <class Config>
 class Items<Config, false> {
 public:
@@ -140,4 +141,4 @@ private:
     int drawn_;   // the item and its list, in one register
 };
 
-}  // namespace ffa
+}   // namespace ffa

@@ -1,25 +1,26 @@
 // How the agenda of the backward pass comes about: passes, turns, directions and parts of tiles.
 //
-//   Passes. Under most masks with long walks, thread blocks at work at a time are at different queries of all heads of a group,
-//   more than the L2 cache holds. So there some query heads of each group have a pass over all tiles, and what a tile's keys have
-//   of them is handed on to the next pass, in fp32. Of two passes over a tile the first one began first, so that nobody waits for
-//   long. Full and causal masks need none: what follows keeps their thread blocks close together.
+//   Passes. Under most masks with long walks, thread blocks at work at a time are at different queries of all heads of
+//   a group, more than the L2 cache holds. So there some query heads of each group have a pass over all tiles, and what
+//   a tile's keys have of them is handed on to the next pass, in fp32. Of two passes over a tile the first one began
+//   first, so that nobody waits for long. Full and causal masks need none: what follows keeps their thread blocks close
+//   together.
 //
-//   Turns. Heads come in turns of one section or, under a mask of one document, of so many sections that a turn keeps the SMs busy for
-//   whole waves: then thread blocks that start together also end with it. Where there are several documents, waves are ragged
-//   anyway, and fewer heads at a time have more of their queries in the L2 cache.
+//   Turns. Heads come in turns of one section or, under a mask of one document, of so many sections that a turn keeps
+//   the SMs busy for whole waves: then thread blocks that start together also end with it. Where there are several
+//   documents, waves are ragged anyway, and fewer heads at a time have more of their queries in the L2 cache.
 //
 //   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
 //   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
 //   another, and end together.
 //
-//   Parts. A tile that would take longer than all thread blocks need for what is left, is divided among several by query
-//   heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of work at
-//   different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32. Where tiles are few, parts
-//   are so long that all is over first (FewTiles), and the longest come first.
+//   Parts. A tile that would take longer than all thread blocks need for what is left, is divided among several by
+//   query heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of
+//   work at different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32. Where
+//   tiles are few, parts are so long that all is over first (FewTiles), and the longest come first.
 //
-//   Steps. Under a full mask thread blocks that start together read the same queries for long, and share them in the L2 cache if
-//   they stay together.
+//   Steps. Under a full mask thread blocks that start together read the same queries for long, and share them in the L2
+//   cache if they stay together.
 #pragma once
 
 #include "backward/schedule/agenda.cuh"
@@ -29,20 +30,21 @@
 
 namespace ffa {
 
-// How long a part of a tile may be where tiles are few: thread blocks that run out of work wait for the longest part, and each part
-// costs something too.
+// How long a part of a tile may be where tiles are few: thread blocks that run out of work wait for the longest part,
+// and each part costs something too.
 //
-// Of several lengths, in a thread block's shares of all work, the one is taken by which all is over first. For that, this is the
-// estimate: of parts that are no shorter than one of them, some thread block has as many as there are for each, rounded up. It is the
-// least that they can take, and about what they do take where the longest come first.
+// Of several lengths, in a thread block's shares of all work, the one is taken by which all is over first. For that,
+// this is the estimate: of parts that are no shorter than one of them, some thread block has as many as there are for
+// each, rounded up. It is the least that they can take, and about what they do take where the longest come first.
 
 constexpr float kMostShare = 1.5f, kNextShare = 0.8f;
 constexpr int kNumShares = 8;   // one for each warp of a block
-// What an item costs beside its visits, what one does that is a part, and by how much all must be over earlier to pay for shorter
-// parts.
+// What an item costs beside its visits, what one does that is a part, and by how much all must be over earlier to pay
+// for shorter parts.
 constexpr int kVisitsOfItem = 4, kVisitsOfPart = 6, kLeastGain = 10;
 
-// The least divisor of the group by which no part of so many blocks of queries is longer than a thread block's share of what is left.
+// The least divisor of the group by which no part of so many blocks of queries is longer than a thread block's share of
+// what is left.
 __device__ __forceinline__ int parts_within(int blocks, int group, int num_blocks, float left) {
     const float shares = static_cast<float>(blocks) * num_blocks;
     int parts = 1;
@@ -58,9 +60,9 @@ struct FewTiles {
     int num_tiles;
     int num_heads;   // of keys
     int qhead_per_kvhead;
-    int num_blocks;   // of threads, that work
+    int num_blocks;        // of threads, that work
     float blocks_of_all;   // of queries, for all heads of keys
-    int most_parts;   // of tiles that have several, for one head of keys
+    int most_parts;        // of tiles that have several, for one head of keys
 
     __device__ __forceinline__ static float share_of(int n) {
         float share = kMostShare;
@@ -139,27 +141,28 @@ public:
         int* scratch;   // [3 * num_tiles + 1], and an int for each tile of each section where groups have several heads
         int num_tiles;
         int first_slot;   // of these tiles; those in front are other tiles'
-        int num_slots;   // a part each
+        int num_slots;    // a part each
         int qhead_per_kvhead;
-        int num_blocks;   // of threads, or clusters of them, that will draw from the agenda
-        int is_one_way;   // all walks are from the last queries to the first
-        int most_heads_of_pass;   // of a group, that keep all blocks busy; 0 where there is one pass for all of them
-        int blocks_of_cache;   // of queries of a head, that stay in the L2 cache
+        int num_blocks;             // of threads, or clusters of them, that will draw from the agenda
+        int is_one_way;             // all walks are from the last queries to the first
+        int most_heads_of_pass;     // of a group, that keep all blocks busy; 0 where there is one pass for all of them
+        int blocks_of_cache;        // of queries of a head, that stay in the L2 cache
         int least_visits_of_pass;   // of a tile, in the mean: less does not pay for handing on
-        int sections_at_once;   // of a turn, under a mask of one document; divides the number of sections
+        int sections_at_once;       // of a turn, under a mask of one document; divides the number of sections
         const Tile* tiles_behind;   // [num_tiles], of which about half are left when these are over; or null
     };
 
     static_assert(sizeof(Params) == 120, "packed by magi_compile/kernels/sm90/params.py");
 
-    __device__ __forceinline__ explicit AgendaWriter(const Params& params)
-        : params_(params), agenda_(params.agenda) {}
+    __device__ __forceinline__ explicit AgendaWriter(const Params& params) : params_(params), agenda_(params.agenda) {}
 
     // Returns the order in which rows of dq will be complete, but for tiles that walk head by head.
     __device__ DqOrder write() {
         measure();
         const int num_passes = passes();
-        const int num_entries = num_passes > 1 ? list_passes(num_passes) : params_.qhead_per_kvhead > 1 ? list_parts() : list_tiles();
+        const int num_entries = num_passes > 1                 ? list_passes(num_passes)
+                                : params_.qhead_per_kvhead > 1 ? list_parts()
+                                                               : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kTileWarps;
         const int first_arrival = params_.first_slot * agenda_.heads_per_section * kTileWarps;
         compact_for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
@@ -181,8 +184,8 @@ private:
         short slot, num;
     };
 
-    // Where things lie in scratch: of each tile, blocks of tiles before it and its document, of each document its first tile,
-    // and the parts of the tile at each place. No register keeps that.
+    // Where things lie in scratch: of each tile, blocks of tiles before it and its document, of each document its first
+    // tile, and the parts of the tile at each place. No register keeps that.
     __device__ __forceinline__ int* blocks_before() const { return params_.scratch; }
     __device__ __forceinline__ int* document_of() const { return blocks_before() + params_.num_tiles + 1; }
     __device__ __forceinline__ int* document_begin() const { return document_of() + params_.num_tiles; }
@@ -199,9 +202,12 @@ private:
             [&](int i, int before) { blocks_before()[i] = before; });
         compact_for_each(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
         if (params_.tiles_behind != nullptr) {
-            blocks_behind_ = compact_prefix_sum(
-                params_.num_tiles, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
-                [](int, int) {}) / 2;
+            blocks_behind_ =
+                compact_prefix_sum(
+                    params_.num_tiles,
+                    [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
+                    [](int, int) {}) /
+                2;
         }
         const int num_documents = compact_prefix_sum(
             num_tiles_, [&](int i) { return int(starts_document(i)); },
@@ -215,7 +221,9 @@ private:
         at_once_ = num_documents == 1 ? params_.sections_at_once : 1;
     }
 
-    __device__ __forceinline__ int blocks_of(int tile) const { return blocks_before()[tile + 1] - blocks_before()[tile]; }
+    __device__ __forceinline__ int blocks_of(int tile) const {
+        return blocks_before()[tile + 1] - blocks_before()[tile];
+    }
 
     __device__ __forceinline__ int num_sections() const { return agenda_.num_heads / agenda_.heads_per_section; }
 
@@ -237,12 +245,13 @@ private:
         return tile.run_begin < tile.run_end ? params_.runs[tile.run_end - 1].col_end : -1;
     }
 
-    // Whole waves in front of the first tile in parts, under a full mask whose walks are long: thread blocks that start together
-    // on these also end together.
+    // Whole waves in front of the first tile in parts, under a full mask whose walks are long: thread blocks that start
+    // together on these also end together.
     __device__ int items_in_step(int num_entries) const {
         const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
         int& scratch = agenda_.counters->ticket;
-        const bool are_equal = first_of(num_tiles_, [&](int i) { return blocks_of(i) != blocks; }, scratch) == num_tiles_;
+        const bool are_equal =
+            first_of(num_tiles_, [&](int i) { return blocks_of(i) != blocks; }, scratch) == num_tiles_;
         if (!are_equal || blocks * params_.qhead_per_kvhead < kLeastVisitsInStep) {
             return 0;
         }
@@ -250,8 +259,9 @@ private:
         return first_of(num_entries, has_parts, scratch) * agenda_.heads_per_section;
     }
 
-    // How many, if a group's walks are longer than what stays in the L2 cache, with as many heads each as do: unless walks are all
-    // alike, or each is as much shorter than the one before as under a causal mask, or what is handed on would cost too much.
+    // How many, if a group's walks are longer than what stays in the L2 cache, with as many heads each as do: unless
+    // walks are all alike, or each is as much shorter than the one before as under a causal mask, or what is handed on
+    // would cost too much.
     __device__ int passes() const {
         const int group = params_.qhead_per_kvhead;
         const int mean_blocks = num_blocks_ / max(num_tiles_, 1);
@@ -270,7 +280,8 @@ private:
         return are_even || mean_blocks * heads < params_.least_visits_of_pass ? 1 : group / heads;
     }
 
-    // All tiles for some query heads of each group, the last ones first, as heads that are walked one after the other are anyway.
+    // All tiles for some query heads of each group, the last ones first, as heads that are walked one after the other
+    // are anyway.
     __device__ int list_passes(int passes) {
         const int num_entries = num_tiles_ * num_sections() * passes;
         compact_for_each(num_entries, [&](int i) {
@@ -312,7 +323,8 @@ private:
         const float waves = static_cast<float>(num_tiles_ * agenda_.num_heads) / params_.num_blocks;
         const bool are_few = waves < kFewWaves;
         const bool are_last = params_.tiles_behind == nullptr;   // others do not fill what they leave
-        const bool is_by_length = are_few && are_last && waves > kLeastWavesByLength && !params_.is_one_way && num_sections() == 1;
+        const bool is_by_length =
+            are_few && are_last && waves > kLeastWavesByLength && !params_.is_one_way && num_sections() == 1;
         const float share = are_few && are_last ? best_share(few_tiles()) : kMostShare;
         compact_for_each(num_places, [&](int i) {
             const int parts = are_few ? parts_of_few(place(i).tile, share) : parts_of_many(place(i));
@@ -324,16 +336,18 @@ private:
             const bool have_room = slot + parts.num <= params_.num_slots;
             parts = have_room ? Parts{static_cast<short>(slot), parts.num} : Parts{0, 1};
         });
-        return compact_prefix_sum(num_places, [&](int i) { return int(parts_of()[i].num); }, [&](int i, int first) {
-            const Parts parts = parts_of()[i];
-            first = is_by_length ? parts_in_front(i) : first;
-            const AgendaEntry of_place = entry(i, parts.num, parts.slot);
+        return compact_prefix_sum(
+            num_places, [&](int i) { return int(parts_of()[i].num); },
+            [&](int i, int first) {
+                const Parts parts = parts_of()[i];
+                first = is_by_length ? parts_in_front(i) : first;
+                const AgendaEntry of_place = entry(i, parts.num, parts.slot);
 #pragma unroll 1
-            for (int part = 0; part < parts.num; ++part) {
-                agenda_.entries[first + part] = of_place;
-                agenda_.entries[first + part].part = static_cast<short>(part);
-            }
-        });
+                for (int part = 0; part < parts.num; ++part) {
+                    agenda_.entries[first + part] = of_place;
+                    agenda_.entries[first + part].part = static_cast<short>(part);
+                }
+            });
     }
 
     // The first part of so many.
@@ -381,7 +395,8 @@ private:
     __device__ __forceinline__ int parts_of_many(const Place& at) const {
         const int group = params_.qhead_per_kvhead, blocks = blocks_of(at.tile);
         const long long left = 1ll * num_sections() * (num_blocks_ + blocks_behind_) - blocks_in_front(at);
-        int parts = parts_within(blocks, group, params_.num_blocks, static_cast<float>(left) * agenda_.heads_per_section);
+        int parts =
+            parts_within(blocks, group, params_.num_blocks, static_cast<float>(left) * agenda_.heads_per_section);
 #pragma unroll 1
         while (parts > 1 && (blocks * group < parts * kLeastVisits || group % parts != 0)) {
             --parts;
@@ -391,10 +406,10 @@ private:
 
     const Params& params_;
     const Agenda& agenda_;
-    int num_tiles_ = 0;    // that have rows
-    int num_blocks_ = 0;   // of queries, in all of them, for one head
+    int num_tiles_ = 0;       // that have rows
+    int num_blocks_ = 0;      // of queries, in all of them, for one head
     int blocks_behind_ = 0;   // the same of what comes behind them
-    int at_once_ = 1;   // sections of a turn
+    int at_once_ = 1;         // sections of a turn
 };
 
-}  // namespace ffa
+}   // namespace ffa
