@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magi_compile._compat import num_compiled_graphs
-from magi_compile.bench.llama import Llama, Shape
+from magi_compile.bench.workloads.llama import Llama, Shape
 
 # Mean and largest length of a document as shares of the pack, and how much lengths vary (log-normal).
 LAYOUTS = {

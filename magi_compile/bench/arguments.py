@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from magi_compile.bench.cells import parse_length
+from magi_compile.bench.workloads.cells import parse_length
 
 
 def length(text: str) -> int:

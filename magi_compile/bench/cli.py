@@ -11,16 +11,17 @@ from pathlib import Path
 
 import torch
 
-from magi_compile.bench import arguments, contenders, rows
-from magi_compile.bench.cells import PASSES, Cell, format_length
-from magi_compile.bench.compare import compare, to_text
+from magi_compile.bench import arguments, contenders
 from magi_compile.bench.contenders.base import refusals
-from magi_compile.bench.lengths import SAMPLERS
-from magi_compile.bench.presets import PRESETS, Preset
-from magi_compile.bench.run import Settings, execute, order
+from magi_compile.bench.kernel.run import Settings, execute, order
+from magi_compile.bench.kernel.timing import Protocol
+from magi_compile.bench.results import rows
+from magi_compile.bench.results.compare import compare, to_text
 from magi_compile.bench.step import command as step
-from magi_compile.bench.timing import Protocol
-from magi_compile.bench.workload import MASKS, SPARSE_MASKS, build
+from magi_compile.bench.workloads.cells import PASSES, Cell, format_length
+from magi_compile.bench.workloads.lengths import SAMPLERS
+from magi_compile.bench.workloads.presets import PRESETS, Preset
+from magi_compile.bench.workloads.workload import MASKS, SPARSE_MASKS, build
 from magi_compile.masks.library import MASKS as NAMED_MASKS
 
 

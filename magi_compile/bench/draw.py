@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from magi_compile.bench.derive import block_areas
+from magi_compile.bench.workloads.derive import block_areas
 from magi_compile.masks.slices import AttnSlices
 
 SHADES = " .:-=+*#%@"

@@ -4,12 +4,12 @@ import re
 
 import pytest
 
-from magi_compile.bench import rows
-from magi_compile.bench.cells import Cell
 from magi_compile.bench.cli import main
 from magi_compile.bench.report import markdown, tables, write_report
 from magi_compile.bench.report.svg import Axis
 from magi_compile.bench.report.tables import groups
+from magi_compile.bench.results import rows
+from magi_compile.bench.workloads.cells import Cell
 
 ONE_CELL = ["kernel", "--device", "cpu", "--seqlens", "256", "--masks", "document_causal"]
 

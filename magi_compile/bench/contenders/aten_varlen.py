@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender
-from magi_compile.bench.derive import (
+from magi_compile.bench.workloads.derive import (
     Documents,
     Window,
     documents_of,
     needs_documents_or_window,
     window_of,
 )
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 
 class _Flash(torch.autograd.Function):

@@ -10,7 +10,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 #: Attention of prepared q, k, v in the contender's layout; differentiable where the contender has a backward.
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout, import_error
-from magi_compile.bench.derive import (
+from magi_compile.bench.workloads.derive import (
     block_lists,
     documents_of,
     needs_documents_or_window,
     window_of,
 )
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 
 class _FlashAttention(Contender):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, import_error
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 WORKSPACE_BYTES = 128 * 2**20
 

@@ -14,8 +14,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_compile import _compat
 from magi_compile.bench.contenders.base import Attend, Contender, Layout, import_error
-from magi_compile.bench.derive import block_areas, block_lists
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.derive import block_areas, block_lists
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 BLOCK = 128
 

@@ -8,7 +8,7 @@ from torch import Tensor
 import magi_compile
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.bench.contenders.base import Attend, Contender, import_error
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import load, problem_on, refusals_by_kernel
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout, memory_refusal
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 
 class Naive(Contender):

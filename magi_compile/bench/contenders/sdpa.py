@@ -9,8 +9,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout, memory_refusal
 from magi_compile.bench.contenders.naive import dense_mask
-from magi_compile.bench.derive import Window, window_of
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.derive import Window, window_of
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 # Beyond it dense masks cost minutes and tell nothing new.
 MAX_MASK_BYTES = 2**30

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout, import_error
-from magi_compile.bench.derive import block_lists
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.derive import block_lists
+from magi_compile.bench.workloads.workload import Inputs, Workload
 
 BLOCK = 64
 

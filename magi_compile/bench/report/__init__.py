@@ -6,7 +6,7 @@ from pathlib import Path
 
 from magi_compile.bench.report.markdown import to_markdown, write_readme_table
 from magi_compile.bench.report.page import to_html
-from magi_compile.bench.rows import Results
+from magi_compile.bench.results.rows import Results
 
 __all__ = ["write_readme_table", "write_report"]
 

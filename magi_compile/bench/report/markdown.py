@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from magi_compile.bench.cells import format_length
 from magi_compile.bench.report import tables
-from magi_compile.bench.rows import Results
+from magi_compile.bench.results.rows import Results
+from magi_compile.bench.workloads.cells import format_length
 
 BEGIN, END = "<!-- magi-bench report -->", "<!-- end of magi-bench report -->"
 # Lengths in the README.

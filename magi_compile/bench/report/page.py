@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from magi_compile.bench.cells import format_length
 from magi_compile.bench.report import published, svg, tables
 from magi_compile.bench.report.tables import Group
-from magi_compile.bench.rows import Results
+from magi_compile.bench.results.rows import Results
+from magi_compile.bench.workloads.cells import format_length
 
 # The style sheet has so many colours for contenders that are not ours, and so many for ours.
 NUM_COLORS, NUM_OURS = 12, 3

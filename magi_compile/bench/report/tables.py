@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from magi_compile.bench import contenders
-from magi_compile.bench.cells import PASSES, Cell, format_length
-from magi_compile.bench.rows import Results
-from magi_compile.bench.workload import MASKS
+from magi_compile.bench.results.rows import Results
+from magi_compile.bench.workloads.cells import PASSES, Cell, format_length
+from magi_compile.bench.workloads.workload import MASKS
 
 Row = dict[str, Any]
 

@@ -12,16 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from magi_compile.bench import gate
 from magi_compile.bench.contenders.base import Layout
 from magi_compile.bench.contenders.flash_attention import FlashAttention4
 from magi_compile.bench.contenders.flex import BLOCK, FlexFlash
-from magi_compile.bench.derive import block_areas
-from magi_compile.bench.gate import Check
-from magi_compile.bench.llama import Llama, Shape, causal_within
+from magi_compile.bench.kernel import gate
+from magi_compile.bench.kernel.gate import Check
 from magi_compile.bench.step.cases import Case
 from magi_compile.bench.step.clock import Ready
 from magi_compile.bench.step.problem import MAKERS, Problem
+from magi_compile.bench.workloads.derive import block_areas
+from magi_compile.bench.workloads.llama import Llama, Shape, causal_within
 from magi_compile.ops.attention import flex_flash_attention
 
 

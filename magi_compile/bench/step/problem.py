@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from magi_compile.bench import lengths, workload
-from magi_compile.bench.cells import Cell
-from magi_compile.bench.gate import exact_and_plain
-from magi_compile.bench.llama import causal_within
+from magi_compile.bench.kernel.gate import exact_and_plain
 from magi_compile.bench.step.cases import Settings
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads import lengths, workload
+from magi_compile.bench.workloads.cells import Cell
+from magi_compile.bench.workloads.llama import causal_within
+from magi_compile.bench.workloads.workload import Inputs, Workload
 from magi_compile.masks import create_block_mask
 
 SAMPLER = "short"

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from magi_compile.bench.cells import format_length
 from magi_compile.bench.report.markdown import table
 from magi_compile.bench.step.cases import GROUPS, ROWS
+from magi_compile.bench.workloads.cells import format_length
 
 Row = dict[str, Any]
 LABELS = {row.name: row.label for row in ROWS}

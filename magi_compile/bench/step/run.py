@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from magi_compile.bench import provenance
-from magi_compile.bench.cells import format_length
-from magi_compile.bench.measure import first_line
-from magi_compile.bench.rows import write_record
+from magi_compile.bench.kernel.measure import first_line
+from magi_compile.bench.results import provenance
+from magi_compile.bench.results.rows import write_record
 from magi_compile.bench.step.cases import Case, Settings, cases
 from magi_compile.bench.step.clock import Ready, Turns, in_turns, wait, warm_up, work_of
 from magi_compile.bench.step.contenders import CONTENDERS, Contender
 from magi_compile.bench.step.problem import Problem
 from magi_compile.bench.step.report import to_markdown
+from magi_compile.bench.workloads.cells import format_length
 from magi_compile.lowering.report import lowering_report
 
 Row = dict[str, Any]

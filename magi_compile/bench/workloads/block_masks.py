@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magi_compile.bench.cells import Cell
+from magi_compile.bench.workloads.cells import Cell
 from magi_compile.masks.library import MaskMod
 from magi_compile.masks.slices import AttnSlices, MaskType
 

@@ -6,12 +6,13 @@ from typing import ClassVar
 
 import pytest
 
-from magi_compile.bench import rows, run
-from magi_compile.bench.cells import Cell
-from magi_compile.bench.compare import compare, to_text
-from magi_compile.bench.process import Worker, WorkerLost
-from magi_compile.bench.run import Settings, execute, order
-from magi_compile.bench.workload import build, cost
+from magi_compile.bench.kernel import run
+from magi_compile.bench.kernel.process import Worker, WorkerLost
+from magi_compile.bench.kernel.run import Settings, execute, order
+from magi_compile.bench.results import rows
+from magi_compile.bench.results.compare import compare, to_text
+from magi_compile.bench.workloads.cells import Cell
+from magi_compile.bench.workloads.workload import build, cost
 
 CELLS = [
     Cell("kernel", mask, seqlen, 4, 2, 16, "float32")

@@ -32,7 +32,7 @@ class Worker:
     """One contender's process. It starts at the first request, and again after it was lost or spent."""
 
     def __init__(self, contender: str, device: str, gate_seqlen: int):
-        module = "magi_compile.bench.worker"
+        module = "magi_compile.bench.kernel.worker"
         self._command = [sys.executable, "-m", module, contender, device, str(gate_seqlen)]
         self._running: _Running | None = None
 

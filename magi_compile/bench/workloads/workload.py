@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.bench import block_masks, lengths
-from magi_compile.bench.block_masks import BlockMap
-from magi_compile.bench.cells import Cell
+from magi_compile.bench.workloads import block_masks, lengths
+from magi_compile.bench.workloads.block_masks import BlockMap
+from magi_compile.bench.workloads.cells import Cell
 from magi_compile.masks.library import MASKS as NAMED_MASKS
 from magi_compile.masks.library import MaskMod, NamedMask
 from magi_compile.masks.slices import AttnSlices

@@ -1,6 +1,6 @@
 """A process for one contender: JSON requests on stdin, a JSON line each on stdout. A crash costs one cell.
 
-python -m magi_compile.bench.worker NAME DEVICE GATE_SEQLEN
+python -m magi_compile.bench.kernel.worker NAME DEVICE GATE_SEQLEN
 
 A reply is `{"answer": ..., "spent": ...}`; a spent worker has lost its GPU and must be replaced.
 """
@@ -13,10 +13,11 @@ import os
 import sys
 from typing import Any, TextIO
 
-from magi_compile.bench import contenders, provenance
-from magi_compile.bench.cells import Cell
-from magi_compile.bench.measure import Bench
-from magi_compile.bench.timing import Protocol, matmul_tflops
+from magi_compile.bench import contenders
+from magi_compile.bench.kernel.measure import Bench
+from magi_compile.bench.kernel.timing import Protocol, matmul_tflops
+from magi_compile.bench.results import provenance
+from magi_compile.bench.workloads.cells import Cell
 
 
 def main() -> None:

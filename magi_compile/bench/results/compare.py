@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from magi_compile.bench.rows import Results
+from magi_compile.bench.results.rows import Results
 
 
 class Verdict(NamedTuple):

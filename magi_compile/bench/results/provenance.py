@@ -90,7 +90,7 @@ def _nvidia_smi(query: str) -> str:
 
 def _commit() -> str:
     """Of the checkout this package lies in, "+" behind it if files differ."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     try:
         head, status = (
             subprocess.run(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from magi_compile.bench.cells import Cell
-from magi_compile.bench.workload import SPARSE_MASKS
+from magi_compile.bench.workloads.cells import Cell
+from magi_compile.bench.workloads.workload import SPARSE_MASKS
 from magi_compile.masks.library import MASKS as NAMED_MASKS
 
 # The masks of MagiAttention's kernel benchmark.

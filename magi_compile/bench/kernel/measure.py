@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from magi_compile.bench import gate, timing
-from magi_compile.bench.cells import Cell
 from magi_compile.bench.contenders.base import Attend, Contender, refusals
-from magi_compile.bench.gate import Run
-from magi_compile.bench.workload import Inputs, Workload, build
+from magi_compile.bench.kernel import gate, timing
+from magi_compile.bench.kernel.gate import Run
+from magi_compile.bench.workloads.cells import Cell
+from magi_compile.bench.workloads.workload import Inputs, Workload, build
 
 
 class Bench:

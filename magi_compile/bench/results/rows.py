@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from magi_compile.bench.cells import Cell
+from magi_compile.bench.workloads.cells import Cell
 
 #: How a cell of a contender can end. Nothing is ever a magic number.
 STATUSES = ("ok", "unsupported", "unavailable", "oom", "wrong", "error", "crash", "timeout")

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from magi_compile.bench import contenders, rows
-from magi_compile.bench.cells import PASSES, Cell, format_length
-from magi_compile.bench.process import Worker, WorkerLost
-from magi_compile.bench.timing import Protocol
-from magi_compile.bench.workload import cost
+from magi_compile.bench import contenders
+from magi_compile.bench.kernel.process import Worker, WorkerLost
+from magi_compile.bench.kernel.timing import Protocol
+from magi_compile.bench.results import rows
+from magi_compile.bench.workloads.cells import PASSES, Cell, format_length
+from magi_compile.bench.workloads.workload import cost
 
 # A worker imports PyTorch and a contender's package first.
 PROBE_LIMIT_S = 180.0

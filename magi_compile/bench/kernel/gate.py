@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout
-from magi_compile.bench.workload import Inputs, Workload
+from magi_compile.bench.workloads.workload import Inputs, Workload
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.kernels.select import problem_on
 from magi_compile.testing.numerics import plain_attention
