@@ -22,6 +22,14 @@ from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.dispatch import check_count
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
 from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.ops.dtensors import (
+    PACKED,
+    PADDED,
+    are_distributed,
+    shards_of,
+    wrapped,
+    wrapped_lse,
+)
 from magi_compile.ops.layout import in_memory_order, memory_order
 
 if TYPE_CHECKING:
@@ -101,6 +109,7 @@ class SequencePlan:
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         self.slices = cast(SpreadSlices, whole)
         self._group, self._where = group, where
+        self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
     def __repr__(self) -> str:
@@ -231,7 +240,8 @@ class SequencePlan:
         """Attention of this rank's tokens over the whole sequence, by the mask of the plan; differentiable. All ranks call it together.
 
         Args:
-            q: `[B, Hq, seqlen_local, D]`, or packed, `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, or what autocast makes so.
+            q: `[B, Hq, seqlen_local, D]`, or packed, `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, or what autocast makes so. All three may be
+                DTensors: tokens sharded on the dimension of the mesh that has the ranks of the plan, heads on any other one.
             k: `[B, Hkv, seqlen_local, D]` or `[seqlen_local, Hkv, D]`; Hkv divides Hq.
             v: `[B, Hkv, seqlen_local, Dv]` or `[seqlen_local, Hkv, Dv]`.
             scale: factor of the scores; None stands for `D ** -0.5`.
@@ -265,6 +275,13 @@ class SequencePlan:
                 raise ValueError(
                     f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got shape {list(x.shape)}"
                 )
+        if are_distributed(q, k, v):
+            layout = PADDED if q.ndim == 4 else PACKED
+            shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
+            out, lse = self.attend(*shards[:3], meta, scale, softcap, True)
+            out = wrapped(out, shards)
+            return (out, wrapped_lse(lse, shards, layout)) if return_lse else out
+        for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(
                     f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
