@@ -396,7 +396,7 @@ def run_stock(group):
     spread = [distribute_tensor(x, mesh, [HEADS]) for x in whole]
     torch._dynamo.reset()
     compiled = torch.compile(flex.flex_attention, backend="eager")
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+    with pytest.raises((NotImplementedError, torch._dynamo.exc.TorchDynamoException)):
         compiled(*spread, block_mask=mask)
     mapped = local_map(
         lambda q, k, v: flex.flex_attention(q, k, v, block_mask=mask),
