@@ -9,8 +9,8 @@ logits = p.unshard(logits, dim=1)     in the order of the sequence again
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.dispatch import check_count
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
+from magi_compile.dtensor.planning.rank_plan import (
+    ContextParallelOptions,
+    PlanTensors,
+    RankPlan,
+    plan_rank_together,
+)
 from magi_compile.masks import AttnSlices, slices_from_block_mask
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -36,7 +41,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
+Mask: TypeAlias = Union["BlockMask", AttnSlices, MaskMod, None]
 
 DEFAULTS = ContextParallelOptions()
 
@@ -83,11 +88,10 @@ class SequencePlan:
     def __init__(
         self,
         slices: AttnSlices,
+        planned: RankPlan,
         group: dist.ProcessGroup,
         device: torch.device,
-        options: ContextParallelOptions = DEFAULTS,
     ):
-        planned = plan_rank(slices, group.size(), group.rank(), options)
         where = planned.dispatch
         self.total, self.seqlen_local = where.total, where.seqlen_local
         self.cp_size, self.rank = where.cp_size, planned.rank
@@ -132,6 +136,15 @@ class SequencePlan:
                 seq_lengths=(self.seqlen_local, self.seqlen_local),
             )
         return self._block_mask
+
+    def has_the_tokens_of(self, other: SequencePlan) -> bool:
+        """Whether every rank holds the same tokens by both plans, in the same order."""
+        here, there = self._where, other._where
+        return (here.total, here.chunk_size, self.group_name) == (
+            there.total,
+            there.chunk_size,
+            other.group_name,
+        ) and torch.equal(here.chunks, there.chunks)
 
     # Tokens
 
@@ -313,13 +326,47 @@ class SequencePlan:
         return (out, lse.unflatten(0, (batch, nheads))) if return_lse else out
 
 
+@overload
 def plan(
-    mask: BlockMask | AttnSlices | MaskMod | None,
+    mask: Mask,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
     seqlen: int | None = None,
     options: ContextParallelOptions = DEFAULTS,
-) -> SequencePlan:
+) -> SequencePlan: ...
+
+
+@overload
+def plan(
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    masks: Sequence[Mask],
+    weights: Sequence[int] | None = None,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> list[SequencePlan]: ...
+
+
+@overload
+def plan(
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    masks: Mapping[str, Mask],
+    weights: Mapping[str, int] | None = None,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> dict[str, SequencePlan]: ...
+
+
+def plan(
+    mask: Any = None,
+    mesh: Any = None,
+    *,
+    masks: Any = None,
+    weights: Any = None,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each, and little to move.
 
     Every rank calls it with the same mask, and nothing is communicated; the first attention with a plan compares what ranks have
@@ -329,20 +376,57 @@ def plan(
         mask: of the whole sequence: a BlockMask, PyTorch's or that of `magi_compile.create_block_mask`, for one batch entry and all
             heads; `AttnSlices`; or a mask_mod. None for a causal one. All entries of a batch have this mask.
         mesh: the ranks, a mesh of one dimension (`mesh["cp"]` of others) or a process group.
+        masks: in place of `mask`, those of a model whose layers have different ones: a list, or a dict by name. Tokens are spread
+            once, so that each rank has the same sum of work.
+        weights: how many layers have each of `masks`, in a list or dict like it; 1 each by default.
         seqlen: tokens of the sequence, for a mask_mod or None.
         options: how to spread, the same on every rank.
 
     Returns:
-        This rank's `SequencePlan`.
+        This rank's `SequencePlan`; for `masks` one for each, in a list or dict like it, which hold the same tokens.
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask.
+        ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask; `masks` have different
+            lengths; `weights` do not fit them.
         UnsupportedMaskError: slices can not express the mask.
         NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
     """
     group, device = group_of(mesh), _device_of(mesh)
-    return SequencePlan(_slices_of(mask, seqlen, device), group, device, options)
+    is_one = masks is None
+    if not is_one and mask is not None:
+        raise ValueError("`mask` and `masks` must not both be given")
+    if is_one and weights is not None:
+        raise ValueError("`weights` must be None without `masks`")
+    given = [mask] if is_one else masks
+    if not isinstance(given, (list, tuple, Mapping)):
+        raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")
+    listed = list(given.values()) if isinstance(given, Mapping) else list(given)
+    counts = None if weights is None else _weights_of(weights, given)
+    slices = [_slices_of(x, seqlen, device) for x in listed]
+    ranks = group.size(), group.rank()
+    planned = plan_rank_together(slices, *ranks, options, weights=counts)
+    made = [
+        SequencePlan(of_mask, of_rank, group, device)
+        for of_mask, of_rank in zip(slices, planned, strict=True)
+    ]
+    if is_one:
+        return made[0]
+    return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
+
+
+def _weights_of(weights: Any, masks: Any) -> list[int]:
+    if isinstance(weights, Mapping) != isinstance(masks, Mapping):
+        raise TypeError(
+            f"`weights` must be a {type(masks).__name__} like `masks`, got {type(weights).__name__}"
+        )
+    if not isinstance(masks, Mapping):
+        return list(weights)
+    if set(weights) != set(masks):
+        raise ValueError(
+            f"`weights` must have the names of `masks`, {list(masks)}, got {list(weights)}"
+        )
+    return [weights[name] for name in masks]
 
 
 def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlices:
