@@ -436,6 +436,12 @@ def cpu_flash_backward(
     )
 
 
+def indices_of_load_balancer(balancer: Any) -> Any:
+    """Where a load balancer of PyTorch's context parallelism puts tokens; None for other objects."""
+    generate = getattr(balancer, "_generate_indices", None)
+    return None if generate is None else generate()
+
+
 def resolve_process_group(name: str) -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
     try:

@@ -146,6 +146,30 @@ class SequencePlan:
             other.group_name,
         ) and torch.equal(here.chunks, there.chunks)
 
+    def permutation(self, restore: bool = False) -> Tensor:
+        """Which token lies where, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
+
+        The plan itself serves where PyTorch asks for a `load_balancer`.
+
+        Args:
+            restore: whether to give the inverse, which takes tokens of all ranks to their order in the sequence.
+
+        Returns:
+            int64 `[1, total]`, on the device of the mesh.
+
+        Raises:
+            ValueError: the sequence is padded, which that form can not say.
+        """
+        if self.has_padding:
+            raise ValueError(
+                f"a permutation needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
+                f"{self.cp_size} ranks"
+            )
+        where = self._where.inverse_positions() if restore else self._where.positions()
+        return where[None].to(self.device)
+
+    _generate_indices = permutation  # what PyTorch calls it
+
     # Tokens
 
     def shard(self, x: Tensor, dim: int, *, padding: float = 0) -> Tensor:
@@ -333,6 +357,7 @@ def plan(
     *,
     seqlen: int | None = None,
     options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
 ) -> SequencePlan: ...
 
 
@@ -344,6 +369,7 @@ def plan(
     weights: Sequence[int] | None = None,
     seqlen: int | None = None,
     options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
 ) -> list[SequencePlan]: ...
 
 
@@ -355,6 +381,7 @@ def plan(
     weights: Mapping[str, int] | None = None,
     seqlen: int | None = None,
     options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
 ) -> dict[str, SequencePlan]: ...
 
 
@@ -366,6 +393,7 @@ def plan(
     weights: Any = None,
     seqlen: int | None = None,
     options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
 ) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each, and little to move.
 
@@ -381,6 +409,8 @@ def plan(
         weights: how many layers have each of `masks`, in a list or dict like it; 1 each by default.
         seqlen: tokens of the sequence, for a mask_mod or None.
         options: how to spread, the same on every rank.
+        permutation: tokens as somebody else has spread them, in equal parts: `[S]` or `[1, S]`, which token lies where, or one of PyTorch's load
+            balancers. The mask is that of the sequence in its own order still; `options` have no say in the placement then.
 
     Returns:
         This rank's `SequencePlan`; for `masks` one for each, in a list or dict like it, which hold the same tokens.
@@ -388,7 +418,7 @@ def plan(
     Raises:
         TypeError: an argument of the wrong kind.
         ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask; `masks` have different
-            lengths; `weights` do not fit them.
+            lengths; `weights` do not fit them; `permutation` is none of the sequence.
         UnsupportedMaskError: slices can not express the mask.
         NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
     """
@@ -405,7 +435,8 @@ def plan(
     counts = None if weights is None else _weights_of(weights, given)
     slices = [_slices_of(x, seqlen, device) for x in listed]
     ranks = group.size(), group.rank()
-    planned = plan_rank_together(slices, *ranks, options, weights=counts)
+    where = None if permutation is None else _permutation_of(permutation)
+    planned = plan_rank_together(slices, *ranks, options, weights=counts, permutation=where)
     made = [
         SequencePlan(of_mask, of_rank, group, device)
         for of_mask, of_rank in zip(slices, planned, strict=True)
@@ -413,6 +444,26 @@ def plan(
     if is_one:
         return made[0]
     return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
+
+
+def _permutation_of(given: Any) -> Tensor:
+    """int64 `[S]`, on the CPU."""
+    x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"`permutation` must be a tensor or a load balancer of PyTorch's, got {type(given).__name__}"
+        )
+    if x.dtype.is_floating_point or x.dtype == torch.bool or x.ndim not in (1, 2):
+        raise ValueError(
+            f"`permutation` must be integers [S] or [1, S], got {x.dtype} {list(x.shape)}"
+        )
+    if x.ndim == 2:
+        if not bool((x == x[:1]).all()):
+            raise NotImplementedError(
+                "`permutation` must be the same for all entries of a batch, got one that differs"
+            )
+        x = x[0]
+    return x.to("cpu", torch.int64)
 
 
 def _weights_of(weights: Any, masks: Any) -> list[int]:

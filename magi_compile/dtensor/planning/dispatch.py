@@ -15,6 +15,7 @@ Everything here runs on the host, is deterministic, and needs no communication: 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -39,7 +40,7 @@ BALANCE = 0.025
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order.
+    """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order but where somebody else has permuted them.
 
     Attributes:
         total: tokens of the sequence; what follows up to `total_padded` sees and is seen by nothing.
@@ -178,6 +179,34 @@ def dispatch_together(
     _, size, assignment = least
     chunks = assignment.sort(1).values
     return [Dispatch(seqlen, chunks, table) for table in tables_of(size)]
+
+
+def dispatch_as(masks: Sequence[AttnSlices], cp_size: int, permutation: Tensor) -> list[Dispatch]:
+    """Tokens that somebody else has permuted: rank r holds the r-th of `cp_size` equal parts of them.
+
+    Args:
+        masks: each over the whole sequence, in its own order.
+        cp_size: number of ranks, of which the length is a multiple.
+        permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU.
+
+    Returns:
+        A `Dispatch` for each mask. Chunks are as large as pieces that ascend by one allow.
+
+    Raises:
+        ValueError: if `permutation` is none, or has another length.
+    """
+    seqlen = check_masks(masks, [1] * len(masks))
+    if permutation.shape != (seqlen,) or seqlen % cp_size:
+        raise ValueError(
+            f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
+        )
+    if not torch.equal(permutation.sort().values, torch.arange(seqlen)):
+        raise ValueError("`permutation` must have each number below its length once")
+    begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
+    borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
+    size = math.gcd(*borders, *permutation[begins].tolist())
+    chunks = permutation[::size].div(size, rounding_mode="floor").view(cp_size, -1)
+    return [Dispatch(seqlen, chunks, ChunkTable.of(x, size, seqlen // size)) for x in masks]
 
 
 def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:

@@ -36,6 +36,7 @@ from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
     check_count,
     check_masks,
+    dispatch_as,
     dispatch_together,
 )
 from magi_compile.dtensor.planning.stages import (
@@ -166,6 +167,7 @@ def plan_rank_together(
     options: ContextParallelOptions = ContextParallelOptions(),
     *,
     weights: Sequence[int] | None = None,
+    permutation: Tensor | None = None,
 ) -> list[RankPlan]:
     """The plans of one rank for several masks of one sequence, whose tokens have one placement.
 
@@ -175,6 +177,7 @@ def plan_rank_together(
         rank: this rank.
         options: the same on every rank.
         weights: how often each mask is attended to; once by default.
+        permutation: where tokens lie already, as in `dispatch_as`; `options` then have no say in it.
 
     Returns:
         A plan for each mask.
@@ -194,19 +197,24 @@ def plan_rank_together(
     contents = [_content_of(mask, cp_size) for mask in masks]
     # One plan is the same whatever its weight.
     others = [] if len(masks) == 1 else [-1, *weights, *chain.from_iterable(contents)]
+    if permutation is not None:
+        others += [-2, *permutation.tolist()]
     digests = [_digest(content + others, options) for content in contents]
     with _lock:
         if all((digest, rank) in _plans for digest in digests):
             return [recent(_plans, (digest, rank)) for digest in digests]
-    wheres = dispatch_together(
-        masks,
-        weights,
-        cp_size,
-        chunk_size=options.chunk_size,
-        strategy=options.strategy,
-        slack=options.slack,
-        cost=options.cost,
-    )
+    if permutation is not None:
+        wheres = dispatch_as(masks, cp_size, permutation)
+    else:
+        wheres = dispatch_together(
+            masks,
+            weights,
+            cp_size,
+            chunk_size=options.chunk_size,
+            strategy=options.strategy,
+            slack=options.slack,
+            cost=options.cost,
+        )
     made = [
         _plan(where, rank, options, digest) for where, digest in zip(wheres, digests, strict=True)
     ]
