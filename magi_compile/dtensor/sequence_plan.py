@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import check_count
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
@@ -91,6 +93,7 @@ class SequencePlan:
         planned: RankPlan,
         group: dist.ProcessGroup,
         device: torch.device,
+        cost: CostModel = DEFAULT_COST,
     ):
         where = planned.dispatch
         self.total, self.seqlen_local = where.total, where.seqlen_local
@@ -112,7 +115,7 @@ class SequencePlan:
         whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         self.slices = cast(SpreadSlices, whole)
-        self._group, self._where = group, where
+        self._group, self._where, self._planned, self._cost = group, where, planned, cost
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
@@ -145,6 +148,15 @@ class SequencePlan:
             there.chunk_size,
             other.group_name,
         ) and torch.equal(here.chunks, there.chunks)
+
+    def explain(self, cost: CostModel | None = None) -> PlanExplanation:
+        """What the plan asks of all ranks: balance, keys that travel, stages, predicted time. Without communication; print it.
+
+        Args:
+            cost: the rates of the prediction, such as `calibrate` has measured; None takes those of the plan's options, by default round
+                figures for 64 heads of q and 8 of keys of 128 on H200s.
+        """
+        return explain_plan(self._planned, self._cost if cost is None else cost)
 
     def permutation(self, restore: bool = False) -> Tensor:
         """Which token lies where, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
@@ -438,7 +450,7 @@ def plan(
     where = None if permutation is None else _permutation_of(permutation)
     planned = plan_rank_together(slices, *ranks, options, weights=counts, permutation=where)
     made = [
-        SequencePlan(of_mask, of_rank, group, device)
+        SequencePlan(of_mask, of_rank, group, device, options.cost)
         for of_mask, of_rank in zip(slices, planned, strict=True)
     ]
     if is_one:
