@@ -1,14 +1,24 @@
 """What a plan says of itself, against what can be counted in the mask."""
 
 import pytest
+import torch
 
+import magi_compile
 from magi_compile import AttnSlices
-from magi_compile.dtensor import ContextParallelOptions, plan
+from magi_compile.dtensor import ContextParallelOptions, context_parallel, plan
 from magi_compile.dtensor.explain import explain_plan
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.rank_plan import plan_rank
 from magi_compile.dtensor.tools.simulate import simulate
 from tests.dtensor.test_packing_with_context_parallel import OPTIONS, mesh_of
+from tests.dtensor.transformer import (
+    block_mask,
+    document_of,
+    flex_attention,
+    labels_of,
+    make,
+    tokens_of,
+)
 
 S = 256
 DOCUMENTS = AttnSlices.from_cu_seqlens([0, 37, 64, 200, S], causal=True)
@@ -76,3 +86,25 @@ def run_explain(group):
 
 def test_a_plan_explains_itself(ranks_of):
     ranks_of(2).run(run_explain)
+
+
+def run_explain_of_a_model(group):
+    """Attention across ranks is not FlexAttention's any more; its plan tells what becomes of it."""
+    document, tokens = document_of([50], S), tokens_of(1, S)
+    positions, labels = torch.arange(S), labels_of(tokens, document)
+    mask, model = block_mask("documents", document), make(flex_attention)
+    with context_parallel(
+        mesh_of(group),
+        mask=mask,
+        buffers=[tokens, positions, labels],
+        buffer_seq_dims=[1, 0, 1],
+        options=OPTIONS,
+    ):
+        torch._dynamo.reset()
+        told = magi_compile.explain(model, tokens, positions, labels, mask)
+    assert told.num_across_ranks == 2
+    assert "2 attentions across ranks: SequencePlan.explain() tells" in str(told)
+
+
+def test_explain_of_a_model(ranks_of):
+    ranks_of(2).run(run_explain_of_a_model)
