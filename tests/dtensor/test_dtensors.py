@@ -453,31 +453,41 @@ def test_numbers_of_heads_and_entries_are_the_whole_s(ranks_of, placements):
     ranks_of(2).run(run_numbers, placements)
 
 
-def run_lowered(group):
-    """The call on local tensors is lowered, with a score_mod and masks of shards too."""
+def run_lowered(group, placements):
+    """The call on local tensors is lowered, with a score_mod and masks of shards too; new masks compile nothing again."""
     mesh = mesh_of(group)
     whole = padded(2, 4, 2)[:3]
-    mask = flex.create_block_mask(documents, None, None, S, S, "cpu")
 
     def softcapped(score, b, h, q, kv):
         return 5.0 * torch.tanh(score / 5.0)
 
-    torch._dynamo.reset()
-    with torch.no_grad():
-        spread = [distribute_tensor(x, mesh, [HEADS]) for x in whole]
-        compiled = torch.compile(
-            lambda q, k, v: magi_compile.flex_attention(q, k, v, softcapped, mask, enable_gqa=True),
-            backend=magi_compile.make_backend(
-                "aot_eager", magi_compile.LoweringOptions(strict=True)
-            ),
+    def attend(q, k, v, mask):
+        return magi_compile.flex_attention(q, k, v, softcapped, mask, enable_gqa=True)
+
+    def mask_of(cut):
+        document = torch.arange(S) // cut
+        return flex.create_block_mask(
+            lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv), None, None, S, S, "cpu"
         )
-        found = compiled(*spread)
-        wanted = magi_compile.flex_attention(*whole, softcapped, mask, enable_gqa=True)
-        torch.testing.assert_close(found.full_tensor(), wanted)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    strict = magi_compile.make_backend("aot_eager", magi_compile.LoweringOptions(strict=True))
+    compiled = torch.compile(attend, backend=strict, fullgraph=True)
+    with torch.no_grad():
+        spread = [distribute_tensor(x, mesh, placements) for x in whole]
+        for cut in (17, 30, 40):
+            found = compiled(*spread, mask_of(cut))
+            torch.testing.assert_close(found.full_tensor(), attend(*whole, mask_of(cut)))
+            torch.testing.assert_close(
+                attend(*spread, mask_of(cut)).full_tensor(), found.full_tensor()
+            )
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_shards_are_lowered(ranks_of):
-    ranks_of(2).run(run_lowered)
+@pytest.mark.parametrize("placements", [[HEADS], [Shard(0)]], ids=["heads", "entries"])
+def test_shards_are_lowered(ranks_of, placements):
+    ranks_of(2).run(run_lowered, placements)
 
 
 # The ops themselves
