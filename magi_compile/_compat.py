@@ -437,9 +437,12 @@ def cpu_flash_backward(
 
 
 def indices_of_load_balancer(balancer: Any) -> Any:
-    """Where a load balancer of PyTorch's context parallelism puts tokens; None for other objects."""
-    generate = getattr(balancer, "_generate_indices", None)
-    return None if generate is None else generate()
+    """Where a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other objects."""
+    for name in ("generate_permutation", "_generate_indices"):
+        generate = getattr(balancer, name, None)
+        if generate is not None:
+            return generate()
+    return None
 
 
 def resolve_process_group(name: str) -> Any:

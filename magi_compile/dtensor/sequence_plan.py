@@ -180,7 +180,8 @@ class SequencePlan:
         where = self._where.inverse_positions() if restore else self._where.positions()
         return where[None].to(self.device)
 
-    _generate_indices = permutation  # what PyTorch calls it
+    # What a balancer has it under, in PyTorch and in torchtitan.
+    _generate_indices = generate_permutation = permutation
 
     # Tokens
 
@@ -421,8 +422,8 @@ def plan(
         weights: how many layers have each of `masks`, in a list or dict like it; 1 each by default.
         seqlen: tokens of the sequence, for a mask_mod or None.
         options: how to spread, the same on every rank.
-        permutation: tokens as somebody else has spread them, in equal parts: `[S]` or `[1, S]`, which token lies where, or one of PyTorch's load
-            balancers. The mask is that of the sequence in its own order still; `options` have no say in the placement then.
+        permutation: tokens as somebody else has spread them, in equal parts: `[S]` or `[1, S]`, which token lies where, or a load balancer of
+            PyTorch's or torchtitan's. The mask is that of the sequence in its own order still; `options` have no say in the placement then.
 
     Returns:
         This rank's `SequencePlan`; for `masks` one for each, in a list or dict like it, which hold the same tokens.
@@ -463,7 +464,7 @@ def _permutation_of(given: Any) -> Tensor:
     x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
     if not isinstance(x, Tensor):
         raise TypeError(
-            f"`permutation` must be a tensor or a load balancer of PyTorch's, got {type(given).__name__}"
+            f"`permutation` must be a tensor or a load balancer of PyTorch's or torchtitan's, got {type(given).__name__}"
         )
     if x.dtype.is_floating_point or x.dtype == torch.bool or x.ndim not in (1, 2):
         raise ValueError(

@@ -35,6 +35,16 @@ def scattered(size):
     return torch.randperm(S, generator=torch.Generator().manual_seed(size))
 
 
+class Titan:
+    """A balancer of the form that torchtitan has."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def generate_permutation(self):
+        return torch.arange(S).view(-1, self.size, 4).transpose(0, 1).reshape(1, -1)
+
+
 def backwards(size):
     """Chunks of 8 tokens, from the last one on."""
     return torch.arange(S).view(-1, 8).flip(0).flatten()[None]
@@ -44,7 +54,10 @@ def run(group, make, options):
     """Forward and gradients against one process's, row by row of the parts that the permutation gives."""
     size, rank = group.size(), group.rank()
     given = make(size)
-    where = given if isinstance(given, torch.Tensor) else given._generate_indices()
+    where = given
+    if not isinstance(given, torch.Tensor):
+        titan = isinstance(given, Titan)
+        where = given.generate_permutation() if titan else given._generate_indices()
     where = where.long()
     here = where.flatten().chunk(size)[rank]
     p = plan(DOCUMENTS, mesh_of(group), options=options, permutation=given)
@@ -75,6 +88,7 @@ MERGED = ContextParallelOptions(degree=0, backward_degree=0, early=False)
         (head_tail, STAGED, lambda size: S // (2 * size)),
         (per_document, STAGED, lambda size: 64 // (2 * size)),
         (by_blocks, STAGED, lambda size: 16),
+        (Titan, STAGED, lambda size: 4),
         (backwards, STAGED, lambda size: 8),
         (backwards, MERGED, lambda size: 8),
         (scattered, STAGED, lambda size: 1),
@@ -94,6 +108,10 @@ def run_ours(group):
     (whole,) = _attention.context_parallel_unshard(mesh_of(group), [local], [1], load_balancer=p)
     torch.testing.assert_close(whole, tokens)
     torch.testing.assert_close(p.permutation()[0][p.permutation(restore=True)[0]], torch.arange(S))
+    torch.testing.assert_close(p.generate_permutation(), p.permutation())
+    # And one plan by another one's, for a mask that comes later.
+    again = plan(AttnSlices.causal(S), mesh_of(group), permutation=p)
+    torch.testing.assert_close(again.positions, p.positions)
     padded = plan(None, mesh_of(group), seqlen=S - 1, options=OPTIONS)
     with pytest.raises(ValueError, match="a permutation needs a plan without padding, but 255"):
         padded.permutation()
@@ -105,7 +123,11 @@ def test_ours_as_a_load_balancer(ranks_of):
 
 def run_refused(group):
     for error, message, given in [
-        (TypeError, "`permutation` must be a tensor or a load balancer of PyTorch's, got int", 3),
+        (
+            TypeError,
+            "`permutation` must be a tensor or a load balancer of PyTorch's or torchtitan's, got int",
+            3,
+        ),
         (
             ValueError,
             "`permutation` must be integers [S] or [1, S], got torch.float32",
