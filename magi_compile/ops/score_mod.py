@@ -30,6 +30,8 @@ class _Score:
         self.outer, self.inner = outer, inner
 
     def _times(self, factor: Any) -> _Score:
+        if isinstance(factor, _Unused):
+            factor._refuse()
         if isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device.type == "cpu":
             if factor.requires_grad:
                 raise UnsupportedScoreModError(
