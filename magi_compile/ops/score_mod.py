@@ -121,7 +121,9 @@ class _Unused:
         """An index of a shard as one of the whole tensor: as long as nobody uses it, that may be."""
         return self if isinstance(other, int) else self._refuse()
 
-    __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __radd__ = __add__
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __neg__ = __index__ = (
         _refuse
     )
