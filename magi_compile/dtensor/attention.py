@@ -438,8 +438,7 @@ def context_parallel_attention(
     """
     name = _name_of(group, "group")
     if are_distributed(q, k, v):
-        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(name))
-        shards = shards_of({"q": q, "k": k, "v": v}, PACKED, ranks)
+        shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
         out, lse = context_parallel_attention(
             *(*shards[:3], plan, name),
             softmax_scale=softmax_scale,
@@ -458,6 +457,11 @@ def context_parallel_attention(
         q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, *names
     )
     return ForwardOutput(out, lse)
+
+
+@torch.compiler.assume_constant_result
+def _ranks_of(group_name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(_compat.resolve_process_group(group_name)))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:

@@ -559,12 +559,16 @@ def run_ops_across_ranks(group):
     torch.testing.assert_close(whole(found[1], 1), lse)
     for x, y in zip((found[0], *grads), (out, *wanted), strict=True):
         torch.testing.assert_close(whole(x), y, rtol=1e-5, atol=1e-5)
-    by_function = context_parallel_attention(
-        *inputs, PlanTensors(p.meta, p.data), p.group_name, softmax_scale=0.3
-    )
-    for x, y in zip(by_function, found, strict=True):
-        assert x.placements == y.placements
-        torch.testing.assert_close(x.to_local(), y.to_local())
+    torch._dynamo.reset()
+    attend = context_parallel_attention
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    for function in (attend, compiled):
+        by_function = function(
+            *inputs, PlanTensors(p.meta, p.data), p.group_name, softmax_scale=0.3
+        )
+        for x, y in zip(by_function, found, strict=True):
+            assert x.placements == y.placements
+            torch.testing.assert_close(x.to_local(), y.to_local())
     # On the wrong dimension.
     rows = DTensor.from_local(q, mesh, [R, Shard(0)])
     with pytest.raises(ValueError, match="`q` must have the 32 rows of the plan, got"):
