@@ -443,6 +443,15 @@ def cpu_flash_backward(
     )
 
 
+def indices_of_load_balancer(balancer: Any) -> Any:
+    """Where a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other objects."""
+    for name in ("generate_permutation", "_generate_indices"):
+        generate = getattr(balancer, name, None)
+        if generate is not None:
+            return generate()
+    return None
+
+
 def resolve_process_group(name: str) -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
     try:

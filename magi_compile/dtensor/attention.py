@@ -24,6 +24,7 @@ from magi_compile import _compat
 from magi_compile.dtensor.agreement import require_agreement
 from magi_compile.dtensor.execution import DevicePlan, DeviceStage, MergedStage, unpack
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import (
     Collective,
     KernelSignals,
@@ -44,6 +45,7 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_lse
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.validation import check_options, check_qkv
 
@@ -390,7 +392,9 @@ class _Attention(torch.autograd.Function):
         return (*gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
 
 
-define_differentiable(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention)
+define_differentiable(
+    *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention, register_rules)
+)
 
 
 def context_parallel_attention(
@@ -411,7 +415,7 @@ def context_parallel_attention(
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
 
     Args:
-        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows.
+        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
         k: `[seqlen_local, nheads_kv, head_dim]`.
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
@@ -432,16 +436,32 @@ def context_parallel_attention(
         TypeError: if an argument is of another kind.
         NotImplementedError: if no kernel or no collective can run this.
     """
+    name = _name_of(group, "group")
+    if are_distributed(q, k, v):
+        shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
+        out, lse = context_parallel_attention(
+            *(*shards[:3], plan, name),
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            kernel=kernel,
+            collective=collective,
+            reduce_group=reduce_group,
+        )
+        return ForwardOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
     check_options("softmax_scale", softmax_scale, softcap, kernel or None)
-    name = _name_of(group, "group")
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
     out, lse = torch.ops.magi.cp_attention(
         q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, *names
     )
     return ForwardOutput(out, lse)
+
+
+@torch.compiler.assume_constant_result
+def _ranks_of(group_name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(_compat.resolve_process_group(group_name)))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:

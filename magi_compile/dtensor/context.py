@@ -27,7 +27,6 @@ from magi_compile import _compat
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import (
     DEFAULTS,
-    MaskMod,
     SequencePlan,
     SpreadMask,
     SpreadSlices,
@@ -54,11 +53,11 @@ _FUNCTIONS = (FunctionType, *_compat.types_of_ops())
 
 
 class SpreadAttention(TorchFunctionMode):
-    """Runs attention over all ranks by `plan`; None leaves that to BlockMasks and slices, which know theirs."""
+    """Runs attention over all ranks by `plans`; none leave that to BlockMasks and slices, which know theirs."""
 
-    def __init__(self, plan: SequencePlan | None):
-        self.plan = plan
-        self.digest = None if plan is None else plan.meta[:1].clone()
+    def __init__(self, plans: Sequence[SequencePlan]):
+        self.plans = plans
+        self.digests = _digests(plans)
         super().__init__()
 
     def __torch_function__(
@@ -66,13 +65,13 @@ class SpreadAttention(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _FLEX:
-            return _flex_operator(self.digest, *args)
+            return _flex_operator(self.digests, *args)
         if func is _SDPA:
-            return _sdpa(self.plan, *args, **kwargs)
+            return _sdpa(self.plans, *args, **kwargs)
         if func is flex_flash_attention:
             return _flex_flash_attention(self, *args, **kwargs)
         if func is flex_attention:
-            return _flex_attention(self.digest, *args, **kwargs)
+            return _flex_attention(self.digests, *args, **kwargs)
         if func is Tensor.backward and not torch.compiler.is_compiling():
             with self:  # layers may run again
                 return _backward(*args, **kwargs)
@@ -126,8 +125,12 @@ def _refusal(what: str) -> str:
 # each place has a tensor of its own with the plan's digest, and an op holds them against each other when the graph runs.
 
 
+def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
+    return torch.cat([plan.meta[:1] for plan in plans]) if plans else None
+
+
 def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
-    if not torch.equal(own, around):
+    if not bool((own == around).any()):
         raise ValueError(
             "the mask of an attention must be that of the context_parallel around it, by whose plan tokens are spread; got the "
             "`block_mask` or the `slices` of another plan"
@@ -153,7 +156,7 @@ def _attend(
     scale: float | None,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention by a mask and its plan, whose digest must be that of the block `around`, if that has a plan."""
+    """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans."""
     meta = mask.plan.meta
     if around is not None:
         meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
@@ -255,20 +258,19 @@ def _flex_flash_attention(
         )
     if isinstance(slices, SpreadSlices):
         mask = slices
-    elif torch.compiler.is_compiling() or not _are_alike(slices, block.plan):
+    elif torch.compiler.is_compiling() or (planned := _alike_of(slices, block.plans)) is None:
         raise ValueError(
             "`slices` must be those of the plan inside of context_parallel (`with context_parallel(mesh, mask=...) as plan`: "
             "plan.slices), in eager code also the mask that it was given, which is that of the whole sequence"
         )
     else:
-        assert block.plan is not None
-        mask = block.plan.slices
-    out, lse = _attend(mask, block.digest, q, k, v, softmax_scale, softcap)
+        mask = planned.slices
+    out, lse = _attend(mask, block.digests, q, k, v, softmax_scale, softcap)
     return AttnOutput(out, lse)
 
 
 def _sdpa(
-    around: SequencePlan | None,
+    plans: Sequence[SequencePlan],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -278,7 +280,7 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if around is None:
+    if not plans:
         raise NotImplementedError(_refusal("`scaled_dot_product_attention` without a plan"))
     if attn_mask is not None:
         raise ValueError(
@@ -287,12 +289,16 @@ def _sdpa(
         )
     if dropout_p != 0.0:
         raise NotImplementedError(f"`dropout_p` must be 0.0, got {dropout_p}")
-    if is_causal and not around.is_causal:
+    around = None
+    for planned in plans:
+        if planned.is_causal if is_causal else planned.is_full:
+            around = planned
+    if around is None and is_causal:
         raise ValueError(
             "`is_causal` must be what the mask of context_parallel is: that one is not causal over the whole sequence; call "
             "flex_attention, or SequencePlan.attention, with the mask itself"
         )
-    if not is_causal and not around.is_full:
+    if around is None:
         raise ValueError(
             "`is_causal` must be what the mask of context_parallel is: without it attention is over all tokens, which that mask "
             "does not show"
@@ -313,19 +319,20 @@ def _check_groups(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
         )
 
 
-_alike: WeakKeyDictionary[AttnSlices, tuple[SequencePlan, bool]] = WeakKeyDictionary()
+_alike: WeakKeyDictionary[AttnSlices, tuple[Sequence[SequencePlan], SequencePlan | None]] = (
+    WeakKeyDictionary()
+)
 
 
-def _are_alike(slices: AttnSlices, around: SequencePlan | None) -> bool:
-    """Whether `slices` are the mask of the plan, asked once for both."""
-    if around is None:
-        return False
+def _alike_of(slices: AttnSlices, plans: Sequence[SequencePlan]) -> SequencePlan | None:
+    """The plan that `slices` are the mask of, asked once for both."""
+    if not isinstance(slices, AttnSlices):
+        return None
     known = _alike.get(slices)
-    if known is None or known[0] is not around:
-        is_alike = isinstance(slices, AttnSlices) and (
-            slices.content_key() == around.slices.content_key()
-        )
-        known = _alike[slices] = (around, is_alike)
+    if known is None or known[0] is not plans:
+        key = slices.content_key()
+        found = (planned for planned in plans if planned.slices.content_key() == key)
+        known = _alike[slices] = (plans, next(found, None))
     return known[1]
 
 
@@ -333,24 +340,24 @@ def _are_alike(slices: AttnSlices, around: SequencePlan | None) -> bool:
 
 
 @contextmanager
-def spread_attention(plan: SequencePlan | None) -> Iterator[None]:
+def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
     """Attention in eager and compiled code that is called in here runs over all ranks."""
 
-    digest = None if plan is None else plan.meta[:1].clone()
+    digests = _digests(plans)
 
     # Where the mode is not: in layers that run again in a backward, and in what Dynamo makes a graph of its own, as checkpoints.
     def flex_operator(*args: Any) -> Any:
         if _compat.has_torch_function_mode():
             return _FLEX(*args)
-        return _flex_operator(digest, *args)
+        return _flex_operator(digests, *args)
 
     def sdpa(*args: Any, **kwargs: Any) -> Tensor:
         if _compat.has_torch_function_mode():
             return handle_torch_function(_SDPA, (), *args, **kwargs)
-        return _sdpa(plan, *args, **kwargs)
+        return _sdpa(plans, *args, **kwargs)
 
     regions.watch()
-    with _compat.attention_replaced(flex_operator, sdpa), SpreadAttention(plan):
+    with _compat.attention_replaced(flex_operator, sdpa), SpreadAttention(plans):
         yield
 
 
@@ -358,13 +365,13 @@ def spread_attention(plan: SequencePlan | None) -> Iterator[None]:
 def context_parallel(
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
-    mask: BlockMask | AttnSlices | MaskMod | SequencePlan | None = None,
+    mask: Any = None,
     buffers: Sequence[Tensor] = (),
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: Iterable[Tensor] | None = None,
     buffer_padding: Sequence[float] | None = None,
     options: ContextParallelOptions = DEFAULTS,
-) -> Iterator[SequencePlan]:
+) -> Iterator[Any]:
     """Attention inside of the block is over the whole sequence, though every rank has some of its tokens.
 
     As `torch.distributed.tensor.experimental.context_parallel`, for any mask. Inside of it `flex_attention`, PyTorch's and ours,
@@ -375,7 +382,8 @@ def context_parallel(
     Args:
         mesh: the ranks, a mesh of one dimension or a process group.
         mask: that of the whole sequence, as in `plan`, or a plan; None for a causal one. If a BlockMask, that object is for the tokens of
-            this rank inside of the block, as `buffers` are: the model goes on using it.
+            this rank inside of the block, as `buffers` are: the model goes on using it. Where layers have different masks, a list or dict
+            of all, or of the plans of `plan(masks=...)`, which may weigh them.
         buffers: tensors over the whole sequence (tokens, positions, labels that `SequencePlan.labels` did not make). Inside they hold
             this rank's tokens, in new memory, so that views of them elsewhere stay as they are; afterwards what they held, also after
             an exception. Not parameters.
@@ -386,7 +394,8 @@ def context_parallel(
         options: how to spread.
 
     Yields:
-        The `SequencePlan`: `block_mask` and `slices` are for models whose mask is no BlockMask that they hold.
+        The `SequencePlan`, or a list or dict of them like `mask`: `block_mask` and `slices` are for models whose mask is no BlockMask that they
+        hold.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -406,17 +415,19 @@ def context_parallel(
     if buffers and -buffers[0].ndim <= dims[0] < buffers[0].ndim:
         seqlen = buffers[0].shape[dims[0]]
     planned = _plan_of(mask, mesh, seqlen, options)
-    shards = _shards(planned, buffers, dims, buffer_padding, "buffers", "buffer_padding")
+    plans = _listed(planned)
+    shards = _shards(plans[0], buffers, dims, buffer_padding, "buffers", "buffer_padding")
     with ExitStack() as undo:
         with torch.no_grad():
             for buffer, local in zip(buffers, shards, strict=True):
                 if not any(buffer is x for x in kept):
                     undo.callback(_put, buffer, buffer.detach())
                 _put(buffer, local)
-        if hasattr(mask, "kv_num_blocks"):
-            undo.callback(_become, mask, dict(vars(mask)))
-            _become(mask, vars(planned.block_mask))
-        undo.enter_context(spread_attention(planned))
+        for block_mask, of_mask in zip(_listed(mask), plans, strict=True):
+            if hasattr(block_mask, "kv_num_blocks"):
+                undo.callback(_become, block_mask, dict(vars(block_mask)))
+                _become(block_mask, vars(of_mask.block_mask))
+        undo.enter_context(spread_attention(plans))
         yield planned
 
 
@@ -431,18 +442,35 @@ def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
         raise ValueError(f"`buffers[{number}]` must not be there twice")
 
 
-def _plan_of(
-    mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelOptions
-) -> SequencePlan:
-    if isinstance(mask, SequencePlan):
+def _listed(given: Any) -> list[Any]:
+    """The masks or plans of a list or dict of them, or the only one."""
+    if isinstance(given, Mapping):
+        return list(given.values())
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelOptions) -> Any:
+    """A SequencePlan, or several in a list or dict like `mask`."""
+    masks = _listed(mask)
+    if masks and all(isinstance(x, SequencePlan) for x in masks):
         name = group_of(mesh).group_name
-        if mask.group_name != name:
-            raise ValueError(
-                f"`mesh` must have the ranks that the plan is made for, group {mask.group_name!r}, got {name!r}"
-            )
+        for x in masks:
+            if x.group_name != name:
+                raise ValueError(
+                    f"`mesh` must have the ranks that the plan is made for, group {x.group_name!r}, got {name!r}"
+                )
+            if not x.has_the_tokens_of(masks[0]):
+                raise ValueError(
+                    "plans must be made together, plan(masks=[...], mesh=mesh), so that they hold the same tokens, got plans that do not"
+                )
         return mask
-    has_length = hasattr(mask, "seq_lengths") or hasattr(mask, "seqlen_q")
-    return plan(mask, mesh, seqlen=None if has_length else seqlen, options=options)
+    if any(isinstance(x, SequencePlan) for x in masks):
+        raise TypeError("`mask` must have masks or plans, got both")
+    if all(hasattr(x, "seq_lengths") or hasattr(x, "seqlen_q") for x in masks):
+        seqlen = None
+    if isinstance(mask, (list, tuple, Mapping)):
+        return plan(masks=mask, mesh=mesh, seqlen=seqlen, options=options)
+    return plan(mask, mesh, seqlen=seqlen, options=options)
 
 
 def _shards(
@@ -486,17 +514,17 @@ def context_parallel_shard(
     mesh: DeviceMesh | dist.ProcessGroup,
     buffers: Any,
     seq_dims: Any,
-    plan: SequencePlan | None = None,
+    plan: SequencePlan | Sequence[SequencePlan] | Mapping[str, SequencePlan] | None = None,
     *,
     padding: Any = None,
 ) -> Any:
-    """This rank's part of tensors over the whole sequence, and of the BlockMask among them; nothing is changed in place.
+    """This rank's part of tensors over the whole sequence, and of the BlockMasks among them; nothing is changed in place.
 
     Args:
         mesh: the ranks, a mesh of one dimension or a process group.
         buffers: a list or a dict of tensors and BlockMasks.
         seq_dims: the dimension of the sequence for each; None for a BlockMask.
-        plan: how to spread; None plans the BlockMask among `buffers`.
+        plan: how to spread; where there are several BlockMasks, their plans in their order. None plans the BlockMasks among `buffers`.
         padding: what entries of padding hold in each of `buffers`, needed where the sequence is padded.
 
     Returns:
@@ -505,7 +533,7 @@ def context_parallel_shard(
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: `seq_dims` or `padding` do not fit `buffers`; there is no plan and not one BlockMask.
+        ValueError: `seq_dims` or `padding` do not fit `buffers`; there is neither a plan nor a BlockMask, or another number of them.
     """
     if isinstance(buffers, Mapping):
         dims, fill = (
@@ -517,23 +545,29 @@ def context_parallel_shard(
         raise ValueError(
             f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
         )
-    masks = [x for x in buffers if hasattr(x, "kv_num_blocks")]
-    if plan is None and len(masks) != 1:
+    masks = [i for i, x in enumerate(buffers) if hasattr(x, "kv_num_blocks")]
+    if plan is None and not masks:
+        raise ValueError("`plan` must be given where there is no BlockMask in `buffers`")
+    plans = _listed(
+        _plan_of([buffers[i] for i in masks] if plan is None else plan, mesh, None, DEFAULTS)
+    )
+    if masks and len(masks) != len(plans):
         raise ValueError(
-            f"`plan` must be given where there is not one BlockMask in `buffers`, got {len(masks)} of them"
+            f"`plan` must have a plan for each of the {len(masks)} BlockMasks in `buffers`, in their order, got {len(plans)}"
         )
-    planned = _plan_of(masks[0] if plan is None else plan, mesh, None, DEFAULTS)
     where = [i for i, x in enumerate(buffers) if not hasattr(x, "kv_num_blocks")]
     shards = _shards(
-        planned,
+        plans[0],
         [buffers[i] for i in where],
         [seq_dims[i] for i in where],
         None if padding is None else [padding[i] for i in where],
         "buffers",
         "padding",
     )
-    local = dict(zip(where, shards, strict=True))
-    return [local.get(i, planned.block_mask) for i in range(len(buffers))]
+    local: dict[int, Any] = dict(zip(where, shards, strict=True))
+    if masks:
+        local.update((i, x.block_mask) for i, x in zip(masks, plans, strict=True))
+    return [local[i] for i in range(len(buffers))]
 
 
 def context_parallel_unshard(

@@ -9,8 +9,8 @@ logits = p.unshard(logits, dim=1)     in the order of the sequence again
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,31 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import check_count
-from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, PlanTensors, plan_rank
+from magi_compile.dtensor.planning.rank_plan import (
+    ContextParallelOptions,
+    PlanTensors,
+    RankPlan,
+    plan_rank_together,
+)
 from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.ops.dtensors import (
+    PACKED,
+    PADDED,
+    are_distributed,
+    shards_of,
+    wrapped,
+    wrapped_lse,
+)
 from magi_compile.ops.layout import in_memory_order, memory_order
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-
+Mask: TypeAlias = Union["BlockMask", AttnSlices, MaskMod, None]
 
 DEFAULTS = ContextParallelOptions()
 
@@ -75,11 +90,11 @@ class SequencePlan:
     def __init__(
         self,
         slices: AttnSlices,
+        planned: RankPlan,
         group: dist.ProcessGroup,
         device: torch.device,
-        options: ContextParallelOptions = DEFAULTS,
+        cost: CostModel = DEFAULT_COST,
     ):
-        planned = plan_rank(slices, group.size(), group.rank(), options)
         where = planned.dispatch
         self.total, self.seqlen_local = where.total, where.seqlen_local
         self.cp_size, self.rank = where.cp_size, planned.rank
@@ -100,7 +115,8 @@ class SequencePlan:
         whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         self.slices = cast(SpreadSlices, whole)
-        self._group, self._where = group, where
+        self._group, self._where, self._planned, self._cost = group, where, planned, cost
+        self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
     def __repr__(self) -> str:
@@ -123,6 +139,49 @@ class SequencePlan:
                 seq_lengths=(self.seqlen_local, self.seqlen_local),
             )
         return self._block_mask
+
+    def has_the_tokens_of(self, other: SequencePlan) -> bool:
+        """Whether every rank holds the same tokens by both plans, in the same order."""
+        here, there = self._where, other._where
+        return (here.total, here.chunk_size, self.group_name) == (
+            there.total,
+            there.chunk_size,
+            other.group_name,
+        ) and torch.equal(here.chunks, there.chunks)
+
+    def explain(self, cost: CostModel | None = None) -> PlanExplanation:
+        """What the plan asks of all ranks: balance, keys that travel, stages, predicted time. Without communication; print it.
+
+        Args:
+            cost: the rates of the prediction, such as `calibrate` has measured; None takes those of the plan's options, by default round
+                figures for 64 heads of q and 8 of keys of 128 on H200s.
+        """
+        return explain_plan(self._planned, self._cost if cost is None else cost)
+
+    def permutation(self, restore: bool = False) -> Tensor:
+        """Which token lies where, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
+
+        The plan itself serves where PyTorch asks for a `load_balancer`.
+
+        Args:
+            restore: whether to give the inverse, which takes tokens of all ranks to their order in the sequence.
+
+        Returns:
+            int64 `[1, total]`, on the device of the mesh.
+
+        Raises:
+            ValueError: the sequence is padded, which that form can not say.
+        """
+        if self.has_padding:
+            raise ValueError(
+                f"a permutation needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
+                f"{self.cp_size} ranks"
+            )
+        where = self._where.inverse_positions() if restore else self._where.positions()
+        return where[None].to(self.device)
+
+    # What a balancer has it under, in PyTorch and in torchtitan.
+    _generate_indices = generate_permutation = permutation
 
     # Tokens
 
@@ -231,7 +290,8 @@ class SequencePlan:
         """Attention of this rank's tokens over the whole sequence, by the mask of the plan; differentiable. All ranks call it together.
 
         Args:
-            q: `[B, Hq, seqlen_local, D]`, or packed, `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, or what autocast makes so.
+            q: `[B, Hq, seqlen_local, D]`, or packed, `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, or what autocast makes so. All three may be
+                DTensors: tokens sharded on the dimension of the mesh that has the ranks of the plan, heads on any other one.
             k: `[B, Hkv, seqlen_local, D]` or `[seqlen_local, Hkv, D]`; Hkv divides Hq.
             v: `[B, Hkv, seqlen_local, Dv]` or `[seqlen_local, Hkv, Dv]`.
             scale: factor of the scores; None stands for `D ** -0.5`.
@@ -265,6 +325,13 @@ class SequencePlan:
                 raise ValueError(
                     f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got shape {list(x.shape)}"
                 )
+        if are_distributed(q, k, v):
+            layout = PADDED if q.ndim == 4 else PACKED
+            shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
+            out, lse = self.attend(*shards[:3], meta, scale, softcap, True)
+            out = wrapped(out, shards)
+            return (out, wrapped_lse(lse, shards, layout)) if return_lse else out
+        for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(
                     f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
@@ -296,13 +363,51 @@ class SequencePlan:
         return (out, lse.unflatten(0, (batch, nheads))) if return_lse else out
 
 
+@overload
 def plan(
-    mask: BlockMask | AttnSlices | MaskMod | None,
+    mask: Mask,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
     seqlen: int | None = None,
     options: ContextParallelOptions = DEFAULTS,
-) -> SequencePlan:
+    permutation: Any = None,
+) -> SequencePlan: ...
+
+
+@overload
+def plan(
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    masks: Sequence[Mask],
+    weights: Sequence[int] | None = None,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+) -> list[SequencePlan]: ...
+
+
+@overload
+def plan(
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    masks: Mapping[str, Mask],
+    weights: Mapping[str, int] | None = None,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+) -> dict[str, SequencePlan]: ...
+
+
+def plan(
+    mask: Any = None,
+    mesh: Any = None,
+    *,
+    masks: Any = None,
+    weights: Any = None,
+    seqlen: int | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each, and little to move.
 
     Every rank calls it with the same mask, and nothing is communicated; the first attention with a plan compares what ranks have
@@ -312,20 +417,80 @@ def plan(
         mask: of the whole sequence: a BlockMask, PyTorch's or that of `magi_compile.create_block_mask`, for one batch entry and all
             heads; `AttnSlices`; or a mask_mod. None for a causal one. All entries of a batch have this mask.
         mesh: the ranks, a mesh of one dimension (`mesh["cp"]` of others) or a process group.
+        masks: in place of `mask`, those of a model whose layers have different ones: a list, or a dict by name. Tokens are spread
+            once, so that each rank has the same sum of work.
+        weights: how many layers have each of `masks`, in a list or dict like it; 1 each by default.
         seqlen: tokens of the sequence, for a mask_mod or None.
         options: how to spread, the same on every rank.
+        permutation: tokens as somebody else has spread them, in equal parts: `[S]` or `[1, S]`, which token lies where, or a load balancer of
+            PyTorch's or torchtitan's. The mask is that of the sequence in its own order still; `options` have no say in the placement then.
 
     Returns:
-        This rank's `SequencePlan`.
+        This rank's `SequencePlan`; for `masks` one for each, in a list or dict like it, which hold the same tokens.
 
     Raises:
         TypeError: an argument of the wrong kind.
-        ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask.
+        ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask; `masks` have different
+            lengths; `weights` do not fit them; `permutation` is none of the sequence.
         UnsupportedMaskError: slices can not express the mask.
         NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
     """
     group, device = group_of(mesh), _device_of(mesh)
-    return SequencePlan(_slices_of(mask, seqlen, device), group, device, options)
+    is_one = masks is None
+    if not is_one and mask is not None:
+        raise ValueError("`mask` and `masks` must not both be given")
+    if is_one and weights is not None:
+        raise ValueError("`weights` must be None without `masks`")
+    given = [mask] if is_one else masks
+    if not isinstance(given, (list, tuple, Mapping)):
+        raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")
+    listed = list(given.values()) if isinstance(given, Mapping) else list(given)
+    counts = None if weights is None else _weights_of(weights, given)
+    slices = [_slices_of(x, seqlen, device) for x in listed]
+    ranks = group.size(), group.rank()
+    where = None if permutation is None else _permutation_of(permutation)
+    planned = plan_rank_together(slices, *ranks, options, weights=counts, permutation=where)
+    made = [
+        SequencePlan(of_mask, of_rank, group, device, options.cost)
+        for of_mask, of_rank in zip(slices, planned, strict=True)
+    ]
+    if is_one:
+        return made[0]
+    return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
+
+
+def _permutation_of(given: Any) -> Tensor:
+    """int64 `[S]`, on the CPU."""
+    x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"`permutation` must be a tensor or a load balancer of PyTorch's or torchtitan's, got {type(given).__name__}"
+        )
+    if x.dtype.is_floating_point or x.dtype == torch.bool or x.ndim not in (1, 2):
+        raise ValueError(
+            f"`permutation` must be integers [S] or [1, S], got {x.dtype} {list(x.shape)}"
+        )
+    if x.ndim == 2:
+        if not bool((x == x[:1]).all()):
+            raise NotImplementedError(
+                "`permutation` must be the same for all entries of a batch, got one that differs"
+            )
+        x = x[0]
+    return x.to("cpu", torch.int64)
+
+
+def _weights_of(weights: Any, masks: Any) -> list[int]:
+    if isinstance(weights, Mapping) != isinstance(masks, Mapping):
+        raise TypeError(
+            f"`weights` must be a {type(masks).__name__} like `masks`, got {type(weights).__name__}"
+        )
+    if not isinstance(masks, Mapping):
+        return list(weights)
+    if set(weights) != set(masks):
+        raise ValueError(
+            f"`weights` must have the names of `masks`, {list(masks)}, got {list(weights)}"
+        )
+    return [weights[name] for name in masks]
 
 
 def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlices:

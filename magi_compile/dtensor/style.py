@@ -32,9 +32,9 @@ class ContextParallel(ParallelStyle):
         @wraps(forward)
         def spread(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
-                with SpreadAttention(None):
+                with SpreadAttention(()):
                     return forward(*args, **kwargs)
-            with spread_attention(None):
+            with spread_attention(()):
                 return forward(*args, **kwargs)
 
         module.forward = spread

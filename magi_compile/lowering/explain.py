@@ -57,10 +57,17 @@ class AttentionCall:
 
 @dataclass
 class Explanation:
-    """Every attention of one run, in order."""
+    """Every attention of one run, in order.
+
+    Attributes:
+        calls: those of FlexAttention.
+        report: what was lowered.
+        num_across_ranks: attentions inside of `context_parallel`, whose plan explains itself.
+    """
 
     calls: list[AttentionCall] = field(default_factory=list)
     report: LoweringReport = field(default_factory=LoweringReport)
+    num_across_ranks: int = 0
 
     def __str__(self) -> str:
         """The calls, those that read the same in a row as one."""
@@ -69,6 +76,10 @@ class Explanation:
             numbers = [number for number, _ in group]
             label = f"[{numbers[0]}]" if len(numbers) == 1 else f"[{numbers[0]}-{numbers[-1]}]"
             blocks.append(f"{label} " + text.replace("\n", "\n    "))
+        if self.num_across_ranks:
+            blocks.append(
+                f"{self.num_across_ranks} attentions across ranks: SequencePlan.explain() tells their balance and what travels"
+            )
         return "\n".join([*blocks, str(self.report)])
 
 
@@ -95,6 +106,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     explanation = Explanation()
 
     def backend(gm: GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        names = [getattr(node.target, "__name__", "") for node in gm.graph.nodes]
+        explanation.num_across_ranks += sum(name.startswith("cp_attention") for name in names)
         calls = lower_flex_attention(gm, DEFAULTS, explanation.report)
         for call in calls:
             call.node.target = _recording(call, explanation)

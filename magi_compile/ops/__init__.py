@@ -1,3 +1,11 @@
 """The custom ops and the public functions over them. Knows nothing of graphs."""
 
+import sys
+
 from magi_compile.ops import checked_slices, library, mask_slices  # noqa: F401  (define the ops)
+from magi_compile.ops.sharding import register_rules
+
+if (
+    "torch.distributed.tensor" in sys.modules
+):  # otherwise with the first DTensor that one of our functions is given
+    register_rules()

@@ -14,10 +14,20 @@ from torch.overrides import handle_torch_function
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import convert_block_mask
+from magi_compile.ops.dtensors import (
+    PACKED,
+    PADDED,
+    are_distributed,
+    block_mask_of,
+    shards_of,
+    shifted_score_mod,
+    wrapped,
+    wrapped_lse,
+)
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.score_mod import trace_score_mod
-from magi_compile.ops.validation import check_options, check_packed, check_padded
+from magi_compile.ops.validation import check_options, check_packed, check_padded, check_qkv
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -52,7 +62,8 @@ def flex_flash_attention(
     the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16.
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16. q, k and v may be DTensors: heads on any dimensions of the mesh, keys and values
+            replicated or sharded with them; what is not sharded is replicated. Results are then DTensors too.
         k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
         v: `[total_k, nheads_kv, head_dim_v]`.
         slices: what each row sees, on the device of q; see `AttnSlices`.
@@ -71,6 +82,13 @@ def flex_flash_attention(
     if has_torch_function_mode():  # context parallelism
         given = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
         return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[arg-type]
+    if are_distributed(q, k, v):
+        shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
+        check_qkv(q, k, v)
+        out, lse = flex_flash_attention(
+            *shards[:3], slices, softmax_scale=softmax_scale, softcap=softcap, kernel=kernel
+        )
+        return AttnOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
@@ -119,7 +137,8 @@ def flex_attention(
     things that a mask_mod holds (ints, attributes) must stay as they are.
 
     Args:
-        query: `[B, Hq, L, E]`, fp32, bf16 or fp16.
+        query: `[B, Hq, L, E]`, fp32, bf16 or fp16. All three may be DTensors, which PyTorch's function does not take: heads (keys and values
+            also replicated) and entries of the batch sharded on any dimensions of the mesh. Results are then DTensors too.
         key: `[B, Hkv, S, E]`.
         value: `[B, Hkv, S, Ev]`.
         score_mod: None, a scale, a soft-cap or a composition of them.
@@ -140,6 +159,14 @@ def flex_attention(
     """
     from torch.nn.attention import flex_attention as flex
 
+    has_mode = has_torch_function_mode()
+    if not has_mode and are_distributed(query, key, value):
+        check_padded(query, key, value, None, enable_gqa)
+        given = {"return_lse": return_lse, "return_aux": return_aux}
+        return _of_dtensors(
+            *(query, key, value, score_mod, block_mask),
+            {"scale": scale, "enable_gqa": True, "kernel_options": kernel_options, **given},
+        )
     if torch.compiler.is_dynamo_compiling():
         return flex.flex_attention(
             query,
@@ -153,7 +180,7 @@ def flex_attention(
             kernel_options,
             return_aux=return_aux,
         )
-    if has_torch_function_mode():
+    if has_mode:
         arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         return handle_torch_function(
             flex_attention, (), *arguments, kernel_options, return_aux=return_aux
@@ -188,6 +215,30 @@ def flex_attention(
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return out, lse
+
+
+def _of_dtensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask | None,
+    others: dict[str, Any],
+) -> Any:
+    """`flex_attention` of DTensors; `others` are its arguments that no rank has to change."""
+    shards = shards_of({"query": query, "key": key, "value": value}, PADDED)
+    if torch.compiler.is_dynamo_compiling():
+        score_mod = shifted_score_mod(score_mod, shards)
+    block_mask = block_mask_of(block_mask, shards)
+    result = flex_attention(*shards[:3], score_mod, block_mask, **others)
+    if isinstance(result, Tensor):
+        return wrapped(result, shards)
+    out, second = result
+    out = wrapped(out, shards)
+    if isinstance(second, Tensor):
+        return out, wrapped_lse(second, shards, PADDED)
+    lse = None if second.lse is None else wrapped_lse(second.lse, shards, PADDED)
+    return out, second._replace(lse=lse)
 
 
 class _Derived(NamedTuple):

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi_compile.ops.dtensors import are_distributed
+
 
 def define(
     library: torch.library.Library,
@@ -29,11 +31,14 @@ def define_differentiable(
     schema: str,
     values: Callable[..., Any],
     differentiable: type[torch.autograd.Function],
+    register_rules: Callable[[], None],
 ) -> None:
     """Adds the op `schema`, which becomes, where it is called, the op `values` of the same arguments, or `differentiable`
-    where a gradient of the first three, q, k and v, is wanted."""
+    where a gradient of the first three, q, k and v, is wanted. `register_rules` says how those are sharded, for DTensors."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        if are_distributed(q, k, v):
+            register_rules()
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return differentiable.apply(q, k, v, *rest)
         return values(q, k, v, *rest)

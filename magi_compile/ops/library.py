@@ -26,6 +26,7 @@ from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
+from magi_compile.ops.sharding import register_rules
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -277,4 +278,6 @@ class _Attention(torch.autograd.Function):
         return (*gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
 
 
-define_differentiable(_lib, f"attention{_FFA_FWD}", torch.ops.magi.ffa_fwd.default, _Attention)
+define_differentiable(
+    *(_lib, f"attention{_FFA_FWD}", torch.ops.magi.ffa_fwd.default, _Attention, register_rules)
+)

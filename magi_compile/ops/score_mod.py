@@ -30,6 +30,8 @@ class _Score:
         self.outer, self.inner = outer, inner
 
     def _times(self, factor: Any) -> _Score:
+        if isinstance(factor, _Unused):
+            factor._refuse()
         if isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device.type == "cpu":
             if factor.requires_grad:
                 raise UnsupportedScoreModError(
@@ -115,9 +117,13 @@ class _Unused:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedScoreModError(f"score_mod depends on {self._what}")
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = (
-        _refuse
-    )
+    def __add__(self, other: Any) -> _Unused:
+        """An index of a shard as one of the whole tensor: as long as nobody uses it, that may be."""
+        return self if isinstance(other, int) else self._refuse()
+
+    __radd__ = __add__
+
+    __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __getitem__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __neg__ = __index__ = (
         _refuse
     )

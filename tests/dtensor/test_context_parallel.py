@@ -516,7 +516,7 @@ def run_refused_plans(group):
             lambda: p.attention(*qkv(64, 2)[:1], *qkv(64)[:2]),
         ),
         (
-            "`plan` must be given where there is not one BlockMask",
+            "`plan` must be given where there is no BlockMask",
             lambda: context_parallel_shard(mesh, [x], [0]),
         ),
         (

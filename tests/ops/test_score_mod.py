@@ -35,6 +35,12 @@ def test_folded(name):
         torch.testing.assert_close(capped, score_mod(s, None, None, None, None))
 
 
+def test_an_index_of_a_shard_that_nobody_uses():
+    """What is added to it makes it one of the whole tensor."""
+    found = trace_score_mod(lambda s, b, h, q, k: FOLDED["scale"][0](s, b + 1, 2 + h, q, k))
+    assert found == trace_score_mod(FOLDED["scale"][0])
+
+
 bias = torch.zeros(8)
 REFUSED = {
     "bias": (lambda s, b, h, q, k: s + 1.0, "applies `add`"),
@@ -42,6 +48,7 @@ REFUSED = {
     "function": (lambda s, b, h, q, k: torch.add(s, 1.0), "applies `add`"),
     "branch": (lambda s, b, h, q, k: s if s > 0 else -s, "applies `gt`"),
     "position": (lambda s, b, h, q, k: s * (q - k), "depends on the query index"),
+    "head": (lambda s, b, h, q, k: s * (h + 1), "depends on the head index"),
     "table": (lambda s, b, h, q, k: s * bias[h], "depends on the head index|traced"),
     "tanh twice": (lambda s, b, h, q, k: s.tanh().tanh(), "applies tanh twice"),
     "relu": (lambda s, b, h, q, k: torch.relu(s), "applies `relu`"),

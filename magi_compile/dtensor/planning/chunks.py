@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,19 @@ class ChunkTable:
         needs = Ranges(chunk, parts.lo, parts.hi + parts.dhi * (rows - 1))
         total = torch.zeros(num_chunks, dtype=torch.int64).index_add_(0, chunk, area)
         return ChunkTable(chunk_size, total, needs, parts, band)
+
+    @staticmethod
+    def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
+        """What chunks cost and need where several masks are attended to by turns, each `weights` times."""
+        if len(tables) == 1:
+            return tables[0]
+        area = sum(weight * table.area for weight, table in zip(weights, tables, strict=True))
+        assert isinstance(area, Tensor)
+        needs = (torch.cat(x) for x in zip(*(table.needs for table in tables), strict=True))
+        parts = (torch.cat(x) for x in zip(*(table.parts for table in tables), strict=True))
+        firsts = accumulate((len(table.band) for table in tables[:-1]), initial=0)
+        band = torch.cat([table.band + first for first, table in zip(firsts, tables, strict=True)])
+        return ChunkTable(tables[0].chunk_size, area, Ranges(*needs), bands.Bands(*parts), band)
 
 
 class RankLoads(NamedTuple):

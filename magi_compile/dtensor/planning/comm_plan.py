@@ -75,11 +75,11 @@ class RankRows:
             pick(table.needs.owner, index),
             pick(table.band, index),
         )
-        # Where a band goes on in the next chunk, the cut between them is undone.
-        first, last = group((band[1:] != band[:-1]) | (chunk[1:] != chunk[:-1] + 1), len(index))
-        return parts.take(first)._replace(end=pick(parts.end, last)), pick(
-            self.shift_of_chunk, pick(chunk, first)
-        )
+        # Where a band goes on in the next chunk, and that lies behind this one, the cut between them is undone.
+        shift = pick(self.shift_of_chunk, chunk)
+        is_apart = (chunk[1:] != chunk[:-1] + 1) | (shift[1:] != shift[:-1])
+        first, last = group((band[1:] != band[:-1]) | is_apart, len(index))
+        return parts.take(first)._replace(end=pick(parts.end, last)), pick(shift, first)
 
 
 class Transfer(NamedTuple):
@@ -243,10 +243,11 @@ class CommPlan:
                 seqlens_k[first_stage] = seqlen_q
                 is_in_place = mine.stage == first_stage
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
-        # Neighbouring pieces of a stage are neighbours in its buffer too.
+        # Neighbouring pieces of a stage are neighbours in its buffer too, but in place where chunks are in another order.
         order = mine.stage.argsort(stable=True)
         stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
-        first, last = group((stage[1:] != stage[:-1]) | (lo[1:] != hi[:-1]), len(stage))
+        is_apart = (lo[1:] != hi[:-1]) | ((key_row - lo)[1:] != (key_row - lo)[:-1])
+        first, last = group((stage[1:] != stage[:-1]) | is_apart, len(stage))
         keys, key_shift = (
             Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
             pick(key_row - lo, first),

@@ -15,7 +15,8 @@ Everything here runs on the host, is deterministic, and needs no communication: 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -39,7 +40,7 @@ BALANCE = 0.025
 
 @dataclass(frozen=True, eq=False)
 class Dispatch:
-    """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order.
+    """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order but where somebody else has permuted them.
 
     Attributes:
         total: tokens of the sequence; what follows up to `total_padded` sees and is seen by nothing.
@@ -118,7 +119,36 @@ def dispatch(
         ValueError: if an argument is out of range.
         NotImplementedError: if the mask is not square.
     """
-    check_self_attention(slices)
+    options = {"chunk_size": chunk_size, "strategy": strategy, "slack": slack, "cost": cost}
+    return dispatch_together([slices], [1], cp_size, **options)[0]  # type: ignore[arg-type]
+
+
+def dispatch_together(
+    masks: Sequence[AttnSlices],
+    weights: Sequence[int],
+    cp_size: int,
+    *,
+    chunk_size: int | None = None,
+    strategy: str = "local",
+    slack: float = 0.01,
+    cost: CostModel = DEFAULT_COST,
+) -> list[Dispatch]:
+    """`dispatch` of tokens that several masks are attended to with: one placement, a `Dispatch` for each mask.
+
+    Args:
+        masks: each over the whole sequence.
+        weights: how often each is attended to, the number of its layers; what is balanced is the sum of work.
+        cp_size: as in `dispatch`, like what follows.
+        chunk_size: see `cp_size`.
+        strategy: see `cp_size`.
+        slack: see `cp_size`.
+        cost: see `cp_size`.
+
+    Raises:
+        ValueError: if an argument is out of range, or masks have other lengths.
+        NotImplementedError: if a mask is not square.
+    """
+    seqlen = check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
@@ -126,20 +156,75 @@ def dispatch(
         raise ValueError(f"`slack` must not be negative, got {slack}")
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, 1)
-    sizes = [chunk_size] if chunk_size else chunk_sizes(slices, cp_size)
-    least: tuple[float, ChunkTable, Tensor] | None = None  # imbalance, of what
+
+    @cache
+    def tables_of(size: int) -> list[ChunkTable]:
+        per_rank = max(-(-seqlen // (size * cp_size)), 1)
+        return [ChunkTable.of(mask, size, per_rank * cp_size) for mask in masks]
+
+    def area_of(size: int) -> Tensor:
+        return ChunkTable.together(tables_of(size), weights).area
+
+    sizes = [chunk_size] if chunk_size else _chunk_sizes(seqlen, cp_size, area_of)
+    least: tuple[float, int, Tensor] | None = None  # imbalance, of what
     for size in sizes:
-        per_rank = max(-(-slices.seqlen_q // (size * cp_size)), 1)
-        table = ChunkTable.of(slices, size, per_rank * cp_size)
+        table = ChunkTable.together(tables_of(size), weights)
         assignment = STRATEGIES[strategy](table, cp_size, slack, cost)
         imbalance = _imbalance(table, assignment)
         if least is None or imbalance < least[0]:
-            least = (imbalance, table, assignment)
+            least = (imbalance, size, assignment)
         if strategy not in BALANCED or imbalance <= 1 + BALANCE:
             break
     assert least is not None
-    _, table, assignment = least
-    return Dispatch(slices.seqlen_q, assignment.sort(1).values, table)
+    _, size, assignment = least
+    chunks = assignment.sort(1).values
+    return [Dispatch(seqlen, chunks, table) for table in tables_of(size)]
+
+
+def dispatch_as(masks: Sequence[AttnSlices], cp_size: int, permutation: Tensor) -> list[Dispatch]:
+    """Tokens that somebody else has permuted: rank r holds the r-th of `cp_size` equal parts of them.
+
+    Args:
+        masks: each over the whole sequence, in its own order.
+        cp_size: number of ranks, of which the length is a multiple.
+        permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU.
+
+    Returns:
+        A `Dispatch` for each mask. Chunks are as large as pieces that ascend by one allow.
+
+    Raises:
+        ValueError: if `permutation` is none, or has another length.
+    """
+    seqlen = check_masks(masks, [1] * len(masks))
+    if permutation.shape != (seqlen,) or seqlen % cp_size:
+        raise ValueError(
+            f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
+        )
+    if not torch.equal(permutation.sort().values, torch.arange(seqlen)):
+        raise ValueError("`permutation` must have each number below its length once")
+    begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
+    borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
+    size = math.gcd(*borders, *permutation[begins].tolist())
+    chunks = permutation[::size].div(size, rounding_mode="floor").view(cp_size, -1)
+    return [Dispatch(seqlen, chunks, ChunkTable.of(x, size, seqlen // size)) for x in masks]
+
+
+def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
+    """The length of the sequence that all masks are of."""
+    for mask in masks:
+        check_self_attention(mask)
+    if not masks:
+        raise ValueError("`masks` must not be empty")
+    lengths = [mask.seqlen_q for mask in masks]
+    if len(set(lengths)) > 1:
+        raise ValueError(f"`masks` must be of one sequence, got lengths {lengths}")
+    if len(weights) != len(masks):
+        raise ValueError(
+            f"`weights` must have an entry for each of the {len(masks)} masks, got {len(weights)}"
+        )
+    for weight in weights:
+        check_count("weights", weight, 1)
+    return lengths[0]
 
 
 def check_self_attention(slices: AttnSlices) -> None:
@@ -163,9 +248,9 @@ def check_count(name: str, value: int, least: int) -> None:
         raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
 
-def chunk_sizes(slices: AttnSlices, cp_size: int) -> list[int]:
+def _chunk_sizes(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> list[int]:
     """The sizes to try, largest first: that of `choose_chunk_size`, and what is left down to a quarter of it."""
-    first = CHUNK_SIZES.index(choose_chunk_size(slices, cp_size))
+    first = CHUNK_SIZES.index(_choose_chunk_size(seqlen, cp_size, area_of))
     return list(CHUNK_SIZES[first : first + 3])
 
 
@@ -175,13 +260,21 @@ def choose_chunk_size(slices: AttnSlices, cp_size: int) -> int:
     Above 512 tokens every rank must hold at least 16 chunks, none of which weighs more than a quarter of a rank's
     share; below, 8 chunks are enough. Sequences too short for that get the smallest size, with fewer chunks.
     """
+
+    def area_of(size: int) -> Tensor:
+        return ChunkTable.of(slices, size, -(-slices.seqlen_q // (size * cp_size)) * cp_size).area
+
+    return _choose_chunk_size(slices.seqlen_q, cp_size, area_of)
+
+
+def _choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> int:
     for chunk_size in CHUNK_SIZES:
-        per_rank = -(-slices.seqlen_q // (chunk_size * cp_size))
+        per_rank = -(-seqlen // (chunk_size * cp_size))
         if per_rank < (16 if chunk_size > 512 else 8):
             continue
         if chunk_size <= 512:
             return chunk_size
-        area = ChunkTable.of(slices, chunk_size, per_rank * cp_size).area
+        area = area_of(chunk_size)
         if int(area.max()) * 4 * cp_size <= int(area.sum()):
             return chunk_size
     return CHUNK_SIZES[-1]

@@ -14,10 +14,11 @@ import hashlib
 import itertools
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
@@ -34,8 +35,9 @@ from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
     check_count,
-    check_self_attention,
-    dispatch,
+    check_masks,
+    dispatch_as,
+    dispatch_together,
 )
 from magi_compile.dtensor.planning.stages import (
     backward_begins_early,
@@ -155,25 +157,71 @@ def plan_rank(
         ValueError: if an argument is out of range.
         NotImplementedError: if the mask is not square.
     """
-    check_self_attention(slices)
+    return plan_rank_together([slices], cp_size, rank, options)[0]
+
+
+def plan_rank_together(
+    masks: Sequence[AttnSlices],
+    cp_size: int,
+    rank: int,
+    options: ContextParallelOptions = ContextParallelOptions(),
+    *,
+    weights: Sequence[int] | None = None,
+    permutation: Tensor | None = None,
+) -> list[RankPlan]:
+    """The plans of one rank for several masks of one sequence, whose tokens have one placement.
+
+    Args:
+        masks: each over the whole sequence, the same on every rank.
+        cp_size: number of ranks.
+        rank: this rank.
+        options: the same on every rank.
+        weights: how often each mask is attended to; once by default.
+        permutation: where tokens lie already, as in `dispatch_as`; `options` then have no say in it.
+
+    Returns:
+        A plan for each mask.
+
+    Raises:
+        ValueError: if an argument is out of range, or the masks do not fit each other.
+        NotImplementedError: if a mask is not square.
+    """
+    weights = [1] * len(masks) if weights is None else list(weights)
+    check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
     check_count("rank", rank, 0)
     if not isinstance(options, ContextParallelOptions):
         raise TypeError(f"`options` must be ContextParallelOptions, got {type(options).__name__}")
     if rank >= cp_size:
         raise ValueError(f"`rank` must be in [0, cp_size = {cp_size}), got {rank}")
-    content = [slices.seqlen_q, slices.seqlen_k, cp_size]
-    for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
-        content += part.flatten().tolist()
-    digest = _digest(content, options)
-    key = digest, rank
+    contents = [_content_of(mask, cp_size) for mask in masks]
+    # One plan is the same whatever its weight.
+    others = [] if len(masks) == 1 else [-1, *weights, *chain.from_iterable(contents)]
+    if permutation is not None:
+        others += [-2, *permutation.tolist()]
+    digests = [_digest(content + others, options) for content in contents]
     with _lock:
-        if key in _plans:
-            return recent(_plans, key)
-    plan = _plan(slices, cp_size, rank, options, digest)
+        if all((digest, rank) in _plans for digest in digests):
+            return [recent(_plans, (digest, rank)) for digest in digests]
+    if permutation is not None:
+        wheres = dispatch_as(masks, cp_size, permutation)
+    else:
+        wheres = dispatch_together(
+            masks,
+            weights,
+            cp_size,
+            chunk_size=options.chunk_size,
+            strategy=options.strategy,
+            slack=options.slack,
+            cost=options.cost,
+        )
+    made = [
+        _plan(where, rank, options, digest) for where, digest in zip(wheres, digests, strict=True)
+    ]
     with _lock:
-        _plans.setdefault(key, plan)
-        return recent(_plans, key)
+        for digest, plan in zip(digests, made, strict=True):
+            _plans.setdefault((digest, rank), plan)
+        return [recent(_plans, (digest, rank)) for digest in digests]
 
 
 def plan_rank_ahead(
@@ -214,17 +262,7 @@ _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
 _lock = Lock()
 
 
-def _plan(
-    slices: AttnSlices, cp_size: int, rank: int, options: ContextParallelOptions, digest: int
-) -> RankPlan:
-    where = dispatch(
-        slices,
-        cp_size,
-        chunk_size=options.chunk_size,
-        strategy=options.strategy,
-        slack=options.slack,
-        cost=options.cost,
-    )
+def _plan(where: Dispatch, rank: int, options: ContextParallelOptions, digest: int) -> RankPlan:
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
     early = options.early and options.cost.starts_early
@@ -247,6 +285,13 @@ def _plan(
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
     return RankPlan(where, rank, digest, forward, backward, is_early, is_backward_early)
+
+
+def _content_of(slices: AttnSlices, cp_size: int) -> list[int]:
+    content = [slices.seqlen_q, slices.seqlen_k, cp_size]
+    for part in (slices.q_ranges, slices.k_ranges, slices.mask_types):
+        content += part.flatten().tolist()
+    return content
 
 
 def _digest(content: list[int], options: ContextParallelOptions) -> int:

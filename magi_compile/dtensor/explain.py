@@ -1,0 +1,143 @@
+"""What a plan asks of each rank: balance, the keys that travel, stages, and how long the cost model says it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
+from magi_compile.dtensor.planning.cost import CostModel
+from magi_compile.dtensor.planning.stages import (
+    backward_seconds,
+    early_backward_seconds,
+    early_seconds,
+    forward_seconds,
+)
+
+if TYPE_CHECKING:
+    from magi_compile.dtensor.planning.comm_plan import Stage
+    from magi_compile.dtensor.planning.rank_plan import RankPlan
+
+
+@dataclass(frozen=True)
+class PlanExplanation:
+    """What a plan asks of all ranks; print it.
+
+    Attributes:
+        rank: the number of this rank.
+        total: tokens of the sequence.
+        seqlen_local: tokens of each rank, padding included.
+        chunk_size: tokens that stay together.
+        area: visible (query, key) pairs of each rank's queries.
+        local_area: those of them whose key is on the same rank.
+        received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
+        sent_rows: key rows that each rank sends, once for each rank that receives them.
+        forward: how a forward pass goes on, in words.
+        backward: the same of a backward pass.
+        forward_seconds: of a forward pass of the slowest rank, by the cost model.
+        backward_seconds: of a backward pass.
+        forward_efficiency: what compute alone takes in perfect balance, over `forward_seconds`.
+        backward_efficiency: the same of a backward pass.
+    """
+
+    rank: int
+    total: int
+    seqlen_local: int
+    chunk_size: int
+    area: tuple[int, ...]
+    local_area: tuple[int, ...]
+    received_rows: tuple[int, ...]
+    sent_rows: tuple[int, ...]
+    forward: str
+    backward: str
+    forward_seconds: float
+    backward_seconds: float
+    forward_efficiency: float
+    backward_efficiency: float
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the heaviest rank over the mean, 1.0 at best."""
+        total = sum(self.area)
+        return max(self.area) * len(self.area) / total if total else 1.0
+
+    @property
+    def gathered_rows(self) -> int:
+        """What each rank receives in an all-gather."""
+        return (len(self.area) - 1) * self.seqlen_local
+
+    def __str__(self) -> str:
+        size, gathered = len(self.area), max(self.gathered_rows, 1)
+        mean = sum(self.received_rows) / size
+        local = sum(self.local_area) / max(sum(self.area), 1)
+        times = [
+            f"{seconds * 1e3:.3f} ms, {efficiency:.0%} of compute alone in perfect balance"
+            for seconds, efficiency in (
+                (self.forward_seconds, self.forward_efficiency),
+                (self.backward_seconds, self.backward_efficiency),
+            )
+        ]
+        return "\n".join(
+            [
+                f"tokens    {self.total:,} over {size} ranks, {self.seqlen_local:,} each, in chunks of {self.chunk_size:,}",
+                f"area      {sum(self.area):,} pairs, {local:.0%} of them with keys of the same rank",
+                f"balance   the heaviest rank has {self.imbalance:.3f} times the mean",
+                f"receives  {mean:,.0f} rows of keys a rank, at most {max(self.received_rows):,}, rank {self.rank} "
+                f"{self.received_rows[self.rank]:,}; an all-gather {self.gathered_rows:,} ({mean / gathered:.1%})",
+                f"sends     at most {max(self.sent_rows):,} rows, rank {self.rank} {self.sent_rows[self.rank]:,}",
+                f"forward   {self.forward}",
+                f"          predicted: {times[0]}",
+                f"backward  {self.backward}",
+                f"          predicted: {times[1]}",
+            ]
+        )
+
+
+def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
+    """What `plan` asks of all ranks, by the rates `cost`."""
+    where = plan.dispatch
+    loads = StageLoads.of(RankRows.of(where))
+    degrees = [_degree_of(stages) for stages in (plan.forward, plan.backward)]
+    if plan.forward_is_early:
+        forward = early_seconds(loads, cost)
+    else:
+        forward = forward_seconds(loads, degrees[0], cost)
+    if plan.backward_is_early:
+        backward = early_backward_seconds(loads, cost)
+    else:
+        backward = backward_seconds(loads, degrees[1], cost)
+    ideal = loads.area.double().mean().item() * cost.seconds_per_area
+    area, local, received, sent = (tuple(x.tolist()) for x in loads[:4])
+    early = "one call, which begins with a rank's own keys while the others travel"
+    return PlanExplanation(
+        rank=plan.rank,
+        total=where.total,
+        seqlen_local=where.seqlen_local,
+        chunk_size=where.chunk_size,
+        area=area,
+        local_area=local,
+        received_rows=received,
+        sent_rows=sent,
+        forward=early if plan.forward_is_early else _in_words(plan.forward),
+        backward=f"{early}, and while gradients leave"
+        if plan.backward_is_early
+        else _in_words(plan.backward),
+        forward_seconds=forward,
+        backward_seconds=backward,
+        forward_efficiency=ideal / forward if ideal else 1.0,
+        backward_efficiency=ideal * cost.backward_area_factor / backward if ideal else 1.0,
+    )
+
+
+def _degree_of(stages: list[Stage]) -> int:
+    """Remote stages; 0 for one call over all keys. Where nothing moves there is none, and the cost model calls that 1."""
+    return 0 if stages[0].transfer is not None else max(len(stages) - 1, 1)
+
+
+def _in_words(stages: list[Stage]) -> str:
+    if stages[0].transfer is not None:
+        return "one call, once all keys are there"
+    if len(stages) == 1:
+        return "one call, over a rank's own keys"
+    number = "one stage" if len(stages) == 2 else f"{len(stages) - 1} stages"
+    return f"a rank's own keys, then {number} of others, which travel while the stage before is computed"

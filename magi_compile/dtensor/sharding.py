@@ -1,0 +1,58 @@
+"""How PyTorch shards the ops of attention across ranks when they are called on DTensors themselves.
+
+Tokens on the dimension of the mesh that the group of the op is; on others everything replicated, or heads. A rule of DTensor's holds for
+each dimension of a mesh alike: what is sharded on a wrong one has another number of rows than the plan, which the op refuses.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from magi_compile import _compat
+from magi_compile.ops.sharding import heads_divide, of_backward
+
+
+@cache
+def register_rules() -> None:
+    """Once a process, before the first op on a DTensor."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    replicated: Any = Replicate()
+    first: Any = Shard(0)
+    second: Any = Shard(1)
+
+    def of_rows(k: Any, group_name: str) -> list[Any]:
+        """Placements of rows and of lse: tokens, or heads, or all of them."""
+        # Equal meshes may have groups of other names.
+        ranks = dist.get_process_group_ranks(_compat.resolve_process_group(group_name))
+        others = [dist.get_process_group_ranks(k.mesh.get_group(dim)) for dim in range(k.mesh.ndim)]
+        found = [(first, second)] if ranks in others else []
+        if others != [ranks]:
+            found.append((replicated, replicated))
+            if heads_divide(k):
+                found.append((second, first))
+        return found
+
+    def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
+        group_name = options[4]
+        rest = [replicated] * 2 + [None] * len(options)
+        return [([rows, lse], [rows, rows, rows, *rest]) for rows, lse in of_rows(k, group_name)]
+
+    def backward(
+        dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
+    ) -> list[Any]:
+        _, _, *options = others
+        rest = [replicated] * 2 + [None] * len(options)
+        return [
+            ([rows] * 3, of_backward(dlse, rows, of_lse) + rest)
+            for rows, of_lse in of_rows(k, options[4])
+        ]
+
+    ops: Any = torch.ops.magi
+    register_sharding(ops.cp_ffa_fwd.default)(forward)
+    register_sharding(ops.cp_ffa_bwd.default)(backward)
