@@ -290,6 +290,16 @@ def backend_that_dynamo_traces_for() -> Any:
         return None
 
 
+def traces_inner_graph() -> bool:
+    """Whether Dynamo traces the body of an operator now (a checkpointed region), not the graph around it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except AttributeError:
+        return False
+
+
 def backends_around() -> list[Any]:
     """The backends of the functions compiled by torch.compile that are being called right now, innermost first."""
     from torch._dynamo.eval_frame import OptimizeContext

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
-from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, version_of
+from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, traces_inner_graph, version_of
 from magi_compile.lowering import regions
 from magi_compile.ops.attention import flex_attention
 
@@ -400,7 +400,8 @@ def _within_documents(
         read: makes documents of `tensors`, or None if there is only one.
         sizes: batch entries, rows and keys of each.
     """
-    versions = () if torch.compiler.is_compiling() else tuple(map(version_of, tensors))
+    is_traced = torch.compiler.is_compiling()
+    versions = () if is_traced else tuple(map(version_of, tensors))
     known: _WithinDocuments | None = getattr(block_mask, "_magi_within_documents", None)
     if known is not None and known.is_of(tensors, versions):
         return block_mask if known.block_mask is None else known.block_mask
@@ -414,9 +415,15 @@ def _within_documents(
             return is_within if block_mask is None else block_mask.mask_mod(b, h, q, kv) & is_within
 
         made = _block_mask(mask_function, *sizes, of_row.device)
-    if block_mask is not None:
+    if block_mask is not None and not (is_traced and _is_in_inner_graph()):
         block_mask._magi_within_documents = _WithinDocuments(made, tensors, versions)
     return block_mask if made is None else made
+
+
+@torch.compiler.assume_constant_result
+def _is_in_inner_graph() -> bool:
+    """Whether what is traced is the inside of a checkpoint, which must not change objects from outside, nor shares masks."""
+    return traces_inner_graph()
 
 
 def _documents_of_positions(

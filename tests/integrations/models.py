@@ -117,7 +117,8 @@ def step(model: Any, inputs: dict[str, Any], forward: Any = None) -> Step:
     mask = inputs.get("attention_mask")
     is_token = mask.bool() if isinstance(mask, Tensor) else torch.ones(2, SEQLEN, dtype=torch.bool)
     batch = tokens()
-    logits = (forward or model)(input_ids=batch, **inputs).logits
+    call = model if forward is None else forward
+    logits = call(input_ids=batch, **inputs).logits
     # What padding predicts is no label: eager attention averages over all values there, ours gives 0.
     counts = is_token[:, :-1] & is_token[:, 1:]
     loss = cross_entropy(logits[:, :-1][counts], batch[:, 1:][counts])

@@ -53,12 +53,13 @@ def each_alone(model, batch, **rest):
     return torch.cat([output.logits for output in alone], 1)
 
 
-@pytest.mark.parametrize("pack", PACKS)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(
+    ("name", "pack"),
+    # transformers counts chunks over the whole pack where it makes a mask without documents.
+    [(n, p) for n in DECODERS for p in PACKS if not (n == "llama4" and "with" in p)],
+)
 def test_documents_do_not_see_each_other(name, pack):
     """Not even where eager attention lets them, which is where transformers makes a mask without them."""
-    if name == "llama4" and "with" in pack:
-        pytest.skip("chunks are then counted over the pack: transformers makes the mask so")
     model, batch = make_model(name), tokens(batch=1)
     with torch.no_grad():
         logits = model(input_ids=batch, **PACKS[pack]()).logits
