@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -231,7 +231,7 @@ def magi_attention(
             )
         given = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         return _attend_dense(module, query, key, value, attention_mask, given)
-    sizes = batch, _, keys = query.shape[0], rows, key.shape[2]
+    sizes = (query.shape[0], rows, key.shape[2])
     if attention_mask is None and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
     positions = rest.get("position_ids")
@@ -383,7 +383,9 @@ class _WithinDocuments(NamedTuple):
         return is_same and self.versions == versions
 
 
-Documents = Optional[tuple[Tensor, Tensor]]  # the document of each row and of each key, `[B, L]` and `[B, S]`
+Documents = (
+    tuple[Tensor, Tensor] | None
+)  # the document of each row and of each key, `[B, L]` and `[B, S]`
 
 
 def _within_documents(

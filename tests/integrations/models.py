@@ -39,7 +39,10 @@ LLAMA_4 = {
 
 MODELS = {
     "llama": lambda: (hf.LlamaForCausalLM, hf.LlamaConfig(**SIZES)),
-    "qwen3": lambda: (hf.Qwen3ForCausalLM, hf.Qwen3Config(**SIZES, use_sliding_window=True, **MIXED)),
+    "qwen3": lambda: (
+        hf.Qwen3ForCausalLM,
+        hf.Qwen3Config(**SIZES, use_sliding_window=True, **MIXED),
+    ),
     "mistral": lambda: (hf.MistralForCausalLM, hf.MistralConfig(**SIZES, sliding_window=40)),
     "gemma2": lambda: (hf.Gemma2ForCausalLM, hf.Gemma2Config(**SIZES, **MIXED)),
     "gemma3": lambda: (hf.Gemma3ForCausalLM, hf.Gemma3TextConfig(**SIZES, **MIXED)),
@@ -134,5 +137,9 @@ def assert_same(ours: Step, eager: Step) -> None:
     for name, wanted in eager.gradients.items():
         atol = 1e-4 * float(wanted.abs().max())
         torch.testing.assert_close(
-            ours.gradients[name], wanted, atol=atol, rtol=1e-3, msg=lambda text, n=name: f"{n}: {text}"
+            ours.gradients[name],
+            wanted,
+            atol=atol,
+            rtol=1e-3,
+            msg=lambda text, n=name: f"{n}: {text}",
         )

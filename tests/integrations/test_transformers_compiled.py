@@ -122,9 +122,7 @@ def test_masks_from_outside_of_a_graph(forwards):
 def test_gradient_checkpointing(name, forwards):
     model = make_model(name).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    ours = step(
-        model, INPUTS["packed"](), torch.compile(model, backend=quick(), fullgraph=True)
-    )
+    ours = step(model, INPUTS["packed"](), torch.compile(model, backend=quick(), fullgraph=True))
     assert len(forwards) == 2 * LAYERS
     model = make_model(name, "eager").train()
     assert_same(ours, step(model, inputs_of_eager(model, name, INPUTS["packed"]())))

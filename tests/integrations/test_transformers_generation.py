@@ -70,7 +70,9 @@ def test_encoder_and_decoder(forwards):
     sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.2}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     ends = {"decoder_start_token_id": 1, "forced_eos_token_id": None}
-    config = hf.BartConfig(vocab_size=128, encoder_ffn_dim=64, decoder_ffn_dim=64, **sizes, **heads, **ends)
+    config = hf.BartConfig(
+        vocab_size=128, encoder_ffn_dim=64, decoder_ffn_dim=64, **sizes, **heads, **ends
+    )
     torch.manual_seed(0)
     model = hf.BartForConditionalGeneration._from_config(config, attn_implementation="magi").eval()
     arguments = {**GREEDY, "attention_mask": left_padded_prompt()}
