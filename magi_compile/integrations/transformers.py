@@ -121,7 +121,7 @@ def magi_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
@@ -165,7 +165,7 @@ def magi_mask(
         torch.compiler.is_compiling() or not bool(attention_mask.all())
     )
     if has_padding:
-        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask_function = and_masks(mask_function, padding_mask_function(padding))
     lacks_documents = torch.compiler.is_compiling() or not _has_documents(mask_function)
     if isinstance(q_offset, Tensor):
@@ -173,7 +173,7 @@ def magi_mask(
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     elif q_offset or kv_offset:
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
-    block_mask = _block_mask(mask_function, batch_size, q_length, kv_length, device)
+    block_mask: Any = _block_mask(mask_function, batch_size, q_length, kv_length, device)
     block_mask._magi_lacks_documents = lacks_documents
     return block_mask
 
@@ -234,7 +234,7 @@ def magi_attention(
     sizes = (query.shape[0], rows, key.shape[2])
     if attention_mask is None and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
-    positions = rest.get("position_ids")
+    positions: Any = rest.get("position_ids")
     if cu_seq_lens_q is not None:
         lists = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         attention_mask = _within_documents(attention_mask, lists, _documents_of_lists, sizes)
@@ -305,7 +305,7 @@ def _flex(
     aux: AuxRequest | None,
 ) -> Any:
     """FlexAttention on our kernels; in a graph PyTorch's, which the lowering will find there."""
-    attend = flex_attention
+    attend: Any = flex_attention
     if torch.compiler.is_compiling():
         _check_compiler()
         attend = flex.flex_attention
@@ -389,7 +389,7 @@ Documents = (
 
 
 def _within_documents(
-    block_mask: BlockMask | None,
+    block_mask: Any,
     tensors: tuple[Tensor, Tensor],
     read: Callable[[tuple[Tensor, Tensor], tuple[int, int, int]], Documents],
     sizes: tuple[int, int, int],
@@ -496,7 +496,7 @@ def _traceable_flex_attention_mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
-    q_offset: int | Tensor = 0,
+    q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: MaskFunction | None = None,
     attention_mask: Tensor | None = None,
@@ -517,7 +517,7 @@ def _traceable_flex_attention_mask(
             **rest,
         )
     if attention_mask is not None:
-        padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        padding: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask_function = and_masks(mask_function, padding_mask_function(padding))
     mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     return create_block_mask(mask_function, batch_size, None, q_length, kv_length, device)
