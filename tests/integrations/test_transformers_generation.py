@@ -54,6 +54,24 @@ def test_prompts_in_parts(forwards):
     torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_a_compiled_step(name):
+    """As transformers compiles steps with a static cache: with Inductor and nothing of ours, masks made outside."""
+    model, prompt = make_model(name, use_cache=True), tokens(2, PROMPT)
+    arguments = {**GREEDY, "cache_implementation": "static", "disable_compile": True}
+    wanted = model.generate(prompt, **arguments)
+    compiled, calls = torch.compile(model.forward, backend="aot_eager", fullgraph=True), []
+
+    def compiled_step(**inputs):
+        calls.append(inputs)
+        return compiled(**inputs)
+
+    model.get_compiled_call = lambda config: compiled_step
+    model._valid_auto_compile_criteria = lambda *args, **kwargs: True
+    assert torch.equal(model.generate(prompt, **{**arguments, "disable_compile": False}), wanted)
+    assert calls
+
+
 def test_a_step_is_that_of_sdpa():
     """A row that sees every key needs no mask, so that the step is the same call."""
     sizes = {"batch_size": 2, "q_length": 1, "kv_length": 50, "q_offset": 49}
