@@ -346,13 +346,22 @@ def _block_mask(
 def _has_documents(mask_function: Any) -> bool:
     """Whether transformers has put documents into a mask function, as far as its parts tell. Where they do not, documents are
     added once more, which changes nothing."""
-    if "packed_sequence_mask_function" in getattr(mask_function, "__qualname__", ""):
-        return True
-    parts: list[Any] = []
-    for cell in getattr(mask_function, "__closure__", None) or ():
-        held = cell.cell_contents
-        parts += held if isinstance(held, (tuple, list)) else [held]
-    return any(_has_documents(part) for part in parts if callable(part))
+    parts, seen = [mask_function], set()
+    while parts:
+        part = parts.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if "packed_sequence_mask_function" in getattr(part, "__qualname__", ""):
+            return True
+        for cell in getattr(part, "__closure__", None) or ():
+            try:
+                held = cell.cell_contents
+            except ValueError:  # nothing is in it yet
+                continue
+            held = held if isinstance(held, (tuple, list)) else (held,)
+            parts += [inner for inner in held if callable(inner)]
+    return False
 
 
 def _may_be_packed(

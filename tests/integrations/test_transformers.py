@@ -5,6 +5,8 @@ import torch
 
 hf = pytest.importorskip("transformers")
 
+from transformers import masking_utils  # noqa: E402
+
 from magi_compile.integrations import transformers as door  # noqa: E402
 from magi_compile.masks import create_block_mask  # noqa: E402
 from tests.integrations.models import (  # noqa: E402
@@ -72,6 +74,22 @@ def test_documents_of_an_encoder():
     with torch.no_grad():
         logits = model(input_ids=batch, position_ids=positions(), **cu_seq_lens()).logits
         torch.testing.assert_close(logits, each_alone(model, batch), atol=1e-4, rtol=1e-4)
+
+
+def test_documents_are_added_only_where_a_mask_lacks_them():
+    """Of functions that hold one another, themselves included."""
+    packs = positions() * 0
+
+    def around(inner):
+        def outer(b, h, q, kv):
+            return outer is not None and inner(b, h, q, kv)
+
+        return outer
+
+    with_documents = masking_utils.packed_sequence_mask_function(packs)
+    causal = masking_utils.causal_mask_function
+    assert door._has_documents(around(masking_utils.and_masks(causal, with_documents)))
+    assert not door._has_documents(around(masking_utils.and_masks(causal, causal)))
 
 
 def test_documents_of_a_batch_are_counted_over_its_entries():
