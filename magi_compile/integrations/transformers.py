@@ -16,6 +16,7 @@ import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -175,6 +176,9 @@ def magi_mask(
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     block_mask: Any = _block_mask(mask_function, batch_size, q_length, kv_length, device)
     block_mask._magi_lacks_documents = lacks_documents
+    if not torch.compiler.is_compiling():
+        # `generate` of transformers up to 5.23 calls mask.contiguous() with a static cache. A call of the reference is the mask.
+        block_mask.contiguous = ref(block_mask)
     return block_mask
 
 
