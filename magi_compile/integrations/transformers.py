@@ -52,6 +52,7 @@ STEP_ROWS = 16  # up to so many query rows behind a cache are a step of generati
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+_COUNTED = frozenset({"is_causal", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k"})
 # What models pass that says nothing about scores which the mask does not say.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -190,14 +191,9 @@ def magi_attention(
     attention_mask: BlockMask | Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    is_causal: bool | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The attention of a layer.
+    """The attention of a layer; transformers calls it with keywords behind `attention_mask`.
 
     Args:
         module: the layer's attention module.
@@ -208,14 +204,15 @@ def magi_attention(
             the scores, with which attention runs on `scaled_dot_product_attention`.
         scaling: factor of the scores; None stands for `D ** -0.5`.
         dropout: must be 0.
-        is_causal: what None for `attention_mask` stands for: everything (False) or, row by row, no later key (True). By default
-            what the module says, which must be False.
-        softcap: scores become `softcap * tanh(scores / softcap)`.
-        s_aux: one more score `[Hq]` in every softmax, with a value of 0 (attention sinks).
-        cu_seq_lens_q: int `[documents + 1]`, where documents begin in the rows of all batch entries, one behind the other. Rows
-            see keys of their own document only, whatever else the mask shows.
-        cu_seq_lens_k: the same of keys.
-        **rest: other arguments of the model's forward.
+        **rest: other arguments of the model's forward, of which these count:
+            `is_causal`, what None for `attention_mask` stands for: everything (False) or, row by row, no later key (True). By
+            default what the module says, which must be False.
+            `softcap`: scores become `softcap * tanh(scores / softcap)`.
+            `s_aux`: one more score `[Hq]` in every softmax, with a value of 0 (attention sinks).
+            `cu_seq_lens_q`: int `[documents + 1]`, where documents begin in the rows of all batch entries, one behind the other.
+            Rows see keys of their own document only, whatever else the mask shows.
+            `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`.
+            `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so (`_may_be_packed`).
 
     Returns:
         `(out [B, L, Hq, Dv], None)`.
@@ -226,6 +223,8 @@ def magi_attention(
         RuntimeError: the model is compiled by a backend that does not lower FlexAttention.
     """
     _check_arguments(dropout, rest)
+    is_causal, softcap, s_aux = (rest.get(name) for name in ("is_causal", "softcap", "s_aux"))
+    cu_seq_lens_q, cu_seq_lens_k = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
     rows = query.shape[2]
     if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or rows == 1):
         if attention_mask is not None and cu_seq_lens_q is not None:
@@ -263,7 +262,7 @@ def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
             "config to 0 (`attention_dropout`, or `attention_probs_dropout_prob` in older models)"
         )
     for name, given in rest.items():
-        if name in _WITHOUT_EFFECT or given is None or given is False:
+        if name in _COUNTED or name in _WITHOUT_EFFECT or given is None or given is False:
             continue
         if name in _REFUSED:
             raise NotImplementedError(
