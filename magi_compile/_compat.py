@@ -177,7 +177,7 @@ def watch_flex_attention(
 
     @torch._dynamo.assume_constant_result
     def is_welcome() -> bool:
-        return allows_cpu_training(_backend_that_dynamo_traces_for())
+        return allows_cpu_training(backend_that_dynamo_traces_for())
 
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         if not torch.compiler.is_compiling():
@@ -287,13 +287,24 @@ def has_torch_function_mode() -> bool:
     return torch._C._is_torch_function_mode_enabled()
 
 
-def _backend_that_dynamo_traces_for() -> Any:
+def backend_that_dynamo_traces_for() -> Any:
+    """The backend that will compile what Dynamo traces now; None outside of Dynamo, and for torch.export."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
         return InstructionTranslator.current_tx().output.compiler_fn
     except AttributeError:
         return None
+
+
+def traces_inner_graph() -> bool:
+    """Whether Dynamo traces the body of an operator now (a checkpointed region), not the graph around it."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except AttributeError:
+        return False
 
 
 def backends_around() -> list[Any]:

@@ -54,6 +54,24 @@ def test_leaves_import_nothing_of_ours():
     assert imported_modules(PACKAGE / "_checks.py") == {"magi_compile", "magi_compile._compat"}
 
 
+FRAMEWORKS = {"transformers", "torchtitan", "accelerate", "trl"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
+)
+def test_frameworks_only_in_integrations_of_their_name(path):
+    """A module of `integrations` is the only importer of the framework that it is called after."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    own = {path.stem} if path.parent.name == "integrations" else set()
+    assert found & FRAMEWORKS <= own
+
+
 # Documented entry points below private-looking module names.
 DOCUMENTED = {
     "torch._dynamo.lookup_backend",

@@ -38,6 +38,14 @@ def options_for(backend: Any) -> LoweringOptions | None:
     return installed.options if _compat.is_pre_grad_pass_of_ours(installed) else None
 
 
+def lowers_what_is_traced() -> bool:
+    """Whether FlexAttention will be lowered in the graph that Dynamo makes now; of torch.export's nobody knows yet what compiles
+    them. For functions that Dynamo calls while it traces (`torch.compiler.assume_constant_result`)."""
+    if torch.compiler.is_exporting():
+        return True
+    return options_for(_compat.backend_that_dynamo_traces_for()) is not None
+
+
 def _allows_cpu_training(backend: Any) -> bool:
     if backend is None and not torch.compiler.is_exporting():
         return False

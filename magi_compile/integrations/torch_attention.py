@@ -1,0 +1,352 @@
+"""PyTorch's registry of flash attention: `activate_flash_attention_impl("MAGI")`.
+
+    import magi_compile.integrations.torch_attention  # registers "MAGI"
+    from torch.nn.attention import activate_flash_attention_impl
+
+    activate_flash_attention_impl("MAGI")  # restore_flash_attention_impl() undoes it
+
+From then on `torch.nn.attention.varlen.varlen_attn` runs on our kernels, on GPUs and CPUs, and so does what
+`scaled_dot_product_attention` gives to flash attention on GPUs. Calls that our kernels do not have go to PyTorch's own flash
+attention, with one warning for each reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.nn.attention import register_flash_attention_impl
+from torch.nn.attention import varlen as _varlen  # noqa: F401  (defines the ops)
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from magi_compile._compat import may_change_uncounted, version_of
+from magi_compile.kernels.select import problem_on, select
+from magi_compile.masks import AttnSlices
+from magi_compile.ops.library import plan_of_call
+
+logger = logging.getLogger("magi_compile")
+
+NAME = "MAGI"
+# The ops that become ours, with the devices on which they do. Not every version of PyTorch has each of the first three.
+_VARLEN = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
+_SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
+
+
+def register() -> None:
+    """Registers "MAGI" in PyTorch's registry. Importing this module has done it already; it activates nothing."""
+    register_flash_attention_impl(NAME, register_fn=_activate)
+
+
+class _Handle:
+    """What is active as long as it is not removed."""
+
+    def __init__(self, libraries: list[Library]):
+        self.libraries = libraries
+
+    def remove(self) -> None:
+        self.libraries.clear()  # a library takes its kernels along
+
+
+def _activate() -> _Handle:
+    libraries = []
+    for namespace, names, devices in (
+        ("torch_attn", _VARLEN, ("CPU", "CUDA")),
+        ("aten", _SDPA, ("CUDA",)),
+    ):
+        library = Library(namespace, "IMPL")
+        for name in names:
+            op: Any = getattr(getattr(torch.ops, namespace), name, None)
+            for device in devices if op is not None else ():
+                theirs = _kernel_of(op.default, device)
+                if theirs is not None:
+                    call = partial(_CALLS[name], _Op(op.default, theirs))
+                    library.impl(name, call, device, with_keyset=True, allow_override=True)
+        libraries.append(library)
+    return _Handle(libraries)
+
+
+def _kernel_of(op: Any, device: str) -> Any:
+    """What runs `op` on a device now, or None if nothing does (a PyTorch without CUDA)."""
+    try:
+        return torch.library.get_kernel(op, device)
+    except RuntimeError:
+        return None
+
+
+class _Op(NamedTuple):
+    """An op of PyTorch's, and the kernel that it has without us."""
+
+    op: Any
+    theirs: Any
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name; the schemas of PyTorch's versions have different ones."""
+        arguments = self.op._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        given.update(zip(given, args, strict=False))
+        return {**given, **kwargs}
+
+    def fall_back(self, why: str, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs PyTorch's own kernel."""
+        _warn_once(f"the flash attention impl 'MAGI' leaves {self.op} to PyTorch's own: {why}")
+        return self.theirs.call_boxed(keys, *args, **kwargs)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("%s", message)
+
+
+_warned: set[str] = set()
+
+
+# What a call is, and why it may not be ours
+
+
+class Call(NamedTuple):
+    """Attention of packed tensors, as our ops take it."""
+
+    q: Tensor  # [total_q, nheads_q, head_dim]
+    k: Tensor  # [total_k, nheads_kv, head_dim]
+    v: Tensor
+    slices: AttnSlices
+    softmax_scale: float
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """`(out [total_q, nheads_q, head_dim], lse [nheads_q, total_q])`."""
+        return torch.ops.magi.ffa_fwd(*self._tensors(), *self._mask(), *self._options())
+
+    def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v."""
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        tensors = (dout, None, *self._tensors(), out, lse)
+        return torch.ops.magi.ffa_bwd(*tensors, *self._mask(), *self._options(), deterministic)
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
+
+    def _mask(self) -> tuple[list[Tensor], list[Tensor]]:
+        lists = [self.slices.q_ranges, self.slices.k_ranges, self.slices.mask_types]
+        return lists, plan_of_call(self.q, self.k, self.v, self.slices, 0.0, "")
+
+    def _options(self) -> tuple[float, float, str]:
+        return self.softmax_scale, 0.0, ""
+
+
+def call_of_varlen(given: dict[str, Any]) -> Call | str:
+    """The call that the arguments of `torch_attn::_varlen_attn` stand for, or why it is not one of ours.
+
+    Args:
+        given: by name, `query [total_q, Hq, D]`, `key` and `value [total_k, Hkv, D]`, `cu_seq_q` and `cu_seq_k`
+            `[sequences + 1]`, `is_causal`, `window_size` (left, right; -1 for no limit), `scale`; what a version of PyTorch does
+            not have may be missing. Windows are aligned at the last row and the last key of a sequence.
+
+    Raises:
+        ValueError: `cu_seq_q` or `cu_seq_k` does not begin with 0, decreases, or goes beyond the tokens.
+    """
+    for name in ("seqused_k", "block_table", "num_splits"):
+        if given.get(name) is not None:
+            return f"`{name}` is given"
+    q, k, v = given["query"], given["key"], given["value"]
+    cu_q, cu_k = given["cu_seq_q"], given["cu_seq_k"]
+    if cu_k is None:
+        return "`cu_seq_k` is None"
+    why = _refusal(q, k, v)
+    if why:
+        return why
+    left, right = given.get("window_size") or (-1, -1)
+    lists = _slices_of_lists(cu_q, cu_k, bool(given["is_causal"]), (left, right))
+    for name, end, tokens in (("q", lists.seqlen_q, len(q)), ("k", lists.seqlen_k, len(k))):
+        if end > tokens:
+            raise ValueError(
+                f"`cu_seq_{name}` must end within the {tokens} tokens that there are, got {end}"
+            )
+    slices = _with_totals(lists, len(q), len(k))
+    return Call(q, k, v, slices, _scale(given["scale"], q))
+
+
+def call_of_sdpa(given: dict[str, Any]) -> Call | str:
+    """The call that the arguments of `aten::_scaled_dot_product_flash_attention` stand for, or why it is not one of ours.
+
+    Args:
+        given: by name, `query [B, Hq, L, D]`, `key` and `value [B, Hkv, S, D]`, `dropout_p`, `is_causal`, `scale`.
+    """
+    q, k, v = (given[name].transpose(1, 2).flatten(0, 1) for name in ("query", "key", "value"))
+    batch, _, rows, _ = given["query"].shape
+    keys = given["key"].shape[2]
+    if given["dropout_p"]:
+        return f"`dropout_p` is {given['dropout_p']}"
+    if given.get("return_debug_mask"):
+        return "`return_debug_mask` is set"
+    if given["is_causal"] and rows != keys:
+        return f"a causal mask of {rows} rows and {keys} keys"
+    why = _refusal(q, k, v)
+    if why:
+        return why
+    slices = _slices_of_batch(batch, rows, keys, given["is_causal"], q.device)
+    return Call(q, k, v, slices, _scale(given["scale"], q))
+
+
+def _refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
+    """Why no kernel of ours runs attention of these tensors."""
+    if v.shape[2] != q.shape[2]:
+        return f"the heads of `value` have {v.shape[2]} elements and those of `query` {q.shape[2]}"
+    if q.shape[1] % k.shape[1]:
+        return f"{q.shape[1]} heads of `query` are no multiple of {k.shape[1]} heads of `key`"
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being captured"  # slices are made on the host
+    return _refusal_of_kernels(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2], v.shape[2]))
+
+
+@lru_cache(maxsize=1024)
+def _refusal_of_kernels(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]
+) -> str:
+    try:
+        select(problem_on(device, dtype, heads, 1.0, 0.0), None)
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return q.shape[2] ** -0.5 if scale is None else float(scale)
+
+
+@lru_cache(maxsize=64)
+def _slices_of_batch(
+    batch: int, rows: int, keys: int, is_causal: bool, device: torch.device
+) -> AttnSlices:
+    """All entries of a batch, one behind the other. Kept, so that the plan is made once."""
+    q_ranges, k_ranges = (
+        [(entry * length, (entry + 1) * length) for entry in range(batch)]
+        for length in (rows, keys)
+    )
+    types = [int(is_causal)] * batch
+    with torch.inference_mode(False):
+        totals = (batch * rows, batch * keys)
+        return AttnSlices.from_lists(q_ranges, k_ranges, types, *totals, device=device)
+
+
+class _Kept(NamedTuple):
+    """Slices, and what they were made of."""
+
+    cu_k: Callable[[], Tensor | None]
+    versions: tuple[int, int]
+    slices: AttnSlices
+
+
+# By `cu_seq_q` and the mask: all layers of a step, forward and backward, share slices and plan.
+_of_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _slices_of_lists(
+    cu_q: Tensor, cu_k: Tensor, is_causal: bool, window: tuple[int, int]
+) -> AttnSlices:
+    """The slices of packed sequences; waits for a GPU when lists are new."""
+    kept = _of_lists.setdefault(cu_q, {})
+    key, versions = (is_causal, window), (version_of(cu_q), version_of(cu_k))
+    found = kept.get(key)
+    is_known = found is not None and found.cu_k() is cu_k and found.versions == versions
+    if is_known and not may_change_uncounted(cu_q) and not may_change_uncounted(cu_k):
+        return found.slices
+    with torch.inference_mode(False):
+        made = AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
+    kept[key] = _Kept(ref(cu_k), versions, made)
+    return made
+
+
+def _with_totals(slices: AttnSlices, total_q: int, total_k: int) -> AttnSlices:
+    """`slices` among more tokens, which see nothing and are not seen."""
+    if (slices.seqlen_q, slices.seqlen_k) == (total_q, total_k):
+        return slices
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    return AttnSlices.unchecked(*lists, total_q, total_k)
+
+
+# The ops
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """`values` with the strides of `torch.empty_like(tensor)`, which PyTorch's shape functions promise."""
+    wanted = torch.empty_like(tensor)
+    return values if values.stride() == wanted.stride() else wanted.copy_(values)
+
+
+def _varlen_forward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    given = op.named(args, kwargs)
+    call = call_of_varlen(given)
+    if isinstance(call, str):
+        return op.fall_back(call, keys, args, kwargs)
+    out, lse = call.forward()
+    state = torch.zeros(2, dtype=torch.uint64, device=out.device)
+    return _like(call.q, out), lse, state
+
+
+def _varlen_out(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    given = op.named(args, kwargs)
+    call = call_of_varlen(given)
+    if isinstance(call, str):
+        return op.fall_back(call, keys, args, kwargs)
+    out, lse = call.forward()
+    given["out"].copy_(out)
+    return lse
+
+
+def _varlen_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    given = op.named(args, kwargs)
+    call = call_of_varlen(given)
+    if isinstance(call, str):
+        return op.fall_back(call, keys, args, kwargs)
+    gradients = call.backward(given["grad_out"], given["out"], given["lse"])
+    return tuple(map(_like, (call.q, call.k, call.v), gradients))
+
+
+def _sdpa_forward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    given = op.named(args, kwargs)
+    call = call_of_sdpa(given)
+    if isinstance(call, str):
+        return op.fall_back(call, keys, args, kwargs)
+    query = given["query"]
+    batch, heads, rows, _ = query.shape
+    out, lse = call.forward()
+    out = _like(query, out.unflatten(0, (batch, rows)).transpose(1, 2))
+    lse = lse.view(heads, batch, rows).transpose(0, 1).contiguous()
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    offset = torch.zeros((), dtype=torch.uint64, device=query.device)
+    debug_mask = torch.empty(0, dtype=query.dtype, device=query.device)
+    return out, lse, None, None, rows, given["key"].shape[2], seed, offset, debug_mask
+
+
+def _sdpa_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    given = op.named(args, kwargs)
+    call = call_of_sdpa(given)
+    if isinstance(call, str):
+        return op.fall_back(call, keys, args, kwargs)
+    dout, out = (given[name].transpose(1, 2).flatten(0, 1) for name in ("grad_out", "out"))
+    lse = given["logsumexp"].transpose(0, 1).flatten(1)
+    gradients = call.backward(dout, out, lse.contiguous())
+    tensors = (given["query"], given["key"], given["value"])
+    padded = (
+        x.unflatten(0, (y.shape[0], -1)).transpose(1, 2)
+        for x, y in zip(gradients, tensors, strict=True)
+    )
+    return tuple(map(_like, tensors, padded))
+
+
+_CALLS = {
+    "_varlen_attn": _varlen_forward,
+    "_varlen_attn_out": _varlen_out,
+    "_varlen_attn_backward": _varlen_backward,
+    "_scaled_dot_product_flash_attention": _sdpa_forward,
+    "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
+}
+
+register()

@@ -1,0 +1,79 @@
+"""Models of transformers inside of `context_parallel`: a training step over two ranks has the numbers of one process."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+
+import magi_compile
+import magi_compile.integrations.transformers
+from magi_compile.dtensor import context_parallel
+from tests.dtensor.support.ranks import Ranks
+from tests.integrations.models import SEQLEN, make_model, positions, tokens
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    started = Ranks(2)
+    yield started
+    started.close()
+
+
+def batch():
+    """Tokens, positions, labels that are shifted within documents, and the mask, all of the whole sequence."""
+    words, place = tokens(1), positions()
+    document = (place[0] == 0).cumsum(0)
+    is_last = document.diff(append=document[:1] - 1) != 0
+    labels = words.roll(-1, 1).masked_fill(is_last[None], -100)
+
+    def causal_in_documents(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    mask = magi_compile.create_block_mask(causal_in_documents, None, None, SEQLEN, SEQLEN, "cpu")
+    return words, place, labels, mask
+
+
+def train(group, compiled, around=context_parallel):
+    """The loss and all gradients of a step."""
+    torch._dynamo.reset()
+    words, place, labels, mask = batch()
+    model, count = make_model("llama"), (labels != -100).sum()
+    quick = magi_compile.make_backend("aot_eager")
+    forward = torch.compile(model, backend=quick, fullgraph=True) if compiled else model
+    cp = {"buffers": [words, place, labels], "buffer_seq_dims": [1, 1, 1]}
+    cp["buffer_padding"] = [0, 0, -100]
+    with around(group, mask=mask, **cp):
+        inputs = {"input_ids": words, "position_ids": place, "attention_mask": mask}
+        shifted = {"labels": labels, "shift_labels": labels, "num_items_in_batch": count}
+        loss = forward(**inputs, **shifted).loss  # the sum over this rank's tokens, over all labels
+        loss.backward()
+    results = [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+    if around is context_parallel:
+        for result in results:
+            dist.all_reduce(result, group=group)
+    return results
+
+
+def without_a_mask(group):
+    words, place, labels, mask = batch()
+    cp = {"buffers": [words, place, labels], "buffer_seq_dims": [1, 1, 1]}
+    with (
+        pytest.raises(ValueError, match="must be the one that context_parallel was given"),
+        context_parallel(group, mask=mask, **cp, buffer_padding=[0, 0, -100]),
+    ):
+        make_model("llama")(input_ids=words, position_ids=place)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_step_is_that_of_one_process(compiled, ranks):
+    ours, _ = ranks.run(train, compiled)
+    alone = train(None, False, lambda *_, **__: nullcontext())
+    torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_the_mask_must_be_given(ranks):
+    """transformers would make one of the tokens that a rank has."""
+    ranks.run(without_a_mask)
