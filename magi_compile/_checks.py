@@ -22,6 +22,12 @@ class MaskDataError(ValueError):
     """A mask's data (a captured table, a capacity) breaks what its conversion relies on."""
 
 
+def as_raised(error: RuntimeError) -> RuntimeError | MaskDataError:
+    """The exception that an op of ours has raised, where the launcher of `csrc/host` has made a `RuntimeError` of it."""
+    name, _, text = str(error).partition(": ")
+    return MaskDataError(text) if name == MaskDataError.__name__ else error
+
+
 class MaskCheck(NamedTuple):
     """Something a mask takes for granted about its data.
 

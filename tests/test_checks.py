@@ -71,3 +71,11 @@ def test_every_message_is_kept_when_there_are_very_many(flags):
     flags.submit([check(False, "the last one")])
     with pytest.raises(MaskDataError, match="the last one"):
         _checks.raise_pending()
+
+
+def test_what_the_launcher_has_made_of_a_mask_data_error():
+    restored = _checks.as_raised(RuntimeError("MaskDataError: `t0` must be sorted: at 3"))
+    assert isinstance(restored, MaskDataError)
+    assert str(restored) == "`t0` must be sorted: at 3"
+    other = RuntimeError("CUDA error: MaskDataError")
+    assert _checks.as_raised(other) is other

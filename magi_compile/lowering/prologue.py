@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile._checks import raise_pending
+from magi_compile._checks import as_raised, raise_pending
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.masks.program.source import is_in_place
 from magi_compile.ops import library, mask_slices  # noqa: F401  (define the ops)
@@ -209,7 +209,17 @@ class Split(NamedTuple):
             return compiled
         # Dynamo keeps out of this function as it does out of what it calls.
         compiled = _compat.without_disable(compiled)
-        return lambda *args: compiled(*needed(args), *prologue(args))
+
+        def run(*args: Any) -> Any:
+            try:
+                return compiled(*needed(args), *prologue(args))
+            except RuntimeError as error:
+                restored = as_raised(error)
+                if restored is error:
+                    raise
+                raise restored from None
+
+        return run
 
 
 def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
