@@ -156,7 +156,7 @@ def run_refused_attention(group):
                 lambda: flex.flex_attention(q, k, v, block_mask=local),
             ),
             (
-                ValueError,
+                (ValueError, RuntimeError),
                 "created for a larger length",
                 lambda: flex.flex_attention(q, k, v, block_mask=again),
             ),
