@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
 LAYERS = ["masks", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
-# Beside the layers: `_version`, `_compat` and `_checks` are leaves that anybody may import; nobody imports the others.
+# Beside the layers: `_version`, `_compat`, `_checks` and `_warnings` are leaves that anybody may import; nobody imports the others.
 ASIDE = {"testing", "bench"}
 
 
@@ -51,6 +51,7 @@ def test_no_layer_imports_the_face_of_the_package(path):
 def test_leaves_import_nothing_of_ours():
     assert imported_modules(PACKAGE / "_version.py") == set()
     assert imported_modules(PACKAGE / "_compat.py") == set()
+    assert imported_modules(PACKAGE / "_warnings.py") == set()
     assert imported_modules(PACKAGE / "_checks.py") == {"magi_compile", "magi_compile._compat"}
 
 

@@ -29,6 +29,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     plan_rank_together,
 )
 from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
@@ -129,15 +130,8 @@ class SequencePlan:
     def block_mask(self) -> BlockMask:
         """The mask for `flex_attention` inside of `context_parallel`. Anywhere else it raises."""
         if self._block_mask is None:
-            from torch.nn.attention.flex_attention import BlockMask
-
-            one = torch.ones(1, 1, 1, dtype=torch.int32, device=self.device)
-            self._block_mask = BlockMask.from_kv_blocks(
-                *(one, torch.zeros_like(one)[..., None]),
-                BLOCK_SIZE=_compat.LARGE_SPARSE_BLOCK_SIZE,
-                mask_mod=SpreadMask(self),
-                seq_lengths=(self.seqlen_local, self.seqlen_local),
-            )
+            lengths = (self.seqlen_local, self.seqlen_local)
+            self._block_mask = one_block_mask(SpreadMask(self), 1, *lengths, self.device)
         return self._block_mask
 
     def has_the_tokens_of(self, other: SequencePlan) -> bool:
@@ -521,24 +515,11 @@ def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlice
     elif mask is None:
         slices = AttnSlices.causal(seqlen)
     else:
-        slices = slices_from_block_mask(_block_of(mask, seqlen, device))
+        slices = slices_from_block_mask(one_block_mask(mask, 1, seqlen, seqlen, device))
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != (seqlen, seqlen):
         raise ValueError(f"`seqlen` must be that of `mask`, {lengths[0]}, got {seqlen}")
     return slices.to("cpu")
-
-
-def _block_of(mask_mod: MaskMod, seqlen: int, device: torch.device) -> BlockMask:
-    """A BlockMask of one block."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    one = torch.ones(1, 1, 1, dtype=torch.int32, device=device)
-    return BlockMask.from_kv_blocks(
-        *(one, torch.zeros_like(one)[..., None]),
-        BLOCK_SIZE=seqlen,
-        mask_mod=mask_mod,
-        seq_lengths=(seqlen, seqlen),
-    )
 
 
 def _is_causal(slices: AttnSlices) -> bool:

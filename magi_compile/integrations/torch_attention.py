@@ -12,7 +12,6 @@ attention, with one warning for each reason.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -26,11 +25,10 @@ from torch.nn.attention import varlen as _varlen  # noqa: F401  (defines the ops
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from magi_compile._compat import may_change_uncounted, version_of
+from magi_compile._warnings import warn_once
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.library import plan_of_call
-
-logger = logging.getLogger("magi_compile")
 
 NAME = "MAGI"
 # The ops that become ours, with the devices on which they do. Not every version of PyTorch has each of the first three.
@@ -94,17 +92,8 @@ class _Op(NamedTuple):
 
     def fall_back(self, why: str, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs PyTorch's own kernel."""
-        _warn_once(f"the flash attention impl 'MAGI' leaves {self.op} to PyTorch's own: {why}")
+        warn_once(f"the flash attention impl 'MAGI' leaves {self.op} to PyTorch's own: {why}")
         return self.theirs.call_boxed(keys, *args, **kwargs)
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning("%s", message)
-
-
-_warned: set[str] = set()
 
 
 # What a call is, and why it may not be ours

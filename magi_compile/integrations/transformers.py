@@ -12,7 +12,6 @@ layers that share it. Steps of generation, of a few rows behind a cache, run on 
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,8 +22,10 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
-from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, traces_inner_graph, version_of
+from magi_compile._compat import traces_inner_graph, version_of
+from magi_compile._warnings import warn_once
 from magi_compile.lowering import regions
+from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
 
 try:
@@ -44,8 +45,6 @@ except ImportError as error:
         "magi_compile.integrations.transformers needs transformers 5: "
         'pip install "magi_compile[transformers]"'
     ) from error
-
-logger = logging.getLogger("magi_compile")
 
 NAME = "magi"
 STEP_ROWS = 16  # up to so many query rows behind a cache are a step of generation
@@ -336,14 +335,7 @@ def _block_mask(
     if torch.compiler.is_compiling():
         # The lowering removes it, block lists and all.
         return create_block_mask(mask_function, batch, None, q_length, kv_length, device)
-    one_block = torch.ones(batch, 1, 1, dtype=torch.int32, device=device)
-    return BlockMask.from_kv_blocks(
-        one_block,
-        torch.zeros_like(one_block)[..., None],
-        BLOCK_SIZE=LARGE_SPARSE_BLOCK_SIZE,
-        mask_mod=mask_function,
-        seq_lengths=(q_length, kv_length),
-    )
+    return one_block_mask(mask_function, batch, q_length, kv_length, device)
 
 
 def _has_documents(mask_function: Any) -> bool:
@@ -494,14 +486,8 @@ def _attend_dense(
     return eager(module, query, key, value, mask, **given)[0], None
 
 
-@torch.compiler.assume_constant_result
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        logger.warning("%s", message)
-
-
-_warned: set[str] = set()
+# Dynamo calls it while it traces.
+_warn_once = torch.compiler.assume_constant_result(warn_once)
 
 
 def _traceable_flex_attention_mask(

@@ -58,7 +58,7 @@ class BlockLists(NamedTuple):
         """Which blocks are listed as partial and as full: bool `[batch, nheads, num_q, num_k]`. What is listed out
         of that range is left out."""
         self.check_lengths(num_q)
-        partial, *full = (_grid(*kind, num_q, num_k) for kind in self.kinds)
+        partial, *full = (_grid(kind, num_q, num_k) for kind in self.kinds)
         return partial, full[0] if full else torch.zeros_like(partial)
 
     def checks(self, intervals: RowIntervals, rows: int, keys: int) -> list[MaskCheck]:
@@ -101,8 +101,17 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
     return is_seen, is_full
 
 
-def _grid(num_blocks: Tensor, indices: Tensor, num_q: int, num_k: int) -> Tensor:
-    num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :].long()
+def broadcast(kind: tuple[Tensor, Tensor], num_q: int) -> tuple[Tensor, Tensor]:
+    """The lists of the first `num_q` q blocks, `[batch, nheads, num_q]` and `[batch, nheads, num_q, columns]`, as views: counts or
+    indices of one head or batch entry are those of all that the others have."""
+    num_blocks, indices = kind[0][..., :num_q], kind[1][..., :num_q, :]
+    shape = torch.broadcast_shapes(num_blocks.shape, indices.shape[:-1])
+    return num_blocks.expand(shape), indices.expand(*shape, -1)
+
+
+def _grid(kind: tuple[Tensor, Tensor], num_q: int, num_k: int) -> Tensor:
+    num_blocks, indices = broadcast(kind, num_q)
+    indices = indices.long()
     is_listed = torch.arange(indices.shape[-1], device=indices.device) < num_blocks[..., None]
     is_listed &= (indices >= 0) & (indices < num_k)
     grid = torch.zeros(*indices.shape[:-1], num_k + 1, dtype=torch.bool, device=indices.device)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE
 from magi_compile.masks import bands
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.row_intervals import RowIntervals, row_intervals
@@ -83,6 +84,29 @@ def create_block_mask(
     lists = (*_ordered(is_seen & ~is_full, nheads), *_ordered(is_full, nheads))
     return flex.BlockMask.from_kv_blocks(
         *lists, BLOCK_SIZE=(rows, keys), mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+    )
+
+
+def one_block_mask(
+    mask_mod: MaskMod, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device | str
+) -> BlockMask:
+    """A BlockMask of one block, which its mask_mod says everything about.
+
+    Args:
+        mask_mod: what may attend to what.
+        batch: number of batch entries.
+        seqlen_q: rows of a batch entry.
+        seqlen_k: keys of a batch entry.
+        device: of the block lists.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    one = torch.ones(batch, 1, 1, dtype=torch.int32, device=device)
+    return BlockMask.from_kv_blocks(
+        *(one, torch.zeros_like(one)[..., None]),
+        BLOCK_SIZE=LARGE_SPARSE_BLOCK_SIZE,
+        mask_mod=mask_mod,
+        seq_lengths=(seqlen_q, seqlen_k),
     )
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import magi_compile
+from magi_compile import _warnings
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.lowering.report import REPORT
 
@@ -30,7 +31,6 @@ def forwards(monkeypatch):
 @pytest.fixture
 def warnings_of_ours(monkeypatch, caplog):
     """What the integration has warned of, each thing once."""
-    door = pytest.importorskip("magi_compile.integrations.transformers")
-    monkeypatch.setattr(door, "_warned", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     caplog.set_level(logging.WARNING, "magi_compile")
     return lambda: [record.message for record in caplog.records if record.name == "magi_compile"]

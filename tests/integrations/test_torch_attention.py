@@ -14,6 +14,7 @@ from torch.nn.attention import (
 )
 from torch.nn.attention.varlen import varlen_attn
 
+from magi_compile import _warnings
 from magi_compile.integrations import torch_attention as door
 from magi_compile.kernels.cpu import CpuKernel
 
@@ -26,7 +27,7 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 
 @pytest.fixture
 def active(monkeypatch):
-    monkeypatch.setattr(door, "_warned", set())
+    monkeypatch.setattr(_warnings, "_said", set())
     activate_flash_attention_impl("MAGI")
     yield
     restore_flash_attention_impl()

@@ -18,7 +18,7 @@ from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import load_function, max_resident_blocks, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
-from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists
+from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists, broadcast
 from magi_compile.masks.evaluation import messages as preconditions
 from magi_compile.masks.evaluation.evaluate import Evaluation, check_look_up, with_columns
 from magi_compile.masks.evaluation.integers import INT64
@@ -27,7 +27,6 @@ from magi_compile.masks.evaluation.to_slices import packed_totals
 from magi_compile.masks.program.program import MaskProgram
 
 _THREADS, _LISTS_THREADS = 512, 256  # of a thread block
-_NUM_COUNTERS = 6  # int32s: two places of 8 bytes, how many thread blocks are done with lists, and how many wait for others
 
 
 class Sizes(NamedTuple):
@@ -40,12 +39,20 @@ class Sizes(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """What a call works in, as offsets in int32s: what checks found, counters, the intervals, scratch memory.
+    """Offsets in the memory that a call works in, in int32s. What the checks of the mask found begins at 0.
 
-    `counters` is where the former end, and the latter, which begin as zeros too, begin.
+    Attributes:
+        found: two numbers of 8 bytes, the places that the check of block lists found.
+        num_done: how many thread blocks are done with block lists.
+        num_arrived: how many thread blocks have come to `wait_for_grid`.
+        intervals: of the rows. All in front of them is zero when the first kernel starts.
+        scratch: what the kernel works in.
+        end: the size.
     """
 
-    counters: int
+    found: int
+    num_done: int
+    num_arrived: int
     intervals: int
     scratch: int
     end: int
@@ -57,7 +64,7 @@ class Prepared(NamedTuple):
     Attributes:
         sizes: of the mask.
         source: of the kernel.
-        workspace: where what lies in the last tensor that the call makes.
+        workspace: what lies where in the last tensor that the call makes.
         call: its buffers are the captured tensors, two tensors for each kind of block lists, then what it makes: q_ranges,
             k_ranges, mask_types and the workspace. It launches nothing where there is no row or no key.
     """
@@ -90,7 +97,7 @@ def mask_variant(source: MaskSource) -> Variant:
 
 @cache
 def lists_variant() -> Variant:
-    """The kernel that holds block lists against the mask."""
+    """The kernel that compares block lists with the mask."""
     return Variant("masks/block_lists.cu", "ffa_block_lists")
 
 
@@ -209,18 +216,25 @@ def _prepare(
     words += _table_words(source, tables)
     checks = [made.describe([x.shape for x in tables]) for made in source.checks]
     words += flag_addresses(device, [*checks, preconditions.fits(capacity)])
-    num_given = len(tables) + (2 * len(blocks.kinds) if blocks else 0)
-    buffers = {
-        **{
-            name: Pointer(num_given + i)
-            for i, name in enumerate(("q_ranges", "k_ranges", "mask_types"))
-        },
-        "intervals": Pointer(num_given + 3, 4 * workspace.intervals),
-        "broken": Pointer(num_given + 3),
+    first_made = len(tables) + (2 * len(blocks.kinds) if blocks else 0)
+    q_ranges, k_ranges, mask_types = (Pointer(first_made + i) for i in range(3))
+
+    def in_workspace(offset: int) -> Pointer:
+        return Pointer(first_made + 3, 4 * offset)
+
+    shared = {
+        "q_ranges": q_ranges,
+        "k_ranges": k_ranges,
+        "mask_types": mask_types,
+        "intervals": in_workspace(workspace.intervals),
+        "broken": in_workspace(0),
+        **sizes._asdict(),
     }
-    fixed = {**buffers, **sizes._asdict()}
-    fixed["scratch"] = Pointer(num_given + 3, 4 * workspace.scratch)
-    fixed["num_arrived"] = Pointer(num_given + 3, 4 * workspace.counters + 20)
+    fixed = {
+        **shared,
+        "scratch": in_workspace(workspace.scratch),
+        "num_arrived": in_workspace(workspace.num_arrived),
+    }
     params = mask_program_params(len(words)).pack(fixed=fixed, words=words)
     function = load_function(mask_variant(source), device.index)
     num_items = max(num_rows * max(source.num_lanes, 1), seqlen_k if num_indexes else 0)
@@ -229,12 +243,14 @@ def _prepare(
     options = {"shared_bytes": _THREADS // 32 * 4, "is_cooperative": True}
     launches = [Launch(function, num_blocks, _THREADS, params, **options)]
     if blocks:
-        counters = Pointer(num_given + 3, 4 * workspace.counters)
-        launches.append(
-            _lists_launch(
-                *(source, sizes, device, blocks, block_size), len(tables), buffers, counters
-            )
-        )
+        fields = {
+            **shared,
+            "found": in_workspace(workspace.found),
+            "num_done": in_workspace(workspace.num_done),
+            "num_lanes": source.num_lanes,
+            "num_checks": len(source.checks),
+        }
+        launches.append(_lists_launch(fields, sizes, device, blocks, block_size, len(tables)))
     zeros = (0, 0, 0, workspace.intervals)
     made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
     return Prepared(sizes, source, workspace, Call(tuple(made), tuple(launches)))
@@ -245,40 +261,36 @@ def _workspace(source: MaskSource, sizes: Sizes, num_rows: int, num_indexes: int
     num_sorted = 1 << max(seqlen_k - 1, 0).bit_length()
     num_index = _even(4 * seqlen_k + num_sorted + -(-seqlen_k // 32) + 1)
     num_scratch = 4 * sizes.capacity + 2 * -(-num_places // 32) + num_indexes * num_index
-    counters = _even(len(source.checks))
-    intervals = counters + _NUM_COUNTERS
+    found = _even(len(source.checks))
+    num_done = found + 4
+    num_arrived = num_done + 1
+    intervals = num_arrived + 1
     scratch = intervals + 2 * num_places
-    return Workspace(counters, intervals, scratch, scratch + num_scratch)
+    return Workspace(found, num_done, num_arrived, intervals, scratch, scratch + num_scratch)
 
 
 def _lists_launch(
-    source: MaskSource,
+    fields: dict[str, Any],
     sizes: Sizes,
     device: torch.device,
     blocks: BlockLists,
     block_size: tuple[int, ...],
     first_buffer: int,
-    buffers: dict[str, Pointer],
-    counters: Pointer,
 ) -> Launch:
-    """Block lists against the intervals, behind what computes these; the lists are buffers from `first_buffer` on."""
+    """Compares block lists with the intervals. `fields` are those of its parameters that the lists do not say; the lists are
+    buffers from `first_buffer` on."""
     rows, keys = block_size
     num_q = -(-sizes.seqlen_q // rows)
     blocks.check_lengths(num_q)
     kinds: dict[str, dict[str, Any]] = {}
     for number, (name, kind) in enumerate(itertools.zip_longest(("partial", "full"), blocks.kinds)):
-        kinds[name] = _list_fields(kind, first_buffer + 2 * number, sizes.batch, device)
+        kinds[name] = _list_fields(kind, first_buffer + 2 * number, (sizes.batch, num_q), device)
     params = BLOCK_LISTS.pack(
-        **buffers,
-        found=counters,
-        num_done=Pointer(counters.buffer, counters.offset + 16),
+        **fields,
         flags=flag_addresses(device, [HOLDS_ALL, IS_FULL]),
         **kinds,
-        num_lanes=source.num_lanes,
-        **sizes._asdict(),
         block_rows=rows,
         block_keys=keys,
-        num_checks=len(source.checks),
     )
     function = load_function(lists_variant(), device.index)
     shared_bytes = _LISTS_THREADS // 32 * 4
@@ -287,30 +299,32 @@ def _lists_launch(
 
 
 def _list_fields(
-    kind: tuple[Tensor, Tensor] | None, buffer: int, batch: int, device: torch.device
+    kind: tuple[Tensor, Tensor] | None,
+    buffer: int,
+    lengths: tuple[int, int],
+    device: torch.device,
 ) -> dict[str, Any]:
-    """Those of a BlockList."""
+    """The fields of a BlockList."""
     if kind is None:
         nothing = {"num_blocks_strides": (0,) * 3, "indices_strides": (0,) * 4}
         return {"num_blocks": None, "indices": None, **nothing, "num_heads": 1, "num_columns": 0}
+    batch, num_q = lengths
     for x in kind:
         if x.device != device or x.shape[0] not in (1, batch):
             raise ValueError(
                 f"`block_mask` must have lists of 1 or {batch} batch entries on {device}, "
                 f"got {x.shape[0]} on {x.device}"
             )
-    # Those of one batch entry are those of all.
-    num_blocks_strides, indices_strides = (
-        (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:]) for x in kind
-    )
-    num_blocks, indices = kind
+    num_blocks, indices = broadcast(kind, num_q)
+    _, num_heads, _, num_columns = indices.shape
     return {
         "num_blocks": Pointer(buffer),
         "indices": Pointer(buffer + 1),
-        "num_blocks_strides": num_blocks_strides,
-        "indices_strides": indices_strides,
-        "num_heads": num_blocks.shape[1],
-        "num_columns": indices.shape[-1],
+        # Lists of one batch entry are those of all entries.
+        "num_blocks_strides": num_blocks.expand(batch, -1, -1).stride(),
+        "indices_strides": indices.expand(batch, -1, -1, -1).stride(),
+        "num_heads": num_heads,
+        "num_columns": num_columns,
     }
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import stat
 import tempfile
-from functools import cache
 from pathlib import Path
 
-logger = logging.getLogger("magi_compile")
+from magi_compile._warnings import warn_once
 
 _TROUBLE = (OSError, RuntimeError)  # the latter: nobody knows the user's home directory
 MAGIC = b"magi_compile cubin 1\n"
@@ -48,7 +46,7 @@ def read(name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except _TROUBLE as error:
-        _warn_once(f"can not read compiled kernels from the disk, so they are compiled: {error}")
+        warn_once(f"can not read compiled kernels from the disk, so they are compiled: {error}")
         return None
     begin = len(MAGIC) + hashlib.sha256().digest_size
     content = written[begin:]
@@ -72,7 +70,7 @@ def write(name: str, content: bytes) -> None:
             os.unlink(path)
             raise
     except _TROUBLE as error:
-        _warn_once(
+        warn_once(
             "can not keep compiled kernels on the disk, so the next process compiles them again; "
             f"MAGI_COMPILE_CACHE_DIR names another directory: {error}"
         )
@@ -93,10 +91,5 @@ def _is_private(directory: Path) -> bool:
         )
     else:
         return True
-    _warn_once(f"compiled kernels in {directory} are not used, and none are kept there: {reason}")
+    warn_once(f"compiled kernels in {directory} are not used, and none are kept there: {reason}")
     return False
-
-
-@cache
-def _warn_once(message: str) -> None:
-    logger.warning("%s", message)

@@ -45,21 +45,13 @@ def kernel(tmp_path_factory):
     return compile_library(path, MAIN, f"-O1 -fno-sanitize-recover {traps}", replaced).run
 
 
-@pytest.fixture
-def no_flags(monkeypatch):
-    monkeypatch.setattr(_checks, "_flags", {})
-    monkeypatch.setattr(mask_slices, "_prepared", {})  # they know where the flags are
-    monkeypatch.setattr(mask_slices, "load_function", lambda variant, device: variant)
-    monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: 132)
-
-
 def intervals_of(mask):
     program, batch, seqlen_q, seqlen_k, *block_size = mask
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     return row_intervals(MaskProgram.parse(program), [], [], **sizes, device=CPU), block_size
 
 
-def listed(grid, columns=None):
+def listed(grid):
     """The list of a grid of blocks, bool `[batch, heads, q blocks, kv blocks]`, with nonsense behind its ends."""
     counts, order = grid.sum(-1), grid.int().argsort(dim=-1, descending=True, stable=True)
     behind = torch.arange(grid.shape[-1]) >= counts[..., None]
@@ -76,7 +68,7 @@ def right_lists(mask, heads=1, batch=None):
     return listed((seen & ~full)[:batch]), listed(full[:batch])
 
 
-def run_on_host(kernel, mask, lists, broken=False):
+def run_on_host(kernel, mask, lists):
     """The slices, which are ones at first, and the checks of tensor operations."""
     intervals, block_size = intervals_of(mask)
     program, *sizes = mask[:4]
@@ -86,8 +78,6 @@ def run_on_host(kernel, mask, lists, broken=False):
     assert launch.function == lists_variant()
     made = [torch.ones(x.shape, dtype=x.dtype) for x in prepared.call.made]
     made[3][: prepared.call.made[3].zeros] = 0
-    if broken:
-        made[3][0] = 1
     found = prepared.intervals(made[3])
     found.lo.copy_(intervals.lo)
     found.hi.copy_(intervals.hi)
@@ -97,16 +87,22 @@ def run_on_host(kernel, mask, lists, broken=False):
     return made[:3], lists.checks(intervals, *block_size)
 
 
-def assert_same(slices, checks):
+def assert_reported(slices, checks):
+    """What fails is what a MaskDataError says, and then no slice is left. Returns whether all holds."""
     said = [f"{x.message}, but {x.detail.format(*map(int, x.values))}" for x in checks if not x.ok]
     if not said:
         _checks.synchronize_checks()
-        assert all(x.all() for x in slices)
-        return
+        return True
     with pytest.raises(MaskDataError) as error:
         _checks.synchronize_checks()
     assert str(error.value) == "; ".join(said)
     assert not any(x.any() for x in slices)
+    return False
+
+
+def assert_same(slices, checks):
+    if assert_reported(slices, checks):
+        assert all(x.all() for x in slices)
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -156,6 +152,15 @@ def test_lists_of_one_batch_entry_transposed_and_longer_than_the_mask(kernel, no
     assert_same(slices, checks)
 
 
+def test_counts_of_each_head_and_indices_of_all(kernel, no_flags):
+    mask = MASKS["uneven_blocks"]
+    (counts, indices), full = right_lists(mask)
+    lists = BlockLists(counts.expand(-1, 3, -1), indices, *full)
+    slices, checks = run_on_host(kernel, mask, lists)
+    assert all(x.ok for x in checks)
+    assert_same(slices, checks)
+
+
 def test_what_is_wrong_with_the_mask_itself_is_reported_alone(kernel, no_flags):
     """The intervals mean nothing then."""
     program = MaskProgram.parse("t0[q] == t0[kv]")
@@ -165,7 +170,7 @@ def test_what_is_wrong_with_the_mask_itself_is_reported_alone(kernel, no_flags):
         program, [torch.arange(64)], [], sizes, CPU, lists, (16, 16)
     )
     made = [torch.ones(x.shape, dtype=x.dtype) for x in prepared.call.made]
-    made[3][prepared.workspace.counters : prepared.workspace.intervals] = 0
+    made[3][prepared.workspace.found : prepared.workspace.intervals] = 0
     params = prepared.call.launches[-1].params_at(calls.addresses_of([*given, *made]))
     for block in range(4):
         kernel((ctypes.c_char * len(params)).from_buffer(params), block, 4)
@@ -205,13 +210,5 @@ def test_on_the_gpu(mask, seed):
     found = mask_slices.mask_slices_on_device(
         program, [], [], sizes, device, on_device, tuple(block_size)
     )
-    checks = lists.checks(intervals, *block_size)
-    said = [f"{x.message}, but {x.detail.format(*map(int, x.values))}" for x in checks if not x.ok]
-    if said:
-        with pytest.raises(MaskDataError) as error:
-            _checks.synchronize_checks()
-        assert str(error.value) == "; ".join(said)
-        assert not any(x.any() for x in found.lists)
-    else:
-        _checks.synchronize_checks()
+    if assert_reported(found.lists, lists.checks(intervals, *block_size)):
         assert found.lists[0].any() == seen.any()

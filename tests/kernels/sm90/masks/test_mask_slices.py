@@ -187,14 +187,6 @@ class OnHost(NamedTuple):
         return OnHost(made[:3], prepared.intervals(made[3]), made)
 
 
-@pytest.fixture
-def no_flags(monkeypatch):
-    monkeypatch.setattr(_checks, "_flags", {})
-    monkeypatch.setattr(mask_slices, "_prepared", {})  # they know where the flags are
-    monkeypatch.setattr(mask_slices, "load_function", lambda variant, device: variant)
-    monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: 132)
-
-
 def by_tensors(case: Case, device: torch.device = CPU):
     batch, seqlen_q, seqlen_k, capacity = case.sizes
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from magi_compile import _warnings
 from magi_compile.kernels.sm90.runtime import cubin_cache
 
 NAME, CUBIN = "kernel_0.cubin", bytes(range(256)) * 8
@@ -13,7 +14,7 @@ NAME, CUBIN = "kernel_0.cubin", bytes(range(256)) * 8
 @pytest.fixture(autouse=True)
 def directory(tmp_path, monkeypatch):
     monkeypatch.setenv("MAGI_COMPILE_CACHE_DIR", str(tmp_path / "above" / "cache"))
-    cubin_cache._warn_once.cache_clear()
+    monkeypatch.setattr(_warnings, "_said", set())
     return tmp_path / "above" / "cache"
 
 
