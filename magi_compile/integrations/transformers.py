@@ -254,12 +254,7 @@ def magi_attention(
 
 
 def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
-    """Refuses what changes the scores."""
-    if dropout:
-        raise ValueError(
-            f"`attn_implementation='magi'` has no dropout, got {dropout}: set the dropout of attention in the model's "
-            "config to 0 (`attention_dropout`, or `attention_probs_dropout_prob` in older models)"
-        )
+    """Refuses what changes the scores; what no setting mends comes first."""
     for name, given in rest.items():
         if name in _COUNTED or name in _WITHOUT_EFFECT or given is None or given is False:
             continue
@@ -269,6 +264,11 @@ def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
             )
         _warn_once(
             f"`attn_implementation='magi'` does not know the argument `{name}` and ignores it"
+        )
+    if dropout:
+        raise ValueError(
+            f"`attn_implementation='magi'` has no dropout, got {dropout}: set the dropout of attention in the model's "
+            "config to 0 (`attention_dropout`, or `attention_probs_dropout_prob` in older models)"
         )
 
 
