@@ -336,6 +336,8 @@ def test_pytorch_takes_the_rest_on_a_gpu(door_of, active, caplog):
     lists = (starts((300,), "cuda"), starts((300,), "cuda"), 300, 300)
     for _ in range(2):
         if door_of == "varlen":
+            if "seqused_k" not in PARAMETERS:
+                pytest.skip("this PyTorch's varlen_attn takes no seqused_k")
             used = torch.tensor([200], dtype=torch.int32, device="cuda")
             out = varlen_attn(q, k, v, *lists, seqused_k=used)
             wanted = dense((q, k[:200], v[:200]), (300,), (200,))

@@ -54,10 +54,7 @@ def test_without_a_mask():
     assert_expected_inline(
         lowered(lambda x: flex_attention(x, x, x), x),
         """\
-mask_slices_default = mask_slices.default([], [], True
-    def mask(b):
-        x2 = b.new_ones(size = (), dtype = torch.bool, device = device(type='cpu'))
-        return x2, 1, 256, 256, 272, cpu, [], [], False)
+mask_slices_default = mask_slices.default([], [], True;; def mask(b):;;     x2 = b.new_ones(size = (), dtype = torch.bool, device = device(type='cpu'));;     return x2, 1, 256, 256, 272, cpu, [], [], False)
 getitem_4 = getitem(mask_slices_default, 0)
 getitem_5 = getitem(mask_slices_default, 1)
 getitem_6 = getitem(mask_slices_default, 2)
@@ -88,10 +85,7 @@ def test_causal_with_a_soft_cap():
     assert_expected_inline(
         lowered(attend, x),
         """\
-mask_slices_default = mask_slices.default([], [], q >= kv
-    def mask(q, kv):
-        x3 = q >= kv
-        return x3, 1, 256, 256, 272, cpu, [], [], False)
+mask_slices_default = mask_slices.default([], [], q >= kv;; def mask(q, kv):;;     x3 = q >= kv;;     return x3, 1, 256, 256, 272, cpu, [], [], False)
 getitem_5 = getitem(mask_slices_default, 0)
 getitem_6 = getitem(mask_slices_default, 1)
 getitem_7 = getitem(mask_slices_default, 2)
@@ -124,16 +118,7 @@ def test_documents_in_two_layers():
     assert_expected_inline(
         lowered(attend, x, document),
         """\
-mask_slices_default = mask_slices.default([l_document_], [], (t0[q] == t0[kv]) & (q >= kv)  # t0: document
-    def mask(b, q, kv, t0):
-        x5 = b.new_ones((), dtype = torch.bool)
-        x6 = t0[q]
-        x7 = t0[kv]
-        x8 = x6 == x7
-        x9 = x5 & x8
-        x10 = q >= kv
-        x11 = x9 & x10
-        return x11, 1, 256, 256, 272, cpu, [], [], False)
+mask_slices_default = mask_slices.default([l_document_], [], (t0[q] == t0[kv]) & (q >= kv)  # t0: document;; def mask(b, q, kv, t0):;;     x5 = b.new_ones((), dtype = torch.bool);;     x6 = t0[q];;     x7 = t0[kv];;     x8 = x6 == x7;;     x9 = x5 & x8;;     x10 = q >= kv;;     x11 = x9 & x10;;     return x11, 1, 256, 256, 272, cpu, [], [], False)
 getitem_8 = getitem(mask_slices_default, 0)
 getitem_9 = getitem(mask_slices_default, 1)
 getitem_10 = getitem(mask_slices_default, 2)
@@ -178,17 +163,7 @@ def test_a_view_inside_the_mask_mod():
     assert_expected_inline(
         lowered(attend, x, document[None]),
         """\
-mask_slices_default = mask_slices.default([l_document_], [], t1[q] == t1[kv]  # t0: document, t1: document.squeeze(0)
-    def t1(t0):
-        x2 = t0.squeeze(0)
-        return x2
-    def mask(q, kv, t0):
-        x4 = t0.squeeze(0)
-        x5 = x4[q]
-        x6 = t0.squeeze(0)
-        x7 = x6[kv]
-        x8 = x5 == x7
-        return x8, 1, 256, 256, 272, cpu, [], [], False)
+mask_slices_default = mask_slices.default([l_document_], [], t1[q] == t1[kv]  # t0: document, t1: document.squeeze(0);; def t1(t0):;;     x2 = t0.squeeze(0);;     return x2;; ;; def mask(q, kv, t0):;;     x4 = t0.squeeze(0);;     x5 = x4[q];;     x6 = t0.squeeze(0);;     x7 = x6[kv];;     x8 = x5 == x7;;     return x8, 1, 256, 256, 272, cpu, [], [], False)
 getitem_5 = getitem(mask_slices_default, 0)
 getitem_6 = getitem(mask_slices_default, 1)
 getitem_7 = getitem(mask_slices_default, 2)
@@ -218,10 +193,7 @@ def test_a_block_mask_from_outside_with_lse():
     assert_expected_inline(
         lowered(attend, x, mask),
         """\
-mask_slices_default = mask_slices.default([], [], q >= kv
-    def mask(q, kv):
-        x3 = q >= kv
-        return x3, 1, 256, 256, 272, cpu, [l_mask_kv_num_blocks, l_mask_kv_indices, l_mask_full_kv_num_blocks, l_mask_full_kv_indices], [128, 128], False)
+mask_slices_default = mask_slices.default([], [], q >= kv;; def mask(q, kv):;;     x3 = q >= kv;;     return x3, 1, 256, 256, 272, cpu, [l_mask_kv_num_blocks, l_mask_kv_indices, l_mask_full_kv_num_blocks, l_mask_full_kv_indices], [128, 128], False)
 getitem_3 = getitem(mask_slices_default, 0)
 getitem_4 = getitem(mask_slices_default, 1)
 getitem_5 = getitem(mask_slices_default, 2)
@@ -257,10 +229,7 @@ add_4 = add(floordiv_4, 256)
 mul_2 = mul(add_4, 1)
 mul_3 = mul(mul_2, 1)
 sym_size_int_1 = sym_size.int(l_x_, 2)
-mask_slices_default = mask_slices.default([], [], q >= kv
-    def mask(q, kv):
-        x3 = q >= kv
-        return x3, 1, sym_size_int, sym_size_int_1, mul_3, cpu, [], [], False)
+mask_slices_default = mask_slices.default([], [], q >= kv;; def mask(q, kv):;;     x3 = q >= kv;;     return x3, 1, sym_size_int, sym_size_int_1, mul_3, cpu, [], [], False)
 getitem_63 = getitem(mask_slices_default, 0)
 getitem_64 = getitem(mask_slices_default, 1)
 getitem_65 = getitem(mask_slices_default, 2)

@@ -15,7 +15,8 @@ from magi_compile.masks.solver.key_sets import MAX_INTERVALS, KeySet, Refusal
 from magi_compile.masks.solver.periodic import least_piece, unroll
 from magi_compile.masks.solver.solve import UnsupportedMaskError, solve
 
-_UNSAFE_IN_NAME = re.compile(r"[#`\s]+|,\s*(?=t\d+: )")
+_UNSAFE_IN_NAME = re.compile(r"[#`;\s]+|,\s*(?=t\d+: )")
+_END_OF_LINE = ";; "
 _TABLE = re.compile(r"t\d+")
 
 
@@ -38,11 +39,10 @@ class MaskProgram:
     """A mask as an expression of b, q, kv, of tensors `t0, t1, ...` and captured ints `s0, s1, ...`.
 
     `program.text` and `MaskProgram.parse` are inverse. Tensors that have names carry them as a comment, behind which Python
-    functions may stand: of the tensors that are not captured but computed, and of the mask_mod itself.
+    functions may stand: of the tensors that are not captured but computed, and of the mask_mod itself. All is one line, because
+    Inductor writes the arguments of an op into a comment of the code that it makes:
 
-        (t1[q] == t1[kv]) & (q >= kv)  # t0: documents, t1: documents.squeeze(0)
-        def t1(t0):
-            return t0.squeeze(0)
+        (t1[q] == t1[kv]) & (q >= kv)  # t0: documents, t1: documents.squeeze(0);; def t1(t0):;;     return t0.squeeze(0)
 
     Attributes:
         expr: the mask.
@@ -65,7 +65,8 @@ class MaskProgram:
     @property
     def text(self) -> str:
         """All of it, for `parse`."""
-        return "\n".join(filter(None, (self._headline(self.expr), self.code)))
+        lines = (self._headline(self.expr), *self.code.splitlines())
+        return _END_OF_LINE.join(lines)
 
     def _headline(self, expr: Expr) -> str:
         if not self.names:
@@ -81,7 +82,7 @@ class MaskProgram:
         Raises:
             ExprError: `text` is not a mask program.
         """
-        headline, _, code = text.partition("\n")
+        headline, *lines = text.split(_END_OF_LINE)
         body, has_names, comment = headline.partition("#")
         names: list[str] = []
         for item in re.split(r", (?=t\d+: )", comment.strip()) if has_names else ():
@@ -89,7 +90,7 @@ class MaskProgram:
             if label != f"t{len(names)}" or not name:
                 raise ExprError(f"not a list of names: {comment.strip()!r}")
             names.append(name)
-        return MaskProgram(parse(body), tuple(names), code)
+        return MaskProgram(parse(body), tuple(names), "".join(f"{line}\n" for line in lines))
 
     @cached_property
     def functions(self) -> Mapping[str, Callable[..., Any]]:

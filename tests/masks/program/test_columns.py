@@ -97,6 +97,9 @@ def test_what_is_computed_is_exact(name):
     sizes = {"batch": 2, "seqlen_q": S, "seqlen_k": S, "device": "cpu"}
     traced = trace_mask_mod(mask_mod)
     program, tables, symbols = dynamo_program(mask_mod, 2, S, S)
+    for made in (traced.program, program):
+        assert "\n" not in made.text  # Inductor writes it into a comment
+        assert MaskProgram.parse(made.text) == made
     for text, captured, ints in (
         (traced.program.text, traced.tables, ()),
         (program.text, tables, symbols),
