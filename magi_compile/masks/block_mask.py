@@ -12,7 +12,7 @@ from magi_compile.masks import bands
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.row_intervals import RowIntervals, row_intervals
 from magi_compile.masks.evaluation.to_slices import slices_from_intervals
-from magi_compile.masks.evaluation.verify import check_intervals
+from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
 from magi_compile.masks.program.record import MaskMod
 from magi_compile.masks.program.trace import TracedMask, trace_mask_mod
 from magi_compile.masks.slices import AttnSlices
@@ -175,8 +175,10 @@ def _intervals(
     if not program.reads_tensors:
         refuse_broken(intervals.checks)
     intervals.check()
-    for check in check_intervals(program, tables, (), intervals):
-        check.raise_if_broken()
+    if not is_verified(program.text):
+        for check in check_intervals(program, tables, (), intervals):
+            check.raise_if_broken()
+        remember(program.text)
     return intervals
 
 

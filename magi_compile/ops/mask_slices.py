@@ -13,16 +13,12 @@ from magi_compile.kernels.select import arch_of, mask_slices_kernel
 from magi_compile.masks import MaskProgram, padded_slices_from_intervals, row_intervals
 from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.evaluation.ranges import range_checks
-from magi_compile.masks.evaluation.verify import MaskSizes, check_slices
+from magi_compile.masks.evaluation.verify import MaskSizes, check_slices, is_verified, remember
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 Lists = tuple[Tensor, Tensor, Tensor]
-
-# Programs whose slices were compared with their mask_mods: once in a process is enough, unless a user asks for more.
-_verified: set[str] = set()
-MAX_VERIFIED = 1 << 16
 
 
 def _mask_slices(
@@ -58,11 +54,10 @@ def _mask_slices(
         )
         if blocks:
             checks += blocks.checks(intervals, *block_size)
-    if verify or program not in _verified:
+    if verify or not is_verified(program):
         checks += check_slices(mask, tables, symbols, lists, sizes)
-        if len(_verified) < MAX_VERIFIED:
-            _verified.add(program)
     require(checks)
+    remember(program)
     if checks and device.type == "cuda":
         # A failed check raises later here, so no kernel may meet the nonsense that data it speaks of leads to.
         holds = torch.stack([check.ok for check in checks]).all()

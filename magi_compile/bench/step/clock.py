@@ -43,15 +43,18 @@ class Rounds:
         count: rounds; each contender has one turn in each.
         turn_ms: about how long a turn takes.
         max_calls: calls of a turn at most; at least one.
+        max_masks: calls of a turn at most where each call gets a mask of its own, which is made before the turn.
     """
 
     count: int = 7
     turn_ms: float = 20.0
-    max_calls: int = 20
+    max_calls: int = 100
+    max_masks: int = 20
 
-    def calls(self, estimate_ms: float) -> int:
+    def calls(self, estimate_ms: float, makes_masks: bool = False) -> int:
         """Calls of a turn, of which one takes about `estimate_ms`."""
-        return min(max(int(self.turn_ms / max(estimate_ms, 1e-3)), 1), self.max_calls)
+        most = self.max_masks if makes_masks else self.max_calls
+        return min(max(int(self.turn_ms / max(estimate_ms, 1e-3)), 1), most)
 
 
 class Turns(NamedTuple):
@@ -92,7 +95,10 @@ def warm_up(ready: Ready, device: str) -> None:
 def in_turns(contenders: Mapping[str, Ready], device: str, rounds: Rounds) -> dict[str, Turns]:
     """Times all `contenders`, which are warm, round by round; every other round begins with the last of them."""
     calls = {
-        name: rounds.calls(min(_turn_ms(ready, 1, device) for _ in range(TRIAL_CALLS)))
+        name: rounds.calls(
+            min(_turn_ms(ready, 1, device) for _ in range(TRIAL_CALLS)),
+            makes_masks=ready.renew is not _nothing,
+        )
         for name, ready in contenders.items()
     }
     times: dict[str, list[float]] = {name: [] for name in contenders}

@@ -104,7 +104,7 @@ class _Execution:
         for name, outcome in self._timed(ready).items():
             rows[name] |= outcome
         compare(list(rows.values()))
-        if self.settings.device == "cuda":
+        if ready and self.settings.device == "cuda":
             state = provenance.gpu_state()
             rows = {name: row | {"gpu_state": state} for name, row in rows.items()}
             gc.collect()

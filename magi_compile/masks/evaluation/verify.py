@@ -19,6 +19,9 @@ from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.program.source import at_points, names_of_captures
 
+# Texts of the programs that were verified: once in a process is enough, unless a user asks for more.
+_verified: set[str] = set()
+MAX_VERIFIED = 1 << 16
 NUM_POINTS = 4096
 MAX_PAIRS = 2**24  # of points and slices
 BLOCK = 64  # edges of the blocks of all kernels are multiples of it
@@ -42,6 +45,17 @@ class MaskSizes(NamedTuple):
     @property
     def by_variable(self) -> dict[str, int]:
         return dict(zip(("b", "q", "kv"), self, strict=True))
+
+
+def is_verified(program: str) -> bool:
+    """Whether the program of this text has passed in this process."""
+    return program in _verified
+
+
+def remember(program: str) -> None:
+    """The program of this text has passed."""
+    if len(_verified) < MAX_VERIFIED:
+        _verified.add(program)
 
 
 def random_points(count: int, sizes: MaskSizes, device: torch.device) -> Points:

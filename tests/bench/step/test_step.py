@@ -239,7 +239,8 @@ def test_contenders_take_turns_with_masks_made_before():
 
         return Ready(lambda: seen.append(name) or [], renew)
 
-    result = in_turns({"a": contender("a"), "b": contender("b")}, "cpu", Rounds(2, 1e6, 3))
+    rounds = Rounds(2, 1e6, max_calls=5, max_masks=3)
+    result = in_turns({"a": contender("a"), "b": contender("b")}, "cpu", rounds)
     one = ["a renews 1", "a"]
     assert seen[:4] == one * 2
     turn_a, turn_b = ([f"{x} renews 3", x, x, x] for x in "ab")

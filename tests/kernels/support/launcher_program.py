@@ -19,6 +19,7 @@ from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
 from magi_compile.kernels.sm90.params import BLOCK_LISTS, FORWARD, TILE_PLAN, mask_program_params
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import native
+from magi_compile.masks.evaluation import verify
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
 from magi_compile.ops import mask_slices as mask_slices_op
@@ -169,7 +170,7 @@ def same_launches(setup: Setup) -> None:
 def masks(setup: Setup) -> None:
     """The slices of a mask, with captured tensors and block lists or without any tensor, and their plan."""
     text = "(q >= kv) & (t0[q] == t0[kv])"
-    mask_slices_op._verified.update((text, "q >= kv"))
+    verify._verified.update((text, "q >= kv"))
     sizes = (1, ROWS, ROWS, 20, torch.device("cpu"))
 
     def block_lists():
@@ -308,7 +309,7 @@ def nothing_is_lost(setup: Setup) -> None:
     slices = AttnSlices.full(ROWS)
     plan = plan_of(slices)
 
-    mask_slices_op._verified.add("q >= kv")
+    verify._verified.add("q >= kv")
 
     def work(steps: int) -> None:
         for _ in range(steps):

@@ -16,6 +16,7 @@ from magi_compile.masks import (
     row_intervals,
     trace_mask_mod,
 )
+from magi_compile.masks.evaluation import verify
 from magi_compile.masks.program.expr import FALSE, KV, Expr, build, parse, unsupported
 from tests.masks.support.helpers import dense_mask, dynamo_program
 
@@ -230,7 +231,10 @@ def test_a_wrong_conversion_is_found():
     wider = MaskProgram(parse("q + 1 >= kv"), (), wrong_program().code).text
     arguments = ([], [], wider, 2, 100, 100, 16, torch.device("cpu"), [], [])
     with pytest.raises(magi_compile.MaskDataError, match="the mask_mod hides what its slices show"):
-        torch.ops.magi.mask_slices(*arguments, False)  # the first run
+        torch.ops.magi.mask_slices(*arguments, False)
+    with pytest.raises(magi_compile.MaskDataError, match="hides"):
+        torch.ops.magi.mask_slices(*arguments, False)  # once more, until it passes
+    verify.remember(wider)
     torch.ops.magi.mask_slices(*arguments, False)
     with pytest.raises(magi_compile.MaskDataError, match="hides"):
         torch.ops.magi.mask_slices(*arguments, True)
