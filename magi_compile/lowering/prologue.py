@@ -203,15 +203,17 @@ class Split(NamedTuple):
     needed: tuple[int, ...] = ()
 
     def wrap(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled graph as a function of the other inputs alone."""
+        """The compiled graph as a function of the other inputs alone, which raises what our ops raise."""
         prologue, needed = self.prologue, _taker(self.needed)
-        if prologue is None:
+        if prologue is None and not any(map(_is_ours, self.graph.graph.nodes)):
             return compiled
         # Dynamo keeps out of this function as it does out of what it calls.
         compiled = _compat.without_disable(compiled)
 
         def run(*args: Any) -> Any:
             try:
+                if prologue is None:
+                    return compiled(*args)
                 return compiled(*needed(args), *prologue(args))
             except RuntimeError as error:
                 restored = as_raised(error)
@@ -220,6 +222,10 @@ class Split(NamedTuple):
                 raise restored from None
 
         return run
+
+
+def _is_ours(node: Node) -> bool:
+    return getattr(node.target, "namespace", None) == "magi"
 
 
 def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:

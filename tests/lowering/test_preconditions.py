@@ -47,3 +47,25 @@ def test_eager():
     document = (torch.arange(96) // 20 % 2).expand(BATCH, -1).contiguous()
     with pytest.raises(ValueError, match="document"):
         flex_attention(x, x, x, block_mask=block_mask(document_causal(document), 96, batch=1))
+
+
+@pytest.mark.parametrize("where", ["graph", "outside"])
+def test_what_the_launcher_makes_an_error_of(where):
+    """PyTorch's C interface carries no types: behind the launcher it is a RuntimeError that begins with the exception's name."""
+
+    def inner(gm, example_inputs):
+        def run(*args):
+            raise RuntimeError("MaskDataError: `doc` must be sorted")
+
+        return run
+
+    model, document = Attention(), documents(96, 3)
+    masks = {"outside": block_mask(document_causal(document), 96)}
+
+    @torch.compile(backend=make_backend(inner), fullgraph=True)
+    def attend(x):
+        mask = masks.get(where) or block_mask(document_causal(document), 96)
+        return model(x, block_mask=mask)
+
+    with pytest.raises(MaskDataError, match=r"^`doc` must be sorted$"):
+        attend(torch.randn(BATCH, 96, 32))
