@@ -32,7 +32,7 @@ from attention_forward import (
 )
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved
 from magi_compile.kernels.sm90 import CudaKernel
 from magi_compile.kernels.sm90.backward import launch as cuda_backward
 from magi_compile.kernels.triton import TritonKernel
@@ -64,7 +64,9 @@ def of_kernel(kernel: Kernel, inputs: Inputs, slices: AttnSlices) -> Backward:
     slices = slices.to("cuda")
     plan = kernel.plan(slices, problem)
     out, lse = kernel.forward(q, k, v, slices, plan, problem)
-    return lambda: kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem)
+    return lambda: kernel.backward(
+        Grads(dout, None), Saved(q, k, v, out, lse), slices, plan, problem
+    )
 
 
 def magi(inputs: Inputs, mask: str, slices: AttnSlices, **defines: str) -> Backward:

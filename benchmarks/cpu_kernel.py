@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
@@ -114,7 +115,7 @@ def ours(case: Case, dtype: torch.dtype, inputs: tuple[Tensor, ...]) -> list:
         return kernel.forward(q, k, v, slices, plan, problem)
 
     def backward() -> tuple[Tensor, ...]:
-        return kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem)
+        return kernel.backward(Grads(dout, None), Saved(q, k, v, out, lse), slices, plan, problem)
 
     def results() -> list[Tensor]:
         return [out, *backward()]

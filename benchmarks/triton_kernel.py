@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from triton.testing import do_bench
 
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -52,7 +52,7 @@ def magi(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, slices: AttnSlices) -> C
     out, lse = kernel.forward(q, k, v, slices, plan, problem)
     return Contender(
         lambda: kernel.forward(q, k, v, slices, plan, problem).out,
-        lambda: kernel.backward(dout, None, q, k, v, out, lse, slices, plan, problem),
+        lambda: kernel.backward(Grads(dout, None), Saved(q, k, v, out, lse), slices, plan, problem),
     )
 
 

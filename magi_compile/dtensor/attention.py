@@ -12,9 +12,9 @@ it, because a graph compiler does not reorder communication it does not know. Pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache, partial
-from typing import Any, cast
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,19 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.agreement import require_agreement
-from magi_compile.dtensor.execution import DevicePlan, DeviceStage, MergedStage, unpack
+from magi_compile.dtensor.execution import DeviceStage, Execution, MergedStage, unpack
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import (
     Collective,
     KernelSignals,
-    PendingCast,
     PendingReduce,
     Route,
 )
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import (
-    AttnProblem,
-    BackwardOutput,
-    EarlyKernel,
-    ForwardOutput,
-    Kernel,
-    KeyTensors,
-    PhasedKernel,
-)
+from magi_compile.kernels.base import BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials
+from magi_compile.kernels.overlap import EarlyKernel, KeyTensors, PhasedKernel, SavedQueries
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_lse
@@ -50,32 +42,30 @@ from magi_compile.ops.scale import Scaled
 from magi_compile.ops.validation import check_options, check_qkv
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: DevicePlan,
-    kernel: Kernel,
-    problem: AttnProblem,
-    collective: Collective,
-    group: dist.ProcessGroup,
-) -> ForwardOutput:
-    """This rank's rows of the attention; all ranks of `group` call it together."""
+def forward(q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> ForwardOutput:
+    """This rank's rows of the attention; all ranks of the group call it together."""
+    plan, kernel, problem, collective, group, _ = execution
     if plan.merged is not None:
-        return _forward_merged(q, k, v, plan.merged, kernel, problem, collective, group)
+        return _forward_merged(q, k, v, plan.merged, execution)
     wide = torch.promote_types(q.dtype, torch.float32)
     last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
     result: ForwardOutput | None = None
-    stages = _with_keys(plan.forward, k, v, collective, group)
-    for i, (stage, arrive) in enumerate(stages):
-        k_stage, v_stage = arrive()
-        if not stage.is_empty:
-            kernel_plan = stage.kernel_plan(kernel, problem)
-            result = kernel.forward(
-                *(q, k_stage, v_stage, stage.slices, kernel_plan, problem),
-                prior=result,
-                out_dtype=q.dtype if i == last else wide,
-            )
+    casts = collective.casts((k, v), _routes(plan.forward), group)
+    cast = next(casts, None)  # the first one starts
+    for i, stage in enumerate(plan.forward):
+        keys: Sequence[Tensor] = (k, v)
+        if stage.route is not None:
+            assert cast is not None
+            keys = cast.wait()
+            cast = next(casts, None)  # the next one travels while this stage is computed
+        if stage.is_empty:
+            continue
+        k_stage, v_stage = keys
+        result = kernel.forward(
+            *(q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem),
+            prior=result,
+            out_dtype=q.dtype if i == last else wide,
+        )
     if result is not None:
         return result
     out = q.new_zeros(*q.shape[:2], v.shape[2])
@@ -83,123 +73,107 @@ def forward(
 
 
 def _forward_merged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    stage: MergedStage,
-    kernel: Kernel,
-    problem: AttnProblem,
-    collective: Collective,
-    group: dist.ProcessGroup,
+    q: Tensor, k: Tensor, v: Tensor, stage: MergedStage, execution: Execution
 ) -> ForwardOutput:
+    """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
+    _, kernel, problem, collective, group, _ = execution
     # What can fail does so before rows are on their way.
     early_plan = stage.early_plan(kernel, problem)
     both = stage.side_by_side if early_plan is None else None
     kernel_plan = both.kernel_plan(kernel, problem) if both else []
     casts = collective.casts((k, v), [stage.route], group)
-    arriving = next(casts)
+    cast = next(casts)
     if both is None:
-        early = cast(EarlyKernel, kernel)
-        result = early.forward_early(
-            *(q, k, v, arriving.buffers, arriving.wait, early_plan, problem),
-            free_sms=arriving.sms,
+        assert isinstance(kernel, EarlyKernel)
+        steps = kernel.early_forward(
+            q, (k, v), cast.buffers, early_plan, problem, free_sms=cast.sms
         )
+        steps.begin()
+        with steps.beside():
+            cast.wait()
+            steps.main()
+        result = steps.finish()
     else:
-        k_all, v_all = (torch.cat(parts) for parts in zip((k, v), arriving.wait(), strict=True))
+        k_all, v_all = (torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True))
         result = kernel.forward(q, k_all, v_all, both.slices, kernel_plan, problem)
     assert next(casts, None) is None
     return result
 
 
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: DevicePlan,
-    kernel: Kernel,
-    problem: AttnProblem,
-    collective: Collective,
-    group: dist.ProcessGroup,
-    reduce_group: dist.ProcessGroup,
-) -> BackwardOutput:
-    """Gradients of this rank's rows of q, k and v; all ranks of `group` call it together.
+def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
+    """Gradients of this rank's rows of q, k and v; all ranks of the group call it together.
 
     Every stage is given the whole row's out and lse, so its share of each gradient is exact and shares add up.
     """
+    plan, kernel, problem, collective, group, reduce_group = execution
+    q, k, v, out, lse = saved
+    queries = SavedQueries(q, out, lse)
     home = _WayHome(k, v, collective, reduce_group)
-    signals = None
-    if isinstance(kernel, EarlyKernel) and plan.backward_is_early:
-        if kernel.backward_may_be_early():
-            signals = collective.signals(group, q.device)
+    if (
+        isinstance(kernel, EarlyKernel)
+        and plan.backward_is_early
+        and kernel.backward_may_be_early()
+    ):
+        signals = collective.signals(group, q.device)
         if signals is not None:
-            dq = _backward_early(
-                *(dout, dlse, q, k, v, out, lse, plan.backward[0], kernel, problem),
-                *(collective, group, signals, home),
-            )
-            dk, dv = home.sums()
-            return BackwardOutput(dq, dk, dv)
-    phased = kernel if isinstance(kernel, PhasedKernel) else None
-    dq_parts: list[Tensor] = []
-    for stage, arrive in _with_keys(plan.backward, k, v, collective, group):
-        route = stage.route
+            dq = _backward_early(grads, saved, execution, signals, home)
+            return BackwardOutput(dq, *home.sums())
+    dq_shares: list[Tensor] = []
+    casts = collective.casts((k, v), _routes(plan.backward), group)
+    cast = next(casts, None)  # the first one starts
+    for stage in plan.backward:
+        keys: Sequence[Tensor] = (k, v)
+        route, steps = stage.route, None
+        kernel_plan = [] if stage.is_empty else stage.kernel_plan(kernel, problem)
+        if route is not None:
+            if isinstance(kernel, PhasedKernel) and not stage.is_empty:
+                steps = kernel.phased_backward(grads, queries, stage.slices, kernel_plan, problem)
+                steps.begin()  # what needs no keys, while they travel
+            assert cast is not None
+            keys = cast.wait()
+            cast = next(casts, None)  # the next one travels while this stage is computed
         if stage.is_empty:
-            dk, dv = (torch.zeros_like(x) for x in arrive())
+            dk, dv = (torch.zeros_like(x) for x in keys)
             home.send(route, dk, dv)
-            continue
-        kernel_plan = stage.kernel_plan(kernel, problem)
-        if phased is not None and route is not None:
-            receive = partial(_receive, home, route, arrive)
-            dq_stage = phased.backward_in_phases(
-                *(dout, dlse, q, receive, partial(home.send, route), out, lse),
-                *(stage.slices, kernel_plan, problem),
-            )
+        elif route is not None and steps is not None:
+            dk, dv = home.room(route, keys)
+            steps.main(KeyTensors(keys[0], keys[1], dk, dv))
+            home.send(route, dk, dv)  # while dq is completed, and during the next stage
+            dq_shares.append(steps.finish())
         else:
-            k_stage, v_stage = arrive()
-            dq_stage, dk, dv = kernel.backward(
-                dout, dlse, q, k_stage, v_stage, out, lse, stage.slices, kernel_plan, problem
-            )
+            of_stage = Saved(q, keys[0], keys[1], out, lse)
+            dq, dk, dv = kernel.backward(grads, of_stage, stage.slices, kernel_plan, problem)
             home.send(route, dk, dv)
-        dq_parts.append(dq_stage)
+            dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.
-    dq = sum_partials(dq_parts) if dq_parts else torch.zeros_like(q)
-    dk, dv = home.sums()
-    return BackwardOutput(dq, dk, dv)
+    dq = sum_partials(dq_shares) if dq_shares else torch.zeros_like(q)
+    return BackwardOutput(dq, *home.sums())
 
 
 def _backward_early(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    stage: DeviceStage,
-    kernel: EarlyKernel,
-    problem: AttnProblem,
-    collective: Collective,
-    group: dist.ProcessGroup,
-    signals: KernelSignals,
-    home: _WayHome,
+    grads: Grads, saved: Saved, execution: Execution, signals: KernelSignals, home: _WayHome
 ) -> Tensor:
     """Gradients of the only stage, in which keys of this rank and of others lie side by side; dq."""
+    plan, kernel, problem, collective, group, _ = execution
+    assert isinstance(kernel, EarlyKernel)
+    q, k, v, out, lse = saved
+    (stage,) = plan.backward
     route = stage.route
     assert route is not None
     # What can fail does so before rows are on their way.
     early_plan = stage.early_backward_plan(kernel, problem, group.rank())
     casts = collective.casts((k, v), [route], group, signals)
-    arriving = next(casts)
-    k_all, v_all = arriving.buffers
-    dk, dv = home.room(route, (k_all, v_all))
-    keys = KeyTensors(k_all, v_all, dk, dv)
-    dq = kernel.backward_early(
-        *(dout, dlse, q, keys, signals.addresses, arriving.wait),
-        *(lambda: home.send(route, dk, dv, signals), out, lse, early_plan, problem),
-    )
+    cast = next(casts)
+    keys = KeyTensors(*cast.buffers, *home.room(route, cast.buffers))
+    queries = SavedQueries(q, out, lse)
+    steps = kernel.early_backward(grads, queries, signals.addresses, early_plan, problem)
+    steps.begin()
+    steps.main(keys)  # local keys, and remote ones if they arrive meanwhile
+    cast.wait()
+    steps.main(keys)  # what is left
+    # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
+    home.send(route, keys.dk, keys.dv, signals)
+    dq = steps.finish()
     assert next(casts, None) is None
     return dq
 
@@ -247,34 +221,8 @@ class _WayHome:
         return outs
 
 
-def _receive(home: _WayHome, route: Route, arrive: Callable[[], Sequence[Tensor]]) -> list[Tensor]:
-    """What arrives for a stage, and where to write dk and dv of it."""
-    keys = arrive()
-    return [*keys, *home.room(route, keys)]
-
-
-def _with_keys(
-    stages: list[DeviceStage],
-    k: Tensor,
-    v: Tensor,
-    collective: Collective,
-    group: dist.ProcessGroup,
-) -> Iterator[tuple[DeviceStage, Callable[[], Sequence[Tensor]]]]:
-    """Each stage with what waits for its keys and values, to be called once; the next cast then begins."""
-    routes = [stage.route for stage in stages if stage.route is not None]
-    casts = collective.casts((k, v), routes, group)
-    ahead: PendingCast | None = next(casts, None)
-
-    def arrive() -> Sequence[Tensor]:
-        nonlocal ahead
-        assert ahead is not None
-        arriving, ahead = ahead, None
-        keys = arriving.wait()
-        ahead = next(casts, None)
-        return keys
-
-    for stage in stages:
-        yield stage, (lambda: (k, v)) if stage.route is None else arrive
+def _routes(stages: list[DeviceStage]) -> list[Route]:
+    return [stage.route for stage in stages if stage.route is not None]
 
 
 # The custom ops
@@ -310,7 +258,9 @@ def _cp_ffa_fwd(
             "take those of RankPlan.dispatch.positions(rank), padding included"
         )
     moving = select_collective(collective, group, q.device)
-    out, lse = forward(scaled.q, k, v, plan, chosen, problem, moving, group)
+    reduce_group = _compat.resolve_process_group(reduce_group_name)
+    execution = Execution(plan, chosen, problem, moving, group, reduce_group)
+    out, lse = forward(scaled.q, k, v, execution)
     return out.contiguous(), lse
 
 
@@ -343,9 +293,9 @@ def _cp_ffa_bwd(
     plan = unpack(meta, data)
     moving = select_collective(collective, group, q.device)
     reduce_group = _compat.resolve_process_group(reduce_group_name)
-    dq, dk, dv = backward(
-        dout, dlse, scaled.q, k, v, out, lse, plan, chosen, problem, moving, group, reduce_group
-    )
+    execution = Execution(plan, chosen, problem, moving, group, reduce_group)
+    grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
+    dq, dk, dv = backward(grads, saved, execution)
     return scaled.gradient(dq), dk, dv
 
 

@@ -10,14 +10,16 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.rank_plan import recent
-from magi_compile.dtensor.transport.collectives import Route, refuse_to_be_recorded
-from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
+from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
+from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -118,6 +120,17 @@ class DevicePlan:
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
     backward_is_early: bool  # of which there is one stage then, with a route
+
+
+class Execution(NamedTuple):
+    """What runs a call: the plan of this rank, the kernel, and how rows move."""
+
+    plan: DevicePlan
+    kernel: Kernel
+    problem: AttnProblem
+    collective: Collective
+    group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup  # of gradients on their way home
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()
