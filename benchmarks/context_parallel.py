@@ -36,8 +36,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from magi_compile.dtensor import attention
+from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward as forward_across_ranks
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.comm_plan import Stage
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
@@ -258,11 +259,11 @@ class Rank:
         execution = Execution(ready, kernel, problem, collective, self.group, self.reduce_group)
 
         def forward() -> tuple[Tensor, Tensor]:
-            return attention.forward(q, k, v, execution)
+            return forward_across_ranks(q, k, v, execution)
 
         out, lse = forward()
         grads, saved = Grads(dout, None), Saved(q, k, v, out, lse)
-        return forward, lambda: attention.backward(grads, saved, execution)
+        return forward, lambda: backward(grads, saved, execution)
 
     def rows(self, mask: str, tokens: int, cost: CostModel) -> Iterator[dict]:
         """All rows of one mask with `tokens` of each rank."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,6 +62,11 @@ def _is_from(route: Route, rank: int) -> Tensor:
     changes.index_add_(0, row, is_from)
     changes.index_add_(0, row + count, -is_from)
     return changes.cumsum(0)[:-1] > 0
+
+
+def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
+    """How keys travel, in the order of the stages that need remote ones."""
+    return [stage.route for stage in stages if stage.route is not None]
 
 
 class MergedStage:

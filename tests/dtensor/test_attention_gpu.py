@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.dtensor import attention
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, select
@@ -190,11 +191,11 @@ def backward_of(group, collective, options, slices, head_dim=128):
     def inputs(seed):
         q, k, v = inputs_of(ready.rows, device, 100 * rank + seed, head_dim)
         dout, _, _ = inputs_of(ready.rows, device, 100 * rank + seed + 50, head_dim)
-        results = attention.forward(q, k, v, execution)
+        results = forward(q, k, v, execution)
         return Grads(dout, None), Saved(q, k, v, *results)
 
     def run(tensors, kernel=execution.kernel):
-        return attention.backward(*tensors, execution._replace(kernel=kernel))
+        return backward(*tensors, execution._replace(kernel=kernel))
 
     return run, inputs, execution.kernel
 

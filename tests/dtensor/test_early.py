@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.dtensor.attention import backward, forward
+from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.dispatch import dispatch

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.dtensor.attention import backward, forward
+from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.kernels.base import Grads, Saved
