@@ -87,7 +87,6 @@ def forward(
     *,
     prior: ForwardOutput | None = None,
     out_dtype: torch.dtype | None = None,
-    config: ForwardConfig | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the q walk of a plan, on torch's current stream.
 
@@ -95,11 +94,10 @@ def forward(
         q: `[total_q, nheads_q, head_dim]`.
         k: `[total_k, nheads_kv, head_dim]`.
         v: `[total_k, nheads_kv, head_dim]`.
-        walk: the q walk of the plan, for the tile sizes of `config`.
+        walk: the q walk of the plan.
         problem: what `CudaKernel.refusals` finds nothing against.
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
-        config: instead of the one for `problem`.
 
     Raises:
         TypeError: if `prior` or `out_dtype` has another dtype.
@@ -116,7 +114,7 @@ def forward(
     priors = [x.contiguous() for x in prior] if prior else [None, None]
     shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype)
     with on_device(q.device):
-        (q, k, v), call = routed(_call, (q, k, v), problem, config, *shapes)
+        (q, k, v), call = routed(_call, (q, k, v), problem, *shapes)
         out, lse, *_ = call.run([q, k, v, *walk, *priors], q.device)
     return ForwardOutput(out, lse)
 
@@ -132,7 +130,6 @@ def nothing_seen(q: Tensor) -> ForwardOutput:
 def _call(
     layouts: tuple[Layout, ...],
     problem: AttnProblem,
-    config: ForwardConfig | None,
     num_tiles: int,
     has_stairs: bool,
     has_prior: bool,
@@ -155,7 +152,7 @@ def _call(
     is_wide = has_prior or out_dtype != problem.dtype
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     made, launch = forward_launch(
-        ForwardShape(layouts, problem, config, num_tiles, has_stairs, device_index),
+        ForwardShape(layouts, problem, num_tiles, has_stairs, device_index),
         out if out_dtype == problem.dtype else None,
         **results,
         wide_rows=total_q if is_wide else 0,
@@ -173,7 +170,6 @@ class ForwardShape(NamedTuple):
 
     layouts: tuple[Layout, ...]  # of q, k and v, the buffers `Q`, `K` and `V`
     problem: AttnProblem
-    config: ForwardConfig | None  # of the kernel; None: the one for `problem`
     num_tiles: int
     has_stairs: bool  # whether rows have edges
     device_index: int
@@ -190,8 +186,8 @@ def forward_launch(
         ticket: which buffer the ticket will be.
         fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
     """
-    layouts, problem, config, num_tiles, has_stairs, device_index = shape
-    config = config or forward_config(problem)
+    layouts, problem, num_tiles, has_stairs, device_index = shape
+    config = forward_config(problem)
     num_items = num_tiles * problem.nheads_q
     sms = num_sms(device_index)
     grid = min(num_items, sms)

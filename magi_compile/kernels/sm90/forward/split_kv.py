@@ -215,7 +215,7 @@ def _call(
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     of_parts = Buffer.of((num_words + part_rows * nheads_q,), torch.float32)
     at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
-    shape = ForwardShape(layouts, problem, None, layout.num_tiles, has_stairs, device_index)
+    shape = ForwardShape(layouts, problem, layout.num_tiles, has_stairs, device_index)
     ticket, walk = forward_launch(
         *(shape, out, OTHER + 1),
         **NO_RESULTS
