@@ -36,8 +36,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from magi_compile.dtensor import attention
-from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.backward import backward
+from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward as forward_across_ranks
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.comm_plan import Stage
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
@@ -46,6 +47,7 @@ from magi_compile.dtensor.tools.calibrate import calibrate
 from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, Collective, Route, select
 from magi_compile.kernels import select as kernels
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.select import problem_of
 from magi_compile.masks.library import MASKS as LIBRARY
 from magi_compile.masks.slices import AttnSlices
@@ -207,7 +209,7 @@ class Rank:
         out, lse = kernel.forward(q, k, v, *rest)
         return (
             lambda: kernel.forward(q, k, v, *rest),
-            lambda: kernel.backward(dout, None, q, k, v, out, lse, *rest),
+            lambda: kernel.backward(Grads(dout, None), Saved(q, k, v, out, lse), *rest),
         )
 
     def cost(self, tokens: int) -> CostModel:
@@ -254,15 +256,14 @@ class Rank:
         problem = problem_of(q, k, v, self.args.head_dim**-0.5, 0.0)
         kernel = kernels.select(problem)
         ready = unpack(*plan.tensors(self.device))
-        rest = (ready, kernel, problem, collective, self.group)
+        execution = Execution(ready, kernel, problem, collective, self.group, self.reduce_group)
 
         def forward() -> tuple[Tensor, Tensor]:
-            return attention.forward(q, k, v, *rest)
+            return forward_across_ranks(q, k, v, execution)
 
         out, lse = forward()
-        return forward, lambda: attention.backward(
-            dout, None, q, k, v, out, lse, *rest, self.reduce_group
-        )
+        grads, saved = Grads(dout, None), Saved(q, k, v, out, lse)
+        return forward, lambda: backward(grads, saved, execution)
 
     def rows(self, mask: str, tokens: int, cost: CostModel) -> Iterator[dict]:
         """All rows of one mask with `tokens` of each rank."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -438,19 +438,16 @@ def cpu_flash_forward(
 
 def cpu_flash_backward(
     dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    saved: Sequence[Tensor],
     mask: Tensor | None,
     is_causal: bool,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `cpu_flash_forward`. It takes `out` and `lse` as they come: those of a row over more keys
-    than these give the share of these keys. It reads `out` only for the row sums of `dout * out`."""
+    """The gradients of `cpu_flash_forward`, of which `q, k, v, out, lse` are `saved`. It takes `out` and `lse` as they come:
+    those of a row over more keys than these give the share of these keys. It reads `out` only for the row sums of
+    `dout * out`."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, 0.0, is_causal, attn_mask=mask, scale=softmax_scale
+        dout, *saved, 0.0, is_causal, attn_mask=mask, scale=softmax_scale
     )
 
 

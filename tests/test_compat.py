@@ -29,7 +29,7 @@ def test_cpu_flash(how):
     options = (mask if how == "mask" else None, how == "is_causal", 0.3)
     out, lse = _compat.cpu_flash_forward(q, k, v, *options)
     dout = torch.randn_like(out)
-    grads = _compat.cpu_flash_backward(dout, q, k, v, out, lse, *options)
+    grads = _compat.cpu_flash_backward(dout, (q, k, v, out, lse), *options)
 
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected_out, expected_lse = formula(*leaves, mask, 0.3)
@@ -44,9 +44,9 @@ def test_cpu_flash_backward_uses_the_out_and_lse_it_is_given():
     torch.manual_seed(0)
     q, k, v, dout = torch.randn(4, 1, 2, 40, 16)
     out, lse = _compat.cpu_flash_forward(q, k, v, None, False, 0.25)
-    dq, dk, dv = _compat.cpu_flash_backward(dout, q, k, v, out, lse, None, False, 0.25)
+    dq, dk, dv = _compat.cpu_flash_backward(dout, (q, k, v, out, lse), None, False, 0.25)
     halves = [
-        _compat.cpu_flash_backward(dout, q, k_half, v_half, out, lse, None, False, 0.25)
+        _compat.cpu_flash_backward(dout, (q, k_half, v_half, out, lse), None, False, 0.25)
         for k_half, v_half in zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)
     ]
     dq_parts, dk_parts, dv_parts = zip(*halves, strict=True)

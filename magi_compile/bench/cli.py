@@ -13,6 +13,7 @@ import torch
 
 from magi_compile.bench import arguments, contenders
 from magi_compile.bench.contenders.base import refusals
+from magi_compile.bench.kernel import interleaved
 from magi_compile.bench.kernel.run import Settings, execute, order
 from magi_compile.bench.kernel.timing import Protocol
 from magi_compile.bench.results import rows
@@ -111,6 +112,12 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument("--min-reps", type=arguments.count, default=Protocol.min_reps)
     parser.add_argument("--gate-seqlen", type=arguments.length, help="longest sequence checked")
     parser.add_argument("--cuda-graph", action="store_true", help="also time graph replays")
+    parser.add_argument(
+        "--interleaved",
+        type=arguments.count,
+        metavar="ROUNDS",
+        help="time contenders round by round in one process, not one after another in their own",
+    )
     parser.add_argument("--warm-l2", action="store_true", help="do not flush the L2 cache")
     parser.add_argument(
         "--jobs",
@@ -152,7 +159,12 @@ def _run(args: argparse.Namespace) -> int:
         time_limit_s=args.time_limit,
         jobs=args.jobs or (len(names) if device == "cuda" else 1),
     )
-    results = execute(cells, names, settings, args.output, _say)
+    if args.interleaved:
+        results = interleaved.execute(
+            cells, names, settings, args.output, args.interleaved, say=_say
+        )
+    else:
+        results = execute(cells, names, settings, args.output, _say)
     _say(f"{len(results.ok_rows())} measured, {len(results.not_run)} not run: {args.output}")
     return 0
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.rank_plan import recent
-from magi_compile.dtensor.transport.collectives import Route, refuse_to_be_recorded
-from magi_compile.kernels.base import AttnProblem, EarlyKernel, Kernel
+from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
+from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -60,6 +62,11 @@ def _is_from(route: Route, rank: int) -> Tensor:
     changes.index_add_(0, row, is_from)
     changes.index_add_(0, row + count, -is_from)
     return changes.cumsum(0)[:-1] > 0
+
+
+def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
+    """How keys travel, in the order of the stages that need remote ones."""
+    return [stage.route for stage in stages if stage.route is not None]
 
 
 class MergedStage:
@@ -118,6 +125,17 @@ class DevicePlan:
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
     backward_is_early: bool  # of which there is one stage then, with a route
+
+
+class Execution(NamedTuple):
+    """What runs a call: the plan of this rank, the kernel, and how rows move."""
+
+    plan: DevicePlan
+    kernel: Kernel
+    problem: AttnProblem
+    collective: Collective
+    group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup  # of gradients on their way home
 
 
 _device_plans: OrderedDict[Hashable, DevicePlan] = OrderedDict()

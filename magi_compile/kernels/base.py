@@ -6,9 +6,9 @@ Tensors are packed: `q [total_q, nheads_q, head_dim]`, `k [total_k, nheads_kv, h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -89,23 +89,21 @@ class BackwardOutput(NamedTuple):
     dv: Tensor
 
 
-class KeyTensors(NamedTuple):
-    """Keys and values, and where their gradients go; these are contiguous."""
+class Saved(NamedTuple):
+    """The inputs and the results of a forward pass, which its backward reads."""
 
+    q: Tensor
     k: Tensor
     v: Tensor
-    dk: Tensor
-    dv: Tensor
+    out: Tensor
+    lse: Tensor
 
 
-class Signals(NamedTuple):
-    """Addresses of int32 words by which a kernel that runs hears of its far keys, and tells of their gradients.
+class Grads(NamedTuple):
+    """The gradients of the results of a forward pass."""
 
-    Both are 0 before anything of the call is enqueued.
-    """
-
-    have_arrived: int  # becomes 1 once keys and values are there
-    are_complete: int  # the kernel makes it 1 once dk and dv are there, for other devices too
+    dout: Tensor  # [total_q, nheads_q, head_dim_v]
+    dlse: Tensor | None  # [nheads_q, total_q]; None where the loss does not read lse
 
 
 class Kernel(Protocol):
@@ -165,13 +163,8 @@ class Kernel(Protocol):
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: Saved,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
@@ -179,94 +172,4 @@ class Kernel(Protocol):
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         """Gradients; the same bits every time where `deterministic` is set, which is torch's setting by default."""
-        ...
-
-
-@runtime_checkable
-class EarlyKernel(Kernel, Protocol):
-    """A kernel that begins before some keys, the far ones, are there. An optional capability."""
-
-    def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> Any:
-        """How `forward_early` walks `slices`, of which the columns from `far_begin` on are the far keys.
-
-        No slice has both near and far columns, and the column in front of `far_begin` is none.
-        """
-        ...
-
-    def forward_early(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far: Sequence[Tensor],
-        arrive: Callable[[], object],
-        plan: Any,
-        problem: AttnProblem,
-        *,
-        free_sms: int = 0,
-    ) -> ForwardOutput:
-        """Attention of `q` over the near keys `k`, `v` and over the far ones, keys and values; none of them is empty.
-
-        `arrive`, called once, makes torch's current stream wait until far keys are there; that may be another stream than
-        the one of the call, which then waits for it. Work enqueued before ends in any case: nothing in it waits for
-        them. It leaves `free_sms` SMs to what brings them, if there are more. How results are rounded may depend on when far
-        keys come, but not under `torch.use_deterministic_algorithms(True)`.
-        """
-        ...
-
-    def backward_may_be_early(self) -> bool:
-        """Whether `backward_early` can be called, as torch's settings are now."""
-        ...
-
-    def early_backward_plan(self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem) -> Any:
-        """How `backward_early` walks what `plan` walks. Keys are near where `is_near`, bool `[total_k]`, is set."""
-        ...
-
-    def backward_early(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        keys: KeyTensors,
-        signals: Signals,
-        arrive: Callable[[], object],
-        depart: Callable[[], object],
-        out: Tensor,
-        lse: Tensor,
-        plan: Any,
-        problem: AttnProblem,
-    ) -> Tensor:
-        """`backward` of near keys, which are there, and of far ones, which are not yet; writes dk and dv, returns dq.
-
-        `arrive`, called once, makes the current stream wait for far keys and values. `depart` is called once, when all that writes
-        dk and dv of far keys is enqueued: these are there for other devices once `signals` say so, those of near keys when the
-        current stream comes here. Nothing in a kernel waits for far keys.
-        """
-        ...
-
-
-@runtime_checkable
-class PhasedKernel(Kernel, Protocol):
-    """A kernel whose backward has work in front of what needs keys, and behind what gives their gradients. An optional
-    capability."""
-
-    def backward_in_phases(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        arrive: Callable[[], Sequence[Tensor]],
-        depart: Callable[[Tensor, Tensor], None],
-        out: Tensor,
-        lse: Tensor,
-        slices: AttnSlices | None,
-        plan: list[Tensor],
-        problem: AttnProblem,
-    ) -> Tensor:
-        """`backward` of keys that are still under way, whose gradients leave as soon as they are there; returns dq.
-
-        `arrive`, called once, makes the current stream wait for keys and values and returns them, none of them empty, and
-        contiguous dk and dv to write to. `depart` is called once with those, or with others in their place, when work that
-        is enqueued on the current stream from then on finds them complete; they are not touched again.
-        """
         ...

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Kernel
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    ForwardOutput,
+    Grads,
+    Kernel,
+    Saved,
+)
 from magi_compile.masks.slices import AttnSlices
 
 MOST_COLUMNS = 1.5  # for each one that is asked for: more would cost more than a kernel for all head dimensions
@@ -84,13 +91,8 @@ class PaddedKernel:
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: Saved,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
@@ -98,9 +100,11 @@ class PaddedKernel:
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         padded = self._as(problem)
-        dout, q, k, v, out = (_pad(x, padded.head_dim) for x in (dout, q, k, v, out))
+        *tensors, lse = saved
+        dout, q, k, v, out = (_pad(x, padded.head_dim) for x in (grads.dout, *tensors))
         dq, dk, dv = self._inner.backward(
-            *(dout, dlse, q, k, v, out, lse, slices, plan, padded), deterministic=deterministic
+            *(Grads(dout, grads.dlse), Saved(q, k, v, out, lse), slices, plan, padded),
+            deterministic=deterministic,
         )
         return BackwardOutput(
             _cut(dq, problem.head_dim), _cut(dk, problem.head_dim), _cut(dv, problem.head_dim_v)

@@ -15,7 +15,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.masks.slices import AttnSlices
 
@@ -48,13 +48,8 @@ def exact_forward(
 
 
 def exact_backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    grads: Grads,
+    saved: Saved,
     slices: AttnSlices,
     softmax_scale: float,
     softcap: float = 0.0,
@@ -62,20 +57,16 @@ def exact_backward(
     """Backward in fp64, from the `out` and `lse` it is given: those of a larger mask give its share of a sum.
 
     Args:
-        dout: `[seqlen_q, nheads_q, head_dim_v]`.
-        dlse: `[nheads_q, seqlen_q]`, or None where the loss does not read lse.
-        q: as in `exact_forward`, like `k`, `v`, `slices`, `softmax_scale` and `softcap`.
-        k: see `q`.
-        v: see `q`.
-        out: the forward's result, any floating dtype.
-        lse: the forward's result, any floating dtype.
-        slices: see `q`.
-        softmax_scale: see `q`.
-        softcap: see `q`.
+        grads: of the forward's results.
+        saved: what `exact_forward` was given, and the forward's results, any floating dtypes.
+        slices: as in `exact_forward`, like `softmax_scale` and `softcap`.
+        softmax_scale: see `slices`.
+        softcap: see `slices`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, all fp64.
     """
+    (dout, dlse), (q, k, v, out, lse) = grads, saved
     visible = slices.to_dense()
     dq = torch.zeros_like(q, dtype=torch.float64)
     dk = torch.zeros_like(k, dtype=torch.float64)
@@ -140,13 +131,8 @@ class ReferenceKernel:
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: Saved,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
@@ -154,9 +140,8 @@ class ReferenceKernel:
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         assert slices is not None
-        dq, dk, dv = exact_backward(
-            dout, dlse, q, k, v, out, lse, slices, problem.softmax_scale, problem.softcap
-        )
+        dq, dk, dv = exact_backward(grads, saved, slices, problem.softmax_scale, problem.softcap)
+        q, k, v, *_ = saved
         return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 

@@ -20,7 +20,14 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
-from magi_compile.kernels.base import AttnProblem, Kernel, in_output_layout, output_like
+from magi_compile.kernels.base import (
+    AttnProblem,
+    Grads,
+    Kernel,
+    Saved,
+    in_output_layout,
+    output_like,
+)
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define_differentiable, gradients
@@ -223,9 +230,9 @@ def _ffa_bwd(
     chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
     of_lists = _slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
+    grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
     dq, dk, dv = chosen.backward(
-        *(dout, dlse, scaled.q, k, v, out, lse, of_lists, walked, problem),
-        deterministic=deterministic,
+        grads, saved, of_lists, walked, problem, deterministic=deterministic
     )
     return scaled.gradient(dq), dk, dv
 

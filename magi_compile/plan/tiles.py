@@ -29,6 +29,14 @@ TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
 RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "lane", "unused")
 
 
+class Walk(NamedTuple):
+    """One of the two walks of a `TilePlan`."""
+
+    tiles: Tensor
+    runs: Tensor
+    edges: Tensor
+
+
 class TilePlan(NamedTuple):
     """The walk of a mask by query tile (forward, dq) and by key tile (dk, dv), int32 tensors.
 
@@ -55,6 +63,14 @@ class TilePlan(NamedTuple):
     k_tiles: Tensor
     k_runs: Tensor
     k_edges: Tensor
+
+    @property
+    def q_walk(self) -> Walk:
+        return Walk(self.q_tiles, self.q_runs, self.q_edges)
+
+    @property
+    def k_walk(self) -> Walk:
+        return Walk(self.k_tiles, self.k_runs, self.k_edges)
 
     def to_list(self) -> list[Tensor]:
         """The tensors, as a custom op takes them."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.base import AttnProblem, Grads, Kernel, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import AttentionInputs
@@ -41,10 +41,8 @@ def run_kernel(
     q, k, v, dout, dlse = inputs
     plan = kernel.plan(slices, problem)
     out, lse = kernel.forward(q, k, v, slices, plan, problem)
-    grads = kernel.backward(
-        dout, dlse if with_dlse else None, q, k, v, out, lse, slices, plan, problem
-    )
-    return AttentionResults(out, lse, *grads)
+    grads, saved = Grads(dout, dlse if with_dlse else None), Saved(q, k, v, out, lse)
+    return AttentionResults(out, lse, *kernel.backward(grads, saved, slices, plan, problem))
 
 
 def assert_attention_close(
@@ -71,7 +69,7 @@ def assert_attention_close(
     dlse = dlse if with_dlse else torch.zeros_like(dlse)
     scale, softcap = problem.softmax_scale, problem.softcap
     forward = exact_forward(q, k, v, slices, scale, softcap)
-    backward = exact_backward(dout, dlse, q, k, v, *forward, slices, scale, softcap)
+    backward = exact_backward(Grads(dout, dlse), Saved(q, k, v, *forward), slices, scale, softcap)
     exact = AttentionResults(*forward, *backward)
     plain = plain_attention(q, k, v, dout, dlse, slices, problem)
     terms = _largest_terms(q, k, v, dout, dlse, forward.lse, slices, problem)

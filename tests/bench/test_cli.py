@@ -32,6 +32,24 @@ def test_results_say_where_they_come_from(results):
     assert {"torch", "python", "commit", "date", "matmul_tflops", "protocol"} <= set(run)
 
 
+def test_interleaved_contenders_are_rows_like_others(tmp_path, capsys):
+    path = tmp_path / "results.jsonl"
+    run = [*ONE_CELL, "--interleaved", "3", "--passes", "fwd", "bwd", "--output", str(path)]
+    names = ["magi-cpu", "naive", "magi-cuda"]
+    assert main([*run, "--contenders", *names]) == 0
+    loaded = rows.load([path])
+    statuses = {row["contender"]: row["status"] for row in loaded.rows.values()}
+    assert statuses.pop("magi-cuda") in ("unsupported", "unavailable")
+    assert statuses == {"magi-cpu": "ok", "naive": "ok"}
+    for row in loaded.ok_rows():
+        assert set(row["passes"]) == {"fwd", "bwd"}
+        assert all(x["reps"] == 3 and x["tflops"] > 0 for x in row["passes"].values())
+    out = tables.facts(loaded)
+    assert any("3 rounds, contenders interleaved" in str(line) for line in out)
+    assert main([*run, "--contenders", *names, "--resume"]) == 0
+    assert len(rows.load([path]).rows) == 3
+
+
 def test_an_old_file_is_not_overwritten(results, capsys):
     with pytest.raises(SystemExit) as caught:
         main([*ONE_CELL, "--output", str(results)])

@@ -5,13 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.dtensor import attention
 from magi_compile.dtensor.attention import context_parallel_attention
-from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.backward import backward
+from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, select
 from magi_compile.kernels import select as kernels
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.select import problem_of
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import Heads
@@ -184,17 +186,18 @@ def backward_of(group, collective, options, slices, head_dim=128):
     q, k, v = inputs_of(ready.rows, device, rank, head_dim)
     problem = problem_of(q, k, v, head_dim**-0.5, 0.0)
     moving = select(collective, group, device)
-    rest = (ready, kernels.select(problem), problem, moving, group)
+    execution = Execution(ready, kernels.select(problem), problem, moving, group, group)
 
     def inputs(seed):
         q, k, v = inputs_of(ready.rows, device, 100 * rank + seed, head_dim)
         dout, _, _ = inputs_of(ready.rows, device, 100 * rank + seed + 50, head_dim)
-        return (dout, None, q, k, v, *attention.forward(q, k, v, *rest))
+        results = forward(q, k, v, execution)
+        return Grads(dout, None), Saved(q, k, v, *results)
 
-    def run(tensors, kernel=rest[1]):
-        return attention.backward(*tensors, ready, kernel, *rest[2:], group)
+    def run(tensors, kernel=execution.kernel):
+        return backward(*tensors, execution._replace(kernel=kernel))
 
-    return run, inputs, rest[1]
+    return run, inputs, execution.kernel
 
 
 class InOneCall:

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.dtensor.attention import backward, forward
-from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.backward import backward
+from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.dispatch import dispatch
@@ -26,7 +27,7 @@ from magi_compile.dtensor.planning.stages import (
 from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.dtensor.transport.all_to_all import SMS
 from magi_compile.dtensor.transport.collectives import COLLECTIVES, refuse_to_be_recorded
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.masks.slices import AttnSlices
@@ -87,7 +88,7 @@ def test_a_backward_that_begins_early(ranks_of, size, name):
     case = replace(SQUARE[name], heads=HEADS)
     for steps in ranks_of(size).run(run_early_backward, case, EARLY_BACKWARD, torch.float32):
         # A rank whose keys nobody sees takes part in the cast and the reduce, and has nothing to work on.
-        assert [x.split()[0] for x in steps] in ([], ["near", "arrived", "departed"])
+        assert [x.split()[0] for x in steps] in ([], ["local", "main", "finish"])
         assert steps or name in ("nobody_sees_anything", "holes") or size == 1
 
 
@@ -180,8 +181,9 @@ def test_what_fails_in_a_backward_does_so_before_rows_are_on_their_way(name, mon
     plan = unpack(*plan_rank(slices, 2, 0, EARLY_BACKWARD).tensors("cpu"))
     q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
     group = SimpleNamespace(rank=lambda: 0)
+    execution = Execution(plan, kernel, PROBLEM, collective, group, group)
     with pytest.raises(RuntimeError, match="no plan"):
-        backward(q, None, q, k, v, q, q, plan, kernel, PROBLEM, collective, group, group)
+        backward(Grads(q, None), Saved(q, k, v, q, q), execution)
 
 
 @pytest.mark.parametrize("name", ["early_plan", "plan"])
@@ -197,7 +199,7 @@ def test_what_fails_does_so_before_rows_are_on_their_way(name, monkeypatch):
     q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
     problem = problem_of(q, k, v, 1.0, 0.0)
     with pytest.raises(RuntimeError, match="no plan"):
-        forward(q, k, v, plan, kernel, problem, collective, None)
+        forward(q, k, v, Execution(plan, kernel, problem, collective, None, None))
 
 
 def test_ranks_without_far_keys_do_not_merge():

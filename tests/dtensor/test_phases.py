@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.dtensor.attention import backward, forward
-from magi_compile.dtensor.execution import unpack
+from magi_compile.dtensor.backward import backward
+from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.testing.cases import Heads
@@ -17,7 +19,7 @@ from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
 
 HEADS = Heads(4, 2, 16, 16)
-PHASES = ["before", "arrived", "departed"]
+PHASES = ["begin", "main", "finish"]
 
 
 def options_of(backward_degree):
@@ -102,15 +104,16 @@ def run_and_tell(group, degree):
     )
     problem = problem_of(q, k, v, 0.25, 0.0)
     moving = AllToAll()
-    out, lse = forward(q, k, v, plan, CpuKernel(), problem, moving, group)
+    execution = Execution(plan, CpuKernel(), problem, moving, group, group)
+    saved = Saved(q, k, v, *forward(q, k, v, execution))
     found = []
     for kernel in (phases_on_cpus.PhasedCpuKernel(), CpuKernel()):
         steps = phases_on_cpus.steps
         steps.clear()
         telling = Telling(steps.append)
         telling.boxes.append([None, None])
-        rest = (plan, kernel, problem, telling, group, group)
-        grads = backward(dout, None, q, k, v, out, lse, *rest)
+        told = execution._replace(kernel=kernel, collective=telling)
+        grads = backward(Grads(dout, None), saved, told)
         found.append((steps[:], grads))
     (steps, grads), (in_one_call, expected) = found
     for grad, right in zip(grads, expected, strict=True):
@@ -122,12 +125,12 @@ def test_what_is_hidden(ranks_of):
     for steps, in_one_call in ranks_of(2).run(run_and_tell, 0):
         assert steps == [
             "cast",
-            "before",
+            "begin",
             "wait for the cast",
-            "arrived",
+            "main",
             "reduce",
             "in place",
-            "departed",
+            "finish",
             "wait for the reduce",
         ]
         others = ["cast", "wait for the cast", "reduce", "elsewhere", "wait for the reduce"]
@@ -135,7 +138,7 @@ def test_what_is_hidden(ranks_of):
 
 
 def test_what_stages_hide(ranks_of):
-    remote = ["before", "wait for the cast", "cast", "arrived"]
+    remote = ["begin", "wait for the cast", "cast", "main"]
     for steps, _ in ranks_of(2).run(run_and_tell, 2):
         assert steps == [
             "cast",
@@ -143,12 +146,12 @@ def test_what_stages_hide(ranks_of):
             *remote,
             "reduce",
             "in place",
-            "departed",
+            "finish",
             *(x for x in remote if x != "cast"),
             # While one is under way, no slot is asked for: that could wait for its end.
             "wait for the reduce",
             "reduce",
             "elsewhere",
-            "departed",
+            "finish",
             "wait for the reduce",
         ]

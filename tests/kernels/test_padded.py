@@ -33,10 +33,10 @@ class Even(CpuKernel):
         assert {x.shape[2] for x in (q, k, v)} == {problem.head_dim}
         return super().forward(q, k, v, slices, plan, problem, **rest)
 
-    def backward(self, dout, dlse, q, k, v, out, *rest, deterministic=None):
-        assert not self.refusals(rest[-1])
-        assert {x.shape[2] for x in (dout, q, k, v, out)} == {rest[-1].head_dim}
-        return super().backward(dout, dlse, q, k, v, out, *rest)
+    def backward(self, grads, saved, slices, plan, problem, **rest):
+        assert not self.refusals(problem)
+        assert {x.shape[2] for x in (grads.dout, *saved[:4])} == {problem.head_dim}
+        return super().backward(grads, saved, slices, plan, problem, **rest)
 
 
 def kernel():

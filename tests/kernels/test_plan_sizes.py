@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.base import AttnProblem, KeyTensors, Signals
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.kernels.overlap import SavedQueries, Signals
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
 from magi_compile.kernels.sm90 import CudaKernel
 from magi_compile.kernels.triton import TritonKernel
@@ -28,7 +29,7 @@ def slices():
 def inputs():
     q, out, dout = (torch.zeros(ROWS, 4, 64, dtype=torch.bfloat16) for _ in range(3))
     k, v = (torch.zeros(ROWS, 2, 64, dtype=torch.bfloat16) for _ in range(2))
-    return dict(dout=dout, dlse=None, q=q, k=k, v=v, out=out, lse=torch.zeros(4, ROWS))
+    return Grads(dout, None), Saved(q, k, v, out, torch.zeros(4, ROWS))
 
 
 def refused():
@@ -48,45 +49,39 @@ def test_the_sizes_are_a_shape_without_elements():
 
 
 def test_forward_and_backward(slices):
-    kernel, x = CudaKernel(), inputs()
+    kernel, (grads, saved) = CudaKernel(), inputs()
     plan = kernel.plan(slices, PLAIN)
-    q, k, v = x["q"], x["k"], x["v"]
+    q, k, v, out, lse = saved
     with refused():
         kernel.forward(q, k, v, slices, plan, CAPPED)
     with refused():
-        kernel.backward(**x, slices=slices, plan=plan, problem=CAPPED)
-    del x["k"], x["v"]
-    ends = dict(arrive=pytest.fail, depart=pytest.fail)
+        kernel.backward(grads, saved, slices, plan, CAPPED)
     with refused():
-        kernel.backward_in_phases(**x, **ends, slices=slices, plan=plan, problem=CAPPED)
+        kernel.phased_backward(grads, SavedQueries(q, out, lse), slices, plan, CAPPED)
 
 
 def test_passes_that_begin_early(slices):
-    kernel, x = CudaKernel(), inputs()
-    q, k, v = x["q"], x.pop("k"), x.pop("v")
+    kernel, (grads, saved) = CudaKernel(), inputs()
+    q, k, v, out, lse = saved
     plan = kernel.early_plan(slices, PLAIN, 201)
     with refused():
-        kernel.forward_early(q, k, v, (k, v), pytest.fail, plan, CAPPED)
+        kernel.early_forward(q, (k, v), (k, v), plan, CAPPED)
     is_near, plan = torch.arange(ROWS) < 100, kernel.plan(slices, PLAIN)
     with refused():
         kernel.early_backward_plan(plan, is_near, CAPPED)
     lists = kernel.early_backward_plan(plan, is_near, PLAIN)
-    ends = dict(arrive=pytest.fail, depart=pytest.fail)
-    keys = KeyTensors(k, v, k, v)
     with refused():
-        kernel.backward_early(
-            **x, **ends, keys=keys, signals=Signals(0, 0), lists=lists, problem=CAPPED
-        )
+        kernel.early_backward(grads, SavedQueries(q, out, lse), Signals(0, 0), lists, CAPPED)
 
 
 def test_triton(slices):
-    kernel, x = TritonKernel(), inputs()
+    kernel, (grads, saved) = TritonKernel(), inputs()
     wide = replace(PLAIN, head_dim=256, head_dim_v=256)
     plan = kernel.plan(slices, replace(PLAIN, device_type="cpu"))
     with pytest.raises(ValueError, match="`plan` must be made for PlanTiles"):
-        kernel.forward(x["q"], x["k"], x["v"], slices, plan, wide)
+        kernel.forward(*saved[:3], slices, plan, wide)
     with pytest.raises(ValueError, match="`plan` must be made for PlanTiles"):
-        kernel.backward(**x, slices=slices, plan=plan, problem=wide)
+        kernel.backward(grads, saved, slices, plan, wide)
 
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])

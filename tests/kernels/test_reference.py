@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.reference import (
     ReferenceKernel,
     exact_backward,
@@ -44,7 +45,7 @@ def test_matches_fp64_autograd(case):
     q, k, v, dout, dlse = inputs
     out, lse = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
     grads = exact_backward(
-        dout, dlse, q, k, v, out, lse, slices, problem.softmax_scale, problem.softcap
+        Grads(dout, dlse), Saved(q, k, v, out, lse), slices, problem.softmax_scale, problem.softcap
     )
     torch.testing.assert_close((out, lse, *grads), tuple(expected), rtol=0, atol=1e-12)
 
@@ -86,7 +87,7 @@ def test_gradients_of_parts_add_up_with_the_whole_out_and_lse():
     out, lse = exact_forward(q, k, v, SPLIT.slices(), scale)
     parts = [replace(SPLIT, rows=SPLIT.rows[i::2]).slices() for i in range(2)]
     whole, *shares = (
-        exact_backward(dout, dlse, q, k, v, out, lse, slices, scale)
+        exact_backward(Grads(dout, dlse), Saved(q, k, v, out, lse), slices, scale)
         for slices in (SPLIT.slices(), *parts)
     )
     for total, a, b in zip(whole, *shares, strict=True):

@@ -9,6 +9,7 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from magi_compile import AttnSlices, flex_attention, flex_flash_attention
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward
 
 TOTAL_Q, TOTAL_K = 70, 90
@@ -34,7 +35,7 @@ def test_packed_values_and_gradients(slices):
     dout = torch.randn_like(out)
     dlse = torch.where(lse == -torch.inf, 0.0, torch.randn_like(lse))
     grads = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
-    expected = exact_backward(dout, dlse, q, k, v, exact.out, exact.lse, slices, 0.3, 4.0)
+    expected = exact_backward(Grads(dout, dlse), Saved(q, k, v, *exact), slices, 0.3, 4.0)
     for grad, expect in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), expect, atol=2e-5, rtol=2e-5)
 
@@ -51,7 +52,7 @@ def test_scales_that_are_not_positive(scale, softcap, mask_type):
     torch.testing.assert_close(lse.double(), exact.lse, atol=1e-5, rtol=1e-5)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     grads = torch.autograd.grad([out, lse], [q, k, v], [dout, dlse])
-    expected = exact_backward(dout, dlse, q, k, v, exact.out, exact.lse, slices, scale, softcap)
+    expected = exact_backward(Grads(dout, dlse), Saved(q, k, v, *exact), slices, scale, softcap)
     for grad, expect in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), expect, atol=2e-5, rtol=2e-5)
 
@@ -78,7 +79,7 @@ def test_gradient_of_lse_alone(slices):
     dlse = torch.zeros_like(lse)
     dlse[:, :30] = 1.0
     dout = torch.zeros_like(exact.out)
-    expected = exact_backward(dout, dlse, q, k, v, exact.out, exact.lse, slices, 0.25)
+    expected = exact_backward(Grads(dout, dlse), Saved(q, k, v, *exact), slices, 0.25)
     torch.testing.assert_close(grad.double(), expected.dq, atol=1e-5, rtol=1e-5)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from magi_compile import AttnSlices, flex_flash_attention
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
@@ -45,7 +46,7 @@ def check(out, lse, q, k, v, slices):
     dout = torch.randn(out.shape)
     grads = torch.autograd.grad(out, (q, k, v), dout)
     dlse = torch.zeros(exact.lse.shape)
-    expected = exact_backward(dout, dlse, q, k, v, *exact, slices, 0.25)
+    expected = exact_backward(Grads(dout, dlse), Saved(q, k, v, *exact), slices, 0.25)
     for grad, expect in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad.double(), expect, atol=2e-5, rtol=2e-5)
 
@@ -143,7 +144,7 @@ def test_two_calls_of_one_graph(backend):
             slices = full(ranges.tolist())
             exact = exact_forward(q, k, v, slices, 0.25)
             torch.testing.assert_close(out.double(), exact.out, atol=1e-5, rtol=1e-5)
-            found = exact_backward(dout, dlse, q, k, v, *exact, slices, 0.25)
+            found = exact_backward(Grads(dout, dlse), Saved(q, k, v, *exact), slices, 0.25)
             sums = [x + y for x, y in zip(sums, found, strict=True)]
         for grad, expected in zip(grads, sums, strict=True):
             torch.testing.assert_close(grad.double(), expected, atol=3e-5, rtol=3e-5)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from magi_compile.bench.contenders.base import Attend, Contender, Layout
 from magi_compile.bench.workloads.workload import Inputs, Workload
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward
 from magi_compile.kernels.select import problem_on
 from magi_compile.testing.numerics import plain_attention
@@ -106,7 +107,9 @@ def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], l
         k, v = (x[:, kv_head : kv_head + 1] for x in (inputs.k, inputs.v))
         slices = workload.head_slices(kv_head).to(q.device)
         out, lse = exact_forward(q, k, v, slices, problem.softmax_scale)
-        grads = exact_backward(dout, None, q, k, v, out, lse, slices, problem.softmax_scale)
+        grads = exact_backward(
+            Grads(dout, None), Saved(q, k, v, out, lse), slices, problem.softmax_scale
+        )
         exact.append((out, *grads))
         dlse = torch.zeros_like(lse, dtype=torch.float32)
         rounded = plain_attention(q, k, v, dout, dlse, slices, problem)

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,18 @@ from magi_compile.bench.kernel import gate, timing
 from magi_compile.bench.kernel.gate import Run
 from magi_compile.bench.workloads.cells import Cell
 from magi_compile.bench.workloads.workload import Inputs, Workload, build
+
+
+class Prepared(NamedTuple):
+    """A contender that is right about a cell, and has run it once.
+
+    Attributes:
+        outcome: the fields of its row, without times.
+        runs: its passes, by name.
+    """
+
+    outcome: dict[str, Any]
+    runs: dict[str, Callable[[], object]]
 
 
 class Bench:
@@ -72,16 +84,40 @@ class Bench:
         self, cell: Cell, passes: tuple[str, ...], protocol: timing.Protocol
     ) -> dict[str, Any]:
         workload = build(cell, self.device)
+        prepared = self._prepare(cell, workload, workload.inputs(self.device))
+        if not isinstance(prepared, Prepared):
+            return prepared
+        return {**prepared.outcome, "passes": self._passes(workload, prepared, passes, protocol)}
+
+    def prepare(self, cell: Cell, workload: Workload, inputs: Inputs) -> Prepared | dict[str, Any]:
+        """The passes of a contender that is right about the mask, ready to be timed; else what is the matter."""
+        made: list[Prepared] = []
+
+        def step() -> dict[str, Any]:
+            prepared = self._prepare(cell, workload, inputs)
+            if not isinstance(prepared, Prepared):
+                return prepared
+            made.append(prepared)
+            return prepared.outcome
+
+        outcome = self._guarded(step)
+        return made[0] if made else outcome
+
+    def _prepare(self, cell: Cell, workload: Workload, inputs: Inputs) -> Prepared | dict[str, Any]:
         reasons = refusals(self.contender, workload, self.device)
         if reasons:
             return {"status": "unsupported", "reason": "; ".join(reasons)}
         outcome = self.gate(cell)
         if outcome["status"] != "ok":
             return outcome
-        inputs = workload.inputs(self.device)
         attend, run, first_s = self._prepare_and_run(workload, inputs)
-        plan_ms = self._plan_ms(workload, inputs)
-        return {
+        leaves, dout, out, _ = run
+        runs: dict[str, Callable[[], object]] = {"fwd": lambda: attend(*leaves)}
+        if self.contender.has_backward:
+            # Gradients are returned, not accumulated: accumulation is no part of attention.
+            runs["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            runs["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+        outcome = {
             **outcome,
             "area": workload.pairs // cell.nheads_q,
             "density": workload.pairs / cell.nheads_q / cell.seqlen**2,
@@ -89,9 +125,9 @@ class Bench:
             "num_slices": len(workload.slices),
             "mask_hash": workload.mask_hash,
             "first_s": outcome["first_s"] + first_s,
-            "plan_ms": plan_ms,
-            "passes": self._passes(workload, attend, run, passes, protocol),
+            "plan_ms": self._plan_ms(workload, inputs),
         }
+        return Prepared(outcome, runs)
 
     def _prepare_and_run(self, workload: Workload, inputs: Inputs) -> tuple[Attend, Run, float]:
         """Preparation and all passes once, and the seconds, compilation included."""
@@ -112,21 +148,14 @@ class Bench:
     def _passes(
         self,
         workload: Workload,
-        attend: Attend,
-        run: Run,
+        prepared: Prepared,
         passes: tuple[str, ...],
         protocol: timing.Protocol,
     ) -> dict[str, dict[str, Any]]:
-        leaves, dout, out, _ = run
-        runs: dict[str, Callable[[], object]] = {"fwd": lambda: attend(*leaves)}
-        if self.contender.has_backward:
-            # Gradients are returned, not accumulated: accumulation is no part of attention.
-            runs["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-            runs["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
         measured = {}
         for which in passes:
-            if which in runs:
-                result = timing.measure(runs[which], self.device, protocol)
+            if which in prepared.runs:
+                result = timing.measure(prepared.runs[which], self.device, protocol)
                 result["tflops"] = workload.flops(which) / result["ms"] / 1e9
                 measured[which] = result
         return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ SPIN_MARGIN = 1.5
 CYCLES_PER_MS = 2_000_000
 # Calls longer than this are steady: few repetitions tell what they cost, and neither L2 nor the host does.
 LONG_MS, LONG_REPS = 100.0, 3
+LEAST_MS_OF_A_ROUND = 3.0  # of an interleaved run
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,15 @@ def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[
     if protocol.cuda_graph:
         result |= _graph(run, reps, flush)
     return result
+
+
+def of_one_round(run: Callable[[], object], device: str, protocol: Protocol) -> float:
+    """Milliseconds of a call: the median of a few behind each other."""
+    if device == "cpu":
+        return _wall_ms(run)
+    first = _first_call(run)
+    calls = max(1, math.ceil(LEAST_MS_OF_A_ROUND / (first["host_ms"] + first["wait_ms"])))
+    return statistics.median(_gpu_times(run, calls, first["host_ms"], _flush_buffer(protocol)))
 
 
 def matmul_tflops(device: str, protocol: Protocol) -> float:

@@ -271,6 +271,8 @@ def _runs_with_rows(results: Results) -> dict[str, dict[str, Any]]:
 
 def _timing(run: dict[str, Any]) -> str:
     protocol = run.get("protocol", {})
+    if protocol.get("interleaved"):
+        return f"median of {protocol['rounds']} rounds, contenders interleaved in one process"
     return (
         f"median of {protocol.get('min_reps')} to {protocol.get('max_reps')} calls within about "
         f"{protocol.get('budget_ms'):g} ms"

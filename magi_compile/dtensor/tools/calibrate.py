@@ -18,8 +18,9 @@ from torch import Tensor
 from magi_compile.dtensor.planning.cost import CostModel, wave_rows
 from magi_compile.dtensor.transport.collectives import Route
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import EarlyKernel
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.merge import sum_partials
+from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
@@ -73,7 +74,7 @@ def calibrate(
     clock = _Clock(group, device, repeats, attend)
     forward = clock.seconds(attend)
     backward = clock.seconds(
-        lambda: kernel.backward(q, None, q, k, v, out, lse, slices, plan, problem)
+        lambda: kernel.backward(Grads(q, None), Saved(q, k, v, out, lse), slices, plan, problem)
     )
     # Another stage forward, over few keys, so that it is not a small difference of large numbers.
     few = max(min(seqlen, FEW_KEYS) // 2, 1)
@@ -89,10 +90,10 @@ def calibrate(
     few_in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
     # Another stage backward, with next to no work for its keys: what comes before and after them, and the sum of dq.
     one_pair = _keys(1, 1, device, seqlen_q=seqlen)
-    results = out, lse, one_pair, kernel.plan(one_pair, problem), problem
+    one = one_pair, kernel.plan(one_pair, problem), problem
 
     def gradient_of_one_pair() -> Tensor:
-        return kernel.backward(q, None, q, k[:1], v[:1], *results).dq
+        return kernel.backward(Grads(q, None), Saved(q, k[:1], v[:1], out, lse), *one).dq
 
     dq = gradient_of_one_pair()
     backward_stage = clock.seconds(gradient_of_one_pair)

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.kernels.base import Signals
+from magi_compile.kernels.overlap import Signals
 
 logger = logging.getLogger("magi_compile")
 

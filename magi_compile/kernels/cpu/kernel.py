@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, output_like
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    ForwardOutput,
+    Grads,
+    Saved,
+    output_like,
+)
 from magi_compile.kernels.cpu.pieces import Piece, additive_mask, cut, plan_pieces
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.masks.slices import AttnSlices
@@ -96,19 +103,15 @@ class CpuKernel:
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: Saved,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
+        (dout, dlse), (q, k, v, out, lse) = grads, saved
         # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
         width = max(problem.head_dim, problem.head_dim_v)
@@ -129,11 +132,13 @@ class CpuKernel:
             rows, keys = piece.rows, piece.keys
             dq_part, dk_part, dv_part = attend(
                 dout_heads[:, :, rows],
-                q_heads[:, :, rows],
-                k_heads[:, :, keys],
-                v_heads[:, :, keys],
-                out_heads[:, :, rows],
-                lse_heads[:, :, rows],
+                Saved(
+                    q_heads[:, :, rows],
+                    k_heads[:, :, keys],
+                    v_heads[:, :, keys],
+                    out_heads[:, :, rows],
+                    lse_heads[:, :, rows],
+                ),
                 piece,
                 problem,
             )
@@ -192,19 +197,10 @@ def _forward_flash(
 
 
 def _backward_flash(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    piece: Piece,
-    problem: AttnProblem,
+    dout: Tensor, saved: Saved, piece: Piece, problem: AttnProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = None if piece.is_causal else _mask(piece, q.dtype)
-    return _compat.cpu_flash_backward(
-        dout, q, k, v, out, lse, mask, piece.is_causal, problem.softmax_scale
-    )
+    mask = None if piece.is_causal else _mask(piece, saved.q.dtype)
+    return _compat.cpu_flash_backward(dout, saved, mask, piece.is_causal, problem.softmax_scale)
 
 
 def _forward_softcap(
@@ -217,15 +213,9 @@ def _forward_softcap(
 
 
 def _backward_softcap(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    piece: Piece,
-    problem: AttnProblem,
+    dout: Tensor, saved: Saved, piece: Piece, problem: AttnProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     scores, dcap = _capped_scores(q, k, piece, problem)
     p = torch.exp(scores - lse[..., None])
     delta = (dout * out).sum(-1, keepdim=True)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
+from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.padded import PaddedKernel
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
-from magi_compile.kernels.sm90.backward.launch import backward, backward_early, backward_in_phases
+from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward, early_backward
 from magi_compile.kernels.sm90.backward.order import TwoLists, two_lists
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
-from magi_compile.kernels.sm90.forward.overlap import SplitPlan, forward_early, split_plan
+from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
 from magi_compile.kernels.sm90.forward.split_kv import forward_in_parts, room_for_parts
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.plan.tiles import Walk, build_tile_plan
 
 
 class CudaKernel:
@@ -86,92 +87,73 @@ class CudaKernel:
     ) -> ForwardOutput:
         q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
+        walk = Walk(q_tiles, q_runs, q_edges)
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_parts(q, k, v, q_tiles, q_runs, q_edges, parts, problem)
-        return forward(q, k, v, q_tiles, q_runs, q_edges, problem, prior=prior, out_dtype=out_dtype)
+            return forward_in_parts(q, k, v, walk, parts, problem)
+        return forward(q, k, v, walk, problem, prior=prior, out_dtype=out_dtype)
 
-    def early_plan(self, slices: AttnSlices, problem: AttnProblem, far_begin: int) -> SplitPlan:
+    def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:
         q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)
-        return split_plan(q_tiles, q_runs, q_edges, plan_tiles(problem), far_begin)
+        return split_plan(Walk(q_tiles, q_runs, q_edges), plan_tiles(problem), remote_begin)
 
-    def forward_early(
+    def early_forward(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        far: Sequence[Tensor],
-        arrive: Callable[[], object],
+        keys: Sequence[Tensor],
+        remote: Sequence[Tensor],
         plan: SplitPlan,
         problem: AttnProblem,
         *,
         free_sms: int = 0,
-    ) -> ForwardOutput:
-        return forward_early(
-            *(q, k, v, far, arrive, plan, problem),
+    ) -> EarlyForward:
+        return EarlyForward(
+            *(q, keys, remote, plan, problem),
             free_sms=free_sms,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: Saved,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
         *,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
-        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        return backward(
-            *(dout, dlse, q, k, v, out, lse, k_tiles, k_runs, k_edges, problem),
-            deterministic=deterministic,
-        )
+        return backward(grads, saved, _k_walk(plan, problem), problem, deterministic=deterministic)
 
     def backward_may_be_early(self) -> bool:
         return not torch.are_deterministic_algorithms_enabled()
 
     def early_backward_plan(
-        self, plan: list[Tensor], is_near: Tensor, problem: AttnProblem
+        self, plan: list[Tensor], is_local: Tensor, problem: AttnProblem
     ) -> TwoLists:
-        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
-        return two_lists(k_tiles, k_runs, k_edges, is_near, plan_tiles(problem))
+        return two_lists(_k_walk(plan, problem), is_local, plan_tiles(problem))
 
-    backward_early = staticmethod(backward_early)
+    early_backward = staticmethod(early_backward)
 
-    def backward_in_phases(
+    def phased_backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        arrive: Callable[[], Sequence[Tensor]],
-        depart: Callable[[Tensor, Tensor], None],
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: SavedQueries,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
-    ) -> Tensor:
-        k_tiles, k_runs, k_edges = _k_walk(plan, problem)
-        return backward_in_phases(
-            *(dout, dlse, q, arrive, depart, out, lse, k_tiles, k_runs, k_edges, problem),
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+    ) -> BackwardPass:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return BackwardPass(grads, saved, _k_walk(plan, problem), problem, deterministic)
 
 
-def _k_walk(plan: list[Tensor], problem: AttnProblem) -> list[Tensor]:
-    """The tiles, runs and edges of the k walk of `plan`, which must be made for the tiles of `problem`."""
+def _k_walk(plan: list[Tensor], problem: AttnProblem) -> Walk:
+    """The k walk of `plan`, which must be made for the tiles of `problem`."""
     *_, sizes, k_tiles, k_runs, k_edges = plan
     check_sizes(sizes, plan_tiles(problem))
-    return [k_tiles, k_runs, k_edges]
+    return Walk(k_tiles, k_runs, k_edges)
 
 
 def padded_cuda_kernel() -> PaddedKernel:

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, output_like
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    ForwardOutput,
+    Grads,
+    Saved,
+    output_like,
+)
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
@@ -108,13 +115,8 @@ class TritonKernel:
 
     def backward(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        grads: Grads,
+        saved: Saved,
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
@@ -124,10 +126,11 @@ class TritonKernel:
         q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
         check_sizes(sizes, plan_tiles(problem, self.name))
         config = triton_config(problem)
+        (dout, dlse), (q, k, v, out, lse) = grads, saved
         lse = lse.contiguous()
         dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
         with torch.cuda.device_of(q):
-            saved = (*_with_strides(q, k, v, dout), lse, _delta(out, dout, dlse))
+            given = (*_with_strides(q, k, v, dout), lse, _delta(out, dout, dlse))
             scales = (
                 problem.qhead_per_kvhead,
                 problem.softmax_scale,
@@ -135,7 +138,7 @@ class TritonKernel:
             )
             if dq.numel():
                 _device_code().dq_kernel[(len(q_tiles) * problem.nheads_q,)](
-                    *saved,
+                    *given,
                     *_with_strides(dq),
                     q_tiles,
                     q_runs,
@@ -150,7 +153,7 @@ class TritonKernel:
                 )
             if dk.numel():
                 _device_code().dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
-                    *saved,
+                    *given,
                     *_with_strides(dk, dv),
                     k_tiles,
                     k_runs,

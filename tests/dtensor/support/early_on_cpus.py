@@ -1,9 +1,12 @@
 """A kernel for CPUs that begins before far keys are there: near keys first, then both results merged."""
 
+from contextlib import nullcontext
+
 import torch
 
 from magi_compile.dtensor.transport.all_to_all import AllToAll
 from magi_compile.dtensor.transport.collectives import KernelSignals
+from magi_compile.kernels.base import Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
@@ -15,9 +18,9 @@ may_be_early = True  # what the kernel says of its backward
 class EarlyCpuKernel(CpuKernel):
     name = "early_cpu"
 
-    def early_plan(self, slices, problem, far_begin):
-        is_far = slices.k_ranges[:, 0] >= far_begin
-        assert bool((is_far | (slices.k_ranges[:, 1] < far_begin)).all())
+    def early_plan(self, slices, problem, remote_begin):
+        is_far = slices.k_ranges[:, 0] >= remote_begin
+        assert bool((is_far | (slices.k_ranges[:, 1] < remote_begin)).all())
         near, far = (
             AttnSlices(
                 slices.q_ranges[index],
@@ -27,41 +30,73 @@ class EarlyCpuKernel(CpuKernel):
                 seqlen_k,
             )
             for index, shift, seqlen_k in (
-                (~is_far, 0, far_begin - 1),
-                (is_far, far_begin, slices.seqlen_k - far_begin),
+                (~is_far, 0, remote_begin - 1),
+                (is_far, remote_begin, slices.seqlen_k - remote_begin),
             )
         )
         return near, far
 
-    def forward_early(self, q, k, v, far_keys, arrive, plan, problem, *, free_sms=0):
-        near, far = plan
+    def early_forward(self, q, keys, remote, plan, problem, *, free_sms=0):
         free.append(free_sms)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        plans = [self.plan(slices, problem) for slices in (near, far)]
-        first = self.forward(q, k, v, near, plans[0], problem, out_dtype=wide)
-        assert all(x is y for x, y in zip(arrive(), far_keys, strict=True))
-        return self.forward(q, *far_keys, far, plans[1], problem, prior=first)
+        return ForwardPass(self, q, keys, remote, plan, problem)
 
     def backward_may_be_early(self):
         return may_be_early
 
-    def early_backward_plan(self, plan, is_near, problem):
-        return plan, is_near
+    def early_backward_plan(self, plan, is_local, problem):
+        return plan, is_local
 
-    def backward_early(self, dout, dlse, q, keys, signals, arrive, depart, out, lse, plan, problem):
+    def early_backward(self, grads, saved, signals, plan, problem):
         assert signals.are_complete - signals.have_arrived == 4
-        plan, is_near = plan
-        steps.append(f"near {int(is_near.sum())}")
-        arrive()
-        steps.append("arrived")
+        return BackwardPass(self, grads, saved, plan, problem)
+
+
+class ForwardPass:
+    def __init__(self, kernel, q, keys, remote, plans, problem):
+        self.kernel, self.q, self.keys, self.remote = kernel, q, keys, remote
+        self.walks = [(slices, kernel.plan(slices, problem), problem) for slices in plans]
+
+    def begin(self):
+        wide = torch.promote_types(self.q.dtype, torch.float32)
+        self.first = self.kernel.forward(self.q, *self.keys, *self.walks[0], out_dtype=wide)
+
+    def beside(self):
+        return nullcontext()
+
+    def main(self):
+        remote = (self.q, *self.remote, *self.walks[1])
+        self.result = self.kernel.forward(*remote, prior=self.first)
+
+    def finish(self):
+        return self.result
+
+
+class BackwardPass:
+    def __init__(self, kernel, grads, saved, plan, problem):
+        self.kernel, self.grads, self.saved, self.problem = kernel, grads, saved, problem
+        self.plan, self.is_local = plan
+        self.tensors = None
+
+    def begin(self):
+        steps.append(f"local {int(self.is_local.sum())}")
+
+    def main(self, keys):
+        if self.tensors is None:
+            self.tensors = keys
+            return
+        assert all(x is y for x, y in zip(keys, self.tensors, strict=True))
+        steps.append("main")
+        q, out, lse = self.saved
+        saved = Saved(q, keys.k, keys.v, out, lse)
         # The plan says all that this kernel wants to know of the slices.
-        dq, dk, dv = self.backward(dout, dlse, q, keys.k, keys.v, out, lse, None, plan, problem)
+        self.dq, dk, dv = self.kernel.backward(self.grads, saved, None, self.plan, self.problem)
         for room, grad in ((keys.dk, dk), (keys.dv, dv)):
             assert room.is_contiguous()
             room.copy_(grad)
-        depart()
-        steps.append("departed")
-        return dq
+
+    def finish(self):
+        steps.append("finish")
+        return self.dq
 
 
 class Signalling(AllToAll):

@@ -1,5 +1,6 @@
 """A kernel for CPUs whose backward waits for keys when it needs them, and gives away their gradients before dq."""
 
+from magi_compile.kernels.base import Saved
 from magi_compile.kernels.cpu import CpuKernel
 
 steps: list[str] = []  # of all calls: what happened in which order
@@ -12,15 +13,27 @@ class PhasedCpuKernel(CpuKernel):
         steps.append("one call")
         return super().backward(*arguments)
 
-    def backward_in_phases(self, dout, dlse, q, arrive, depart, out, lse, slices, plan, problem):
-        steps.append("before")
-        k, v, *grads = arrive()
-        assert len(k)
-        steps.append("arrived")
-        dq, *shares = super().backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
-        for grad, share in zip(grads, shares, strict=True):
-            assert grad.is_contiguous()
-            grad.copy_(share)
-        depart(*grads)
-        steps.append("departed")
-        return dq
+    def phased_backward(self, grads, saved, *rest):
+        return Pass(super(), grads, saved, rest)
+
+
+class Pass:
+    def __init__(self, kernel, grads, saved, rest):
+        self.kernel, self.grads, self.saved, self.rest = kernel, grads, saved, rest
+
+    def begin(self):
+        steps.append("begin")
+
+    def main(self, keys):
+        assert len(keys.k)
+        steps.append("main")
+        q, out, lse = self.saved
+        saved = Saved(q, keys.k, keys.v, out, lse)
+        self.dq, dk, dv = self.kernel.backward(self.grads, saved, *self.rest)
+        for room, grad in ((keys.dk, dk), (keys.dv, dv)):
+            assert room.is_contiguous()
+            room.copy_(grad)
+
+    def finish(self):
+        steps.append("finish")
+        return self.dq

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.kernels.base import output_stride
+from magi_compile.kernels.base import Grads, Saved, output_stride
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.merge import merge_partials
 from magi_compile.masks.slices import MaskType
@@ -115,7 +115,7 @@ def test_parts_merge_to_the_whole(parts):
     out, lse = merge_partials([p.out for p in partials], [p.lse.T for p in partials])
     lse = lse.T.contiguous()
     grads = [
-        KERNEL.backward(dout, dlse, q, k, v, out, lse, slices, plan, problem)
+        KERNEL.backward(Grads(dout, dlse), Saved(q, k, v, out, lse), slices, plan, problem)
         for slices, plan in zip(shares, plans, strict=True)
     ]
     merged = AttentionResults(out, lse, *(sum(parts) for parts in zip(*grads, strict=True)))

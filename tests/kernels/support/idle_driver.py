@@ -27,7 +27,7 @@ def install(monkeypatch) -> list[bytes]:
         monkeypatch,
         num_sms=132,
         load_function=lambda variant, device: None,
-        launch=lambda function, grid, block, params, stream, **_: found.append(bytes(params)),
+        launch=lambda function, grid, block, params, stream, options: found.append(bytes(params)),
         encode=lambda tensor_map, address: address_map(address),
     )
     return found

@@ -83,19 +83,11 @@ class Setup:
             key = "CPU" if how.dispatch_key == "CUDA" else how.dispatch_key
             self.launcher.register(name, how.arguments, how.results, key)
 
-    def _launch(self, function, grid, block, params, stream, **options):
+    def _launch(self, function, grid, block, params, stream, options):
         x, y = grid if isinstance(grid, tuple) else (grid, 1)
-        options = {
-            "shared_bytes": native.SHARED_BYTES,
-            "may_start_early": False,
-            "cluster": 1,
-            "is_cooperative": False,
-        } | options
-        attributes = options["may_start_early"] + (options["cluster"] > 1)
-        attributes += options["is_cooperative"]
-        self.python.append(
-            (function, x, y, block, options["shared_bytes"], attributes, bytes(params))
-        )
+        shared_bytes, may_start_early, cluster, is_cooperative = options
+        attributes = may_start_early + (cluster > 1) + is_cooperative
+        self.python.append((function, x, y, block, shared_bytes, attributes, bytes(params)))
         self.driver.expect(len(self.python) - 1, len(params))
 
     def repeated(self) -> list[tuple]:

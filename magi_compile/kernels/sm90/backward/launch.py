@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.base import (
-    AttnProblem,
-    BackwardOutput,
-    KeyTensors,
-    Signals,
-)
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, Grads, Saved
 from magi_compile.kernels.heuristics import (
     BACKWARD_ROWS,
     BackwardPasses,
@@ -24,6 +18,7 @@ from magi_compile.kernels.heuristics import (
     backward_sections,
     plan_tiles,
 )
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries, Signals
 from magi_compile.kernels.plan_sizes import check_sizes
 from magi_compile.kernels.sm90.backward.order import TwoLists, turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
@@ -47,6 +42,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
     rows_map,
 )
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
+from magi_compile.plan.tiles import Walk
 
 _ROWS = torch.contiguous_format
 _STORE_ROWS = 16  # each warp stores its own rows
@@ -299,16 +295,9 @@ def _stats_map(pointer: Pointer, nheads: int, total_q: int, box_rows: int) -> Te
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    k_tiles: Tensor,
-    k_runs: Tensor,
-    k_edges: Tensor,
+    grads: Grads,
+    saved: Saved,
+    walk: Walk,
     problem: AttnProblem,
     *,
     deterministic: bool = False,
@@ -318,148 +307,105 @@ def backward(
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
     `deterministic` is set.
     """
+    q, k, v, out, lse = saved
     if q.shape[0] == 0 or k.shape[0] == 0:
         return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
     with on_device(q.device):
-        given, prepared = _given(
-            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
-        )
+        given, prepared = _given(grads, (q, out, lse), walk, problem, deterministic)
         (k, v), call = routed(prepared.whole, (k, v))
         dk, dv, dq, _ = call.run([*given, None, None, k, v], q.device)
     return BackwardOutput(dq, dk, dv)
 
 
 def _given(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    tiles: Sequence[Tensor],
-    runs: Tensor,
-    edges: Tensor,
+    grads: Grads,
+    saved: tuple[Tensor, Tensor, Tensor],
+    walk: Walk,
     problem: AttnProblem,
     deterministic: bool,
+    far_tiles: Tensor | None = None,
     has_signals: bool = False,
 ) -> tuple[list[Tensor | None], _Prepared]:
-    """The buffers up to the turns, as kernels can read them, and what their layouts need; see `_Pass`."""
-    sizes = (tiles[0].shape[0], len(tiles), dlse is not None, has_signals)
+    """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
+    `saved` are q, out and lse."""
+    (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk
+    num_lists = 1 if far_tiles is None else 2
+    sizes = (tiles.shape[0], num_lists, dlse is not None, has_signals)
     (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    turns = turns_of_tiles(tiles[0], runs, prepared.row_groups) if deterministic else None
-    far_tiles = tiles[1] if len(tiles) > 1 else None
-    return [dout, dlse, q, out, lse, tiles[0], far_tiles, runs, edges, turns], prepared
+    turns = turns_of_tiles(tiles, runs, prepared.row_groups) if deterministic else None
+    return [dout, dlse, q, out, lse, tiles, far_tiles, runs, edges, turns], prepared
 
 
-def backward_in_phases(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    arrive: Callable[[], Sequence[Tensor]],
-    depart: Callable[[Tensor, Tensor], None],
-    out: Tensor,
-    lse: Tensor,
-    k_tiles: Tensor,
-    k_runs: Tensor,
-    k_edges: Tensor,
-    problem: AttnProblem,
-    *,
-    deterministic: bool = False,
-) -> Tensor:
-    """`backward` with work of other streams between its launches, see `PhasedKernel`; returns dq."""
-    with on_device(q.device):
-        steps = _Pass(
-            *(dout, dlse, q, out, lse, [k_tiles], k_runs, k_edges, problem, deterministic)
-        )
-        steps.first()
-        keys = KeyTensors(*arrive())
-        steps.main(keys)
-        depart(keys.dk, keys.dv)
-        return steps.last()
-
-
-def backward_early(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    keys: KeyTensors,
-    signals: Signals,
-    arrive: Callable[[], object],
-    depart: Callable[[], object],
-    out: Tensor,
-    lse: Tensor,
-    lists: TwoLists,
-    problem: AttnProblem,
-) -> Tensor:
-    """`backward` with far keys that are still under way, see `EarlyKernel`; returns dq.
+def early_backward(
+    grads: Grads, saved: SavedQueries, signals: Signals, plan: TwoLists, problem: AttnProblem
+) -> BackwardPass:
+    """`backward` with far keys that are still under way, see `EarlyKernel.early_backward`.
 
     Near tiles are worked on until far keys are there, and once more when far tiles are done. The main kernel is launched twice:
     what the first one finds not there, it leaves to the second, behind their arrival.
     """
-    check_far_keys(keys.k, keys.v)
-    check_sizes(lists.sizes, plan_tiles(problem))
-    with on_device(q.device):
-        tiles = [lists.near, lists.far]
-        steps = _Pass(
-            *(dout, dlse, q, out, lse, tiles, lists.runs, lists.edges, problem, False, signals)
-        )
-        steps.first()
-        steps.main(keys)
-        arrive()
-        steps.main(keys)
-        # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
-        depart()
-        return steps.last()
+    check_sizes(plan.sizes, plan_tiles(problem))
+    walk = Walk(plan.near, plan.runs, plan.edges)
+    return BackwardPass(grads, saved, walk, problem, False, plan.far, signals)
 
 
-class _Pass:
-    """One backward pass on torch's current stream and device, kernel by kernel: `first`, `main`, `last`. Each waits for the
-    one in front of it to end, since work of other streams lies between.
+class BackwardPass:
+    """One backward pass in steps, on the stream and the device that are torch's current ones when it is made: see
+    `magi_compile.kernels.overlap.BackwardSteps`. Each launch waits for the one in front of it to end, since work of other
+    streams lies between.
 
     Args:
-        tiles: near ones, and far ones if there are some.
-        runs: of all tiles.
-        edges: of the rows of all tiles.
+        grads: of the results.
+        saved: of the forward pass.
+        walk: of the keys; its tiles are the near ones, where there are far ones.
+        problem: what `CudaKernel.refusals` finds nothing against.
+        deterministic: whether additions to dq have one order.
+        far_tiles: if there are some.
         signals: of far keys, if there are some.
     """
 
     def __init__(
         self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        tiles: Sequence[Tensor],
-        runs: Tensor,
-        edges: Tensor,
+        grads: Grads,
+        saved: SavedQueries,
+        walk: Walk,
         problem: AttnProblem,
         deterministic: bool,
+        far_tiles: Tensor | None = None,
         signals: Signals | None = None,
     ):
-        self._stream = current_stream(q.device)
-        given, self._prepared = _given(
-            *(dout, dlse, q, out, lse, tiles, runs, edges, problem, deterministic),
-            signals is not None,
-        )
-        self._dq, _ = made = allocate(self._prepared.made, q.device, self._stream)
-        self._held = [*given, *made]
+        self._device = device = saved.q.device
+        self._has_far_keys = far_tiles is not None
+        with on_device(device):
+            self._stream = current_stream(device)
+            given, self._prepared = _given(
+                grads, saved, walk, problem, deterministic, far_tiles, signals is not None
+            )
+            self._dq, _ = made = allocate(self._prepared.made, device, self._stream)
+        self._held = [*given, *made]  # until all of it is enqueued
         self._addresses = addresses_of(given)
         self._addresses += (*(signals or (0, 0)), 0, 0, 0, 0, *addresses_of(made))
 
-    def first(self) -> None:
+    def begin(self) -> None:
         """Launches the kernel in front of the main one."""
-        self._prepared.first(self._addresses, self._stream)
+        with on_device(self._device):
+            self._prepared.first(self._addresses, self._stream)
 
     def main(self, keys: KeyTensors) -> None:
         """Launches the main kernel."""
-        (k, v), launch = routed(self._prepared.main, tuple(keys[:2]), False)
-        self._held += (k, v)
-        self._addresses[_K : _DV + 1] = addresses_of((k, v, keys.dk, keys.dv))
-        launch(self._addresses, self._stream)
+        if self._has_far_keys:
+            check_far_keys(keys.k, keys.v)
+        with on_device(self._device):
+            (k, v), launch = routed(self._prepared.main, (keys.k, keys.v), False)
+            self._held += (k, v)
+            self._addresses[_K : _DV + 1] = addresses_of((k, v, keys.dk, keys.dv))
+            launch(self._addresses, self._stream)
 
-    def last(self) -> Tensor:
-        """Launches the kernel behind it; dq."""
-        self._prepared.last[False](self._addresses, self._stream)
+    def finish(self) -> Tensor:
+        """Launches the kernel behind it."""
+        with on_device(self._device):
+            self._prepared.last[False](self._addresses, self._stream)
+        self._held.clear()
         return self._dq

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS
-from magi_compile.plan.tiles import RUN_FIELDS
+from magi_compile.plan.tiles import RUN_FIELDS, Walk
 
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 
@@ -27,31 +27,26 @@ class TwoLists(NamedTuple):
     sizes: PlanTiles  # that the plan was made for
 
 
-def two_lists(
-    k_tiles: Tensor, k_runs: Tensor, k_edges: Tensor, is_near: Tensor, sizes: PlanTiles
-) -> TwoLists:
+def two_lists(walk: Walk, is_near: Tensor, sizes: PlanTiles) -> TwoLists:
     """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
 
     Args:
-        k_tiles: int32 `[num_tiles, 4]`.
-        k_runs: int32 `[num_runs, 12]`.
-        k_edges: int32 `[total_k, NUM_LANES, 2]`.
+        walk: over the keys of a plan.
         is_near: bool `[total_k]`.
         sizes: the tile sizes of the plan; a tile loads `k_tile_rows` keys.
     """
-    row_begin, row_end = k_tiles[:, 0].long(), k_tiles[:, 1].long()
+    row_begin, row_end = walk.tiles[:, 0].long(), walk.tiles[:, 1].long()
     before = torch.nn.functional.pad(is_near.cumsum(0), (1, 0))
     load_end = (row_begin + sizes.k_tile_rows).clamp(max=is_near.shape[0])
     num_far = load_end - row_begin - (before[load_end] - before[row_begin])
     is_filled = row_end > row_begin
 
     def only(is_in: Tensor) -> Tensor:
-        tiles = torch.where(is_in[:, None], k_tiles, 0)
+        tiles = torch.where(is_in[:, None], walk.tiles, 0)
         return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
 
-    return TwoLists(
-        only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0)), k_runs, k_edges, sizes
-    )
+    near, far = only(is_filled & (num_far == 0)), only(is_filled & (num_far > 0))
+    return TwoLists(near, far, walk.runs, walk.edges, sizes)
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
+from magi_compile.plan.tiles import Walk
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NO_FAR_KEYS = 2**31 - 1
@@ -81,14 +82,11 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_tiles: Tensor,
-    q_runs: Tensor,
-    q_edges: Tensor,
+    walk: Walk,
     problem: AttnProblem,
     *,
     prior: ForwardOutput | None = None,
     out_dtype: torch.dtype | None = None,
-    config: ForwardConfig | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the q walk of a plan, on torch's current stream.
 
@@ -96,13 +94,10 @@ def forward(
         q: `[total_q, nheads_q, head_dim]`.
         k: `[total_k, nheads_kv, head_dim]`.
         v: `[total_k, nheads_kv, head_dim]`.
-        q_tiles: of the plan, for the tile sizes of `config`.
-        q_runs: of the plan.
-        q_edges: of the plan.
+        walk: the q walk of the plan.
         problem: what `CudaKernel.refusals` finds nothing against.
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
-        config: instead of the one for `problem`.
 
     Raises:
         TypeError: if `prior` or `out_dtype` has another dtype.
@@ -117,10 +112,10 @@ def forward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         return merge_prior(nothing_seen(q), prior, out_dtype)
     priors = [x.contiguous() for x in prior] if prior else [None, None]
-    shapes = (q_tiles.shape[0], q_edges.shape[0] > 0, prior is not None, out_dtype)
+    shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype)
     with on_device(q.device):
-        (q, k, v), call = routed(_call, (q, k, v), problem, config, *shapes)
-        out, lse, *_ = call.run([q, k, v, q_tiles, q_runs, q_edges, *priors], q.device)
+        (q, k, v), call = routed(_call, (q, k, v), problem, *shapes)
+        out, lse, *_ = call.run([q, k, v, *walk, *priors], q.device)
     return ForwardOutput(out, lse)
 
 
@@ -135,7 +130,6 @@ def nothing_seen(q: Tensor) -> ForwardOutput:
 def _call(
     layouts: tuple[Layout, ...],
     problem: AttnProblem,
-    config: ForwardConfig | None,
     num_tiles: int,
     has_stairs: bool,
     has_prior: bool,
@@ -158,7 +152,7 @@ def _call(
     is_wide = has_prior or out_dtype != problem.dtype
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     made, launch = forward_launch(
-        *(layouts, problem, config, num_tiles, has_stairs, device_index),
+        ForwardShape(layouts, problem, num_tiles, has_stairs, device_index),
         out if out_dtype == problem.dtype else None,
         **results,
         wide_rows=total_q if is_wide else 0,
@@ -171,31 +165,29 @@ def _call(
     return Call((out, lse, *made), (launch,))
 
 
+class ForwardShape(NamedTuple):
+    """What a forward pass is, except for addresses and for where its results go."""
+
+    layouts: tuple[Layout, ...]  # of q, k and v, the buffers `Q`, `K` and `V`
+    problem: AttnProblem
+    num_tiles: int
+    has_stairs: bool  # whether rows have edges
+    device_index: int
+
+
 def forward_launch(
-    layouts: tuple[Layout, ...],
-    problem: AttnProblem,
-    config: ForwardConfig | None,
-    num_tiles: int,
-    has_stairs: bool,
-    device_index: int,
-    out: Buffer | None,
-    ticket: int = OTHER,
-    **fields: Any,
+    shape: ForwardShape, out: Buffer | None, ticket: int = OTHER, **fields: Any
 ) -> tuple[tuple[Buffer, ...], Launch]:
     """A launch over all keys, and the buffers that it needs besides: the ticket of its schedule, if there is one.
 
     Args:
-        layouts: of q, k and v, the buffers `Q`, `K` and `V`.
-        problem: what to compute.
-        config: the shape of the kernel; None: the one for `problem`.
-        num_tiles: of the walk.
-        has_stairs: whether rows have edges.
-        device_index: of the GPU.
+        shape: of the pass.
         out: the buffer `OUT`; None where all of the output is in fp32.
         ticket: which buffer the ticket will be.
         fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
     """
-    config = config or forward_config(problem)
+    layouts, problem, num_tiles, has_stairs, device_index = shape
+    config = forward_config(problem)
     num_items = num_tiles * problem.nheads_q
     sms = num_sms(device_index)
     grid = min(num_items, sms)

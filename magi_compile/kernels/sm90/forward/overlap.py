@@ -12,7 +12,8 @@ need not be known; a tile that is cut in two costs another pass over its rows, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.plan.cost import longest_first, run_costs, sums
-from magi_compile.plan.tiles import RUN_FIELDS
+from magi_compile.plan.tiles import RUN_FIELDS, Walk
 
 #: In place of the number of a part, as in csrc/sm90/common/tile_plan.cuh.
 NO_PART = -1
@@ -83,18 +84,15 @@ class SplitPlan(NamedTuple):
         return self.part_tiles.shape[0] * self.sizes.q_tile_rows
 
 
-def split_plan(
-    q_tiles: Tensor, q_runs: Tensor, q_edges: Tensor, sizes: PlanTiles, far_begin: int
-) -> SplitPlan:
+def split_plan(walk: Walk, sizes: PlanTiles, far_begin: int) -> SplitPlan:
     """Cuts the q walk of a plan; on a GPU nothing waits for the device.
 
     Args:
-        q_tiles: int32 `[num_tiles, 4]`, of a plan with at least one tile.
-        q_runs: int32 `[num_runs, 12]`; no run has both near and far columns.
-        q_edges: int32 `[total_q, NUM_LANES, 2]`.
+        walk: with at least one tile; no run has both near and far columns.
         sizes: the tile sizes of the plan.
         far_begin: the first far column.
     """
+    q_tiles, q_runs, q_edges = walk
     num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
     row_begin, row_end, run_begin, run_end = q_tiles.long().unbind(1)
     is_padding = row_begin == row_end
@@ -140,26 +138,14 @@ def split_plan(
     )
 
 
-def forward_early(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    far: Sequence[Tensor],
-    arrive: Callable[[], object],
-    plan: SplitPlan,
-    problem: AttnProblem,
-    *,
-    free_sms: int = 0,
-    deterministic: bool = False,
-) -> ForwardOutput:
-    """Attention of `q` over near and far keys, on torch's current stream and on another that it then waits for.
+class EarlyForward:
+    """Attention of `q` over near and far keys, on torch's current stream and on another that it then waits for, in steps: see
+    `magi_compile.kernels.overlap.ForwardSteps`.
 
     Args:
         q: `[total_q, nheads_q, head_dim]`, not empty.
-        k: near keys `[total_near, nheads_kv, head_dim]`, not empty.
-        v: their values.
+        keys: near keys `[total_near, nheads_kv, head_dim]` and their values, not empty.
         far: far keys and values; not empty.
-        arrive: makes torch's current stream wait until they are there.
         plan: of the mask over near and far keys.
         problem: what `CudaKernel.refusals` finds nothing against.
         free_sms: that are left to what brings far keys; one at least computes.
@@ -168,28 +154,56 @@ def forward_early(
     Raises:
         ValueError: if TMA can not read `far` as it lies, or if `plan` is for other tiles than those of `problem`.
     """
-    check_far_keys(*far)
-    check_sizes(plan.sizes, plan_tiles(problem))
-    if deterministic:
-        plan = plan._replace(part_tiles=plan.part_tiles[:0])
-    sizes = (plan.far_tiles.shape[0], plan.part_tiles.shape[0], plan.far_begin, max(free_sms, 1))
-    with on_device(q.device):
-        (q, k, v, *far), call = routed(
-            _call, (q, k, v, *far), problem, *sizes, plan.edges.shape[0] > 0
-        )
+
+    def __init__(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        far: Sequence[Tensor],
+        plan: SplitPlan,
+        problem: AttnProblem,
+        *,
+        free_sms: int = 0,
+        deterministic: bool = False,
+    ):
+        check_far_keys(*far)
+        check_sizes(plan.sizes, plan_tiles(problem))
+        if deterministic:
+            plan = plan._replace(part_tiles=plan.part_tiles[:0])
+        num_tiles, num_parts = plan.far_tiles.shape[0], plan.part_tiles.shape[0]
+        sizes = (num_tiles, num_parts, plan.far_begin, max(free_sms, 1), plan.edges.shape[0] > 0)
+        self._device = q.device
+        with on_device(q.device):
+            (q, *near_and_far), self._call = routed(_call, (q, *keys, *far), problem, *sizes)
+            k, v, *far = near_and_far
+            self._stream = current_stream(q.device)
+            self._made = allocate(self._call.made, q.device, self._stream)
+            self._here, self._beside = torch.cuda.current_stream(q.device), _stream(q.device)
         given = (q, k, v, plan.far_tiles, plan.runs, plan.edges, *far)
         walk = (plan.far_parts, plan.near_tiles, plan.part_tiles)
-        stream = current_stream(q.device)
-        made = allocate(call.made, q.device, stream)
-        addresses = addresses_of((*given, *made, *walk))
-        here, beside = torch.cuda.current_stream(q.device), _stream(q.device)
-        beside.wait_stream(here)
-        call.in_front(addresses, stream)
-        with torch.cuda.stream(beside):
-            arrive()
-            call.behind(addresses, current_stream(q.device))
-        here.wait_stream(beside)
-    return ForwardOutput(*made[:2])
+        self._held = (*given, *self._made, *walk)  # until all of it is enqueued
+        self._addresses = addresses_of(self._held)
+
+    def begin(self) -> None:
+        """Launches the kernel in front of the arrival."""
+        self._beside.wait_stream(self._here)
+        with on_device(self._device):
+            self._call.in_front(self._addresses, self._stream)
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Makes the other stream the current one."""
+        return torch.cuda.stream(self._beside)
+
+    def main(self) -> None:
+        """Launches the kernel behind the arrival."""
+        with on_device(self._device):
+            self._call.behind(self._addresses, current_stream(self._device))
+
+    def finish(self) -> ForwardOutput:
+        """Makes the stream of the call wait for both."""
+        self._here.wait_stream(self._beside)
+        out, lse, *_ = self._made
+        return ForwardOutput(out, lse)
 
 
 class _Call(NamedTuple):

@@ -29,6 +29,7 @@ from magi_compile.kernels.sm90.forward.launch import (
     OTHER,
     OUT,
     RUNS,
+    ForwardShape,
     forward_launch,
 )
 from magi_compile.kernels.sm90.params import MERGE, TILE_PARTS
@@ -44,7 +45,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Packed, Pointer
 from magi_compile.plan import cost
-from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
+from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
 
 CUT_FIELDS = (
     "row_begin",
@@ -178,21 +179,15 @@ def cut_params(
 
 
 def forward_in_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_tiles: Tensor,
-    q_runs: Tensor,
-    q_edges: Tensor,
-    parts: Tensor,
-    problem: AttnProblem,
+    q: Tensor, k: Tensor, v: Tensor, walk: Walk, parts: Tensor, problem: AttnProblem
 ) -> ForwardOutput:
-    """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of a plan, which are not empty, on torch's current
-    stream; see `forward`."""
-    sizes = (q_tiles.shape[0], q_runs.shape[0], parts.shape[0], q_edges.shape[0] > 0)
+    """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of the q walk of a plan, which are not empty, on
+    torch's current stream; see `forward`."""
+    tiles, runs, edges = walk
+    sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
-        out, lse, *_ = call.run([q, k, v, None, parts, q_edges, None, None], q.device)
+        out, lse, *_ = call.run([q, k, v, None, parts, edges, None, None], q.device)
     return ForwardOutput(out, lse)
 
 
@@ -220,8 +215,9 @@ def _call(
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     of_parts = Buffer.of((num_words + part_rows * nheads_q,), torch.float32)
     at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
+    shape = ForwardShape(layouts, problem, layout.num_tiles, has_stairs, device_index)
     ticket, walk = forward_launch(
-        *(layouts, problem, None, layout.num_tiles, has_stairs, device_index, out, OTHER + 1),
+        *(shape, out, OTHER + 1),
         **NO_RESULTS
         | {
             "out_rows": Pointer(OUT),

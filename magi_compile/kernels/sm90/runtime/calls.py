@@ -15,7 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.sm90.runtime.driver import current_stream, encode, fill_zeros, launch
+from magi_compile.kernels.sm90.runtime.driver import (
+    LaunchOptions,
+    current_stream,
+    encode,
+    fill_zeros,
+    launch,
+)
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Packed
 
 _MAX_KNOWN_MAPS = 256
@@ -54,7 +60,7 @@ class Launch:
         grid: how many thread blocks, in x or in x and y.
         num_threads: of a thread block.
         params: its parameters.
-        options: see `magi_compile.kernels.sm90.runtime.driver.launch`.
+        options: those of `magi_compile.kernels.sm90.runtime.driver.LaunchOptions`.
     """
 
     def __init__(
@@ -66,7 +72,8 @@ class Launch:
         **options: Any,
     ):
         self.function, self.grid, self.num_threads = function, grid, num_threads
-        self.data, self.maps, self.options = params.data, params.maps, options
+        self.data, self.maps = params.data, params.maps
+        self.options = LaunchOptions(**options)
         self.pointers = [
             (at // 8, buffer, offset) for at, (buffer, offset) in params.pointers if at % 8 == 0
         ]
@@ -76,7 +83,7 @@ class Launch:
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launches it with buffers at `addresses`, 0 for those that are not there."""
         params = self.params_at(addresses)
-        launch(self.function, self.grid, self.num_threads, params, stream, **self.options)
+        launch(self.function, self.grid, self.num_threads, params, stream, self.options)
 
     def params_at(self, addresses: Sequence[int]) -> bytearray:
         """Its parameters for such buffers."""

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import driver
@@ -173,6 +173,15 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
     return ctypes.string_at(check(encoded).getPtr(), TENSOR_MAP_BYTES)
 
 
+class LaunchOptions(NamedTuple):
+    """How a kernel is launched, besides on how many threads."""
+
+    shared_bytes: int = SHARED_BYTES
+    may_start_early: bool = False  # when the kernel in front lets it; it waits for its results itself (`griddepcontrol`)
+    cluster: int = 1  # thread blocks in a row that are a cluster
+    is_cooperative: bool = False  # whether all thread blocks are on the GPU at once
+
+
 _Pointers = ctypes.c_char_p * 1
 
 
@@ -182,24 +191,16 @@ def launch(
     block: int,
     params: bytes | bytearray,
     stream: int,
-    shared_bytes: int = SHARED_BYTES,
-    may_start_early: bool = False,
-    cluster: int = 1,
-    is_cooperative: bool = False,
+    options: LaunchOptions,
 ) -> None:
-    """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies.
-
-    With `may_start_early` it starts when the kernel in front of it lets it, and is to wait for its results itself
-    (`griddepcontrol`). So many thread blocks in a row are a `cluster`. If it `is_cooperative`, all thread blocks are on the GPU
-    at once.
-    """
+    """Launch a kernel whose only parameter is the struct packed in `params`, which the driver copies."""
     bind_context()
     grid_x, grid_y = grid if isinstance(grid, tuple) else (grid, 1)
     pointers = _Pointers(bytes(params))
     arguments = ctypes.addressof(pointers)
+    shared_bytes, may_start_early, cluster, is_cooperative = options
     if may_start_early or cluster > 1 or is_cooperative:
-        attributes = (may_start_early, cluster, is_cooperative)
-        config = _config(grid_x, grid_y, block, shared_bytes, stream, *attributes)
+        config = _config(grid_x, grid_y, block, stream, options)
         check(driver.cuLaunchKernelEx(config, function, arguments, 0))
     else:
         dims = (grid_x, grid_y, 1, block, 1, 1)
@@ -208,15 +209,9 @@ def launch(
 
 @lru_cache(maxsize=1024)
 def _config(
-    grid_x: int,
-    grid_y: int,
-    block: int,
-    shared_bytes: int,
-    stream: int,
-    may_start_early: bool,
-    cluster: int,
-    is_cooperative: bool,
+    grid_x: int, grid_y: int, block: int, stream: int, options: LaunchOptions
 ) -> driver.CUlaunchConfig:
+    shared_bytes, may_start_early, cluster, is_cooperative = options
     ids = driver.CUlaunchAttributeID
     attributes = []
     if may_start_early:

@@ -25,7 +25,7 @@ from torch import Tensor
 from magi_compile import _checks
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.cubin_cache import private_dir
-from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES, current_context, on_device
+from magi_compile.kernels.sm90.runtime.driver import current_context, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import source_dir
 
 logger = logging.getLogger("magi_compile")
@@ -116,10 +116,8 @@ class Launcher:
 def _words_of(launch: calls.Launch) -> list[int]:
     """A launch as the library reads it, without its parameters."""
     grid = launch.grid if isinstance(launch.grid, tuple) else (launch.grid, 1)
-    options = {"shared_bytes": SHARED_BYTES, "may_start_early": False, "cluster": 1}
-    options |= {"is_cooperative": False, **launch.options}
     words = [int(launch.function or 0), *grid, launch.num_threads]
-    words += [int(option) for option in options.values()]
+    words += [int(option) for option in launch.options]
     words += [len(launch.data), len(launch.pointers)]
     for word, buffer, offset in launch.pointers:
         words += [8 * word, buffer, offset]

@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.kernels.base import BackwardOutput
+from magi_compile.kernels.base import BackwardOutput, Grads, Saved
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import (
@@ -109,10 +110,8 @@ class Backward:
     def __call__(self, with_dlse=True, **replaced):
         named = {**self.inputs._asdict(), "out": self.out, "lse": self.lse, **replaced}
         dlse = named["dlse"] if with_dlse else None
-        tensors = (named[name] for name in ("q", "k", "v", "out", "lse"))
-        return self.kernel.backward(
-            named["dout"], dlse, *tensors, self.slices, self.plan, self.problem
-        )
+        grads, saved = Grads(named["dout"], dlse), Saved(*(named[name] for name in Saved._fields))
+        return self.kernel.backward(grads, saved, self.slices, self.plan, self.problem)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -138,7 +137,8 @@ def test_gradients_handed_on_are_those_of_keys_alone(kernel):
     def gradients(case, keys):
         slices = case.slices("cuda")
         plan = kernel.plan(slices, problem)
-        return kernel.backward(dout, dlse, q, k[keys], v[keys], out, lse, slices, plan, problem)
+        saved = Saved(q, k[keys], v[keys], out, lse)
+        return kernel.backward(Grads(dout, dlse), saved, slices, plan, problem)
 
     found = gradients(both, slice(None))
     first, second = gradients(others_alone, slice(others)), gradients(own, slice(others, None))
@@ -271,7 +271,7 @@ class InPhases:
         self.stream = torch.cuda.Stream()
 
     def __call__(self):
-        backward, stream, left = self.backward, self.stream, []
+        backward, stream = self.backward, self.stream
         q, k, v, dout, dlse = backward.inputs
         keys, grads = ([torch.full_like(x, torch.nan) for x in (k, v)] for _ in range(2))
         stream.wait_stream(torch.cuda.current_stream())
@@ -280,17 +280,16 @@ class InPhases:
             for there, x in zip(keys, (k, v), strict=True):
                 there.copy_(x)
 
-        def arrive():
-            torch.cuda.current_stream().wait_stream(stream)
-            return *keys, *grads
-
-        def depart(*grads):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                left.extend(x.clone() for x in grads)
-
-        rest = (backward.out, backward.lse, backward.slices, backward.plan, backward.problem)
-        dq = backward.kernel.backward_in_phases(dout, dlse, q, arrive, depart, *rest)
+        saved = SavedQueries(q, backward.out, backward.lse)
+        rest = (backward.slices, backward.plan, backward.problem)
+        steps = backward.kernel.phased_backward(Grads(dout, dlse), saved, *rest)
+        steps.begin()
+        torch.cuda.current_stream().wait_stream(stream)
+        steps.main(KeyTensors(*keys, *grads))
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            left = [x.clone() for x in grads]
+        dq = steps.finish()
         torch.cuda.current_stream().wait_stream(stream)
         return BackwardOutput(dq, *left)
 

@@ -9,14 +9,16 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward import launch as module
 from magi_compile.kernels.sm90.backward.workspace import Scratch
 from magi_compile.kernels.sm90.params import BACKWARD, POSTPROCESS, PREPROCESS
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES
 from magi_compile.plan.stairs import NUM_LANES
+from magi_compile.plan.tiles import Walk
 from tests.kernels.support import idle_driver
 
 ROWS, HEADS_Q, HEADS_KV, HEAD_DIM = 250, 4, 2, 64
@@ -24,6 +26,7 @@ PADDED = 256  # ROWS in whole groups of 16
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DIM, HEAD_DIM, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 EDGES = torch.zeros(ROWS, NUM_LANES, 2, dtype=torch.int32)
+WALK = Walk(TILES, RUNS, EDGES)
 LAYOUTS = {x.size: x for x in (PREPROCESS[1], BACKWARD[1], POSTPROCESS)}
 
 
@@ -52,10 +55,15 @@ def inputs() -> dict[str, torch.Tensor]:
     } | {"lse": torch.randn(HEADS_Q, ROWS), "dlse": torch.randn(HEADS_Q, ROWS)}
 
 
+def records(tensors):
+    """The tensors as a backward takes them."""
+    saved = Saved(*(tensors[n] for n in Saved._fields))
+    return Grads(tensors["dout"], tensors["dlse"]), saved
+
+
 def call(launches, tensors, problem=PROBLEM, tiles=TILES):
     launches.clear()
-    names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-    grads = module.backward(*(tensors[n] for n in names), tiles, RUNS, EDGES, problem)
+    grads = module.backward(*records(tensors), Walk(tiles, RUNS, EDGES), problem)
     assert [len(params) for params in launches] == list(LAYOUTS)
     return grads, Call(*map(read, launches))
 
@@ -169,10 +177,7 @@ def test_what_is_never_handed_on(launches, monkeypatch):
     found = []
     for deterministic in (False, True):
         launches.clear()
-        names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-        tensors = inputs()
-        args = (*(tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
-        module.backward(*args, deterministic=deterministic)
+        module.backward(*records(inputs()), WALK, PROBLEM, deterministic=deterministic)
         before = read(launches[0])
         names = ("most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
         found.append(tuple(before[f"agendas[0].{name}"] for name in names))
@@ -219,26 +224,22 @@ class Steps:
         self.grads = [torch.empty_like(x) for x in self.keys]
         monkeypatch.setattr(calls, "launch", self.launch)
 
-    def launch(self, function, *rest, may_start_early=False, **_):
-        *_, params, _ = rest
+    def launch(self, function, grid, block, params, stream, options):
         name = dict(zip(LAYOUTS, ("before", "main", "after"), strict=True))[len(params)]
-        self.done.append((name, may_start_early))
+        self.done.append((name, options.may_start_early))
         self.params.append(params)
 
-    def arrive(self):
-        self.done.append("arrive")
-        return *self.keys, *self.grads
-
-    def depart(self, dk, dv):
-        assert (dk, dv) == tuple(self.grads)
-        self.done.append("depart")
-
     def run(self):
-        dout, dlse, q, out, lse = (self.tensors[n] for n in ("dout", "dlse", "q", "out", "lse"))
-        ends = (self.arrive, self.depart)
-        return module.backward_in_phases(
-            dout, dlse, q, *ends, out, lse, TILES, RUNS, EDGES, PROBLEM
-        )
+        grads, saved = records(self.tensors)
+        queries = SavedQueries(saved.q, saved.out, saved.lse)
+        launched = len(self.params)
+        steps = module.BackwardPass(grads, queries, WALK, PROBLEM, deterministic=False)
+        assert len(self.params) == launched  # to make it launches nothing
+        steps.begin()
+        self.done.append("arrive")
+        steps.main(KeyTensors(*self.keys, *self.grads))
+        self.done.append("depart")
+        return steps.finish()
 
     @property
     def mapped(self):
@@ -261,8 +262,7 @@ def test_keys_arrive_in_front_of_the_main_kernel_and_gradients_leave_behind_it(
 
 def test_in_one_call_a_launch_begins_while_the_one_in_front_of_it_ends(launches, monkeypatch):
     steps = Steps(monkeypatch, inputs())
-    names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-    module.backward(*(steps.tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
+    module.backward(*records(steps.tensors), WALK, PROBLEM)
     assert steps.done == [("before", False), ("main", True), ("after", True)]
 
 
@@ -294,8 +294,7 @@ def test_no_rows_and_no_keys_launch_nothing(launches):
     tensors = inputs()
     for name in "kv":
         tensors[name] = tensors[name][:0]
-    names = ("dout", "dlse", "q", "k", "v", "out", "lse")
-    dq, dk, dv = module.backward(*(tensors[n] for n in names), TILES, RUNS, EDGES, PROBLEM)
+    dq, dk, dv = module.backward(*records(tensors), WALK, PROBLEM)
     assert not launches
     assert not dq.any()
     assert dk.shape == dv.shape == (0, HEADS_KV, HEAD_DIM)

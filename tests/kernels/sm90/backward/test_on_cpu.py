@@ -10,11 +10,13 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.base import KeyTensors, Signals
+from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.heuristics import BackwardPasses, backward_config, plan_tiles
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries, Signals
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.kernels.sm90.backward import launch as module
 from magi_compile.kernels.sm90.backward.order import two_lists
+from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -74,14 +76,14 @@ class Launches:
         block,
         params,
         stream,
-        shared_bytes=None,
-        may_start_early=False,
-        cluster=1,
+        options,
     ):
-        is_main = shared_bytes is None
+        is_main = options.shared_bytes == SHARED_BYTES
         if is_main:
             self.entries = entries(params)
-        function(grid, block, params, self.num_at_once if is_main else 1, self.timing, cluster)
+        function(
+            grid, block, params, self.num_at_once if is_main else 1, self.timing, options.cluster
+        )
         if is_main:
             self.look_at_dq(params)
 
@@ -134,8 +136,8 @@ def check(launches, case, with_dlse=False, deterministic=False):
     runs = []
     for launches.timing in (LATE, AT_RANDOM):
         grads = module.backward(
-            *(dout, dlse if with_dlse else None, q, k, v, out, lse),
-            *(*plan[3:], problem),
+            Grads(dout, dlse if with_dlse else None),
+            *(Saved(q, k, v, out, lse), plan.k_walk, problem),
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
@@ -303,22 +305,20 @@ def test_keys_arrive_and_gradients_leave_between_launches(launches):
     forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    walk = (*plan[3:], problem)
-    expected = module.backward(dout, None, q, k, v, *results, *walk)
+    walk, grads_of_results = (plan.k_walk, problem), Grads(dout, None)
+    expected = module.backward(grads_of_results, Saved(q, k, v, *results), *walk)
     keys = [torch.full_like(x, torch.nan) for x in (k, v)]
-    grads, left = [torch.full_like(x, torch.nan) for x in (k, v)], []
-
-    def arrive():
-        for there, x in zip(keys, (k, v), strict=True):
-            there.copy_(x)
-        return *keys, *grads
-
-    def depart(*grads):
-        left.extend(x.clone() for x in grads)
-        for x in (*keys, *grads):
-            x.fill_(torch.nan)
-
-    dq = module.backward_in_phases(dout, None, q, arrive, depart, *results, *walk)
+    grads = [torch.full_like(x, torch.nan) for x in (k, v)]
+    saved = SavedQueries(q, *results)
+    steps = module.BackwardPass(grads_of_results, saved, *walk, deterministic=False)
+    steps.begin()
+    for there, x in zip(keys, (k, v), strict=True):
+        there.copy_(x)
+    steps.main(KeyTensors(*keys, *grads))
+    left = [x.clone() for x in grads]
+    for x in (*keys, *grads):
+        x.fill_(torch.nan)
+    dq = steps.finish()
     for found, right in zip((dq, *left), expected, strict=True):
         assert torch.equal(found, right)
 
@@ -332,7 +332,6 @@ class FarKeys:
         at = self.words.data_ptr()
         self.signals = Signals(at, at + 4)
         self.tensors = KeyTensors(*(torch.full_like(x, torch.nan) for x in keys * 2))
-        self.steps = []
         self._come(is_near)
         if are_there:
             self._come(~is_near)
@@ -344,7 +343,6 @@ class FarKeys:
 
     def arrive(self):
         """Behind the first launch."""
-        self.steps.append("arrive")
         is_nothing_far = bool(self._is_near.all())
         assert bool(self.words[1]) == (bool(self.words[0]) or is_nothing_far)
         # Of a tile with near and far keys, nothing is there either.
@@ -352,10 +350,6 @@ class FarKeys:
         assert is_nothing_far or bool(self.words[0]) != bool(far_grads.isnan().all())
         self._come(~self._is_near)
         self.words[0] = 1
-
-    def depart(self):
-        self.steps.append("depart")
-        assert self.words[1] == 1
 
 
 def near_keys(block, num_keys):
@@ -395,7 +389,7 @@ def test_far_keys(case, block, are_there, launches):
     is_near = near_keys(block, slices.seqlen_k)
     sizes = plan_tiles(problem)
     rows = sizes.k_tile_rows
-    lists = two_lists(*plan[3:], is_near, sizes)
+    lists = two_lists(plan.k_walk, is_near, sizes)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
     loaded = [is_near[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]
@@ -405,9 +399,14 @@ def test_far_keys(case, block, are_there, launches):
     found = []
     for launches.timing in (LATE, AT_RANDOM):
         far = FarKeys((k, v), is_near, are_there)
-        ends = (far.tensors, far.signals, far.arrive, far.depart)
-        dq = module.backward_early(dout, dlse, q, *ends, *results, lists, problem)
-        assert far.steps == ["arrive", "depart"]
+        saved = SavedQueries(q, *results)
+        steps = module.early_backward(Grads(dout, dlse), saved, far.signals, lists, problem)
+        steps.begin()
+        steps.main(far.tensors)
+        far.arrive()
+        steps.main(far.tensors)
+        assert far.words[1] == 1
+        dq = steps.finish()
         grads = dq, far.tensors.dk, far.tensors.dv
         assert_attention_close((None, None, *grads), inputs, slices, problem, True)
         found.append(grads)

@@ -17,6 +17,7 @@ from magi_compile.kernels.sm90.forward import launch as module
 from magi_compile.kernels.sm90.forward import overlap as early
 from magi_compile.kernels.sm90.forward import split_kv as parts
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call
+from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
@@ -60,9 +61,9 @@ def launches(compiled, monkeypatch):
     """Launches happen on this CPU; their numbers of thread blocks."""
     found = []
 
-    def launch(function, grid, block, params, stream, shared_bytes=None, may_start_early=False):
+    def launch(function, grid, block, params, stream, options):
         function(grid, min(block, MOST_THREADS), params)
-        if shared_bytes is None:
+        if options.shared_bytes == SHARED_BYTES:
             found.append(grid)
 
     with launching(monkeypatch, compiled, NUM_SMS, launch):
@@ -94,7 +95,7 @@ def test_one_launch(case, shape, launches):
     problem, inputs = prepared(case, shape)
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
+    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
     assert_attention_close(result, inputs, slices, problem)
     assert launches == [NUM_SMS]
 
@@ -109,7 +110,7 @@ def test_a_window_of_several_slices(left, right, shape, launches):
     assert len(slices) > 3
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert int((plan.q_runs[:, 0] < plan.q_runs[:, 1]).sum()) <= 6
-    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
+    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -129,7 +130,7 @@ def test_stairs(case, shape, launches):
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert (plan.q_runs[:, RUN_FIELDS.index("lane")] > 0).any()
-    result = module.forward(inputs.q, inputs.k, inputs.v, *plan[:3], problem)
+    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -145,7 +146,7 @@ def run_early(compiled, monkeypatch):
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
         walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
-        plan = early.split_plan(walk.q_tiles, walk.q_runs, walk.q_edges, tiles, cut + 1)
+        plan = early.split_plan(walk.q_walk, tiles, cut + 1)
         # As they arrive: side by side, and there are others behind.
         packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
         far = packed[:-5].unbind(1)
@@ -155,7 +156,7 @@ def run_early(compiled, monkeypatch):
             for target, source in zip(far, (inputs.k, inputs.v), strict=True):
                 target.copy_(source[cut:])
 
-        def launch(function, grid, block, params, stream):
+        def launch(function, grid, block, params, stream, options):
             if first_behind is not None and not grids:
                 arrive()
                 grid, params = NUM_SMS, bytes(params[:-4]) + struct.pack("<i", first_behind)
@@ -167,7 +168,12 @@ def run_early(compiled, monkeypatch):
             for x in (inputs.k, inputs.v)
         ]
         with launching(monkeypatch, compiled, NUM_SMS, launch):
-            result = early.forward_early(inputs.q, *near, far, arrive, plan, problem, **options)
+            steps = early.EarlyForward(inputs.q, near, far, plan, problem, **options)
+            steps.begin()
+            with steps.beside():
+                arrive()
+                steps.main()
+            result = steps.finish()
         return result, grids, plan
 
     return run
@@ -242,14 +248,14 @@ def in_parts(launches, monkeypatch):
     def run(inputs, slices, problem):
         sizes = plan_tiles(problem)
         plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
-        walk = plan[:3]
+        walk = plan.q_walk
         num_tiles, num_runs = (x.shape[0] for x in walk[:2])
         size = parts.PartLayout.of(num_tiles, num_runs, 8).size
         pointers, counts = (Pointer(0), Pointer(1), Pointer(2)), (num_tiles, num_runs, size)
         launch = parts.cut_launch(pointers, counts, sizes, problem, None)
         call = Call((Buffer.of((size,), torch.int32),), (launch,))
         (words,) = call.run(walk[:2], inputs.q.device)
-        result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, *walk, words, problem)
+        result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, walk, words, problem)
         return result, PartPlan.of(*walk[:2], words).parts_of_cuts
 
     return run
@@ -294,9 +300,7 @@ def test_a_wide_output_and_a_prior(launches):
                 inputs.q,
                 inputs.k[begin:end],
                 inputs.v[begin:end],
-                plan.q_tiles,
-                plan.q_runs,
-                plan.q_edges,
+                plan.q_walk,
                 problem,
             ),
             prior=result,

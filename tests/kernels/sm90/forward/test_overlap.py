@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.base import EarlyKernel
 from magi_compile.kernels.heuristics import PlanTiles
+from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.sm90.forward.overlap import NO_PART, TILES_OF_A_PART, split_plan
 from magi_compile.kernels.sm90.kernel import CudaKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
@@ -67,7 +67,7 @@ def test_the_lists_make_up_the_plan(case, exact):
     slices = near_and_far(case.slices(), case.seqlen_k // 2)
     far_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
     plan = build_tile_plan(slices, **SIZES._asdict(), exact=exact)
-    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, SIZES, far_begin)
+    split = split_plan(plan.q_walk, SIZES, far_begin)
     near, near_visits = computed(split.near_tiles, split.runs, split.edges, *sizes)
     far, far_visits = computed(split.far_tiles, split.runs, split.edges, *sizes)
     parts, part_visits = computed(split.part_tiles, split.runs, split.edges, *sizes)
@@ -105,7 +105,7 @@ def test_the_longest_parts_come_first():
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
     plan = build_tile_plan(slices, **SIZES._asdict())
-    split = split_plan(plan.q_tiles, plan.q_runs, plan.q_edges, SIZES, 641)
+    split = split_plan(plan.q_walk, SIZES, 641)
     assert split.part_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 
@@ -131,6 +131,15 @@ def late_keys(inputs, cut, spin_cycles):
     return far, lambda: torch.cuda.current_stream().wait_stream(stream)
 
 
+def in_steps(steps, arrive):
+    """The results of a pass whose remote keys are there once `arrive` has been called."""
+    steps.begin()
+    with steps.beside():
+        arrive()
+        steps.main()
+    return steps.finish()
+
+
 @pytest.mark.gpu
 @needs_hopper
 @pytest.mark.parametrize(
@@ -150,7 +159,8 @@ def test_matches_the_oracle(case, spin_cycles):
     slices = near_and_far(case.slices(), cut).to("cuda")
     plan = kernel.early_plan(slices, problem, cut + 1)
     near, (far, arrive) = (inputs.k[:cut], inputs.v[:cut]), late_keys(inputs, cut, spin_cycles)
-    out, lse = kernel.forward_early(inputs.q, *near, far, arrive, plan, problem, free_sms=FREE_SMS)
+    steps = kernel.early_forward(inputs.q, near, far, plan, problem, free_sms=FREE_SMS)
+    out, lse = in_steps(steps, arrive)
     assert_attention_close((out, lse), inputs, case.slices("cuda"), problem)
 
 
@@ -167,7 +177,8 @@ def test_deterministic_results_do_not_depend_on_when_far_keys_come():
         for step in range(100):
             far, arrive = late_keys(inputs, cut, 3000 * step)
             near = (inputs.k[:cut], inputs.v[:cut])
-            found.append(kernel.forward_early(inputs.q, *near, far, arrive, plan, problem))
+            steps = kernel.early_forward(inputs.q, near, far, plan, problem)
+            found.append(in_steps(steps, arrive))
     assert_attention_close(found[0], inputs, case.slices("cuda"), problem)
     for out, lse in found[1:]:
         assert torch.equal(out, found[0].out)

@@ -138,7 +138,7 @@ def run_on_host(tmp_path_factory):
 def on_host(run_on_host, monkeypatch):
     """The planner's kernel runs on this CPU."""
 
-    def launch(function, grid, block, params, stream, **_):
+    def launch(function, grid, block, params, stream, options):
         run_on_host((ctypes.c_char * len(params)).from_buffer_copy(params))
 
     idle_driver.fake_hopper(

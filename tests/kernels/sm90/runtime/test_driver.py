@@ -27,7 +27,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.stairs import NUM_LANES
-from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.plan.tiles import Walk, build_tile_plan
 from tests.kernels.support import idle_driver
 from tests.kernels.support.idle_driver import fields
 from tests.kernels.support.part_plan import PartPlan
@@ -35,6 +35,7 @@ from tests.kernels.support.part_plan import PartPlan
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
 EDGES = torch.zeros(256, NUM_LANES, 2, dtype=torch.int32)
+WALK = Walk(TILES, RUNS, EDGES)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
     calls = []
     for _ in range(3):
         q, k, v = inputs()
-        calls.append((q, k, v, *module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)))
+        calls.append((q, k, v, *module.forward(q, k, v, WALK, PROBLEM)))
     assert module._call.cache_info().misses == 1
     for params, (q, k, v, out, lse) in zip(launches, calls, strict=True):
         found = fields(FORWARD, params)
@@ -77,7 +78,7 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
 def test_an_output_has_the_strides_of_q(launches):
     q, k, v = inputs()
     q = q.transpose(0, 1).contiguous().transpose(0, 1)
-    out, _ = module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)
+    out, _ = module.forward(q, k, v, WALK, PROBLEM)
     assert out.stride() == q.stride() == (64, 256 * 64, 1)
     (params,) = launches
     found = fields(FORWARD, params)
@@ -88,7 +89,7 @@ def test_a_prior_and_a_wide_output(launches):
     q, k, v = inputs()
     prior = ForwardOutput(torch.zeros(256, 4, 64), torch.zeros(4, 256))
     out, _ = module.forward(
-        *(q, k, v, TILES[:1], RUNS, EDGES, PROBLEM), prior=prior, out_dtype=torch.float32
+        *(q, k, v, Walk(TILES[:1], RUNS, EDGES), PROBLEM), prior=prior, out_dtype=torch.float32
     )
     (params,) = launches
     found = fields(FORWARD, params)
@@ -112,11 +113,13 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     far = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
-    plan = early.split_plan(
-        walk.q_tiles, walk.q_runs, walk.q_edges, plan_tiles(PROBLEM), far_begin=257
-    )
-    arrive = lambda: order.append(len(launches))  # noqa: E731
-    out, lse = early.forward_early(q, k, v, far, arrive, plan, PROBLEM)
+    plan = early.split_plan(walk.q_walk, plan_tiles(PROBLEM), far_begin=257)
+    steps = early.EarlyForward(q, (k, v), far, plan, PROBLEM)
+    steps.begin()
+    with steps.beside():
+        order.append(len(launches))
+        steps.main()
+    out, lse = steps.finish()
     assert order == [("beside", "waits"), beside, 1, ("here", "waits")]
     for params in launches:
         found = fields(EARLY_FORWARD, params)
@@ -159,7 +162,7 @@ def test_a_walk_in_parts_and_what_merges_them(launches):
     words = torch.zeros(size, dtype=torch.int32)
     plan = PartPlan.of(TILES[:3], RUNS[:5], words)
     assert plan.num_parts == 6
-    out, lse = parts.forward_in_parts(q, k, v, TILES[:3], RUNS[:5], EDGES, words, PROBLEM)
+    out, lse = parts.forward_in_parts(q, k, v, Walk(TILES[:3], RUNS[:5], EDGES), words, PROBLEM)
     found, merged = (
         fields(layout, params) for layout, params in zip((FORWARD, MERGE), launches, strict=True)
     )
@@ -190,7 +193,7 @@ def test_what_tma_can_not_read_is_copied(what, launches):
         "stride": torch.empty(256, 2, 65).to(k)[..., :64],
         "inner": torch.empty(256, 64, 2).to(k).transpose(1, 2),
     }[what]
-    module.forward(q, k, v, TILES, RUNS, EDGES, PROBLEM)
+    module.forward(q, k, v, WALK, PROBLEM)
     (params,) = launches
     assert fields(FORWARD, params)["k[0]"] != k.data_ptr()
 
@@ -235,8 +238,9 @@ def test_the_first_call_in_a_thread_of_autograd_is_our_backward():
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("is_cooperative", [False, True])
 def test_what_a_launch_says_of_its_grid(may_start_early, cluster, is_cooperative):
+    options = launch.LaunchOptions(1024, may_start_early, cluster, is_cooperative)
     ids = launch.driver.CUlaunchAttributeID
-    config = launch._config(6, 1, 512, 1024, 0, may_start_early, cluster, is_cooperative)
+    config = launch._config(6, 1, 512, 0, options)
     found = {attribute.id: attribute.value for attribute in config.attrs}
     early = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     dimension = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION

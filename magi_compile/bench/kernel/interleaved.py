@@ -1,0 +1,129 @@
+"""Cells whose contenders are timed round by round in one process, in another order each round.
+
+A card at its power limit remembers who ran before, so that what always comes first is faster: contenders that differ by few
+percent are compared like this. A contender that crashes ends the run, and memory and time limits hold for nobody.
+"""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from magi_compile.bench import contenders
+from magi_compile.bench.kernel import timing
+from magi_compile.bench.kernel.measure import Bench, Prepared
+from magi_compile.bench.kernel.run import Settings
+from magi_compile.bench.results import provenance, rows
+from magi_compile.bench.workloads.cells import Cell
+from magi_compile.bench.workloads.workload import build, cost
+
+Runs = dict[str, Callable[[], object]]
+
+
+def execute(
+    cells: Sequence[Cell],
+    names: Sequence[str],
+    settings: Settings,
+    output: Path,
+    rounds: int,
+    say: Callable[[str], None] = print,
+) -> rows.Results:
+    """Measures `cells`, cheap ones first, and appends a row of each contender to `output`; all that it then holds.
+
+    Args:
+        cells: of the benchmark's grid.
+        names: contenders.
+        settings: what holds for all cells; limits of time and of processes do not.
+        output: a JSONL file; created if there is none.
+        rounds: how often each contender is timed.
+        say: takes lines of progress.
+    """
+    finished = rows.load([output]).finished if output.exists() else set()
+    benches = {
+        name: Bench(contenders.load(name), settings.device, settings.gate_seqlen)
+        for name in names
+        if contenders.load(name).available() is None
+    }
+    planned = [c for c in sorted(dict.fromkeys(cells), key=cost) if _is_open(c, names, finished)]
+    run_id = uuid.uuid4().hex[:8]
+    rows.append(output, "run", _record(run_id, planned, names, settings, rounds))
+    for number, cell in enumerate(planned, 1):
+        outcomes = _measure(cell, benches, settings, rounds)
+        for name in names:
+            outcome = outcomes.get(name) or {
+                "status": "unavailable",
+                "reason": contenders.load(name).available(),
+            }
+            where = {"run": run_id, "key": rows.row_key(cell, name), "contender": name}
+            rows.append(output, "row", {**where, "cell": cell.to_json(), **outcome})
+        say(f"[{number}/{len(planned)}] {cell.key}: {_in_words(outcomes)}")
+    return rows.load([output])
+
+
+def _is_open(cell: Cell, names: Sequence[str], finished: set[str]) -> bool:
+    """Whether a contender lacks a row: then all of them are measured, beside each other."""
+    return not all(rows.row_key(cell, name) in finished for name in names)
+
+
+def _record(
+    run_id: str, cells: Sequence[Cell], names: Sequence[str], settings: Settings, rounds: int
+) -> dict[str, Any]:
+    known = {k: v for name in names for k, v in contenders.load(name).versions().items()}
+    return {
+        **provenance.describe(settings.device, settings.command),
+        "run": run_id,
+        "versions": known,
+        "protocol": settings.protocol.to_json() | {"rounds": rounds, "interleaved": True},
+        "passes": settings.passes,
+        "gate_seqlen": settings.gate_seqlen,
+        "planned": [rows.row_key(cell, name) for cell in cells for name in names],
+    }
+
+
+def _measure(
+    cell: Cell, benches: dict[str, Bench], settings: Settings, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """What becomes of each contender."""
+    workload = build(cell, settings.device)
+    inputs = workload.inputs(settings.device)
+    outcomes: dict[str, dict[str, Any]] = {}
+    prepared: dict[str, Prepared] = {}
+    for name, bench in benches.items():
+        made = bench.prepare(cell, workload, inputs)
+        if isinstance(made, Prepared):
+            prepared[name], outcomes[name] = made, {**made.outcome, "passes": {}}
+        else:
+            outcomes[name] = made
+    for which in settings.passes:
+        runs = {name: x.runs[which] for name, x in prepared.items() if which in x.runs}
+        for name, times in in_rounds(runs, settings, rounds).items():
+            result = timing.summary(times)
+            result["tflops"] = workload.flops(which) / result["ms"] / 1e9
+            outcomes[name]["passes"][which] = result
+    return outcomes
+
+
+def in_rounds(runs: Runs, settings: Settings, rounds: int) -> dict[str, list[float]]:
+    """The milliseconds of a call of each, once a round, in an order of its own each round."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for _ in range(rounds):
+        random.shuffle(order)
+        for name in order:
+            times[name].append(timing.of_one_round(runs[name], settings.device, settings.protocol))
+    return times
+
+
+def _in_words(outcomes: dict[str, dict[str, Any]]) -> str:
+    return ", ".join(
+        f"{name} "
+        + (
+            "/".join(f"{x['tflops']:.3g}" for x in outcome["passes"].values())
+            if outcome["status"] == "ok"
+            else outcome["status"]
+        )
+        for name, outcome in outcomes.items()
+    )

@@ -1,0 +1,147 @@
+"""The custom ops of attention across ranks: schemas, implementations, fakes, autograd.
+
+magi::cp_attention   attention over the keys of all ranks -> (out, lse), differentiable: becomes, where it is called,
+magi::cp_ffa_fwd     its values
+magi::cp_ffa_bwd     its gradients -> (dq, dk, dv)
+
+Communication lives inside an op, because a graph compiler does not reorder communication that it does not know.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_compile import _compat
+from magi_compile.dtensor.agreement import require_agreement
+from magi_compile.dtensor.backward import backward
+from magi_compile.dtensor.execution import Execution, unpack
+from magi_compile.dtensor.forward import forward
+from magi_compile.dtensor.sharding import register_rules
+from magi_compile.dtensor.transport.collectives import select as select_collective
+from magi_compile.kernels.base import Grads, Saved
+from magi_compile.kernels.select import problem_of, select
+from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.scale import Scaled
+
+# Refusals depend on the problem alone, and a call is too short to ask for them each time.
+_select_kernel = lru_cache(maxsize=1024)(select)
+
+_lib = torch.library.Library("magi", "FRAGMENT")
+
+
+def _cp_ffa_fwd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    meta: Tensor,
+    data: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    collective: str,
+    group_name: str,
+    reduce_group_name: str,
+) -> tuple[Tensor, Tensor]:
+    scaled = Scaled.of(q, softmax_scale)
+    problem = problem_of(q, k, v, scaled.softmax_scale, softcap)
+    chosen = _select_kernel(problem, kernel or None)
+    group = _compat.resolve_process_group(group_name)
+    plan = unpack(meta, data)
+    require_agreement(plan, group, reduce_group_name, q.device)
+    if q.shape[0] != plan.rows:
+        raise ValueError(
+            f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
+            "take those of RankPlan.dispatch.positions(rank), padding included"
+        )
+    moving = select_collective(collective, group, q.device)
+    reduce_group = _compat.resolve_process_group(reduce_group_name)
+    execution = Execution(plan, chosen, problem, moving, group, reduce_group)
+    out, lse = forward(scaled.q, k, v, execution)
+    return out.contiguous(), lse
+
+
+def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _cp_ffa_bwd(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    meta: Tensor,
+    data: Tensor,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str,
+    collective: str,
+    group_name: str,
+    reduce_group_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    scaled = Scaled.of(q, softmax_scale)
+    problem = problem_of(q, k, v, scaled.softmax_scale, softcap)
+    chosen = _select_kernel(problem, kernel or None)
+    group = _compat.resolve_process_group(group_name)
+    plan = unpack(meta, data)
+    moving = select_collective(collective, group, q.device)
+    reduce_group = _compat.resolve_process_group(reduce_group_name)
+    execution = Execution(plan, chosen, problem, moving, group, reduce_group)
+    grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
+    dq, dk, dv = backward(grads, saved, execution)
+    return scaled.gradient(dq), dk, dv
+
+
+def _cp_ffa_bwd_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_OPTIONS = (
+    "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
+    "str reduce_group_name"
+)
+_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
+define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
+define(
+    _lib,
+    "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _cp_ffa_bwd,
+    _cp_ffa_bwd_fake,
+)
+
+
+# cp_attention: what is differentiable, made of the two
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        meta, data, *ctx.options = rest
+        out, lse = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, meta, data)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, out, lse, meta, data = ctx.saved_tensors
+        # Even without a gradient of its own a rank takes part, because the others wait for it.
+        if dout is None:
+            dout = torch.zeros_like(out)
+        arguments = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
+        return (*gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
+
+
+define_differentiable(
+    *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention, register_rules)
+)

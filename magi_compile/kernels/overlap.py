@@ -1,0 +1,159 @@
+"""Optional capabilities of kernels whose keys are still under way: a pass in steps, with work of others between them.
+
+A pass is made first, which enqueues nothing and raises what can be raised, and then done step by step, on torch's current
+stream of the time when it was made:
+
+    forward     begin    local keys         backward    begin    what needs no keys
+                main     remote keys                    main     what reads keys and values and writes dk and dv
+                finish   out and lse                    finish   dq
+
+Keys are local where they are there from the start, and remote where they arrive. No step waits on the host for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, ForwardOutput, Grads, Kernel
+from magi_compile.masks.slices import AttnSlices
+
+
+class SavedQueries(NamedTuple):
+    """`Saved` without the keys and values."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class KeyTensors(NamedTuple):
+    """Keys and values, and where their gradients go; these are contiguous."""
+
+    k: Tensor
+    v: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Signals(NamedTuple):
+    """Addresses of two int32 flags on the device, through which a running kernel and a collective order their work.
+
+    Both are 0 before anything of the call is enqueued.
+    """
+
+    have_arrived: int  # the collective sets it to 1 when remote keys and values have arrived
+    are_complete: (
+        int  # the kernel sets it to 1 when their dk and dv are complete, for other devices too
+    )
+
+
+class ForwardSteps(Protocol):
+    """A forward pass over local and remote keys; see `EarlyKernel.early_forward`."""
+
+    def begin(self) -> None:
+        """Enqueues the work on local keys, on the stream of the call."""
+        ...
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Within it the current stream is the one of `main`, which may be another than that of the call."""
+        ...
+
+    def main(self) -> None:
+        """Enqueues the work on remote keys, called once within `beside`, where the current stream waits for them."""
+        ...
+
+    def finish(self) -> ForwardOutput:
+        """Makes the stream of the call wait for all of it; the results."""
+        ...
+
+
+class BackwardSteps(Protocol):
+    """A backward pass; see `EarlyKernel.early_backward` and `PhasedKernel.phased_backward`."""
+
+    def begin(self) -> None:
+        """Enqueues what needs no keys."""
+        ...
+
+    def main(self, keys: KeyTensors) -> None:
+        """Enqueues what reads the keys and values of `keys`, none of them empty, and writes dk and dv there."""
+        ...
+
+    def finish(self) -> Tensor:
+        """Enqueues what is left, and gives back the memory of the pass; dq."""
+        ...
+
+
+@runtime_checkable
+class EarlyKernel(Kernel, Protocol):
+    """A kernel that begins with local keys before the remote ones have arrived. Nothing in a kernel waits for these."""
+
+    def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> Any:
+        """How `early_forward` walks `slices`, of which the columns from `remote_begin` on are the remote keys.
+
+        No slice has both local and remote columns, and the column in front of `remote_begin` belongs to none.
+        """
+        ...
+
+    def early_forward(
+        self,
+        q: Tensor,
+        keys: Sequence[Tensor],
+        remote: Sequence[Tensor],
+        plan: Any,
+        problem: AttnProblem,
+        *,
+        free_sms: int = 0,
+    ) -> ForwardSteps:
+        """Attention of `q` over the local keys and values `keys` and over the `remote` ones; none of them is empty.
+
+        `begin` leaves `free_sms` SMs to what brings remote keys, if there are more. How results are rounded may depend on
+        when these arrive, except under `torch.use_deterministic_algorithms(True)`.
+        """
+        ...
+
+    def backward_may_be_early(self) -> bool:
+        """Whether `early_backward` can be called, as torch's settings are now."""
+        ...
+
+    def early_backward_plan(
+        self, plan: list[Tensor], is_local: Tensor, problem: AttnProblem
+    ) -> Any:
+        """How `early_backward` walks what `plan` walks. Keys are local where `is_local`, bool `[total_k]`, is set."""
+        ...
+
+    def early_backward(
+        self,
+        grads: Grads,
+        saved: SavedQueries,
+        signals: Signals,
+        plan: Any,
+        problem: AttnProblem,
+    ) -> BackwardSteps:
+        """The backward pass of local keys, which are there, and of remote ones, which arrive.
+
+        `main` is called twice with the same tensors: once right behind `begin`, and again when the current stream waits for the
+        remote keys and values. dk and dv of remote keys are complete for other devices when `signals` say so, those of local keys
+        for what is enqueued on the current stream behind the second `main`.
+        """
+        ...
+
+
+@runtime_checkable
+class PhasedKernel(Kernel, Protocol):
+    """A kernel whose backward has work in front of what needs keys, and behind what gives their gradients."""
+
+    def phased_backward(
+        self,
+        grads: Grads,
+        saved: SavedQueries,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+    ) -> BackwardSteps:
+        """The backward pass of keys that arrive between `begin` and `main`, which is called once. dk and dv are complete for what
+        is enqueued on the current stream behind it, and are not touched again."""
+        ...
