@@ -281,9 +281,10 @@ def run_backward_in_a_graph(group, collective):
     with torch.cuda.graph(graph):
         recorded = run(tensors)
     for seed in range(6):
-        for x, new in zip(tensors, inputs(seed), strict=True):
-            if x is not None:
-                x.copy_(new)
+        for old, drawn in zip(tensors, inputs(seed), strict=True):
+            for x, new in zip(old, drawn, strict=True):  # Saved or Grads
+                if x is not None:
+                    x.copy_(new)
         if seed % size == rank:
             torch.cuda._sleep(1_000_000)
         graph.replay()

@@ -17,7 +17,7 @@ from tests.integrations.models import (
 pytestmark = pytest.mark.gpu
 # Heads of 64, which the Hopper kernels have; ModernBERT divides its hidden size by the number of heads.
 WIDE = {"head_dim": 64}
-CHANGES = {"modernbert": {"hidden_size": 256}}
+CHANGES = {"modernbert": {"hidden_size": 256, **WIDE}}
 
 
 def on_a_gpu(inputs):
