@@ -8,14 +8,22 @@ import torch
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import dispatch
+from magi_compile.dtensor.planning.rank_plan import plan_rank
 from magi_compile.dtensor.planning.stages import (
+    EARLY_BACKWARD_COST,
     TIE,
+    backward_begins_early,
     backward_seconds,
     choose_degree,
+    early_backward_seconds,
+    early_seconds,
+    forward_begins_early,
     forward_seconds,
 )
 from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.masks.library import MASKS as LIBRARY
+from magi_compile.masks.slices import AttnSlices
+from tests.dtensor.support.masks import documents
 
 
 def loads(area, local_area, rows, cp_size=2, query_rows=1):
@@ -168,3 +176,67 @@ def test_backward_within_3_percent_of_the_fastest_measured(mask, tokens):
             found = replace(rates, backward_stage_seconds_per_row=stage)
             chosen = choose_degree(load, found, backward=True, max_degree=1)
             assert times[chosen] <= 1.03 * min(times), (rates, found)
+
+
+def loads_of(slices, cp_size):
+    return StageLoads.of(RankRows.of(dispatch(slices, cp_size)))
+
+
+@pytest.mark.parametrize(
+    ("slices", "cp_size", "degree", "is_early"),
+    [
+        (documents([9000, 7000, 384], True), 2, 0, True),
+        (AttnSlices.full(131072), 2, 0, False),
+        (AttnSlices.full(131072), 8, 1, False),
+    ],
+    ids=["packed", "full", "full_8"],
+)
+def test_a_forward_begins_early_where_much_moves_for_what_is_computed(
+    slices, cp_size, degree, is_early
+):
+    loads = loads_of(slices, cp_size)
+    assert choose_degree(loads, DEFAULT_COST, early=True) == degree
+    assert forward_begins_early(loads, DEFAULT_COST) == is_early
+    assert plan_rank(slices, cp_size, 0).forward_is_early == is_early
+    others = [forward_seconds(loads, degree, DEFAULT_COST) for degree in range(5)]
+    if is_early:
+        assert early_seconds(loads, DEFAULT_COST) < min(others)
+    else:
+        assert others[degree] <= min(others) * (1 + TIE)
+
+
+def test_a_rank_without_local_keys_hides_nothing():
+    each = (torch.full((2,), x) for x in (10**9, 0, 10**4, 10**4))
+    loads = StageLoads(*each, 8192)
+    assert not forward_begins_early(loads, DEFAULT_COST)
+
+
+def test_a_backward_begins_early_where_much_moves_for_what_is_computed():
+    slow = replace(DEFAULT_COST, seconds_per_row=1e-6)
+    packed = loads_of(documents(document_packs(32768, 1)[0], causal=True), 4)
+    full = loads_of(AttnSlices.full(32768), 4)
+    for loads, cost, is_early in (
+        (packed, DEFAULT_COST, True),
+        (full, DEFAULT_COST, False),
+        (full, slow, True),
+    ):
+        assert backward_begins_early(loads, cost) == is_early
+        waiting, early = backward_seconds(loads, 0, cost), early_backward_seconds(loads, cost)
+        assert (early < waiting) == is_early
+    others = [backward_seconds(packed, degree, DEFAULT_COST) for degree in range(5)]
+    assert early_backward_seconds(packed, DEFAULT_COST) < min(others)
+    assert choose_degree(packed, DEFAULT_COST, backward=True, early=True) == 0
+
+
+def test_what_an_early_backward_can_not_hide():
+    loads = loads_of(AttnSlices.full(32768), 4)
+    at_once = replace(DEFAULT_COST, seconds_per_row=0.0, latency_seconds=0.0)
+    slow = replace(DEFAULT_COST, seconds_per_row=1e-3, backward_reduce_factor=2.0)
+    area = (
+        float(loads.area.max()) * DEFAULT_COST.seconds_per_area * DEFAULT_COST.backward_area_factor
+    )
+    stage = loads.query_rows * DEFAULT_COST.backward_stage_seconds_per_row
+    computing = area * (1 + EARLY_BACKWARD_COST) + stage
+    assert early_backward_seconds(loads, at_once) == pytest.approx(computing)
+    moving = 3 * (int(loads.recv_rows.max()) * 1e-3 + slow.latency_seconds)
+    assert moving < early_backward_seconds(loads, slow) < moving + computing

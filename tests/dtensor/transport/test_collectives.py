@@ -1,9 +1,16 @@
 """Group collectives against plain indexing of what all ranks hold."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from magi_compile.dtensor.transport.collectives import COLLECTIVES, Route, select
+from magi_compile.dtensor.transport.collectives import (
+    COLLECTIVES,
+    Route,
+    refuse_to_be_recorded,
+    select,
+)
 
 ROWS = 12
 CPU = torch.device("cpu")
@@ -143,3 +150,13 @@ def run_select(group):
 
 def test_select(ranks_of):
     ranks_of(1).run(run_select)
+
+
+def test_nothing_is_made_while_a_graph_is_captured(monkeypatch):
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    refuse_to_be_recorded(on_gpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    refuse_to_be_recorded(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="run the step once before it is captured"):
+        refuse_to_be_recorded(on_gpu)

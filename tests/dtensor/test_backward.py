@@ -1,6 +1,7 @@
-"""A backward whose keys arrive and whose gradients leave between its launches: in which order, and that it is right."""
+"""A backward in steps, whose keys arrive and whose gradients leave between them: in which order, and that it is right."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,21 +9,40 @@ import torch
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
 from magi_compile.dtensor.forward import forward
+from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
-from magi_compile.kernels.base import Grads, Saved
+from magi_compile.dtensor.transport.collectives import COLLECTIVES
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.testing.cases import Heads
-from tests.dtensor.support import phases_on_cpus
+from tests.dtensor.support import early_on_cpus, phases_on_cpus
 from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
 
+OPTIONS = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=1)
+
+
 HEADS = Heads(4, 2, 16, 16)
+
+
+PROBLEM = AttnProblem("cpu", None, torch.float32, 4, 2, 16, 16, 1.0)
+
+
+MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x129"]
+
+
 PHASES = ["begin", "main", "finish"]
 
 
-def options_of(backward_degree):
+# What moves takes so long that to hide any of it pays.
+EARLY_BACKWARD = replace(
+    OPTIONS, backward_degree=0, cost=replace(DEFAULT_COST, latency_seconds=1.0)
+)
+
+
+def phased(backward_degree):
     return ContextParallelOptions(chunk_size=16, backward_degree=backward_degree, early=False)
 
 
@@ -41,7 +61,7 @@ def run_in_phases(group, case, options, dtype):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_kernel_with_phases(ranks_of, size, name, degree):
     case = replace(SQUARE[name], heads=HEADS)
-    for steps in ranks_of(size).run(run_in_phases, case, options_of(degree), torch.float32):
+    for steps in ranks_of(size).run(run_in_phases, case, phased(degree), torch.float32):
         # Keys in place are there anyway, and their gradients stay.
         local = ["one call"] if steps[:1] == ["one call"] else []
         assert not local or degree
@@ -52,7 +72,7 @@ def test_a_kernel_with_phases(ranks_of, size, name, degree):
 
 def test_bf16(ranks_of):
     case = replace(SQUARE["shared_prefix"], heads=HEADS)
-    assert PHASES in ranks_of(2).run(run_in_phases, case, options_of(0), torch.bfloat16)
+    assert PHASES in ranks_of(2).run(run_in_phases, case, phased(0), torch.bfloat16)
 
 
 class Ticket:
@@ -96,7 +116,7 @@ class Telling(AllToAll):
 
 def run_and_tell(group, degree):
     """What a rank does with one kernel and with the other, and the gradients of both."""
-    plan = plan_rank(documents([1500, 1, 547], causal=True), 2, group.rank(), options_of(degree))
+    plan = plan_rank(documents([1500, 1, 547], causal=True), 2, group.rank(), phased(degree))
     plan = unpack(*plan.tensors("cpu"))
     generator = torch.Generator().manual_seed(group.rank())
     q, k, v, dout = (
@@ -155,3 +175,60 @@ def test_what_stages_hide(ranks_of):
             "finish",
             "wait for the reduce",
         ]
+
+
+def run_early_backward(group, case, options, dtype, collective="signalling", may_be_early=True):
+    early_on_cpus.steps.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        module = early_on_cpus.__name__
+        patch.setitem(KERNELS, "early_cpu", f"{module}:EarlyCpuKernel")
+        patch.setitem(COLLECTIVES, "signalling", f"{module}:Signalling")
+        patch.setattr(early_on_cpus, "may_be_early", may_be_early)
+        run_on_ranks(group, case, options, dtype, kernel="early_cpu", collective=collective)
+    return early_on_cpus.steps[:]
+
+
+@pytest.mark.parametrize("name", [*MASKS, "nobody_sees_anything"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_backward_that_begins_early(ranks_of, size, name):
+    case = replace(SQUARE[name], heads=HEADS)
+    for steps in ranks_of(size).run(run_early_backward, case, EARLY_BACKWARD, torch.float32):
+        # A rank whose keys nobody sees takes part in the cast and the reduce, and has nothing to work on.
+        assert [x.split()[0] for x in steps] in ([], ["local", "main", "finish"])
+        assert steps or name in ("nobody_sees_anything", "holes") or size == 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        (replace(EARLY_BACKWARD, early=False), torch.float32),
+        (EARLY_BACKWARD, torch.float32, "all_to_all"),
+        (EARLY_BACKWARD, torch.float32, "signalling", False),
+    ],
+    ids=["off", "no_signals", "no_kernel"],
+)
+def test_a_backward_that_waits(ranks_of, more):
+    case = replace(SQUARE["varlen_causal"], heads=HEADS)
+    assert ranks_of(2).run(run_early_backward, case, *more) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["early_backward_plan", "plan"])
+def test_what_fails_in_a_backward_does_so_before_rows_are_on_their_way(name, monkeypatch):
+    kernel = early_on_cpus.EarlyCpuKernel()
+
+    def refuse(*_):
+        raise RuntimeError("no plan")
+
+    monkeypatch.setattr(kernel, name, refuse, raising=False)
+    collective = SimpleNamespace(
+        signals=early_on_cpus.Signalling().signals,
+        casts=lambda *_: pytest.fail("rows are on their way"),
+    )
+    # Plans are kept, and this one is new.
+    slices = documents([900 + len(name), 1148], causal=True)
+    plan = unpack(*plan_rank(slices, 2, 0, EARLY_BACKWARD).tensors("cpu"))
+    q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
+    group = SimpleNamespace(rank=lambda: 0)
+    execution = Execution(plan, kernel, PROBLEM, collective, group, group)
+    with pytest.raises(RuntimeError, match="no plan"):
+        backward(Grads(q, None), Saved(q, k, v, q, q), execution)
