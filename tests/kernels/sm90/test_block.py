@@ -102,7 +102,7 @@ COUNTS = [0, 1, 31, 32, 33, 500]
 
 @pytest.fixture(scope="module")
 def block(tmp_path_factory):
-    return compile_library(tmp_path_factory.mktemp("block"), MAIN, "-O1 -pthread")
+    return compile_library(tmp_path_factory, MAIN, "-O1 -pthread")
 
 
 def address(tensor):

@@ -3,41 +3,90 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 import pytest
 
 from magi_compile.kernels.sm90.runtime.nvrtc import source_dir
 
-LIBRARY = "library.so"
 # In place of the instructions of Hopper GPUs.
 ON_A_CPU = {"common/ptx.cuh": "ptx_on_a_cpu.cuh", "common/wgmma.cuh": "wgmma_on_a_cpu.cuh"}
 
 
-def compiler_command(
-    path: Path, main: str, options: str, replaced: Mapping[str, str] | None = None
-) -> list[str]:
-    """Lays out an empty directory, in which the command then compiles `main` to `LIBRARY`; skips the test without g++.
+class Library:
+    """C++ compiled once for all workers of a run of tests: whoever asks first compiles it, the others wait.
 
-    `main` may include the sources, in which headers of this directory stand for those in `replaced`, and these headers.
+    The compiler runs until the first use of `path` waits for it. Skips the test where there is no g++.
+
+    Args:
+        directories: those of pytest.
+        main: the source; it may include those of `csrc/sm90`, in which headers of this directory stand for those in `replaced`, and
+            these headers.
+        options: of the compiler.
+        replaced: headers of this directory by those that they replace.
     """
-    if shutil.which("g++") is None:
-        pytest.skip("needs g++")
-    here = Path(__file__).parent
-    shutil.copytree(source_dir(), path, dirs_exist_ok=True)
-    for name, header in (replaced or {}).items():
-        shutil.copy(here / header, path / name)
-    (path / "main.cpp").write_text(main)
-    common = f"-std=c++17 -shared -fPIC -w -I. -I{here}"
-    return ["g++", *common.split(), *options.split(), "main.cpp", "-o", LIBRARY]
+
+    def __init__(
+        self,
+        directories: pytest.TempPathFactory,
+        main: str,
+        options: str,
+        replaced: Mapping[str, str] | None = None,
+    ):
+        if shutil.which("g++") is None:
+            pytest.skip("needs g++")
+        root = directories.getbasetemp()
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            root = root.parent  # the same for all workers of this run
+        key = repr((main, options, sorted((replaced or {}).items())))
+        self._directory = root / f"library-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+        self._compiler: subprocess.Popen | None = None
+        try:
+            self._directory.mkdir()
+        except FileExistsError:
+            return
+        self._compiler = self._start(main, options, replaced or {})
+
+    def _start(self, main: str, options: str, replaced: Mapping[str, str]) -> subprocess.Popen:
+        here, path = Path(__file__).parent, self._directory
+        shutil.copytree(source_dir(), path, dirs_exist_ok=True)
+        for name, header in replaced.items():
+            shutil.copy(here / header, path / name)
+        (path / "main.cpp").write_text(main)
+        command = f"g++ -std=c++17 -shared -fPIC -w -I. -I{here} {options} main.cpp -o part.so"
+        command = f"{command} && mv part.so {_DONE} || touch {_FAILED}"
+        return subprocess.Popen(command, shell=True, cwd=path)
+
+    @cached_property
+    def path(self) -> Path:
+        """Where it is, once it is there."""
+        if self._compiler is not None:
+            self._compiler.wait()
+        done, failed = self._directory / _DONE, self._directory / _FAILED
+        deadline = time.monotonic() + _LONGEST_S
+        while not done.exists():
+            assert not failed.exists(), f"g++ failed in {self._directory}"
+            assert time.monotonic() < deadline, f"nobody compiled {self._directory}"
+            time.sleep(0.05)
+        return done
+
+
+_DONE, _FAILED = "library.so", "failed"
+_LONGEST_S = 300.0
 
 
 def compile_library(
-    path: Path, main: str, options: str, replaced: Mapping[str, str] | None = None
+    directories: pytest.TempPathFactory,
+    main: str,
+    options: str,
+    replaced: Mapping[str, str] | None = None,
 ) -> ctypes.CDLL:
-    """The library that `compiler_command` makes."""
-    subprocess.run(compiler_command(path, main, options, replaced), cwd=path, check=True)
-    return ctypes.CDLL(str(path / LIBRARY))
+    """A `Library`, loaded."""
+    return ctypes.CDLL(str(Library(directories, main, options, replaced).path))

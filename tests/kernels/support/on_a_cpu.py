@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +14,7 @@ from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, TensorMap
 from tests.deterministic import deterministic_algorithms
 from tests.kernels.support import idle_driver
-from tests.kernels.support.cpp import LIBRARY, ON_A_CPU, compiler_command
+from tests.kernels.support.cpp import ON_A_CPU, Library
 
 _MAIN = """
 #include "common/ptx.cuh"
@@ -41,17 +39,14 @@ class CompiledKernel:
     The compiler runs until the first call waits for it.
     """
 
-    def __init__(self, variant: Variant, path: Path):
+    def __init__(self, variant: Variant, directories: pytest.TempPathFactory):
         main = _MAIN.format(source=variant.source, entry=variant.entry)
         options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-        command = compiler_command(path, main, options, ON_A_CPU)
-        self._compiler = subprocess.Popen(command, cwd=path)
-        self._library = path / LIBRARY
+        self._library = Library(directories, main, options, ON_A_CPU)
 
     @cached_property
     def _run(self) -> Callable[..., bool]:
-        assert self._compiler.wait() == 0
-        run = ctypes.CDLL(str(self._library)).run
+        run = ctypes.CDLL(str(self._library.path)).run
         run.restype = ctypes.c_bool
         return run
 
@@ -73,11 +68,9 @@ class CompiledKernel:
         assert ended, "some threads wait for what never comes"
 
 
-def compile_once(
-    directories: pytest.TempPathFactory, name: str
-) -> Callable[[Variant], CompiledKernel]:
+def compile_once(directories: pytest.TempPathFactory) -> Callable[[Variant], CompiledKernel]:
     """`compiled(variant)`, the same kernel for the same variant."""
-    return cache(lambda variant: CompiledKernel(variant, directories.mktemp(name)))
+    return cache(lambda variant: CompiledKernel(variant, directories))
 
 
 @contextmanager

@@ -22,4 +22,4 @@ def compile_for_one_thread(
     )
     options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
     replaced = {"common/block.cuh": "one_thread.cuh"}
-    return compile_library(directories.mktemp("one_thread"), main, options, replaced).run
+    return compile_library(directories, main, options, replaced).run

@@ -28,8 +28,7 @@ extern "C" int items(int row_groups, int num_heads, int heads_of_turn, int group
 @pytest.fixture(scope="module")
 def items(tmp_path_factory):
     """`items(row_groups, heads, heads of a turn, heads of a group, passes)`: (head, row group) of each."""
-    path, replaced = tmp_path_factory.mktemp("items"), ON_A_CPU
-    library = compile_library(path, SOURCE, "-O1", replaced)
+    library = compile_library(tmp_path_factory, SOURCE, "-O1", ON_A_CPU)
 
     def listed(*arguments):
         to = torch.empty(1000, 2, dtype=torch.int32)

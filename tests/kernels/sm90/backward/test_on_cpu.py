@@ -114,7 +114,7 @@ def entries(params: bytes) -> list[tuple[int, int, int]]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    return compile_once(tmp_path_factory, "backward")
+    return compile_once(tmp_path_factory)
 
 
 @pytest.fixture

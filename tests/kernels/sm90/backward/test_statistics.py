@@ -26,8 +26,8 @@ extern "C" void split(const float* values, int count, unsigned short (*terms)[3]
 @pytest.fixture(scope="module")
 def split(tmp_path_factory):
     """`split(values)`: the terms of each, bf16 `[len(values), 3]`."""
-    path, replaced = tmp_path_factory.mktemp("stats"), ON_A_CPU
-    library = compile_library(path, SOURCE, "-O1 -fno-strict-aliasing", replaced)
+    options = "-O1 -fno-strict-aliasing"
+    library = compile_library(tmp_path_factory, SOURCE, options, ON_A_CPU)
 
     def terms_of(values: torch.Tensor) -> torch.Tensor:
         terms = torch.empty(len(values), 3, dtype=torch.bfloat16)

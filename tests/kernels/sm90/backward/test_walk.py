@@ -36,7 +36,7 @@ extern "C" int walk(const int* run, int num_groups, bool is_ascending, int (*vis
 @pytest.fixture(scope="module")
 def walk(tmp_path_factory):
     """`walk(run, is_ascending)` gives the visits of a run as `(col, group, is_masked)`."""
-    library = compile_library(tmp_path_factory.mktemp("walk"), SOURCE, "-O1 -fsanitize=undefined")
+    library = compile_library(tmp_path_factory, SOURCE, "-O1 -fsanitize=undefined")
 
     def visits(run: list[int], is_ascending: bool) -> list[list[int]]:
         aligned = torch.tensor(run, dtype=torch.int32)

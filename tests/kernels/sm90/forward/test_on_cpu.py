@@ -53,7 +53,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    return compile_once(tmp_path_factory, "forward")
+    return compile_once(tmp_path_factory)
 
 
 @pytest.fixture

@@ -45,8 +45,7 @@ class Sizes(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("schedule")
-    return compile_library(folder, SOURCE, "-O1", ON_A_CPU)
+    return compile_library(tmp_path_factory, SOURCE, "-O1", ON_A_CPU)
 
 
 def draw(library, sizes, num_filled, num_blocks):

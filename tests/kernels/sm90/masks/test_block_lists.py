@@ -40,9 +40,10 @@ MASKS = {
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    path, replaced = tmp_path_factory.mktemp("lists"), {"common/block.cuh": "one_thread.cuh"}
+    replaced = {"common/block.cuh": "one_thread.cuh"}
     traps = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
-    return compile_library(path, MAIN, f"-O1 -fno-sanitize-recover {traps}", replaced).run
+    options = f"-O1 -fno-sanitize-recover {traps}"
+    return compile_library(tmp_path_factory, MAIN, options, replaced).run
 
 
 def intervals_of(mask):

@@ -156,8 +156,8 @@ def run_on_host(tmp_path_factory):
     )
     main = MAIN.format(masks="\n".join(masks), cases="\n".join(cases))
     traps = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
-    path, replaced = tmp_path_factory.mktemp("mask_slices"), {"common/block.cuh": "one_thread.cuh"}
-    kernel = compile_library(path, main, f"-O0 -fno-sanitize-recover {traps}", replaced).run
+    options, replaced = f"-O0 -fno-sanitize-recover {traps}", {"common/block.cuh": "one_thread.cuh"}
+    kernel = compile_library(tmp_path_factory, main, options, replaced).run
 
     def run(case: Case) -> OnHost:
         given, prepared = mask_slices.prepare(*case, CPU)
