@@ -141,16 +141,18 @@ def train(group, attention, nheads_kv, backend, is_local=False, has_fsdp=False):
     return graphs()
 
 
-@pytest.mark.parametrize("nheads_kv", [2, 1])
+# In a graph each way to call attention once, with heads of keys that divide or that do not.
 @pytest.mark.parametrize(
-    ("attention", "backend"),
+    ("attention", "backend", "nheads_kv"),
     [
-        ("flex_attention", None),
-        ("flex_attention", "aot_eager"),
-        ("our_flex_attention", None),
-        ("our_flex_attention", "aot_eager"),
-        ("planned", None),
-        ("planned", "aot_eager"),
+        *(
+            (x, None, n)
+            for x in ("flex_attention", "our_flex_attention", "planned")
+            for n in (2, 1)
+        ),
+        ("flex_attention", "aot_eager", 1),
+        ("our_flex_attention", "aot_eager", 2),
+        ("planned", "aot_eager", 1),
     ],
 )
 def test_loss_and_gradients_are_those_of_one_process(ranks_of, attention, backend, nheads_kv):
