@@ -247,7 +247,10 @@ def _slices_of_lists(
     if is_known and not may_change_uncounted(cu_q) and not may_change_uncounted(cu_k):
         return found.slices
     with torch.inference_mode(False):
-        made = AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
+        try:
+            made = AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
+        except (TypeError, ValueError) as error:  # in the names of PyTorch's arguments
+            raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_")) from None
     kept[key] = _Kept(ref(cu_k), versions, made)
     return made
 

@@ -179,6 +179,33 @@ def test_lists_beyond_the_tokens(active):
         varlen_attn(*packed(40, 40), lists, lists, 30, 30, **GQA)
 
 
+@pytest.mark.parametrize(
+    ("cu_seq", "error", "message"),
+    [
+        ([1, 40], ValueError, r"`cu_seq_q` must start at 0, got 1"),
+        ([0, 30, 20, 40], ValueError, r"`cu_seq_q` must never decrease, got \[30, 20\] at 1"),
+        ([0.0, 40.0], TypeError, r"`cu_seq_q` must hold int32 or int64 values, got torch.float32"),
+    ],
+)
+def test_wrong_lists_by_the_names_of_varlen_attn(cu_seq, error, message):
+    q = torch.randn(40, 2, 16)
+    lists = torch.tensor(cu_seq)
+    given = {"query": q, "key": q, "value": q, "cu_seq_q": lists, "cu_seq_k": lists}
+    with pytest.raises(error, match=message):
+        door.call_of_varlen({**given, "is_causal": True, "scale": None})
+
+
+def test_lists_of_different_lengths():
+    q = torch.randn(40, 2, 16)
+    lists = {"cu_seq_q": torch.tensor([0, 40]), "cu_seq_k": torch.tensor([0, 20, 40])}
+    with pytest.raises(
+        ValueError, match=r"`cu_seq_k` must have the length of `cu_seq_q` \(2\), got 3"
+    ):
+        door.call_of_varlen(
+            {"query": q, "key": q, "value": q, **lists, "is_causal": True, "scale": None}
+        )
+
+
 REFUSED = {
     "seqused_k": torch.tensor([5], dtype=torch.int32),
     "block_table": torch.zeros(1, 1, dtype=torch.int32),
