@@ -14,6 +14,8 @@ from magi_compile.dtensor import context_parallel
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations.models import SEQLEN, make_model, positions, tokens
 
+MIXED = ("qwen3", "gemma3", "gpt_oss")  # windows of 40 in every other layer
+
 
 @pytest.fixture(scope="module")
 def ranks():
@@ -22,8 +24,8 @@ def ranks():
     started.close()
 
 
-def batch():
-    """Tokens, positions, labels that are shifted within documents, and the mask, all of the whole sequence."""
+def batch(is_mixed):
+    """Tokens, positions, labels that are shifted within documents, and the mask or masks, all of the whole sequence."""
     words, place = tokens(1), positions()
     document = (place[0] == 0).cumsum(0)
     is_last = document.diff(append=document[:1] - 1) != 0
@@ -32,15 +34,22 @@ def batch():
     def causal_in_documents(b, h, q, kv):
         return (document[q] == document[kv]) & (q >= kv)
 
-    mask = magi_compile.create_block_mask(causal_in_documents, None, None, SEQLEN, SEQLEN, "cpu")
-    return words, place, labels, mask
+    def window_in_documents(b, h, q, kv):
+        return causal_in_documents(b, h, q, kv) & (q - kv < 40)
+
+    full, window = (
+        magi_compile.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, "cpu")
+        for mask_mod in (causal_in_documents, window_in_documents)
+    )
+    mixed = {"full_attention": full, "sliding_attention": window}
+    return words, place, labels, mixed if is_mixed else full
 
 
-def train(group, compiled, around=context_parallel):
+def train(group, name, compiled, around=context_parallel):
     """The loss and all gradients of a step."""
     torch._dynamo.reset()
-    words, place, labels, mask = batch()
-    model, count = make_model("llama"), (labels != -100).sum()
+    words, place, labels, mask = batch(name in MIXED)
+    model, count = make_model(name), (labels != -100).sum()
     quick = magi_compile.make_backend("aot_eager")
     forward = torch.compile(model, backend=quick, fullgraph=True) if compiled else model
     cp = {"buffers": [words, place, labels], "buffer_seq_dims": [1, 1, 1]}
@@ -58,7 +67,7 @@ def train(group, compiled, around=context_parallel):
 
 
 def without_a_mask(group):
-    words, place, labels, mask = batch()
+    words, place, labels, mask = batch(False)
     cp = {"buffers": [words, place, labels], "buffer_seq_dims": [1, 1, 1]}
     with (
         pytest.raises(ValueError, match="must be the one that context_parallel was given"),
@@ -67,10 +76,14 @@ def without_a_mask(group):
         make_model("llama")(input_ids=words, position_ids=place)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_a_step_is_that_of_one_process(compiled, ranks):
-    ours, _ = ranks.run(train, compiled)
-    alone = train(None, False, lambda *_, **__: nullcontext())
+RUNS = ["llama eager", "llama compiled", "gemma3 eager", "qwen3 compiled", "gpt_oss compiled"]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_a_step_is_that_of_one_process(run, ranks):
+    name, how = run.split()
+    ours, _ = ranks.run(train, name, how == "compiled")
+    alone = train(None, name, False, lambda *_, **__: nullcontext())
     torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
 
 
