@@ -44,13 +44,13 @@ class DeviceStage:
         return self._plans[key]
 
     def early_backward_plan(self, kernel: EarlyKernel, problem: AttnProblem, rank: int) -> Any:
-        """What an `EarlyKernel` is called with; the near keys are those of `rank`, which is this one."""
+        """What an `EarlyKernel` is called with; the local keys are those of `rank`, which is this one."""
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._early_plans:
             assert self.route is not None
             plan = self.kernel_plan(kernel, problem)
-            is_near = self.route.derive(_is_from, rank)
-            self._early_plans[key] = kernel.early_backward_plan(plan, is_near, problem)
+            is_local = self.route.derive(_is_from, rank)
+            self._early_plans[key] = kernel.early_backward_plan(plan, is_local, problem)
         return self._early_plans[key]
 
 
@@ -70,22 +70,22 @@ def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
 
 
 class MergedStage:
-    """Near keys, in place, and far ones, in a buffer, in one attention call; none of the two is empty.
+    """Local keys, in place, and remote ones, in a buffer, in one attention call; none of the two is empty.
 
     Args:
-        near: the stage of the near keys.
-        far: that of the far ones.
+        local: the stage of the local keys.
+        remote: that of the remote ones.
     """
 
-    def __init__(self, near: DeviceStage, far: DeviceStage):
-        assert far.route is not None
-        self.near, self.far, self.route = near, far, far.route
+    def __init__(self, local: DeviceStage, remote: DeviceStage):
+        assert remote.route is not None
+        self.local, self.remote, self.route = local, remote, remote.route
         self._early: dict[Hashable, Any] = {}
 
     @cached_property
     def side_by_side(self) -> DeviceStage:
-        """The stage over one tensor, near keys in front of far ones."""
-        return self._joined(self.near.slices.seqlen_k)
+        """The stage over one tensor, local keys in front of remote ones."""
+        return self._joined(self.local.slices.seqlen_k)
 
     def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
         """What an `EarlyKernel` is called with; None for other kernels."""
@@ -93,22 +93,22 @@ class MergedStage:
         if key not in self._early:
             plan = None
             if isinstance(kernel, EarlyKernel):
-                # With a column between near and far ones, so that no run has both.
-                far_begin = self.near.slices.seqlen_k + 1
-                slices = self._joined(far_begin).slices
-                plan = kernel.early_plan(slices, problem, far_begin)
+                # With a column between local and remote ones, so that no run has both.
+                remote_begin = self.local.slices.seqlen_k + 1
+                slices = self._joined(remote_begin).slices
+                plan = kernel.early_plan(slices, problem, remote_begin)
             self._early[key] = plan
         return self._early[key]
 
-    def _joined(self, far_begin: int) -> DeviceStage:
-        near, far = self.near.slices, self.far.slices
-        refuse_to_be_recorded(near.q_ranges)
+    def _joined(self, remote_begin: int) -> DeviceStage:
+        local, remote = self.local.slices, self.remote.slices
+        refuse_to_be_recorded(local.q_ranges)
         slices = AttnSlices.unchecked(
-            torch.cat([near.q_ranges, far.q_ranges]),
-            torch.cat([near.k_ranges, far.k_ranges + far_begin]),
-            torch.cat([near.mask_types, far.mask_types]),
-            near.seqlen_q,
-            far_begin + far.seqlen_k,
+            torch.cat([local.q_ranges, remote.q_ranges]),
+            torch.cat([local.k_ranges, remote.k_ranges + remote_begin]),
+            torch.cat([local.mask_types, remote.mask_types]),
+            local.seqlen_q,
+            remote_begin + remote.seqlen_k,
         )
         return DeviceStage(slices, None)
 
@@ -176,7 +176,7 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     stages = [stage() for _ in range(num_forward + num_backward)]
     forward, backward = stages[:num_forward], stages[num_forward:]
     merged = None
-    # A rank of which all keys are near or all are far has one stage anyway.
+    # A rank of which all keys are local or all are remote has one stage anyway.
     if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
     backward_is_early = bool(is_backward_early) and not backward[0].is_empty

@@ -41,7 +41,7 @@ _lib = torch.library.Library("magi", "DEF")
 # plan
 
 
-class Route(NamedTuple):
+class Chosen(NamedTuple):
     """What runs a call."""
 
     kernel: Kernel
@@ -49,17 +49,17 @@ class Route(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _route(
+def _chosen(
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int, int, int],
     softmax_scale: float,
     softcap: float,
     kernel: str | None,
-) -> Route:
+) -> Chosen:
     """What runs attention of such tensors: a call is too short to find that out each time."""
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
-    return Route(select(problem, kernel), problem)
+    return Chosen(select(problem, kernel), problem)
 
 
 def _plan(
@@ -77,7 +77,7 @@ def _plan(
     kernel: str,
 ) -> list[Tensor]:
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    chosen, problem = _route(q_ranges.device, dtype, heads, 1.0, softcap, kernel or None)
+    chosen, problem = _chosen(q_ranges.device, dtype, heads, 1.0, softcap, kernel or None)
     if not chosen.plans_in_graph:
         return []
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
@@ -144,7 +144,7 @@ def plan_of_call(
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(slices.q_ranges):
         return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
-    chosen, problem = _route(q.device, q.dtype, heads, 1.0, softcap, kernel or None)
+    chosen, problem = _chosen(q.device, q.dtype, heads, 1.0, softcap, kernel or None)
     is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or any(map(_compat.may_change_uncounted, lists)):
         return _plan_of(chosen, slices, problem)
@@ -182,7 +182,7 @@ def _ffa_fwd(
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
-    chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
+    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None)
     of_lists = _slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     if chosen.prepares_calls:
@@ -227,7 +227,7 @@ def _ffa_bwd(
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
-    chosen, problem = _route(q.device, q.dtype, heads, scale, softcap, kernel or None)
+    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None)
     of_lists = _slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)

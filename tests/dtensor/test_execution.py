@@ -24,17 +24,17 @@ EARLY_BACKWARD = replace(
 )
 
 
-def test_the_plan_has_near_and_far_keys():
+def test_the_plan_has_local_and_remote_keys():
     slices = documents([700, 1, 90, 1257], causal=True)
     merged = plan_rank(slices, 2, 0, OPTIONS)
     waiting = plan_rank(slices, 2, 0, replace(OPTIONS, early=False))
-    near, far = merged.forward
-    assert near.transfer is None
-    assert far.transfer.recv_counts[0] == 0  # no row of its own
+    local, remote = merged.forward
+    assert local.transfer is None
+    assert remote.transfer.recv_counts[0] == 0  # no row of its own
     assert len(waiting.forward) == 1
     assert merged.forward_is_early
     assert not waiting.forward_is_early
-    assert near.slices.area() + far.slices.area() == waiting.forward[0].slices.area()
+    assert local.slices.area() + remote.slices.area() == waiting.forward[0].slices.area()
     stage = unpack(*merged.tensors("cpu")).merged.side_by_side
     assert stage.slices.area() == waiting.forward[0].slices.area()
     assert unpack(*waiting.tensors("cpu")).merged is None
@@ -42,7 +42,7 @@ def test_the_plan_has_near_and_far_keys():
     assert not plan_rank(slices, 2, 0, blind).forward_is_early
 
 
-def test_near_keys_of_a_backward():
+def test_local_keys_of_a_backward():
     slices = documents([700, 1, 90, 1257], causal=True)
     for rank in range(2):
         plan = plan_rank(slices, 2, rank, EARLY_BACKWARD)
@@ -50,14 +50,14 @@ def test_near_keys_of_a_backward():
         assert ready.backward_is_early
         (stage,) = ready.backward
         plans = stage.early_backward_plan(early_on_cpus.EarlyCpuKernel(), PROBLEM, rank)
-        _, is_near = plans
+        _, is_local = plans
         # Rows of the buffer by the rank that has them.
         owner = torch.full((stage.route.num_received,), -1)
         for peer, row, _, count in stage.route.host_recvs.tolist():
             owner[row : row + count] = peer
-        assert torch.equal(is_near, owner == rank)
-        assert is_near.any()
-        assert not is_near.all()
+        assert torch.equal(is_local, owner == rank)
+        assert is_local.any()
+        assert not is_local.all()
     blind = replace(EARLY_BACKWARD.cost, backward_starts_early=False)
     for options in (
         OPTIONS,
@@ -67,7 +67,7 @@ def test_near_keys_of_a_backward():
         assert not unpack(*plan_rank(slices, 2, 0, options).tensors("cpu")).backward_is_early
 
 
-def test_ranks_without_far_keys_do_not_merge():
+def test_ranks_without_remote_keys_do_not_merge():
     slices = AttnSlices.from_cu_seqlens([0, 512, 1024], causal=True)
     options = replace(OPTIONS, strategy="sequential", chunk_size=512)
     for rank in range(2):

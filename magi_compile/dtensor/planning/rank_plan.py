@@ -90,7 +90,7 @@ class PlanTensors(NamedTuple):
 class RankPlan:
     """One rank's plan. `digest` is the same on all ranks if and only if they plan the same mask alike.
 
-    Where `forward_is_early`, the two forward stages are one: its near keys and its far ones.
+    Where `forward_is_early`, the two forward stages are one: its local keys and its remote ones.
     """
 
     dispatch: Dispatch

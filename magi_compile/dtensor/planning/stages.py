@@ -33,7 +33,7 @@ IDLE_WAVES = 0.5
 BEFORE_KEYS = 1 / 3
 
 #: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes. On one GPU it is 0
-#: to 3.5 %, most on full masks: thread blocks begin with far keys one after another, and share less of them in the L2 cache.
+#: to 3.5 %, most on full masks: thread blocks begin with remote keys one after another, and share less of them in the L2 cache.
 EARLY_FORWARD_COST = 0.02
 
 #: By how much longer the backward of an `EarlyKernel` computes. Alone on a GPU it is 0 to 2 %; on four, beside what moves and
