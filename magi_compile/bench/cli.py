@@ -1,4 +1,4 @@
-"""The command line: `magi-bench kernel | sparse | step | masks | report | compare`."""
+"""The command line: `magi-bench kernel | sparse | step | masks | report | chart | compare`."""
 
 from __future__ import annotations
 
@@ -67,6 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--note", default="", help="a sentence below the title")
     report.add_argument("--readme", type=Path, help="rewrite the marked table of this file")
     report.set_defaults(command=_report)
+    chart = commands.add_parser("chart", help="one picture of some contenders at one length")
+    chart.add_argument("results", type=Path, nargs="+", help="JSONL files")
+    chart.add_argument("--seqlen", type=arguments.length, required=True)
+    chart.add_argument("--masks", nargs="+", required=True, choices=MASKS, metavar="NAME")
+    chart.add_argument(
+        "--contenders", nargs="+", required=True, choices=contenders.names(), metavar="NAME"
+    )
+    chart.add_argument("--output", type=Path, required=True, help="an .svg")
+    chart.set_defaults(command=_chart)
     versus = commands.add_parser("compare", help="what is faster in B than in A, beyond noise")
     versus.add_argument("before", type=Path)
     versus.add_argument("after", type=Path)
@@ -284,6 +293,16 @@ def _report(args: argparse.Namespace) -> int:
         _say(str(path))
     if args.readme:
         write_readme_table(results, args.readme)
+    return 0
+
+
+def _chart(args: argparse.Namespace) -> int:
+    from magi_compile.bench.report.chart import to_chart
+
+    masks = [name.replace("_", " ") for name in args.masks]
+    results = rows.load(args.results)
+    args.output.write_text(to_chart(results, args.seqlen, masks, args.contenders))
+    _say(str(args.output))
     return 0
 
 

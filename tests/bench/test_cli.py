@@ -1,6 +1,7 @@
 """The commands, from arguments to files."""
 
 import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -234,3 +235,38 @@ def test_masks(tmp_path, capsys):
 @pytest.mark.parametrize(("largest", "top"), [(1.0, 1.25), (700.0, 800.0), (0.03, 0.04)])
 def test_axes_end_on_round_numbers(largest, top):
     assert Axis.covering(largest).top == pytest.approx(top)
+
+
+CHART = ["--seqlen", "256", "--masks", "document_causal", "--contenders", "magi-cpu", "naive"]
+
+
+def test_chart(results, tmp_path):
+    picture = tmp_path / "speed.svg"
+    assert main(["chart", str(results), *CHART, "--output", str(picture)]) == 0
+    root = ElementTree.fromstring(picture.read_text())
+    texts = [node.text for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    speeds = {
+        row["contender"]: [row["passes"][which]["tflops"] for which in ("fwd", "bwd")]
+        for row in rows.load([results]).rows.values()
+    }
+    for value in (x for found in speeds.values() for x in found):
+        assert tables.number(value) in texts
+    bars = [node for node in root.iter("{http://www.w3.org/2000/svg}rect") if node.get("x")]
+    assert len(bars) == 2 + 4  # in the legend, and in the two panels
+    heights = [float(bar.get("height")) for bar in bars[2:]]
+    slow, fast = sorted(speeds, key=lambda name: speeds[name][0])
+    forward = dict(zip(("magi-cpu", "naive"), heights[:2], strict=True))
+    assert forward[slow] / forward[fast] == pytest.approx(speeds[slow][0] / speeds[fast][0], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--seqlen", "512"], "`masks` names 'document causal', which has no number at 512"),
+        (["--contenders", *(["naive"] * 5)], "`contenders` must be at most 4, got 5"),
+    ],
+)
+def test_chart_of_what_is_not_there(results, tmp_path, capsys, changed, message):
+    with pytest.raises(SystemExit):
+        main(["chart", str(results), *CHART, *changed, "--output", str(tmp_path / "x.svg")])
+    assert message in capsys.readouterr().err

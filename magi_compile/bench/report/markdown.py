@@ -61,8 +61,8 @@ def _against_best(rows: dict[str, tables.Row], which: str, size: float) -> list[
     ours, other = (tables.best(rows, which, ours) for ours in (True, False))
     ratio = tables.ratio_to_best(rows, which)
     return [
-        f"{ours[1] / size:.0f}" if ours else "-",
-        f"{other[1] / size:.0f}, {tables.label(other[0])}" if other else "-",
+        tables.number(ours[1] / size) if ours else "-",
+        f"{tables.number(other[1] / size)}, {tables.label(other[0])}" if other else "-",
         f"{ratio:.2f}" if ratio else "-",
     ]
 

@@ -12,8 +12,11 @@ from magi_compile.bench.report.tables import Group
 from magi_compile.bench.results.rows import Results
 from magi_compile.bench.workloads.cells import format_length
 
-# The style sheet has so many colours for contenders that are not ours, and so many for ours.
-NUM_COLORS, NUM_OURS = 12, 3
+# The style sheet has so many colours for contenders that are not ours, which also differ in lightness, and so many for
+# ours. Charts draw the fastest contenders of a group, as many as there are colours; tables have all of them.
+NUM_COLORS, NUM_OURS = 5, 3
+# Below this share of a large matmul's speed, its line would leave the bars no room; the legend has it anyway.
+ROOF_SHARE = 0.6
 
 
 def to_html(results: Results, title: str, note: str = "") -> str:
@@ -59,10 +62,11 @@ def _summary(results: Results, found: list[Group]) -> str:
 
 def _section(group: Group, index: int, styles: dict[str, str], results: Results) -> str:
     parts = [f'<section id="g{index}"><h2>{escape(group.title)}</h2>']
+    styles = {name: styles[name] for name in _drawn(group)}
     for which in group.passes:
         parts.append(f"<h3>{tables.PASS_TITLES[which]}</h3>")
         parts.append(_heat_map(group, which))
-        parts.append(_legend(group, styles))
+        parts.append(_legend(group, styles, results))
         charts = (_speed_chart(group, which, mask, styles, results) for mask in group.masks)
         parts.append(f'<div class="charts">{"".join(charts)}</div>')
         table = _table(*tables.speed_table(group, which))
@@ -79,21 +83,38 @@ def _section(group: Group, index: int, styles: dict[str, str], results: Results)
     return "".join([*parts, "</section>"])
 
 
+def _drawn(group: Group) -> list[str]:
+    """The contenders of a group that charts show: ours, and the fastest others."""
+    shares: dict[str, list[float]] = {}
+    for which in group.passes:
+        for name, by_mask in tables.heat_map(group, which).items():
+            shares.setdefault(name, []).extend(by_mask.values())
+    others = [name for name in group.names if not tables.is_ours(name)]
+    others.sort(key=lambda name: -statistics.mean(shares.get(name, [0.0])))
+    return [name for name in group.names if tables.is_ours(name) or name in others[:NUM_COLORS]]
+
+
 def _styles(found: list[Group]) -> dict[str, str]:
-    """A style of the sheet for each contender, the same in all groups; ours stand out."""
-    names = list(dict.fromkeys(name for group in found for name in group.names))
-    ours = [name for name in names if tables.is_ours(name)]
-    others = [name for name in names if not tables.is_ours(name)]
+    """A style of the sheet for each contender, where possible the same in all groups; ours stand out."""
+    drawn = [_drawn(group) for group in found]
+    ours = list(dict.fromkeys(name for names in drawn for name in names if tables.is_ours(name)))
     styles = {name: f"ours{i % NUM_OURS}" for i, name in enumerate(ours)}
-    return styles | {name: f"c{i % NUM_COLORS}" for i, name in enumerate(others)}
+    for names in drawn:
+        taken = {styles[name] for name in names if name in styles}
+        free = (style for i in range(NUM_COLORS) if (style := f"c{i}") not in taken)
+        styles |= {name: next(free) for name in names if name not in styles}
+    return styles
 
 
-def _legend(group: Group, styles: dict[str, str]) -> str:
-    entries = [
-        f'<span><i class="swatch {styles[name]}"></i>{escape(tables.label(name))}</span>'
-        for name in group.names
-    ]
-    entries.append('<span><i class="stroke roof"></i>large matmul, measured</span>')
+def _legend(group: Group, styles: dict[str, str], results: Results) -> str:
+    entries = _swatches(styles)
+    unit, size = tables.unit(group)
+    if roof := tables.roofline(group, results):
+        entries.append(
+            f'<span><i class="stroke roof"></i>large matmul, measured: {tables.number(roof / size)} {unit}</span>'
+        )
+    if len(styles) < len(group.names):
+        entries.append("<span>others: in the tables</span>")
     if _has_published(group):
         entries += [
             f'<span><i class="stroke published{i}"></i>{escape(system)}, published</span>'
@@ -121,7 +142,7 @@ def _speed_chart(
         rows = group.at(mask, seqlen)
         cell_bars = [
             _bar(rows[name], name, which, styles[name], unit, size)
-            for name in group.names
+            for name in styles
             if tables.tflops(rows.get(name), which) is not None
         ]
         if cell_bars:
@@ -131,8 +152,9 @@ def _speed_chart(
         return ""
     lines = []
     roof = tables.roofline(group, results)
-    if roof:
-        tip = f"large matmul: {roof / size:.0f} {unit}"
+    highest = max(bar.value for _, cell_bars in bars for bar in cell_bars)
+    if roof and highest * size >= ROOF_SHARE * roof:
+        tip = f"large matmul: {tables.number(roof / size)} {unit}"
         lines.append(svg.Line("roof", [roof / size] * len(seqlens), tip))
     if _has_published(group):
         figures_of = published.figures(mask.replace(" ", "_"), which)
@@ -151,7 +173,7 @@ def _bar(row: tables.Row, name: str, which: str, style: str, unit: str, size: fl
     times = row["passes"][which]
     value = times["tflops"] / size
     low, high = (value * times["ms"] / times[key] for key in ("p80_ms", "p20_ms"))
-    tip = f"{tables.label(name)}: {value:.0f} {unit}, {times['ms']:.4g} ms"
+    tip = f"{tables.label(name)}: {tables.number(value)} {unit}, {times['ms']:.4g} ms"
     return svg.Bar(style, value, low, high, tip)
 
 
@@ -182,7 +204,7 @@ def _memory(group: Group, styles: dict[str, str]) -> str:
     charts = []
     for mask in group.masks:
         lines = []
-        for name in group.names:
+        for name in styles:
             values = [_peak_mib(group.at(mask, s).get(name), which) for s in group.seqlens]
             if any(values):
                 lines.append(svg.Line(styles[name], values, tables.label(name)))
@@ -199,16 +221,15 @@ def _memory(group: Group, styles: dict[str, str]) -> str:
     return (
         f"<h3>Peak memory, {title}</h3><p>Allocated by the call at most, beyond its inputs.</p>"
         f"<details><summary>All masks, MiB</summary>"
-        f'{_legend_of(group, styles)}<div class="charts">{"".join(charts)}</div></details>'
+        f'<div class="legend">{"".join(_swatches(styles))}</div><div class="charts">{"".join(charts)}</div></details>'
     )
 
 
-def _legend_of(group: Group, styles: dict[str, str]) -> str:
-    entries = "".join(
-        f'<span><i class="swatch {styles[name]}"></i>{escape(tables.label(name))}</span>'
-        for name in group.names
-    )
-    return f'<div class="legend">{entries}</div>'
+def _swatches(styles: dict[str, str]) -> list[str]:
+    return [
+        f'<span><i class="swatch {style}"></i>{escape(tables.label(name))}</span>'
+        for name, style in styles.items()
+    ]
 
 
 def _peak_mib(row: tables.Row | None, which: str) -> float | None:

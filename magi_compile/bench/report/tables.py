@@ -116,6 +116,11 @@ def unit(group: Group) -> tuple[str, float]:
     return ("TFLOP/s", 1.0) if best >= 10 else ("GFLOP/s", 1e-3)
 
 
+def number(value: float) -> str:
+    """A speed in a group's unit: whole numbers from 10 on, one decimal below."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
 def speed_table(group: Group, which: str) -> tuple[list[str], list[list[str]]]:
     """Header and lines: a mask and length each, all contenders, and ours against the best of the others."""
     names, (_, size) = group.names, unit(group)
@@ -140,7 +145,7 @@ def _speed(row: Row | None, which: str, size: float) -> str:
     if row is None:
         return "not run"
     value = tflops(row, which)
-    return SHORT.get(row["status"], "-") if value is None else f"{value / size:.0f}"
+    return SHORT.get(row["status"], "-") if value is None else number(value / size)
 
 
 def best(rows: dict[str, Row], which: str, ours: bool) -> tuple[str, float] | None:
