@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from magi_compile._version import __version__
 
 if TYPE_CHECKING:
-    from magi_compile import masks, ops
+    from magi_compile import dtensor, masks, ops
     from magi_compile._checks import MaskDataError, synchronize_checks
     from magi_compile.lowering.backend import disable, enable, enabled, make_backend
-    from magi_compile.lowering.explain import explain
+    from magi_compile.lowering.explain import Explanation, explain
     from magi_compile.lowering.options import LoweringOptions
-    from magi_compile.lowering.report import LoweringRefusedError, lowering_report
+    from magi_compile.lowering.report import LoweringRefusedError, LoweringReport, lowering_report
     from magi_compile.masks import (
         AttnSlice,
         AttnSlices,
@@ -29,8 +29,10 @@ __all__ = [
     "AttnOutput",
     "AttnSlice",
     "AttnSlices",
+    "Explanation",
     "LoweringOptions",
     "LoweringRefusedError",
+    "LoweringReport",
     "MaskDataError",
     "MaskType",
     "UnsupportedMaskError",
@@ -38,6 +40,7 @@ __all__ = [
     "__version__",
     "create_block_mask",
     "disable",
+    "dtensor",
     "enable",
     "enabled",
     "explain",
@@ -55,8 +58,10 @@ _HOMES = {
     "AttnOutput": "ops.attention",
     "AttnSlice": "masks",
     "AttnSlices": "masks",
+    "Explanation": "lowering.explain",
     "LoweringOptions": "lowering.options",
     "LoweringRefusedError": "lowering.report",
+    "LoweringReport": "lowering.report",
     "MaskDataError": "_checks",
     "MaskType": "masks",
     "UnsupportedMaskError": "masks",
@@ -73,7 +78,7 @@ _HOMES = {
     "synchronize_checks": "_checks",
 }
 # Packages that are public by themselves, loaded at first use too; `ops` defines `torch.ops.magi`.
-_PACKAGES = ("masks", "ops")
+_PACKAGES = ("dtensor", "masks", "ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -8,34 +8,51 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from magi_compile.dtensor.attention import context_parallel_attention
     from magi_compile.dtensor.context import (
         context_parallel,
         context_parallel_shard,
         context_parallel_unshard,
     )
-    from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
+    from magi_compile.dtensor.planning.cost import CostModel
+    from magi_compile.dtensor.planning.rank_plan import (
+        ContextParallelOptions,
+        plan_rank,
+        plan_rank_ahead,
+    )
     from magi_compile.dtensor.sequence_plan import SequencePlan, plan
     from magi_compile.dtensor.style import ContextParallel
+    from magi_compile.dtensor.tools.calibrate import calibrate
 
 __all__ = [
     "ContextParallel",
     "ContextParallelOptions",
+    "CostModel",
     "SequencePlan",
+    "calibrate",
     "context_parallel",
+    "context_parallel_attention",
     "context_parallel_shard",
     "context_parallel_unshard",
     "plan",
+    "plan_rank",
+    "plan_rank_ahead",
 ]
 
 # Where each public name lives; resolved at first use.
 _HOMES = {
     "ContextParallel": "style",
     "ContextParallelOptions": "planning.rank_plan",
+    "CostModel": "planning.cost",
     "SequencePlan": "sequence_plan",
+    "calibrate": "tools.calibrate",
     "context_parallel": "context",
+    "context_parallel_attention": "attention",
     "context_parallel_shard": "context",
     "context_parallel_unshard": "context",
     "plan": "sequence_plan",
+    "plan_rank": "planning.rank_plan",
+    "plan_rank_ahead": "planning.rank_plan",
 }
 
 

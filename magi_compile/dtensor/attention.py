@@ -11,7 +11,7 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.kernels.base import ForwardOutput
+from magi_compile.ops.attention import AttnOutput
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_lse
 from magi_compile.ops.validation import check_options, check_qkv
 
@@ -25,10 +25,10 @@ def context_parallel_attention(
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
-    kernel: str = "",
-    collective: str = "auto",
+    kernel: str | None = None,
+    collective: str | None = None,
     reduce_group: dist.ProcessGroup | str | None = None,
-) -> ForwardOutput:
+) -> AttnOutput:
     """Attention over a sequence that is spread over the ranks of `group`; differentiable.
 
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
@@ -39,15 +39,15 @@ def context_parallel_attention(
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
         group: the ranks, or the name of their process group; None for the default group.
-        softmax_scale: factor of the scores; `head_dim ** -0.5` by default.
-        softcap: 0.0 for none.
-        kernel: the only kernel to consider, by name; empty chooses.
-        collective: how rows move, a name in `collectives.COLLECTIVES`; "auto" chooses.
+        softmax_scale: factor of the scores; None stands for `head_dim ** -0.5`.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
+        kernel: the only kernel to use, by name; None chooses.
+        collective: how rows move, "native" or "all_to_all"; None chooses.
         reduce_group: the same ranks again, for gradients on their way home: they wait for no cast in `group`, at the
             price of another communicator. None takes `group`.
 
     Returns:
-        out `[seqlen_local, nheads_q, head_dim_v]` and lse `[nheads_q, seqlen_local]`.
+        `AttnOutput(out, lse)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse `[nheads_q, seqlen_local]`.
 
     Raises:
         ValueError: if a tensor does not fit the others or the plan; on every rank, if the plans of the ranks do not fit
@@ -66,16 +66,17 @@ def context_parallel_attention(
             collective=collective,
             reduce_group=reduce_group,
         )
-        return ForwardOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
+        return AttnOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    check_options("softmax_scale", softmax_scale, softcap, kernel or None)
+    check_options("softmax_scale", softmax_scale, softcap, kernel)
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
+    chosen = (kernel or "", "auto" if collective is None else collective)
     out, lse = torch.ops.magi.cp_attention(
-        q, k, v, plan.meta, plan.data, softmax_scale, softcap, kernel, collective, *names
+        q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names
     )
-    return ForwardOutput(out, lse)
+    return AttnOutput(out, lse)
 
 
 @torch.compiler.assume_constant_result

@@ -10,7 +10,7 @@ logits = p.unshard(logits, dim=1)     in the order of the sequence again
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, Union, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Union, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -270,6 +270,30 @@ class SequencePlan:
             return x
 
     # Attention
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        return_lse: Literal[False] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
 
     def attention(
         self,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule
@@ -19,6 +19,11 @@ from magi_compile.lowering import regions
 from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions, options_of, split_options
 from magi_compile.lowering.prologue import split_off
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from magi_compile.lowering.options import OptionsByName
 
 regions.watch()
 
@@ -77,17 +82,17 @@ magi = make_backend()
 
 
 @contextmanager
-def enabled(**options: Any) -> Iterator[None]:
+def enabled(**options: Unpack[OptionsByName]) -> Iterator[None]:
     """`enable(**options)` for the length of a block."""
     previous = _compat.installed_pre_grad_pass()
-    _enable(options_of("enabled", options))
+    _enable(options_of("enabled", dict(options)))
     try:
         yield
     finally:
         _compat.install_pre_grad_pass(previous)
 
 
-def enable(**options: Any) -> None:
+def enable(**options: Unpack[OptionsByName]) -> None:
     """Lowers FlexAttention in everything that stock Inductor compiles from now on (`torch.compile(model)`).
 
     For code where somebody else calls torch.compile. Graphs that are compiled already stay as they are. It holds for all
@@ -100,7 +105,7 @@ def enable(**options: Any) -> None:
         RuntimeError: another pass is installed as Inductor's `pre_grad_custom_pass`.
         TypeError: an option does not exist, or its value is of the wrong type.
     """
-    _enable(options_of("enable", options))
+    _enable(options_of("enable", dict(options)))
 
 
 def _enable(chosen: LoweringOptions) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 PREFIX = "magi."
 
@@ -46,6 +46,15 @@ class LoweringOptions:
             )
         if self.kernel is not None and self.kernel not in KERNELS:
             raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {self.kernel!r}")
+
+
+class OptionsByName(TypedDict, total=False):
+    """The same, as the keywords of `enable`."""
+
+    strict: bool
+    kernel: str | None
+    slice_capacity: int | None
+    verify: bool
 
 
 DEFAULTS = LoweringOptions()

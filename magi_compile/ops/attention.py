@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +30,7 @@ from magi_compile.ops.score_mod import trace_score_mod
 from magi_compile.ops.validation import check_options, check_packed, check_padded, check_qkv
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 
 class AttnOutput(NamedTuple):
@@ -117,6 +117,70 @@ def _attend(
     return AttnOutput(out, lse)
 
 
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: None = None,
+) -> Tensor: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: Literal[True],
+    kernel_options: Any = None,
+    *,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    return_lse: Literal[True],
+    kernel_options: Any = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: Literal[False] = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...
+
+
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -182,9 +246,8 @@ def flex_attention(
         )
     if has_mode:
         arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
-        return handle_torch_function(
-            flex_attention, (), *arguments, kernel_options, return_aux=return_aux
-        )
+        handle: Any = handle_torch_function  # its types know no overloads
+        return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
     if not isinstance(return_lse, bool):
