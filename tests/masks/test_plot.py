@@ -81,6 +81,6 @@ def test_example(tmp_path, capsys):
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
     path = tmp_path / "images" / "masks.png"
-    example.main(str(path))
+    example.main(str(path), example.four_masks(), columns=4)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert f"wrote {path}" in capsys.readouterr().out
