@@ -1,0 +1,141 @@
+"""The code in README.md and in the guides: it runs, on a CPU, and commands have arguments that their programs take.
+
+A block that cannot run on a CPU says so in the line in front of it: `<!-- not run: it needs two GPUs -->`. What the text of a
+page takes for granted (tensors, a model) is in `tests/support/pages`, a file for each page that needs it.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from magi_compile.bench.cli import _parser
+
+ROOT = Path(__file__).parents[1]
+SUPPORT = Path(__file__).parent / "support" / "pages"
+GUIDES = [
+    "getting_started",
+    "masks",
+    "lowering",
+    "transformers",
+    "varlen_attn",
+    "context_parallel",
+    "troubleshooting",
+    "environment",
+    "benchmark",
+]
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in GUIDES)]
+BLOCK = re.compile(
+    r"^(<!-- not run: (?P<reason>[^\n]+) -->\n)?^```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Block(NamedTuple):
+    line: int
+    language: str
+    code: str
+    is_run: bool
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [
+        Block(
+            text.count("\n", 0, found.start("code")) + 1,
+            found["language"],
+            found["code"],
+            found["reason"] is None,
+        )
+        for found in BLOCK.finditer(text)
+    ]
+
+
+def program_of(page: Path) -> str:
+    """One program that runs the blocks of a page in order, as if they were written in the page."""
+    support = SUPPORT / f"{page.stem.lower()}.py"
+    lines = ["import sys", f"sys.path.insert(0, {str(ROOT)!r})", "names = {'__name__': 'page'}"]
+    if support.exists():
+        lines.append(
+            f"exec(compile(open({str(support)!r}).read(), {str(support)!r}, 'exec'), names)"
+        )
+    for block in blocks_of(page):
+        if block.language == "python" and block.is_run:
+            code = "\n" * (block.line - 1) + block.code
+            lines += [
+                f"code = names.get('adapt', lambda text: text)({code!r})",
+                f"exec(compile(code, {str(page)!r}, 'exec'), names)",
+                f"names.get('check', lambda line, names: None)({block.line}, names)",
+            ]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_of_a_page(page, tmp_path):
+    if page.stem == "transformers":
+        pytest.importorskip("transformers")
+    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    program = tmp_path / "page.py"
+    program.write_text(program_of(page))
+    run = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_every_page_has_code_that_runs():
+    for page in PAGES:
+        assert any(
+            block.is_run and block.language in ("python", "bash") for block in blocks_of(page)
+        ), page
+
+
+COMMANDS = [
+    (page, command)
+    for page in sorted((ROOT / "docs").rglob("*.md")) + PAGES[:1]
+    if page.parent.name != "log"
+    for block in blocks_of(page)
+    if block.language == "bash"
+    for command in re.split(r"\n|&&", block.code.replace("\\\n", " "))
+    if "magi-bench" in command
+]
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda x: getattr(x, "stem", x))
+def test_arguments_of_magi_bench(page, command):
+    command = re.sub(r"(\S*)\{([\w,]+)\}(\S*)", _expanded, command)
+    _, *arguments = shlex.split(command, comments=True)
+    _parser().parse_args(arguments)
+
+
+def _expanded(found: re.Match) -> str:
+    """Braces, as a shell expands them."""
+    return " ".join(f"{found[1]}{name}{found[3]}" for name in found[2].split(","))
+
+
+@pytest.mark.slow
+def test_output_of_explain():
+    """What the README shows of `explain` is what it prints, whatever documents this Python installation has."""
+    (block,) = (b for b in blocks_of(ROOT / "README.md") if b.language == "console")
+    command, expected = block.code.split("\n", 1)
+    run = subprocess.run(
+        [sys.executable, *command.removeprefix("$ python ").split()],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert run.returncode == 0, run.stderr
+    slices = re.compile(r"slices +\d+ \(\d+ CAUSAL\)|area +[\d,]+ pairs, density [\d.]+")
+    assert slices.sub("", run.stdout).strip() == slices.sub("", expected).strip()
