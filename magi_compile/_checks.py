@@ -19,7 +19,7 @@ from magi_compile import _compat
 
 
 class MaskDataError(ValueError):
-    """A mask's data (a captured table, a capacity) breaks what its conversion relies on."""
+    """The data of a mask (a captured tensor, its number of slices) breaks what its slices rely on."""
 
 
 def as_raised(error: RuntimeError) -> RuntimeError | MaskDataError:
@@ -187,7 +187,11 @@ def raise_pending() -> None:
 
 
 def synchronize_checks() -> None:
-    """Waits for all devices that have checks under way and raises their failures, if any."""
+    """Waits for all devices with pending checks.
+
+    Raises:
+        MaskDataError: a check has failed.
+    """
     for flags in _flags.values():
         flags.synchronize()
     raise_pending()

@@ -135,7 +135,7 @@ def source_name(placeholder: torch.fx.Node) -> str:
 
 
 def _value_of_source(name: str) -> Any:
-    """What Dynamo calls `name`, as in the guards of the frame that it compiles now; None where that can not be known."""
+    """What Dynamo calls `name`, as in the guards of the frame that it compiles now; None where that cannot be known."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:

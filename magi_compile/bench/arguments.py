@@ -47,7 +47,5 @@ def heads(text: str) -> str:
     if not (nheads_q.isdigit() and nheads_kv.isdigit()) or not int(nheads_kv):
         raise argparse.ArgumentTypeError(f"heads must look like 64:8, got {text!r}")
     if int(nheads_q) % int(nheads_kv) or not int(nheads_q):
-        raise argparse.ArgumentTypeError(
-            f"query heads must be a multiple of the others, got {text}"
-        )
+        raise argparse.ArgumentTypeError(f"heads must be Q:KV with Q a multiple of KV, got {text}")
     return f"{int(nheads_q)}:{int(nheads_kv)}"

@@ -139,11 +139,13 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
 def _run(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device cuda` needs a GPU that PyTorch sees, and it sees none")
+        raise ValueError("`--device cuda` needs a GPU, and PyTorch sees none")
     presets = [PRESETS[name] for name in args.preset]
     cells = [c for preset in presets for c in _filtered(preset.cells(args.level, device), args)]
     if not cells:
-        raise ValueError(f"nothing to run: {args.preset} have no such {args.level} cells")
+        raise ValueError(
+            f"no {args.level} cell of {', '.join(args.preset)} matches the options; `--dry-run` without them lists all"
+        )
     preset = presets[0]
     names = _contenders(args, preset, device)
     if args.dry_run:

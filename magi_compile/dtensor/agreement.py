@@ -70,18 +70,21 @@ def _compare(every: list[list[int]]) -> None:
     if misfits:
         planned = sorted({sizes[rank] for rank in misfits})
         raise ValueError(
-            f"`plan` must be made for the {size} ranks of `group`, but that of the ranks {misfits} is made for "
+            f"`plan` must be made for the {size} ranks of `group`, but ranks {misfits} have a plan for "
             f"{', '.join(map(str, planned))}; call plan_rank with cp_size=group.size()"
         )
     different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if different:
         raise ValueError(
-            "every rank must plan the same mask with the same options, but the plans of the ranks "
-            f"{different} differ from that of rank 0"
+            "every rank must plan the same mask with the same options, but the plans of ranks "
+            f"{different} differ from that of rank 0; give every rank the same mask and the same "
+            "ContextParallelOptions"
         )
     strangers = {rank: planned for rank, planned in enumerate(ranks) if planned != rank}
     if strangers:
-        listed = ", ".join(f"rank {rank} has that of {whose}" for rank, whose in strangers.items())
+        listed = ", ".join(
+            f"rank {rank} has the plan of rank {whose}" for rank, whose in strangers.items()
+        )
         raise ValueError(
             f"`plan` must be each rank's own, but {listed}; call plan_rank with rank=group.rank()"
         )

@@ -116,7 +116,7 @@ def _backward(
 
 def _refusal(what: str) -> str:
     return (
-        f"{what} would see this rank's tokens alone inside of context_parallel; call flex_attention, "
+        f"{what} would see only this rank's tokens inside context_parallel; call flex_attention, "
         "scaled_dot_product_attention, magi_compile.flex_flash_attention or SequencePlan.attention"
     )
 
@@ -132,8 +132,8 @@ def _digests(plans: Sequence[SequencePlan]) -> Tensor | None:
 def _plan_of_block(meta: Tensor, own: Tensor, around: Tensor) -> Tensor:
     if not bool((own == around).any()):
         raise ValueError(
-            "the mask of an attention must be that of the context_parallel around it, by whose plan tokens are spread; got the "
-            "`block_mask` or the `slices` of another plan"
+            "attention inside context_parallel must have the mask of that context_parallel, got the `block_mask` or the `slices` "
+            "of another plan; use those of `with context_parallel(...) as plan`"
         )
     return meta.clone()
 
@@ -183,18 +183,18 @@ def _flex_operator(
         raise ValueError(_OTHER_MASK)
     if kernel_options.get("BACKEND", "AUTO") != "AUTO":
         raise NotImplementedError(
-            "`kernel_options` must not ask for a BACKEND inside of context_parallel"
+            "`kernel_options` must not ask for a BACKEND inside context_parallel, which runs its own kernels; remove it"
         )
     if kernel_options.get("OUTPUT_MAX"):
         raise NotImplementedError(
-            "`return_aux` asks for max_scores, which the kernels do not return"
+            "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
         )
     softcap = 0.0
     if score_mod is not _NO_SCORE_MOD:
         if torch.compiler.is_compiling():
             raise NotImplementedError(
-                "`score_mod` must be None in what is compiled inside of context_parallel; call "
-                "SequencePlan.attention(q, k, v, scale=..., softcap=...), which is the same in one op"
+                "`score_mod` must be None in compiled code inside context_parallel; for a scale or a soft-cap call "
+                "SequencePlan.attention(q, k, v, scale=..., softcap=...)"
             )
         score = trace_score_mod(score_mod)
         scale, softcap = scale * score.scale, score.softcap
@@ -231,7 +231,7 @@ def _flex_attention(
     _check_groups(query, key, enable_gqa)
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(
-            "`return_aux` asks for max_scores, which the kernels do not return"
+            "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
         )
     score = trace_score_mod(score_mod)
     scale = score.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -254,14 +254,14 @@ def _flex_flash_attention(
 ) -> AttnOutput:
     if kernel is not None:
         raise NotImplementedError(
-            f"`kernel` must be None inside of context_parallel, got {kernel!r}"
+            f"`kernel` must be None inside context_parallel, which chooses it, got {kernel!r}"
         )
     if isinstance(slices, SpreadSlices):
         mask = slices
     elif torch.compiler.is_compiling() or (planned := _alike_of(slices, block.plans)) is None:
         raise ValueError(
-            "`slices` must be those of the plan inside of context_parallel (`with context_parallel(mesh, mask=...) as plan`: "
-            "plan.slices), in eager code also the mask that it was given, which is that of the whole sequence"
+            "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in eager code also the slices that "
+            "were given as its `mask`), got others"
         )
     else:
         mask = planned.slices
@@ -284,8 +284,8 @@ def _sdpa(
         raise NotImplementedError(_refusal("`scaled_dot_product_attention` without a plan"))
     if attn_mask is not None:
         raise ValueError(
-            "`attn_mask` must be None inside of context_parallel, whose `mask` is that of the whole sequence; with others than "
-            "causal and full ones call flex_attention, or SequencePlan.attention"
+            "`attn_mask` must be None inside context_parallel, whose `mask` covers the whole sequence; for masks other than causal "
+            "and full ones call flex_attention or SequencePlan.attention"
         )
     if dropout_p != 0.0:
         raise NotImplementedError(f"`dropout_p` must be 0.0, got {dropout_p}")
@@ -295,17 +295,17 @@ def _sdpa(
             around = planned
     if around is None and is_causal:
         raise ValueError(
-            "`is_causal` must be what the mask of context_parallel is: that one is not causal over the whole sequence; call "
-            "flex_attention, or SequencePlan.attention, with the mask itself"
+            "`is_causal` must be False: the mask of context_parallel is not causal over the whole sequence; call flex_attention or "
+            "SequencePlan.attention with that mask"
         )
     if around is None:
         raise ValueError(
-            "`is_causal` must be what the mask of context_parallel is: without it attention is over all tokens, which that mask "
-            "does not show"
+            "`is_causal` must be True, or the mask of context_parallel full: without it attention covers all tokens, and that mask "
+            "does not; for other masks call flex_attention or SequencePlan.attention"
         )
     if query.ndim != 4:
         raise ValueError(
-            f"`query` must be [B, H, seqlen_local, D] inside of context_parallel, got shape {list(query.shape)}"
+            f"`query` must be [B, H, seqlen_local, D] inside context_parallel, got shape {list(query.shape)}"
         )
     _check_groups(query, key, enable_gqa)
     return around.attention(query, key, value, scale=scale)
@@ -372,30 +372,30 @@ def context_parallel(
     buffer_padding: Sequence[float] | None = None,
     options: ContextParallelOptions = DEFAULTS,
 ) -> Iterator[Any]:
-    """Attention inside of the block is over the whole sequence, though every rank has some of its tokens.
+    """Spreads attention over ranks: inside the block, attention of this rank's tokens covers the whole sequence.
 
-    As `torch.distributed.tensor.experimental.context_parallel`, for any mask. Inside of it `flex_attention`, PyTorch's and ours,
-    `flex_flash_attention` and `scaled_dot_product_attention` take this rank's tokens `[B, H, seqlen_local, D]` (the third
-    `[seqlen_local, H, D]`), in eager code and under torch.compile with any backend: call the compiled function inside. Other attention
-    raises. Backward belongs inside too, since checkpointed layers run again in it. All ranks do everything together.
+    The contract is that of `torch.distributed.tensor.experimental.context_parallel`, for any mask. Inside,
+    `flex_attention` (PyTorch's and `magi_compile`'s) and `scaled_dot_product_attention` take `[B, H, seqlen_local, D]`,
+    `flex_flash_attention` takes `[seqlen_local, H, D]`, in eager code and under torch.compile with any backend. Call the compiled
+    function inside the block, and run the backward inside too, since checkpointed layers run again in it. Any other attention
+    raises. All ranks do everything together.
 
     Args:
-        mesh: the ranks, a mesh of one dimension or a process group.
-        mask: that of the whole sequence, as in `plan`, or a plan; None for a causal one. If a BlockMask, that object is for the tokens of
-            this rank inside of the block, as `buffers` are: the model goes on using it. Where layers have different masks, a list or dict
-            of all, or of the plans of `plan(masks=...)`, which may weigh them.
-        buffers: tensors over the whole sequence (tokens, positions, labels that `SequencePlan.labels` did not make). Inside they hold
-            this rank's tokens, in new memory, so that views of them elsewhere stay as they are; afterwards what they held, also after
-            an exception. Not parameters.
+        mesh: the ranks: a mesh of one dimension or a process group.
+        mask: the mask of the whole sequence, as in `plan`, or a plan; None is causal. A BlockMask describes this rank's tokens inside
+            the block, as `buffers` do, so the model keeps using it. For layers with different masks, a list or dict of masks, or of
+            plans from `plan(masks=...)`.
+        buffers: tensors over the whole sequence, such as tokens, positions and shifted labels; not parameters. Inside they hold this
+            rank's tokens, in new memory. Afterwards they are restored, also after an exception.
         buffer_seq_dims: the dimension of the sequence in each of `buffers`.
         no_restore_buffers: those of `buffers` that keep this rank's tokens.
-        buffer_padding: what entries of padding hold in each of `buffers` (the ignore_index for labels), needed where the sequence is
-            padded: `plan(...).has_padding`.
+        buffer_padding: what padding holds in each of `buffers` (the ignore_index for labels); required where
+            `plan(...).has_padding`.
         options: how to spread.
 
     Yields:
-        The `SequencePlan`, or a list or dict of them like `mask`: `block_mask` and `slices` are for models whose mask is no BlockMask that they
-        hold.
+        The `SequencePlan`, or a list or dict of them like `mask`. Its `block_mask` and `slices` serve models that do not hold the
+        BlockMask that was passed.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -408,7 +408,9 @@ def context_parallel(
         )
     kept = [] if no_restore_buffers is None else list(no_restore_buffers)
     if not all(any(x is buffer for buffer in buffers) for x in kept):
-        raise ValueError("`no_restore_buffers` must all be in `buffers`")
+        raise ValueError(
+            "`no_restore_buffers` must be a subset of `buffers`, got a tensor that is not among them"
+        )
     for number, buffer in enumerate(buffers):
         _check_buffer(number, buffer, buffers[:number])
     seqlen = None
@@ -436,10 +438,12 @@ def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
         raise TypeError(f"`buffers[{number}]` must be a tensor, got {type(buffer).__name__}")
     if buffer.requires_grad:
         raise ValueError(
-            f"`buffers[{number}]` must not need gradients, since it is changed in place; take SequencePlan.shard(x, dim)"
+            f"`buffers[{number}]` must not require gradients, since it is changed in place; use SequencePlan.shard(x, dim)"
         )
     if any(buffer is other for other in others):
-        raise ValueError(f"`buffers[{number}]` must not be there twice")
+        raise ValueError(
+            f"`buffers[{number}]` must be a tensor that is not in `buffers` already; remove it"
+        )
 
 
 def _listed(given: Any) -> list[Any]:
@@ -457,15 +461,15 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
         for x in masks:
             if x.group_name != name:
                 raise ValueError(
-                    f"`mesh` must have the ranks that the plan is made for, group {x.group_name!r}, got {name!r}"
+                    f"`mesh` must have the ranks of the plan, group {x.group_name!r}, got {name!r}"
                 )
             if not x.has_the_tokens_of(masks[0]):
                 raise ValueError(
-                    "plans must be made together, plan(masks=[...], mesh=mesh), so that they hold the same tokens, got plans that do not"
+                    "`mask` must have plans that hold the same tokens, got others; make them together: plan(masks=[...], mesh=mesh)"
                 )
         return mask
     if any(isinstance(x, SequencePlan) for x in masks):
-        raise TypeError("`mask` must have masks or plans, got both")
+        raise TypeError("`mask` must hold only masks or only plans, got both")
     if all(hasattr(x, "seq_lengths") or hasattr(x, "seqlen_q") for x in masks):
         seqlen = None
     if isinstance(mask, (list, tuple, Mapping)):
@@ -518,18 +522,18 @@ def context_parallel_shard(
     *,
     padding: Any = None,
 ) -> Any:
-    """This rank's part of tensors over the whole sequence, and of the BlockMasks among them; nothing is changed in place.
+    """This rank's part of tensors over the whole sequence, and of the BlockMasks among them. Changes nothing in place.
 
     Args:
         mesh: the ranks, a mesh of one dimension or a process group.
         buffers: a list or a dict of tensors and BlockMasks.
         seq_dims: the dimension of the sequence for each; None for a BlockMask.
-        plan: how to spread; where there are several BlockMasks, their plans in their order. None plans the BlockMasks among `buffers`.
-        padding: what entries of padding hold in each of `buffers`, needed where the sequence is padded.
+        plan: how to spread; for several BlockMasks, their plans in their order. None plans the BlockMasks among `buffers`.
+        padding: what padding holds in each of `buffers`; required where the sequence is padded.
 
     Returns:
-        A list or dict like `buffers`: tensors with `seqlen_local` entries along their dimension; for a BlockMask one to call `flex_attention`
-        with, inside of `context_parallel(mesh, mask=plan)` or of modules with the style `ContextParallel`.
+        A list or dict like `buffers`: tensors with `seqlen_local` entries along their dimension. A BlockMask becomes one for
+        `flex_attention` inside `context_parallel(mesh, mask=plan)` or inside modules with the style `ContextParallel`.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -547,7 +551,9 @@ def context_parallel_shard(
         )
     masks = [i for i, x in enumerate(buffers) if hasattr(x, "kv_num_blocks")]
     if plan is None and not masks:
-        raise ValueError("`plan` must be given where there is no BlockMask in `buffers`")
+        raise ValueError(
+            "`plan` must be given, because `buffers` holds no BlockMask to plan, got None"
+        )
     plans = _listed(
         _plan_of([buffers[i] for i in masks] if plan is None else plan, mesh, None, DEFAULTS)
     )
@@ -576,7 +582,7 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     plan: SequencePlan,
 ) -> list[Tensor]:
-    """Tensors over the whole sequence, in its order, from every rank's part of them; all ranks call it together. Without gradients.
+    """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together. Not differentiable.
 
     Args:
         mesh: the ranks, a mesh of one dimension or a process group.

@@ -65,26 +65,33 @@ class SpreadMask:
 
     def __call__(self, *_: Any) -> Tensor:
         raise RuntimeError(
-            "this BlockMask is for tokens that are spread over ranks, which local attention does not know; call attention inside "
-            "of `with context_parallel(mesh, mask=plan)`, or plan.attention(q, k, v)"
+            "this BlockMask is for tokens that are spread over ranks; call attention inside "
+            "`with context_parallel(mesh, mask=plan)`, or plan.attention(q, k, v)"
         )
 
 
 class SequencePlan:
     """How the tokens of one sequence are spread over ranks, and the attention among them. Made by `plan`.
 
-    Everything of it may be used in eager code and in a compiled function, as an argument or captured: a new plan of the
-    same lengths compiles nothing again.
+    Use it in eager code or in a compiled function, as an argument or captured. A new plan of the same lengths compiles nothing
+    again.
+
+    Args:
+        slices: the mask of the whole sequence.
+        planned: this rank's plan.
+        group: the ranks.
+        device: of the mesh.
+        cost: the rates by which it was planned.
 
     Attributes:
         total: tokens of the sequence.
         seqlen_local: tokens of a rank, the same on all: `total / cp_size`, or more with padding.
         cp_size: number of ranks.
         rank: this rank's number among them.
-        positions: int64 `[seqlen_local]`, on the device of the mesh: where in the sequence this rank's tokens are; 0 for
-            padding.
-        is_padding: bool `[seqlen_local]`, on the same device. Padding sees nothing, is seen by nothing, and attention gives 0 for it.
-        has_padding: whether there is any, on any rank.
+        positions: int64 `[seqlen_local]`, on the device of the mesh: the position in the sequence of each of this rank's tokens;
+            0 for padding.
+        is_padding: bool `[seqlen_local]`, on the same device. Padding sees nothing, nothing sees it, and attention returns 0 for it.
+        has_padding: whether any rank has padding.
         slices: the mask of the whole sequence, for `magi_compile.flex_flash_attention` inside of `context_parallel`.
     """
 
@@ -128,7 +135,7 @@ class SequencePlan:
 
     @property
     def block_mask(self) -> BlockMask:
-        """The mask for `flex_attention` inside of `context_parallel`. Anywhere else it raises."""
+        """The mask for `flex_attention` inside `context_parallel`. Evaluated anywhere else, it raises."""
         if self._block_mask is None:
             lengths = (self.seqlen_local, self.seqlen_local)
             self._block_mask = one_block_mask(SpreadMask(self), 1, *lengths, self.device)
@@ -144,11 +151,14 @@ class SequencePlan:
         ) and torch.equal(here.chunks, there.chunks)
 
     def explain(self, cost: CostModel | None = None) -> PlanExplanation:
-        """What the plan asks of all ranks: balance, keys that travel, stages, predicted time. Without communication; print it.
+        """What the plan asks of all ranks: balance, communication, stages, predicted time. Does not communicate.
 
         Args:
-            cost: the rates of the prediction, such as `calibrate` has measured; None takes those of the plan's options, by default round
-                figures for 64 heads of q and 8 of keys of 128 on H200s.
+            cost: the rates of the prediction, for example from `calibrate`. None takes those of the plan's options; the default
+                rates are round figures for H200s, heads 64:8, head_dim 128.
+
+        Returns:
+            The explanation; print it.
         """
         return explain_plan(self._planned, self._cost if cost is None else cost)
 
@@ -164,7 +174,7 @@ class SequencePlan:
             int64 `[1, total]`, on the device of the mesh.
 
         Raises:
-            ValueError: the sequence is padded, which that form can not say.
+            ValueError: the sequence is padded, which that form cannot say.
         """
         if self.has_padding:
             raise ValueError(
@@ -232,18 +242,18 @@ class SequencePlan:
         is_shifted: bool = False,
         ignore_index: int = -100,
     ) -> Tensor:
-        """What this rank's tokens are to predict: the next token of the sequence, looked up before tokens are spread.
+        """The labels of this rank's tokens: for each one the next token of the sequence.
 
-        A shift after that would take the next token of the rank, which is another one.
+        Call it on the whole sequence. Shifting this rank's tokens instead would take the next token of the rank, which is wrong.
 
         Args:
-            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. They may be labels of one's
-                own, with entries that are `ignore_index` already.
+            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. Entries may be
+                `ignore_index` already.
             dim: the dimension of the sequence.
-            documents: the number of the document of each token, in a shape that broadcasts to that of `tokens`: the last
-                token of a document then predicts nothing, as that of the sequence.
-            is_shifted: whether `tokens` are what is to be predicted at each place already.
-            ignore_index: the label of what predicts nothing, padding among it; that of `cross_entropy` by default.
+            documents: the document number of each token, broadcastable to `tokens`. The last token of each document then has the
+                label `ignore_index`, as the last token of the sequence has.
+            is_shifted: whether `tokens` already are the labels.
+            ignore_index: the label of tokens that predict nothing, padding included; by default that of `cross_entropy`.
 
         Returns:
             The dtype of `tokens`, with `seqlen_local` entries along `dim`.
@@ -263,7 +273,7 @@ class SequencePlan:
         return self.shard(tokens, dim, padding=ignore_index)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks, which call it together: of losses to print, of counted labels. Without gradients."""
+        """The sum of `x` over all ranks, for example of losses to print. All ranks call it together. Not differentiable."""
         with torch.no_grad():
             x = x.detach().clone()
             dist.all_reduce(x, group=self._group)
@@ -305,11 +315,11 @@ class SequencePlan:
         softcap: float = 0.0,
         return_lse: bool = False,
     ) -> Any:
-        """Attention of this rank's tokens over the whole sequence, by the mask of the plan; differentiable. All ranks call it together.
+        """Attention of this rank's tokens over the whole sequence, by the plan's mask; differentiable. All ranks call it together.
 
         Args:
-            q: `[B, Hq, seqlen_local, D]`, or packed, `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, or what autocast makes so. All three may be
-                DTensors: tokens sharded on the dimension of the mesh that has the ranks of the plan, heads on any other one.
+            q: `[B, Hq, seqlen_local, D]`, or packed `[seqlen_local, Hq, D]`; fp32, bf16 or fp16 (under autocast any float). q, k and v
+                may be DTensors: tokens sharded on the mesh dimension of the plan, heads on any other dimension.
             k: `[B, Hkv, seqlen_local, D]` or `[seqlen_local, Hkv, D]`; Hkv divides Hq.
             v: `[B, Hkv, seqlen_local, Dv]` or `[seqlen_local, Hkv, Dv]`.
             scale: factor of the scores; None stands for `D ** -0.5`.
@@ -426,39 +436,39 @@ def plan(
     options: ContextParallelOptions = DEFAULTS,
     permutation: Any = None,
 ) -> Any:
-    """Spreads a sequence over ranks by its attention mask: equal work for each, and little to move.
+    """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
-    Every rank calls it with the same mask, and nothing is communicated; the first attention with a plan compares what ranks have
-    planned. Recent plans are kept, so that one of the same mask costs little again. Waits for the device of a mask on a GPU.
+    Every rank calls it with the same mask. It does not communicate; the first attention with a plan compares the plans of all
+    ranks. Recent plans are kept. With a mask on a GPU it waits for the device.
 
     Args:
-        mask: of the whole sequence: a BlockMask, PyTorch's or that of `magi_compile.create_block_mask`, for one batch entry and all
-            heads; `AttnSlices`; or a mask_mod. None for a causal one. All entries of a batch have this mask.
-        mesh: the ranks, a mesh of one dimension (`mesh["cp"]` of others) or a process group.
-        masks: in place of `mask`, those of a model whose layers have different ones: a list, or a dict by name. Tokens are spread
-            once, so that each rank has the same sum of work.
-        weights: how many layers have each of `masks`, in a list or dict like it; 1 each by default.
-        seqlen: tokens of the sequence, for a mask_mod or None.
-        options: how to spread, the same on every rank.
-        permutation: tokens as somebody else has spread them, in equal parts: `[S]` or `[1, S]`, which token lies where, or a load balancer of
-            PyTorch's or torchtitan's. The mask is that of the sequence in its own order still; `options` have no say in the placement then.
+        mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads (PyTorch's or
+            that of `magi_compile.create_block_mask`), `AttnSlices`, or a mask_mod. None is causal.
+        mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group.
+        masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed once, so that
+            each rank has the same total work.
+        weights: how many layers have each of `masks`, as a list or dict like it; 1 each by default.
+        seqlen: tokens of the sequence; required for a mask_mod and for None.
+        options: how to spread; the same on every rank.
+        permutation: for tokens that are permuted already and cut in equal parts: `[S]` or `[1, S]`, which token lies where, or a load
+            balancer of PyTorch or torchtitan. The mask stays in the sequence's own order, and `options` do not place tokens.
 
     Returns:
-        This rank's `SequencePlan`; for `masks` one for each, in a list or dict like it, which hold the same tokens.
+        This rank's `SequencePlan`. For `masks`, one plan for each, in a list or dict like it; all hold the same tokens.
 
     Raises:
-        TypeError: an argument of the wrong kind.
-        ValueError: the mesh has other dimensions or not this process; `seqlen` is missing or not that of the mask; `masks` have different
-            lengths; `weights` do not fit them; `permutation` is none of the sequence.
-        UnsupportedMaskError: slices can not express the mask.
+        TypeError: an argument of the wrong type.
+        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the mask's; `masks`
+            have different lengths; `weights` do not fit them; `permutation` is not a permutation of the sequence.
+        UnsupportedMaskError: slices cannot express the mask.
         NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
     """
     group, device = group_of(mesh), _device_of(mesh)
     is_one = masks is None
     if not is_one and mask is not None:
-        raise ValueError("`mask` and `masks` must not both be given")
+        raise ValueError("one of `mask` and `masks` must be None, got both")
     if is_one and weights is not None:
-        raise ValueError("`weights` must be None without `masks`")
+        raise ValueError("`weights` must be None where `masks` is None")
     given = [mask] if is_one else masks
     if not isinstance(given, (list, tuple, Mapping)):
         raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")
@@ -491,7 +501,7 @@ def _permutation_of(given: Any) -> Tensor:
     if x.ndim == 2:
         if not bool((x == x[:1]).all()):
             raise NotImplementedError(
-                "`permutation` must be the same for all entries of a batch, got one that differs"
+                "`permutation` must be the same for all entries of a batch, got different ones; permute all entries alike"
             )
         x = x[0]
     return x.to("cpu", torch.int64)
@@ -519,11 +529,11 @@ def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlice
     if isinstance(mask, BlockMask):
         if isinstance(mask.mask_mod, SpreadMask):
             raise ValueError(
-                "`mask` must be that of the whole sequence, got one that is spread over ranks already"
+                "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
             )
         if mask.shape[0] != 1:
             raise NotImplementedError(
-                f"`mask` must be made for one batch entry, which all entries then share, got {mask.shape[0]}; pack entries with "
+                f"`mask` must be made for one batch entry, which all entries share, got {mask.shape[0]}; pack entries with "
                 "masks of their own into one sequence, as documents"
             )
         slices = slices_from_block_mask(mask)
@@ -534,15 +544,17 @@ def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlice
             f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
         )
     elif seqlen is None:
-        kind = "a mask_mod" if callable(mask) else "None, which means causal,"
-        raise ValueError(f"`seqlen` must be given for {kind} that has no length of its own")
+        kind = "a mask_mod" if callable(mask) else "None (causal)"
+        raise ValueError(
+            f"`seqlen` must be given where `mask` is {kind}, which has no length, got None"
+        )
     elif mask is None:
         slices = AttnSlices.causal(seqlen)
     else:
         slices = slices_from_block_mask(one_block_mask(mask, 1, seqlen, seqlen, device))
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != (seqlen, seqlen):
-        raise ValueError(f"`seqlen` must be that of `mask`, {lengths[0]}, got {seqlen}")
+        raise ValueError(f"`seqlen` must be the length of `mask`, {lengths[0]}, got {seqlen}")
     return slices.to("cpu")
 
 
@@ -565,7 +577,7 @@ def group_of(mesh: Any) -> dist.ProcessGroup:
             f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"`mesh` must have this process, rank {dist.get_rank()}, got {mesh}")
+        raise ValueError(f"`mesh` must contain this process, rank {dist.get_rank()}, got {mesh}")
     return mesh.get_group()
 
 
@@ -583,7 +595,7 @@ def _check_length(name: str, x: Tensor, dim: int, length: int, whose: str) -> No
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
     if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"`dim` must be a dimension of `{name}`, got {dim} for {x.ndim}")
+        raise ValueError(f"`dim` must be in [{-x.ndim}, {x.ndim}) for `{name}`, got {dim}")
     if x.shape[dim] != length:
         raise ValueError(
             f"`{name}` must have the {length} tokens {whose} in dimension {dim}, got {x.shape[dim]}"

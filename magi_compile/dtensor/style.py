@@ -15,12 +15,12 @@ from magi_compile.dtensor.sequence_plan import group_of
 
 
 class ContextParallel(ParallelStyle):
-    """Attention that the module calls runs over the ranks of the mesh, by the plan that its mask carries.
+    """Runs the attention of a module over the ranks of the mesh, by the plan that its mask carries.
 
-    The module is called with this rank's tokens, and passes `SequencePlan.block_mask` (what `context_parallel_shard` makes of a
-    BlockMask) to `flex_attention`, or `SequencePlan.slices` to `magi_compile.flex_flash_attention`. Attention with another mask, or
-    none, raises, as in `context_parallel`. No collective is added around the module: each attention moves the rows that are
-    needed.
+    Call the module with this rank's tokens. It passes `SequencePlan.block_mask` (which `context_parallel_shard` makes of a
+    BlockMask) to `flex_attention`, or `SequencePlan.slices` to `magi_compile.flex_flash_attention`. Attention with another mask or
+    without one raises, as in `context_parallel`. No collective is added around the module: each attention moves the rows that it
+    needs.
 
         parallelize_module(model, mesh["cp"], {"layers.*.attention": ContextParallel()})
     """

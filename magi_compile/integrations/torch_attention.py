@@ -92,7 +92,7 @@ class _Op(NamedTuple):
 
     def fall_back(self, why: str, keys: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs PyTorch's own kernel."""
-        warn_once(f"the flash attention impl 'MAGI' leaves {self.op} to PyTorch's own: {why}")
+        warn_once(f"{self.op} runs on PyTorch's own flash attention instead of 'MAGI': {why}")
         return self.theirs.call_boxed(keys, *args, **kwargs)
 
 
@@ -137,6 +137,9 @@ def call_of_varlen(given: dict[str, Any]) -> Call | str:
             `[sequences + 1]`, `is_causal`, `window_size` (left, right; -1 for no limit), `scale`; what a version of PyTorch does
             not have may be missing. Windows are aligned at the last row and the last key of a sequence.
 
+    Returns:
+        The call, or the reason why PyTorch's own kernel must run it.
+
     Raises:
         ValueError: `cu_seq_q` or `cu_seq_k` does not begin with 0, decreases, or goes beyond the tokens.
     """
@@ -155,7 +158,7 @@ def call_of_varlen(given: dict[str, Any]) -> Call | str:
     for name, end, tokens in (("q", lists.seqlen_q, len(q)), ("k", lists.seqlen_k, len(k))):
         if end > tokens:
             raise ValueError(
-                f"`cu_seq_{name}` must end within the {tokens} tokens that there are, got {end}"
+                f"`cu_seq_{name}` must end at or before the last of {tokens} tokens, got {end}"
             )
     slices = _with_totals(lists, len(q), len(k))
     return Call(q, k, v, slices, _scale(given["scale"], q))
@@ -166,6 +169,9 @@ def call_of_sdpa(given: dict[str, Any]) -> Call | str:
 
     Args:
         given: by name, `query [B, Hq, L, D]`, `key` and `value [B, Hkv, S, D]`, `dropout_p`, `is_causal`, `scale`.
+
+    Returns:
+        The call, or the reason why PyTorch's own kernel must run it.
     """
     q, k, v = (given[name].transpose(1, 2).flatten(0, 1) for name in ("query", "key", "value"))
     batch, _, rows, _ = given["query"].shape
@@ -186,9 +192,9 @@ def call_of_sdpa(given: dict[str, Any]) -> Call | str:
 def _refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Why no kernel of ours runs attention of these tensors."""
     if v.shape[2] != q.shape[2]:
-        return f"the heads of `value` have {v.shape[2]} elements and those of `query` {q.shape[2]}"
+        return f"`value` has head_dim {v.shape[2]} and `query` has {q.shape[2]}"
     if q.shape[1] % k.shape[1]:
-        return f"{q.shape[1]} heads of `query` are no multiple of {k.shape[1]} heads of `key`"
+        return f"the {q.shape[1]} heads of `query` are not a multiple of the {k.shape[1]} heads of `key`"
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"  # slices are made on the host
     return _refusal_of_kernels(q.device, q.dtype, (q.shape[1], k.shape[1], q.shape[2], v.shape[2]))

@@ -228,7 +228,7 @@ def magi_attention(
     if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or rows == 1):
         if attention_mask is not None and cu_seq_lens_q is not None:
             raise NotImplementedError(
-                "`attn_implementation='magi'` takes `cu_seq_lens_q` with masks of its own and with a BlockMask, "
+                "`attn_implementation='magi'` takes `cu_seq_lens_q` without a mask or with a BlockMask, "
                 f"got a dense `attention_mask` of shape {list(attention_mask.shape)}"
             )
         given = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}

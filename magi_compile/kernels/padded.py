@@ -44,8 +44,8 @@ class PaddedKernel:
         reasons = self._inner.refusals(padded)
         if 2 * padded.head_dim > MOST_COLUMNS * (problem.head_dim + problem.head_dim_v):
             reasons.append(
-                f"needs up to {MOST_COLUMNS} times the columns asked for, got {asked}, which "
-                f"would be {padded.head_dim}"
+                f"pads head dimensions to at most {MOST_COLUMNS} times, got {asked}, which would become "
+                f"{padded.head_dim}"
             )
         return reasons
 

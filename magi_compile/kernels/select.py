@@ -123,5 +123,5 @@ def _refusals(name: str, problem: AttnProblem) -> list[str]:
     try:
         kernel = load(name)
     except ImportError as error:
-        return [f"can not be imported: {error}"]
+        return [f"cannot be imported: {error}"]
     return kernel.refusals(problem)

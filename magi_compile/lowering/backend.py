@@ -35,7 +35,14 @@ def make_backend(
 
     Args:
         inner: another backend, by name or as a callable; "inductor" takes torch.compile's `mode` and `options`.
-        options: what torch.compile's `options={"magi.*": ...}` override.
+        options: the defaults, which torch.compile's `options={"magi.*": ...}` override.
+
+    Returns:
+        A function for `torch.compile(model, backend=...)`.
+
+    Raises:
+        TypeError: `options` is not a `LoweringOptions`.
+        ValueError: `inner` is not a backend.
     """
 
     if not isinstance(options, LoweringOptions):
@@ -83,7 +90,14 @@ magi = make_backend()
 
 @contextmanager
 def enabled(**options: Unpack[OptionsByName]) -> Iterator[None]:
-    """`enable(**options)` for the length of a block."""
+    """Enables the lowering for the length of a `with` block, and restores what was there before.
+
+    Args:
+        **options: the fields of `LoweringOptions`.
+
+    Yields:
+        Nothing.
+    """
     previous = _compat.installed_pre_grad_pass()
     _enable(options_of("enabled", dict(options)))
     try:
@@ -95,8 +109,8 @@ def enabled(**options: Unpack[OptionsByName]) -> Iterator[None]:
 def enable(**options: Unpack[OptionsByName]) -> None:
     """Lowers FlexAttention in everything that stock Inductor compiles from now on (`torch.compile(model)`).
 
-    For code where somebody else calls torch.compile. Graphs that are compiled already stay as they are. It holds for all
-    threads; a thread that has compiled something keeps what it found then.
+    Use it where other code calls torch.compile. Graphs that are already compiled do not change. It holds for all threads,
+    except that a thread which has compiled something keeps the setting of that moment.
 
     Args:
         **options: the fields of `LoweringOptions`.
@@ -111,7 +125,9 @@ def enable(**options: Unpack[OptionsByName]) -> None:
 def _enable(chosen: LoweringOptions) -> None:
     previous = _compat.installed_pre_grad_pass()
     if previous is not None and not _compat.is_pre_grad_pass_of_ours(previous):
-        raise RuntimeError(f"Inductor's `pre_grad_custom_pass` must be free, got {previous!r}")
+        raise RuntimeError(
+            f"Inductor's `pre_grad_custom_pass` must be None for `enable`, got {previous!r}; use backend='magi', or remove that pass"
+        )
     # Inductor's caches key on this: it changes with everything that changes what the pass does.
     identity = f"{_version_of_sources()} {chosen}"
     _compat.install_pre_grad_pass(

@@ -28,7 +28,9 @@ class AttentionCall:
     def density(self) -> float:
         """The visible share of the score matrices of all batch entries."""
         if self.slices is None:
-            raise ValueError("`density` needs slices; this attention stays on FlexAttention")
+            raise ValueError(
+                "`density` needs slices, and this attention has none: it stays on FlexAttention"
+            )
         batch = int(self.decision.q_shape[0])
         pairs = self.slices.seqlen_q * self.slices.seqlen_k
         return self.slices.area() * batch / max(1, pairs)
@@ -50,7 +52,7 @@ class AttentionCall:
                 f"         not {name}: {'; '.join(why)}" for name, why in decision.passed_over
             )
         else:
-            lines.append("kernel   none of ours; it stays on FlexAttention because")
+            lines.append("kernel   none of ours; the call stays on FlexAttention because")
             lines.extend(f"         - {reason}" for reason in decision.reasons)
         return "\n".join(lines)
 
@@ -78,7 +80,7 @@ class Explanation:
             blocks.append(f"{label} " + text.replace("\n", "\n    "))
         if self.num_across_ranks:
             blocks.append(
-                f"{self.num_across_ranks} attentions across ranks: SequencePlan.explain() tells their balance and what travels"
+                f"{self.num_across_ranks} attentions run across ranks: SequencePlan.explain() shows balance and communication"
             )
         return "\n".join([*blocks, str(self.report)])
 
@@ -87,18 +89,21 @@ _SLICES = 3  # which argument of magi::attention they are
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Runs `fn(*args, **kwargs)` once and tells what backend="magi" makes of every attention in it.
+    """Runs `fn(*args, **kwargs)` once and explains what backend="magi" does with every attention in it.
 
-    The run is without gradients and without compiling anything; attentions that stay on FlexAttention run in its
-    eager form, which needs the whole score matrix.
+    The run computes no gradients and compiles no code. Attentions that stay on FlexAttention run eagerly, which takes memory
+    for the whole score matrix.
 
     Args:
         fn: a model or a function that calls FlexAttention.
-        *args: its arguments; masks are explained as these make them.
+        *args: its arguments, which also decide the masks.
         **kwargs: its keyword arguments.
 
     Returns:
         An `Explanation`: print it, or read its `calls`.
+
+    Raises:
+        TypeError: `fn` is not callable.
     """
     if not callable(fn):
         raise TypeError(f"`fn` must be a model or a function, got {type(fn).__name__}")

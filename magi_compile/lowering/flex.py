@@ -83,8 +83,8 @@ def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     if piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
         return []
     return [
-        f"a row sees up to {count} intervals of keys, in pieces of {piece}: kernels walk them one by one, "
-        f"which pays for pieces of {MIN_PIECE} keys and more"
+        f"a row sees up to {count} key intervals, one in each piece of {piece} keys; with pieces of fewer than {MIN_PIECE} "
+        "keys FlexAttention is faster"
     ]
 
 
@@ -112,8 +112,8 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
     if intervals is None:
         raise UnsupportedMaskError(
             [
-                "tables are computed from lengths that are dynamic in the graph; mark these as static, or "
-                "compute the tables in front of the mask_mod"
+                "the mask_mod computes tables whose lengths are dynamic in the graph; mark these lengths as static, or "
+                "compute the tables outside the mask_mod"
             ]
         )
     with _compat.without_fake_tensors():
@@ -136,9 +136,9 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
     backend = call.kernel_options.get("BACKEND", "AUTO")
     if backend != "AUTO":
-        reasons.append(f"kernel_options asks for BACKEND={backend!r}")
+        reasons.append(f"kernel_options asks for FlexAttention's BACKEND={backend!r}")
     if call.kernel_options.get("OUTPUT_MAX"):
-        reasons.append("max_scores is asked for, which the kernels do not return")
+        reasons.append("return_aux asks for max_scores, which the kernels do not return")
     if not q.dtype == k.dtype == v.dtype:
         reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if q.shape[0] != k.shape[0]:
@@ -161,7 +161,7 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         reasons.extend(error.reasons)
     if program is not None and program.is_always_true and call.block_lists:
         reasons.append(
-            "the mask_mod shows everything, so that the block lists decide, which are data of the graph; "
+            "the mask_mod shows everything, so the block lists decide, and they are inputs of the graph; "
             "make the BlockMask inside the compiled function, or convert it with "
             "magi_compile.masks.slices_from_block_mask"
         )

@@ -13,14 +13,13 @@ class LoweringOptions:
     """Options of `backend="magi"` (as `options={"magi.strict": True}`) and of `enable()` (as keywords).
 
     Attributes:
-        strict: raise where an attention cannot be lowered, instead of leaving it on FlexAttention, or runs eagerly inside
-            of what is compiled (`lowering.regions.notice_eager_attention` says what is noticed).
+        strict: raise an error where an attention cannot be lowered or runs eagerly inside a compiled function, instead of leaving it
+            on FlexAttention.
         kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses by device and problem.
-        slice_capacity: how many slices a mask derived inside a graph may have, per batch entry. None stands for
-            one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that needs
-            more raises `MaskDataError` when it runs.
-        verify: compare the slices with the mask_mod, at a few thousand points, in every run. Without it only the first
-            run of a mask in a process is compared.
+        slice_capacity: the most slices of a mask that is derived in a graph, per batch entry. None stands for one slice for every 16
+            query rows and every interval of the mask, and at least 256. A mask that needs more raises `MaskDataError` when it runs.
+        verify: compare the slices with the mask_mod, at a few thousand points, in every run. Otherwise only the first run of a mask in a
+            process is compared.
     """
 
     strict: bool = False
@@ -61,22 +60,35 @@ DEFAULTS = LoweringOptions()
 
 
 def options_of(function: str, given: dict[str, Any]) -> LoweringOptions:
-    """The options that the keyword arguments `given` of `function` stand for.
+    """The options of keyword arguments.
+
+    Args:
+        function: whose arguments they are, for the message.
+        given: the arguments by name.
+
+    Returns:
+        Checked options.
 
     Raises:
-        TypeError: one of them is no option.
+        TypeError: an argument is not an option, or its value is of the wrong type.
     """
     known = [field.name for field in fields(LoweringOptions)]
     for name, value in given.items():
         if name not in known:
             raise TypeError(
-                f"`{function}` must get no other options than {', '.join(known)}, got {name}={value!r}"
+                f"`{function}` takes only the options {', '.join(known)}, got {name}={value!r}"
             )
     return LoweringOptions(**given)
 
 
 def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
-    """The `magi.*` entries of torch.compile's `options`, and the rest, which is the inner backend's.
+    """Splits torch.compile's `options`.
+
+    Args:
+        options: what the user passed, or None.
+
+    Returns:
+        The options of the `magi.*` entries, and the other entries, which are the inner backend's.
 
     Raises:
         ValueError: an entry begins with `magi.` and names no option.

@@ -70,12 +70,12 @@ def notice_eager_attention() -> None:
     own = notice_eager_attention.__name__  # Dynamo does not trace it, and says so
     breaks = [reason for reason in _compat.graph_breaks() if own not in reason][:MAX_BREAKS]
     message = (
-        f"FlexAttention at {_caller()} runs eagerly, with the whole score matrix, though the function around it is compiled: "
-        "a graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, or was "
-        "compiled too often. "
+        f"FlexAttention at {_caller()} runs eagerly and computes the whole score matrix, although the function around it is compiled: "
+        "the graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, or Dynamo "
+        "reached its recompile limit. "
         + (f"Graph breaks so far: {'; '.join(breaks)}. " if breaks else "")
-        + "A mask_mod must not print, nor branch on data; torch.compile with `fullgraph=True` raises where a graph breaks, "
-        "and TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
+        + "A mask_mod must not print or branch on data. torch.compile with `fullgraph=True` raises where a graph breaks; "
+        "TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
     )
     if options.strict:
         raise LoweringRefusedError(message)

@@ -9,7 +9,7 @@ logger = logging.getLogger("magi_compile")
 
 
 class LoweringRefusedError(NotImplementedError):
-    """An attention could not be lowered and nothing else can run it, or `strict` asked for an error."""
+    """An attention cannot be lowered, and `strict` is set or nothing else can run it."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Decision:
 
 @dataclass
 class LoweringReport:
-    """Everything lowered and refused since the start of the process, or since `clear()`.
+    """Every attention lowered or refused since the start of the process, or since `clear()`.
 
-    Under `enable()`, what Inductor takes from its cache is not lowered again, and so is not here.
+    Under `enable()`, a graph that Inductor takes from its cache is not lowered again and so not listed.
     """
 
     decisions: list[Decision] = field(default_factory=list)
@@ -101,5 +101,5 @@ REPORT = LoweringReport()
 
 
 def lowering_report() -> LoweringReport:
-    """The record of this process."""
+    """The `LoweringReport` of this process: print it, or read `lowered` and `refused`."""
     return REPORT

@@ -62,8 +62,8 @@ def flex_flash_attention(
     the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16. q, k and v may be DTensors: heads on any dimensions of the mesh, keys and values
-            replicated or sharded with them; what is not sharded is replicated. Results are then DTensors too.
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
+            keys and values sharded alike or replicated. Results are then DTensors too.
         k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
         v: `[total_k, nheads_kv, head_dim_v]`.
         slices: what each row sees, on the device of q; see `AttnSlices`.
@@ -194,24 +194,24 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """`torch.nn.attention.flex_attention.flex_attention` on our kernels, for eager code, on any device.
+    """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
-    Same signature, same results, in the memory order of q too. Inside torch.compile it is PyTorch's own operator, for the lowering to find. The
-    slices of a BlockMask are kept as long as it lives, and derived again when a captured tensor is written to; other
-    things that a mask_mod holds (ints, attributes) must stay as they are.
+    Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces. The slices of a
+    BlockMask are kept as long as it lives, and derived again when a captured tensor is written to. Other things that a mask_mod
+    holds (ints, attributes) must not change.
 
     Args:
-        query: `[B, Hq, L, E]`, fp32, bf16 or fp16. All three may be DTensors, which PyTorch's function does not take: heads (keys and values
-            also replicated) and entries of the batch sharded on any dimensions of the mesh. Results are then DTensors too.
+        query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh
+            dimensions, heads of key and value also replicated. Results are then DTensors too.
         key: `[B, Hkv, S, E]`.
         value: `[B, Hkv, S, Ev]`.
         score_mod: None, a scale, a soft-cap or a composition of them.
-        block_mask: what may attend to what; None for everything.
+        block_mask: which keys a query sees; None for all.
         scale: factor of the scores; None stands for `E ** -0.5`.
         enable_gqa: allows Hkv to be a divisor of Hq.
         return_lse: whether to return the log-sum-exp of the scores as well.
-        kernel_options: PyTorch's tuning options; they change nothing here.
-        return_aux: `AuxRequest(lse=True)` for an `AuxOutput` beside the output.
+        kernel_options: PyTorch's tuning options; ignored.
+        return_aux: `AuxRequest(lse=True)` returns an `AuxOutput` as well.
 
     Returns:
         out `[B, Hq, L, Ev]`; with return_lse `(out, lse [B, Hq, L])`; with return_aux `(out, AuxOutput)`.
@@ -219,7 +219,7 @@ def flex_attention(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: shapes, dtypes or devices do not fit together.
-        NotImplementedError: the mask or the score_mod is not one of ours; the message lists the reasons.
+        NotImplementedError: the mask or the score_mod cannot be lowered, or no kernel runs the problem; the message lists the reasons.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -255,10 +255,10 @@ def flex_attention(
     if not isinstance(return_aux, (flex.AuxRequest, type(None))):
         raise TypeError(f"`return_aux` must be an AuxRequest or None, got {return_aux!r}")
     if return_aux is not None and return_lse:
-        raise ValueError("`return_lse` and `return_aux` must not both be given")
+        raise ValueError("one of `return_lse` and `return_aux` must be left out, got both")
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(
-            "`return_aux` asks for max_scores, which the kernels do not return"
+            "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
         )
     score = trace_score_mod(score_mod)
     device_type = query.device.type

@@ -59,4 +59,4 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError("gradients of attention can not be differentiated again")
+        raise NotImplementedError("gradients of attention cannot be differentiated again")

@@ -70,6 +70,9 @@ def shards_of(
         layout: their dimensions.
         tokens_over: the ranks that share the tokens by a plan; None where every rank has all tokens.
 
+    Returns:
+        The local tensors, and where they lie in the whole ones.
+
     Raises:
         TypeError: not all are DTensors.
         ValueError: meshes or placements do not fit; the message says what to redistribute.
@@ -81,7 +84,7 @@ def shards_of(
     for name, x in tensors.items():
         if not isinstance(x, DTensor):
             raise TypeError(
-                f"`{name}` must be a DTensor where others of {', '.join(tensors)} are, got {type(x).__name__}; wrap it with "
+                f"`{name}` must be a DTensor, as others of {', '.join(tensors)} are, got {type(x).__name__}; wrap it with "
                 "DTensor.from_local or distribute_tensor"
             )
     mesh = q.device_mesh
@@ -166,8 +169,8 @@ def _check_query(
     if _is_over(x.device_mesh, dim, tokens_over):
         if not _is_shard(placement, layout.tokens):
             raise ValueError(
-                f"`{name}` must be Shard({layout.tokens}), tokens that the plan has spread, on {_of_mesh(x, dim)}, which is that of the "
-                f"plan, got {_said(placement)}; wrap what SequencePlan.shard gives with DTensor.from_local"
+                f"`{name}` must be Shard({layout.tokens}), tokens in the order of the plan, on {_of_mesh(x, dim)}, the dimension of the "
+                f"plan, got {_said(placement)}; wrap the result of SequencePlan.shard with DTensor.from_local"
             )
         return
     if _is_shard(placement, layout.tokens):
@@ -180,7 +183,7 @@ def _check_query(
         )
         raise ValueError(
             f"`{name}` must have all tokens on every rank {where}, got {_said(placement)} on {_of_mesh(x, dim)}; "
-            f"{_redistribute(name, x, dim)}, or spread tokens by a plan: magi_compile.dtensor.context_parallel, or SequencePlan.attention"
+            f"{_redistribute(name, x, dim)}, or shard tokens by a plan: magi_compile.dtensor.context_parallel or SequencePlan.attention"
         )
     if _is_shard(placement, layout.heads):
         _check_divides(name, x, layout.heads, "heads")

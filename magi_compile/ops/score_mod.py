@@ -35,7 +35,7 @@ class _Score:
         if isinstance(factor, torch.Tensor) and factor.ndim == 0 and factor.device.type == "cpu":
             if factor.requires_grad:
                 raise UnsupportedScoreModError(
-                    "score_mod multiplies the score by a tensor that needs a gradient"
+                    "score_mod multiplies the score by a tensor that requires a gradient; multiply q by it instead"
                 )
             factor = factor.item()
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
@@ -45,7 +45,7 @@ class _Score:
         outer = self.outer * factor
         if not abs(outer) <= MAX_FACTOR or not abs(factor) <= MAX_FACTOR:
             raise UnsupportedScoreModError(
-                f"score_mod multiplies the score by {factor}, which fp32 may not hold"
+                f"score_mod multiplies the score by {factor}, which may overflow in fp32"
             )
         return _Score(outer, self.inner)
 
@@ -57,7 +57,7 @@ class _Score:
     def __truediv__(self, other: Any) -> _Score:
         if not isinstance(other, (int, float)) or other == 0:
             raise UnsupportedScoreModError(
-                "score_mod divides the score by something else than a constant"
+                "score_mod divides the score by something other than a constant"
             )
         return self._times(1.0 / other)
 
@@ -146,6 +146,9 @@ def trace_score_mod(score_mod: Callable[..., Any] | None, num_buffers: int = 0) 
     Args:
         score_mod: `f(score, b, h, q_idx, kv_idx, *buffers)`, a function or an FX GraphModule, or None.
         num_buffers: how many captured buffers an FX GraphModule takes after the indices.
+
+    Returns:
+        The factor of the scores and the soft-cap, 0.0 for none.
 
     Raises:
         UnsupportedScoreModError: the score_mod is anything else; the message says what it does.

@@ -84,7 +84,9 @@ def check_options(
         if isinstance(number, bool) or not isinstance(number, (numbers.Real, torch.SymFloat)):
             raise TypeError(f"`{name}` must be a number, got {number!r}")
         if isinstance(number, int) and abs(number) > sys.float_info.max:
-            raise ValueError(f"`{name}` must be a number that a float holds")
+            raise ValueError(
+                f"`{name}` must fit in a float, got an int of {number.bit_length()} bits"
+            )
         if not -math.inf < number < math.inf:  # of a SymFloat too
             raise ValueError(f"`{name}` must be finite, got {number}")
     if softcap < 0:

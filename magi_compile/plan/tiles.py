@@ -172,8 +172,8 @@ class PaddedSizes(NamedTuple):
     def message(self) -> str:
         """What has to be so for all pairs to fit."""
         return (
-            f"at most `max_overlap` = {self.max_overlap} slices may cross the average border "
-            f"between tiles, or the average slice at most {MAX_CROSSINGS} borders"
+            f"the plan has room for {self.max_overlap} slices across the average border between tiles, or for "
+            f"{MAX_CROSSINGS} borders in the average slice, and the mask needs more; a larger `slice_capacity` gives room"
         )
 
 

@@ -161,7 +161,7 @@ def test_presets_in_one_file_are_reported_apart(tmp_path):
 
 
 def test_nothing_to_report(tmp_path):
-    with pytest.raises(ValueError, match="no measured row"):
+    with pytest.raises(ValueError, match="at least one measured row"):
         write_report(rows.Results(), tmp_path / "r", "t")
 
 
@@ -198,9 +198,9 @@ def test_presets_and_filters(arguments, count, capsys):
     ("arguments", "message"),
     [
         (["kernel", "--heads", "8"], "heads must look like 64:8, got '8'"),
-        (["kernel", "--heads", "8:3"], "query heads must be a multiple of the others"),
+        (["kernel", "--heads", "8:3"], "heads must be Q:KV with Q a multiple of KV"),
         (["kernel", "--masks", "x"], "invalid choice: 'x'"),
-        (["sparse", "--preset", "seeds"], "have no such sparse cells"),
+        (["sparse", "--preset", "seeds"], "no sparse cell of seeds matches the options"),
         (["report", "no-such-file"], "No such file"),
         (["report", "."], "Is a directory"),
         (["kernel", "--seqlens", "0"], "a number of tokens such as 8192, 8K or 1M, got '0'"),

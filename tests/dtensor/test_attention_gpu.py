@@ -38,7 +38,7 @@ MERGED = replace(
 
 @pytest.fixture
 def run(gpu_ranks_of, size, collective):
-    """Runs a function on all ranks with this test's collective, unless that can not serve here."""
+    """Runs a function on all ranks with this test's collective, unless that cannot serve here."""
     ranks = gpu_ranks_of(size)
     for refusals in ranks.run(refusals_of, collective):
         if refusals:

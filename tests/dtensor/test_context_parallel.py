@@ -105,13 +105,16 @@ def run_refused_buffers(group):
             {"buffers": [x, other], "buffer_seq_dims": [0, 0]},
             "`buffers[1]` does not fit: `x` must have the 128 tokens of the whole sequence in dimension 0, got 129",
         ),
-        ({"buffers": [x], "buffer_seq_dims": [1]}, "`dim` must be a dimension of `x`, got 1 for 1"),
-        ({"buffers": [x, x], "buffer_seq_dims": [0, 0]}, "`buffers[1]` must not be there twice"),
+        ({"buffers": [x], "buffer_seq_dims": [1]}, "`dim` must be in [-1, 1) for `x`, got 1"),
+        (
+            {"buffers": [x, x], "buffer_seq_dims": [0, 0]},
+            "`buffers[1]` must be a tensor that is not in `buffers` already",
+        ),
         (
             {"buffers": [torch.ones(S, requires_grad=True)], "buffer_seq_dims": [0]},
-            "`buffers[0]` must not need gradients",
+            "`buffers[0]` must not require gradients",
         ),
-        ({"no_restore_buffers": [x]}, "`no_restore_buffers` must all be in `buffers`"),
+        ({"no_restore_buffers": [x]}, "`no_restore_buffers` must be a subset of `buffers`"),
         (
             {"mask": None, "buffers": [other], "buffer_seq_dims": [0]},
             "`buffer_padding` must say what padding holds in each of `buffers` (the ignore_index for labels), because 129 tokens are "
@@ -179,7 +182,7 @@ def run_refused_attention(group):
             ),
             (
                 ValueError,
-                "`slices` must be those of the plan",
+                "`slices` must be plan.slices inside",
                 lambda: flash(*packed, AttnSlices.causal(half)),
             ),
             (
@@ -187,7 +190,7 @@ def run_refused_attention(group):
                 "`kernel` must be None",
                 lambda: flash(*packed, p.slices, kernel="cpu"),
             ),
-            (ValueError, "does not show", lambda: sdpa(q, k, v)),
+            (ValueError, "without it attention covers all tokens", lambda: sdpa(q, k, v)),
             (
                 ValueError,
                 "`q` must have the 64 tokens",
@@ -211,17 +214,17 @@ def run_refused_attention(group):
             ),
             (
                 NotImplementedError,
-                "`multi_head_attention_forward` would see this rank's tokens alone inside of context_parallel",
+                "`multi_head_attention_forward` would see only this rank's tokens inside context_parallel",
                 lambda: nn.MultiheadAttention(8, 2)(q[0], k[0], v[0]),
             ),
             (
                 NotImplementedError,
-                "alone inside of context_parallel",
+                "only this rank's tokens inside context_parallel",
                 lambda: torch.ops.aten._scaled_dot_product_attention_math(q, k, v),
             ),
             (
                 NotImplementedError,
-                "alone inside of context_parallel",
+                "only this rank's tokens inside context_parallel",
                 lambda: torch.ops.magi.attention(
                     *packed,
                     *(
@@ -239,11 +242,13 @@ def run_refused_attention(group):
             with pytest.raises(error, match=re.escape(message)):
                 call()
     with pytest.raises(
-        RuntimeError, match="spread over ranks, which local attention does not know"
+        RuntimeError,
+        match="this BlockMask is for tokens that are spread over ranks; call attention inside",
     ):
         flex.flex_attention(q, k, v, block_mask=p.block_mask)
     with pytest.raises(
-        RuntimeError, match="spread over ranks, which local attention does not know"
+        RuntimeError,
+        match="this BlockMask is for tokens that are spread over ranks; call attention inside",
     ):
         magi_compile.flex_attention(q, k, v, block_mask=p.block_mask)
 
@@ -269,7 +274,12 @@ def run_refused_in_graphs(group):
         for fullgraph, message, call, given in [
             (False, "must be the one", with_block_mask, (q, k, v)),
             (True, "must be the one", with_block_mask, (q, k, v)),
-            (False, "does not show", lambda q, k, v: sdpa(q, k, v), (q, k, v)),
+            (
+                False,
+                "without it attention covers all tokens",
+                lambda q, k, v: sdpa(q, k, v),
+                (q, k, v),
+            ),
             (
                 True,
                 "of this rank",
@@ -279,7 +289,7 @@ def run_refused_in_graphs(group):
             (True, "those of the plan", lambda q, k, v: flash(q, k, v, shorter), packed),
             (
                 True,
-                "`_scaled_dot_product_attention_math` would see this rank's tokens alone",
+                "`_scaled_dot_product_attention_math` would see only this rank's tokens",
                 lambda q, k, v: torch.ops.aten._scaled_dot_product_attention_math(q, k, v),
                 (q, k, v),
             ),
@@ -380,7 +390,7 @@ def run_options(group):
             fullgraph=True,
         )
         with pytest.raises(
-            torch._dynamo.exc.Unsupported, match="`score_mod` must be None in what is compiled"
+            torch._dynamo.exc.Unsupported, match="`score_mod` must be None in compiled code"
         ):
             compiled(*local)
         slices = AttnSlices.causal(S)  # alike, in eager code
@@ -474,14 +484,14 @@ def run_refused_plans(group):
         ),
         (
             ValueError,
-            "`seqlen` must be given for a mask_mod",
+            "`seqlen` must be given where `mask` is a mask_mod",
             (lambda b, h, q, kv: q >= kv, mesh),
             {},
         ),
-        (ValueError, "`seqlen` must be given for None", (None, mesh), {}),
+        (ValueError, "`seqlen` must be given where `mask` is None (causal)", (None, mesh), {}),
         (
             ValueError,
-            "`seqlen` must be that of `mask`, 128, got 64",
+            "`seqlen` must be the length of `mask`, 128, got 64",
             (causal(), mesh),
             {"seqlen": 64},
         ),
@@ -489,11 +499,16 @@ def run_refused_plans(group):
         (NotImplementedError, "seqlen_q == seqlen_k", (AttnSlices.full(S, 64), mesh), {}),
         (
             NotImplementedError,
-            "one batch entry, which all entries then share, got 2",
+            "one batch entry, which all entries share, got 2",
             (per_entry, mesh),
             {},
         ),
-        (ValueError, "is spread over ranks already", (p.block_mask, mesh), {}),
+        (
+            ValueError,
+            "must cover the whole sequence, got the mask of a plan",
+            (p.block_mask, mesh),
+            {},
+        ),
     ]:
         with pytest.raises(error, match=re.escape(message)):
             plan(*arguments, **keywords)
@@ -509,14 +524,14 @@ def run_refused_plans(group):
         ),
         ("`tokens` must have the 128 tokens", lambda: p.labels(x[:64])),
         ("`documents` must have the 128 tokens", lambda: p.labels(x, documents=x[:64])),
-        ("`dim` must be a dimension of `x`, got 2 for 1", lambda: p.shard(x, 2)),
+        ("`dim` must be in [-1, 1) for `x`, got 2", lambda: p.shard(x, 2)),
         ("like `q`, got shape [1, 2]", lambda: p.attention(x[None, :2], x, x)),
         (
             "`k` must have the batch size of `q`, 2, got 1",
             lambda: p.attention(*qkv(64, 2)[:1], *qkv(64)[:2]),
         ),
         (
-            "`plan` must be given where there is no BlockMask",
+            "`plan` must be given, because `buffers` holds no BlockMask",
             lambda: context_parallel_shard(mesh, [x], [0]),
         ),
         (

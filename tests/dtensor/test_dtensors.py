@@ -274,7 +274,7 @@ def refused(group):
     yield from [
         (
             TypeError,
-            "`k` must be a DTensor where others of q, k, v are, got Tensor",
+            "`k` must be a DTensor, as others of q, k, v are, got Tensor",
             [spread(q, [R]), k, v],
         ),
         (TypeError, "`q` must be a DTensor", [q, spread(k, [R]), v]),
@@ -371,7 +371,7 @@ def run_refused_plans(group):
     mesh = mesh_of_2x2(group)
     p = plan(SLICES, mesh["cp"], options=OPTIONS)
     q = torch.randn(1, 4, p.seqlen_local, 8)
-    on_plan = "must be Shard(2), tokens that the plan has spread, on dimension 'cp' of its mesh, which is that of the plan, got Replicate()"
+    on_plan = "must be Shard(2), tokens in the order of the plan, on dimension 'cp' of its mesh, the dimension of the plan, got Replicate()"
     elsewhere = "`q` must have all tokens on every rank where the ranks are not those of the plan, got Shard(2) on dimension 'tp'"
     behind = "`key` must be Shard(1), heads, on dimension 'cp' of its mesh too, since it is that on a later dimension"
     for message, placements, kv_placements in [

@@ -103,7 +103,7 @@ def run_explain_of_a_model(group):
         torch._dynamo.reset()
         told = magi_compile.explain(model, tokens, positions, labels, mask)
     assert told.num_across_ranks == 2
-    assert "2 attentions across ranks: SequencePlan.explain() tells" in str(told)
+    assert "2 attentions run across ranks: SequencePlan.explain() shows" in str(told)
 
 
 def test_explain_of_a_model(ranks_of):

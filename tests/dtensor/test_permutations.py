@@ -135,7 +135,7 @@ def run_refused(group):
         ),
         (
             ValueError,
-            "`permutation` must have each number below its length once",
+            "`permutation` must contain each of 0 ... S - 1 exactly once",
             torch.zeros(S).long(),
         ),
         (

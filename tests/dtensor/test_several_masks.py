@@ -165,15 +165,19 @@ def run_refused(group):
     for error, message, arguments in [
         (
             ValueError,
-            "`mask` and `masks` must not both be given",
+            "one of `mask` and `masks` must be None, got both",
             {"mask": causal, "masks": [causal]},
         ),
-        (ValueError, "`weights` must be None without `masks`", {"mask": causal, "weights": [1]}),
-        (TypeError, "`masks` must be a list or a dict of masks, got AttnSlices", {"masks": causal}),
-        (ValueError, "`masks` must not be empty", {"masks": []}),
         (
             ValueError,
-            "`masks` must be of one sequence, got lengths [128, 64]",
+            "`weights` must be None where `masks` is None",
+            {"mask": causal, "weights": [1]},
+        ),
+        (TypeError, "`masks` must be a list or a dict of masks, got AttnSlices", {"masks": causal}),
+        (ValueError, "`masks` must hold at least one mask", {"masks": []}),
+        (
+            ValueError,
+            "`masks` must have the same length, got [128, 64]",
             {"masks": [causal, AttnSlices.causal(64)]},
         ),
         (
@@ -207,8 +211,12 @@ def run_refused(group):
     together = plan(masks=[causal, window], mesh=mesh, options=OPTIONS)
     q = torch.randn(1, 2, 64, 8)
     for error, message, given in [
-        (ValueError, "plans must be made together, plan(masks=[...], mesh=mesh)", apart),
-        (TypeError, "`mask` must have masks or plans, got both", [causal, apart[0]]),
+        (
+            ValueError,
+            "must have plans that hold the same tokens, got others; make them together: plan(masks=[...], mesh=mesh)",
+            apart,
+        ),
+        (TypeError, "`mask` must hold only masks or only plans, got both", [causal, apart[0]]),
     ]:
         with pytest.raises(error, match=re.escape(message)), context_parallel(mesh, mask=given):
             pass

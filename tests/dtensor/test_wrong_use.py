@@ -44,20 +44,20 @@ def run_plans(group, plans):
     [
         (
             [(causal(128), 4, 0), (causal(128), 4, 1)],
-            "for the 2 ranks of `group`, but that of the ranks [0, 1] is made for 4; "
+            "for the 2 ranks of `group`, but ranks [0, 1] have a plan for 4; "
             "call plan_rank with cp_size=group.size()",
         ),
         (
             [(causal(127), 1, 0), (causal(127), 2, 1)],
-            "for the 2 ranks of `group`, but that of the ranks [0] is made for 1",
+            "for the 2 ranks of `group`, but ranks [0] have a plan for 1",
         ),
         (
             [(causal(95), 3, 0), (causal(94), 3, 1), (causal(95), 3, 2)],
-            "plan the same mask with the same options, but the plans of the ranks [1] differ from that of rank 0",
+            "plan the same mask with the same options, but the plans of ranks [1] differ from that of rank 0",
         ),
         (
             [(causal(126), 2, 1), (causal(126), 2, 0)],
-            "each rank's own, but rank 0 has that of 1, rank 1 has that of 0; call plan_rank with rank=group.rank()",
+            "each rank's own, but rank 0 has the plan of rank 1, rank 1 has the plan of rank 0; call plan_rank with rank=group.rank()",
         ),
     ],
     ids=["size", "one_size", "mask", "rank"],
@@ -70,9 +70,7 @@ def test_plans_that_do_not_fit(ranks_of, plans, message):
 
 def run_options(group):
     options = replace(OPTIONS, degree=group.rank())
-    with pytest.raises(
-        ValueError, match=r"the plans of the ranks \[1\] differ from that of rank 0"
-    ):
+    with pytest.raises(ValueError, match=r"the plans of ranks \[1\] differ from that of rank 0"):
         attend(plan_rank(causal(125), 2, group.rank(), options), group)
 
 

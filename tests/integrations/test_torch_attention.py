@@ -175,7 +175,9 @@ def test_tokens_behind_the_last_sequence(active):
 
 def test_lists_beyond_the_tokens(active):
     lists = starts((30, 20))
-    with pytest.raises(ValueError, match=r"`cu_seq_q` must end within the 40 tokens .*, got 50"):
+    with pytest.raises(
+        ValueError, match=r"`cu_seq_q` must end at or before the last of 40 tokens, got 50"
+    ):
         varlen_attn(*packed(40, 40), lists, lists, 30, 30, **GQA)
 
 
@@ -226,7 +228,7 @@ def test_what_goes_to_pytorch(name, active, forwards, caplog):
                 varlen_attn(q, k, v, *lists, **{name: REFUSED[name]})
     assert not forwards
     (warning,) = [r.message for r in caplog.records if r.name == "magi_compile"]
-    assert "torch_attn._varlen_attn.default to PyTorch's own" in warning
+    assert "torch_attn._varlen_attn.default runs on PyTorch's own flash attention" in warning
     assert f"`{name}` is given" in warning
 
 
@@ -241,8 +243,8 @@ def given_of_sdpa(q, k, v, **options):
         ({"dropout_p": 0.1}, "`dropout_p` is 0.1"),
         ({"return_debug_mask": True}, "`return_debug_mask` is set"),
         ({"is_causal": True, "key": torch.randn(2, 4, 9, 16)}, "causal mask of 30 rows and 9 keys"),
-        ({"value": torch.randn(2, 4, 30, 8)}, "heads of `value` have 8 elements"),
-        ({"key": torch.randn(2, 3, 30, 16)}, "4 heads of `query` are no multiple of 3"),
+        ({"value": torch.randn(2, 4, 30, 8)}, "`value` has head_dim 8 and `query` has 16"),
+        ({"key": torch.randn(2, 3, 30, 16)}, "4 heads of `query` are not a multiple of the 3"),
         ({"query": torch.randn(2, 4, 30, 16).double()}, "no kernel can run"),
     ],
 )

@@ -73,8 +73,8 @@ def test_all_reasons_are_listed(registry):
     for reason in (
         "picky: needs a Tuesday",
         "picky: needs a full moon",
-        "missing: can not be imported: No module named 'magi_compile.kernels.no_such_module'",
-        "no_class: can not be imported: cannot import name 'NoSuchKernel'",
+        "missing: cannot be imported: No module named 'magi_compile.kernels.no_such_module'",
+        "no_class: cannot be imported: cannot import name 'NoSuchKernel'",
     ):
         assert reason in message
 

@@ -66,7 +66,7 @@ def test_enable_serves_other_threads(case):
 def test_enable_refuses_to_replace_another_pass():
     _compat.install_pre_grad_pass(lambda graph: None)
     try:
-        with pytest.raises(RuntimeError, match="pre_grad_custom_pass` must be free"):
+        with pytest.raises(RuntimeError, match="pre_grad_custom_pass` must be None for `enable`"):
             magi_compile.enable()
     finally:
         _compat.install_pre_grad_pass(None)
@@ -138,7 +138,7 @@ def test_values_of_the_wrong_type(options, message):
 
 
 def test_unknown_options():
-    message = "must get no other options than strict, kernel, slice_capacity, verify, got unknown=1"
+    message = "takes only the options strict, kernel, slice_capacity, verify, got unknown=1"
     with pytest.raises(TypeError, match=f"`enable` {message}"):
         magi_compile.enable(unknown=1)
     with pytest.raises(TypeError, match=f"`enabled` {message}"), magi_compile.enabled(unknown=1):

@@ -73,7 +73,10 @@ CASES = {
     ),
     "per-head": (dict(mask=by_head), "head"),
     "dilated": (dict(mask=dilated), "key intervals, at most 64 are representable"),
-    "neighbourhood": (dict(mask=neighbourhood), "up to 5 intervals of keys, in pieces of 13"),
+    "neighbourhood": (
+        dict(mask=neighbourhood),
+        "up to 5 key intervals, one in each piece of 13 keys",
+    ),
     "backend": (dict(mask=causal, kernel_options={"BACKEND": "TRITON"}), "BACKEND='TRITON'"),
 }
 
@@ -145,7 +148,7 @@ def test_what_small_pieces_would_cost():
 
 
 def test_small_pieces_train_on_a_cpu():
-    """Where FlexAttention can not, they are not refused."""
+    """Where FlexAttention cannot, they are not refused."""
     x = torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True)
     compiled()(x, block_mask(neighbourhood, SEQLEN)).sum().backward()
     assert len(REPORT.lowered) == 1

@@ -201,7 +201,7 @@ def test_inference_mode_computes_the_same():
 def test_second_derivatives_are_refused():
     x = torch.randn(1, 2, 64, 16, requires_grad=True)
     (grad,) = torch.autograd.grad(flex_attention(x, x, x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="can not be differentiated again"):
+    with pytest.raises(NotImplementedError, match="cannot be differentiated again"):
         grad.sum().backward()
 
 
@@ -227,7 +227,7 @@ PADDED_ERRORS = {
     "heads": (lambda x, m: dict(query=x.repeat(1, 2, 1, 1)[:, :3], enable_gqa=True), "`query` must have a multiple of the heads of `key`, 2, got 3"),
     "dtype": (lambda x, m: dict(key=x.half()), "`key` must have the dtype of `query`, torch.float32, got torch.float16"),
     "device": (lambda x, m: dict(value=x.to("meta")), "`value` must be on the device of `query`, cpu, got meta"),
-    "aux": (lambda x, m: dict(return_lse=True, return_aux=AuxRequest(lse=True)), "`return_lse` and `return_aux` must not both"),
+    "aux": (lambda x, m: dict(return_lse=True, return_aux=AuxRequest(lse=True)), "one of `return_lse` and `return_aux` must be left out"),
 }  # fmt: skip
 
 
@@ -281,13 +281,13 @@ def test_slices_follow_what_a_mask_mod_computes_from_captured_tensors():
         ({"return_lse": 1}, TypeError, "`return_lse` must be True or False, got 1"),
         ({"return_aux": True}, TypeError, "`return_aux` must be an AuxRequest or None, got True"),
         ({"score_mod": "x"}, TypeError, "`score_mod` must be a function or None, got 'x'"),
-        ({"scale": 10**400}, ValueError, "`scale` must be a number that a float holds"),
+        ({"scale": 10**400}, ValueError, "`scale` must fit in a float"),
         ({"score_mod": lambda s, b, h, q, kv: (s, s)}, NotImplementedError, "returns tuple"),
-        ({"score_mod": lambda s, *_: s * math.inf}, NotImplementedError, "fp32 may not hold"),
+        ({"score_mod": lambda s, *_: s * math.inf}, NotImplementedError, "may overflow in fp32"),
         (
             {"score_mod": lambda s, *_: s * torch.ones((), requires_grad=True)},
             NotImplementedError,
-            "a tensor that needs a gradient",
+            "a tensor that requires a gradient",
         ),
     ],
 )

@@ -343,8 +343,8 @@ def test_too_many_crossings_are_detected():
     slices = make_slices([(i, i + 1, 0, 128 - i, FULL) for i in range(20)], 20, 128)
     build_tile_plan(slices, **SIZES, exact=False, max_overlap=20)
     message = (
-        "at most `max_overlap` = 8 slices may cross the average border between tiles, "
-        "or the average slice at most 8 borders"
+        "room for 8 slices across the average border between tiles, or for 8 borders in the average slice, "
+        "and the mask needs more"
     )
     with pytest.raises(MaskDataError, match=message):
         build_tile_plan(slices, **SIZES, exact=False, max_overlap=8)

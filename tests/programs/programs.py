@@ -151,7 +151,7 @@ def selective_policy_first(door: Door) -> None:
 
 
 def export(door: Door) -> None:
-    """The exported program, run as it is; a graph with a mask that is made in it can not be traced by Dynamo again."""
+    """The exported program, run as it is; a graph with a mask that is made in it cannot be traced by Dynamo again."""
     model = make_model()
     x, document, _ = batch(1)
     with torch.no_grad():

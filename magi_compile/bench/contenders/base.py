@@ -62,7 +62,7 @@ class Contender(ABC):
     is_ours: bool = False
 
     def available(self) -> str | None:
-        """Why it can not be had on this machine, or None. May import packages; runs in the worker."""
+        """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
         return None
 
     def supports(self, workload: Workload, device: str) -> list[str]:
@@ -84,7 +84,7 @@ class Contender(ABC):
 
 
 def refusals(contender: Contender, workload: Workload, device: str) -> list[str]:
-    """Every reason why `contender` can not run `workload` on `device` ("cuda" or "cpu")."""
+    """Every reason why `contender` cannot run `workload` on `device` ("cuda" or "cpu")."""
     cell = workload.cell
     reasons = []
     if cell.level not in contender.levels:
@@ -97,7 +97,7 @@ def refusals(contender: Contender, workload: Workload, device: str) -> list[str]
 
 
 def import_error(module: str) -> str | None:
-    """Why `module` can not be imported, or None."""
+    """Why `module` cannot be imported, or None."""
     try:
         importlib.import_module(module)
     except Exception as error:  # a binary package may fail in any way

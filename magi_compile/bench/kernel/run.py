@@ -149,7 +149,7 @@ class _Run:
             self._say_progress(task, outcome)
 
     def _probe(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Why contenders can not be had, and the versions of those that can."""
+        """Why contenders cannot be had, and the versions of those that can."""
         reasons: dict[str, str] = {}
         versions: dict[str, str] = {}
 

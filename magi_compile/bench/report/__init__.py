@@ -18,7 +18,7 @@ def write_report(results: Results, output: Path, title: str, note: str = "") -> 
         ValueError: there is nothing to report.
     """
     if not results.ok_rows():
-        raise ValueError("the results hold no measured row")
+        raise ValueError("the results must hold at least one measured row, got none")
     written = []
     for suffix, make in ((".md", to_markdown), (".html", to_html)):
         path = output.with_name(output.name + suffix)

@@ -47,7 +47,9 @@ def compare(before: Results, after: Results, threshold: float = 0.03) -> list[Ve
             verdict = _judge(old_times, new_times, threshold)
             verdicts.append(Verdict(old["key"], which, old_times["ms"], new_times["ms"], verdict))
     if not verdicts:
-        raise ValueError("the two files have no measured row in common")
+        raise ValueError(
+            "the two files have no measured row in common; compare runs of the same cells and contenders"
+        )
     return verdicts
 
 

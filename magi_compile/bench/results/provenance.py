@@ -68,7 +68,7 @@ def device_name(device: str) -> str:
 
 
 def gpu_state() -> dict[str, int] | None:
-    """Clock, power and temperature now; None where they can not be read (PyTorch asks the package nvidia-ml-py)."""
+    """Clock, power and temperature now; None where they cannot be read (PyTorch asks the package nvidia-ml-py)."""
     try:
         return {
             "sm_mhz": torch.cuda.clock_rate(),

@@ -66,7 +66,9 @@ def load(paths: Iterable[Path]) -> Results:
                 record = json.loads(line)
                 kind = record.pop("kind")
             except (ValueError, KeyError, AttributeError):
-                raise ValueError(f"`{path}` line {number} is no result: {line[:60]!r}") from None
+                raise ValueError(
+                    f"`{path}` line {number} is not a result of magi-bench: {line[:60]!r}"
+                ) from None
             if kind == "run":
                 results.planned.update(dict.fromkeys(record.pop("planned")))
                 results.runs[record["run"]] = record

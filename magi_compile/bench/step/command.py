@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device cuda` needs a GPU that PyTorch sees, and it sees none")
+        raise ValueError("`--device cuda` needs a GPU, and PyTorch sees none")
     if args.quick:
         vars(args).update(QUICK, rows=args.rows or QUICK_ROWS)
     if args.out and not args.out.parent.is_dir():

@@ -41,7 +41,7 @@ class Contender(ABC):
     is_ours: bool = False
 
     def unavailable(self, device: str) -> str | None:
-        """Why it can not be had here, or None."""
+        """Why it cannot be had here, or None."""
         return None
 
     def refusals(self, case: Case, device: str) -> list[str]:

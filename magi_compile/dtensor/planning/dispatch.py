@@ -201,7 +201,7 @@ def dispatch_as(masks: Sequence[AttnSlices], cp_size: int, permutation: Tensor) 
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
         )
     if not torch.equal(permutation.sort().values, torch.arange(seqlen)):
-        raise ValueError("`permutation` must have each number below its length once")
+        raise ValueError("`permutation` must contain each of 0 ... S - 1 exactly once")
     begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
     borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
     size = math.gcd(*borders, *permutation[begins].tolist())
@@ -214,10 +214,10 @@ def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
     for mask in masks:
         check_self_attention(mask)
     if not masks:
-        raise ValueError("`masks` must not be empty")
+        raise ValueError("`masks` must hold at least one mask, got none")
     lengths = [mask.seqlen_q for mask in masks]
     if len(set(lengths)) > 1:
-        raise ValueError(f"`masks` must be of one sequence, got lengths {lengths}")
+        raise ValueError(f"`masks` must have the same length, got {lengths}")
     if len(weights) != len(masks):
         raise ValueError(
             f"`weights` must have an entry for each of the {len(masks)} masks, got {len(weights)}"

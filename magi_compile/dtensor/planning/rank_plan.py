@@ -54,14 +54,13 @@ class ContextParallelOptions:
     """How a sequence is spread over ranks.
 
     Attributes:
-        strategy: a name in `dispatch.STRATEGIES`.
-        chunk_size: tokens of a chunk; None chooses it from the mask.
-        slack: how far above the mean a rank's area may lie in favour of less communication.
-        degree: remote stages of the forward pass, 0 for one merged stage; None asks the cost model.
-        backward_degree: the same of the backward pass.
-        early: whether a pass without stages may begin before remote keys are there, where `cost` says that the kernel can and
-            that it pays. A kernel that can not waits for them.
-        cost: what compute and communication cost.
+        strategy: who holds what: "local", "sequential", "zigzag" or "min_heap".
+        chunk_size: tokens that stay together; None chooses by the mask.
+        slack: by what share the heaviest rank may exceed the mean in favour of less communication.
+        degree: remote stages of the forward pass, 0 for a single call; None asks the cost model.
+        backward_degree: the same for the backward pass.
+        early: whether a pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost` says that it pays.
+        cost: the rates of computation and communication.
     """
 
     strategy: str = "local"

@@ -158,7 +158,7 @@ class Exchange:
         with torch.cuda.stream(stream):
             dist.all_to_all_single(incoming, outgoing, recv, send, group)
         self._done = stream.record_event()
-        # Behind another exchange it can not go first, and that one is not to be waited for.
+        # Behind another exchange it cannot go first, and that one is not to be waited for.
         if not self._lane.pending:
             current.wait_event(reached)
         self._lane.pending.add(self)

@@ -5,8 +5,8 @@
 
 Implementations are listed in `COLLECTIVES` and found by `select`. One is an object with
 
-    refusals(group, device)              why it can not serve; equal on every rank, so that all choose alike
-    signals(group, device)               how a kernel that runs hears of a cast, and a reduce of a kernel; None where they can not
+    refusals(group, device)              why it cannot serve; equal on every rank, so that all choose alike
+    signals(group, device)               how a kernel that runs hears of a cast, and a reduce of a kernel; None where they cannot
     casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
     outbox(like, route, group)           buffers for the next reduce, best written in place
     start_reduce(tensors, route, group)  starts a reduce
@@ -110,8 +110,8 @@ def refuse_to_be_recorded(x: Tensor) -> None:
     """
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "what a plan needs on the device is made when it is first used, which can not be recorded: "
-            "run the step once before it is captured in a graph"
+            "the first use of a plan allocates tables on the device, which a CUDA graph cannot capture: "
+            "run one warm-up step before the capture"
         )
 
 
@@ -161,7 +161,7 @@ class Collective(Protocol):
     name: str
 
     def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-        """Every reason why this can not serve; empty when it can. The same on every rank of `group`."""
+        """Every reason why this cannot serve; empty when it can. The same on every rank of `group`."""
         ...
 
     def signals(self, group: dist.ProcessGroup, device: torch.device) -> KernelSignals | None:
@@ -245,7 +245,7 @@ def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collec
             return _load(considered)
         reasons += [f"  {considered}: {why}" for why in refusals]
     listed = "\n".join(reasons)
-    raise NotImplementedError(f"no collective can serve {device}:\n{listed}")
+    raise NotImplementedError(f"no collective can move rows on {device}:\n{listed}")
 
 
 @cache
@@ -258,5 +258,5 @@ def _refusals(name: str, group: dist.ProcessGroup, device: torch.device) -> list
     try:
         collective = _load(name)
     except ImportError as error:
-        return [f"can not be imported: {error}"]
+        return [f"cannot be imported: {error}"]
     return collective.refusals(group, device)

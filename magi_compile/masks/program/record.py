@@ -131,7 +131,7 @@ def _needs_value(name: str) -> Callable[..., Any]:
     def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedMaskError(
             [
-                f"`{name}` of `{title_of(self.node, {})}` needs its value: a mask_mod can not branch on its arguments, "
+                f"`{name}` of `{title_of(self.node, {})}` needs its value: a mask_mod cannot branch on its arguments, "
                 f"use & | ~ and torch.where"
             ]
         )
@@ -196,7 +196,7 @@ class _Recorder(TorchFunctionMode):
             example = run(node, *(self.example(value) for value in (args, kwargs)))
         except Exception as error:
             # What the mask_mod goes on to do with it can not be known.
-            reason = f"`{title_of(node, {})}` can not be followed: {error}"
+            reason = f"`{title_of(node, {})}` cannot be followed: {error}"
             raise UnsupportedMaskError([reason.splitlines()[0]]) from error
         finally:
             self.is_running = False

@@ -253,7 +253,7 @@ class _Tracer:
                 if self.mode is None and isinstance(example, Tensor) and not example.is_meta:
                     example = torch.empty_like(example, device="meta")  # made inside the mask_mod
         except Exception as error:
-            reason = f"`{name}` can not be followed: {str(error).splitlines()[0] if str(error) else error!r}"
+            reason = f"`{name}` cannot be followed: {str(error).splitlines()[0] if str(error) else error!r}"
             return self.refused(node, None, variables, reason, arguments)
         if _changes_what_is_used_again(node):
             reason = f"`{name}` changes a value that is used again"
@@ -396,7 +396,7 @@ class _Tracer:
             text = self.text_of("column", node)
             if text is None:
                 raise ExprError(
-                    f"`{self.title(node)}` can not be computed for all rows or keys at a time"
+                    f"`{self.title(node)}` cannot be computed for all rows or keys at a time"
                 )
             number = self.numbers.setdefault(text, len(self.tables) + len(self.numbers))
             self.columns[node] = number

@@ -156,7 +156,7 @@ class Arithmetic:
             return self.modulo(args[0], args[1])
         if is_of_keys(expr) and op in ("mul", "floordiv"):
             return Term(expr)
-        raise Refusal(f"`{expr}` mixes rows and keys in a way that intervals can not express")
+        raise Refusal(f"`{expr}` mixes rows and keys in a way that intervals cannot express")
 
     def add(self, x: Number, y: Number) -> Number:
         if isinstance(x, Choice):

@@ -190,5 +190,5 @@ def test_a_broken_file_is_named(tmp_path):
     rows.append(path, "row", {"key": "a/b", "status": "ok"})
     with open(path, "a") as file:
         file.write(json.dumps({"key": 1})[:5])
-    with pytest.raises(ValueError, match=r"r\.jsonl` line 2 is no result"):
+    with pytest.raises(ValueError, match=r"r\.jsonl` line 2 is not a result of magi-bench"):
         rows.load([path])

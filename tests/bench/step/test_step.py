@@ -345,7 +345,7 @@ def test_a_model_takes_documents_or_makes_the_mask_itself():
     ("arguments", "message"),
     [
         (["--out", "/nowhere/step"], "`--out` must lie in a folder that exists"),
-        (["--heads", "3:2"], "query heads must be a multiple"),
+        (["--heads", "3:2"], "heads must be Q:KV with Q a multiple of KV"),
         (["--tokens", "0"], "must be a number of tokens"),
         (["--rows", "x"], "invalid choice"),
     ],
@@ -361,7 +361,7 @@ def test_bad_arguments(arguments, message, capsys):
 def test_a_gpu_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         main(["step", "--device", "cuda"])
-    assert "needs a GPU that PyTorch sees" in capsys.readouterr().err
+    assert "needs a GPU, and PyTorch sees none" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

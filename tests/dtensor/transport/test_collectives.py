@@ -129,7 +129,7 @@ def test_cast_of_runs(ranks_of):
 
 
 class Refuses:
-    """A collective that can not serve."""
+    """A collective that cannot serve."""
 
     def refusals(self, group, device):
         return [f"has no {device}"]
@@ -144,7 +144,7 @@ def run_select(group):
         patch.setitem(COLLECTIVES, "missing", "magi_compile.dtensor.no_such_module:Nothing")
         with pytest.raises(NotImplementedError, match="refuses: has no cpu"):
             select("refuses", group, CPU)
-        with pytest.raises(NotImplementedError, match="missing: can not be imported"):
+        with pytest.raises(NotImplementedError, match="missing: cannot be imported"):
             select("missing", group, CPU)
 
 
@@ -158,5 +158,5 @@ def test_nothing_is_made_while_a_graph_is_captured(monkeypatch):
     refuse_to_be_recorded(on_gpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     refuse_to_be_recorded(torch.zeros(1))
-    with pytest.raises(RuntimeError, match="run the step once before it is captured"):
+    with pytest.raises(RuntimeError, match="run one warm-up step before the capture"):
         refuse_to_be_recorded(on_gpu)

@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 
 def refusals(group: dist.ProcessGroup, device: torch.device, collective: Collective) -> list[str]:
-    """Why `collective` can not serve `group`; the same on all ranks, which call it together.
+    """Why `collective` cannot serve `group`; the same on all ranks, which call it together.
 
     The last question is a cast of one row from every rank to every rank.
     """
@@ -62,12 +62,12 @@ def _uuid(index: int | None) -> str:
 
 
 def _unreachable(places: list[Place], device: torch.device) -> list[str]:
-    """GPUs of peers that this process sees and can not access."""
+    """GPUs of peers that this process sees and cannot access."""
     seen = {_uuid(index): index for index in range(torch.cuda.device_count())}
     mine = seen[_uuid(device.index)]
     others = [(rank, seen.get(place.gpu, mine)) for rank, place in enumerate(places)]
     return [
-        f"its GPU can not access that of rank {rank}"
+        f"its GPU cannot access that of rank {rank}"
         for rank, other in others
         if other != mine and not torch.cuda.can_device_access_peer(mine, other)
     ]

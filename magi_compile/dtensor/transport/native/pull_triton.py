@@ -24,7 +24,7 @@ def pull_kernel(
         peer = tl.load(places + i, mask=is_row, other=0)
         source_row = tl.load(places + num_rows + i, mask=is_row, other=0).to(tl.int64)
         target_row = tl.load(places + 2 * num_rows + i, mask=is_row, other=0).to(tl.int64)
-        # Slots are aligned, which the compiler can not see in an address that was loaded.
+        # Slots are aligned, which the compiler cannot see in an address that was loaded.
         slot = tl.multiple_of((tl.load(addresses + peer) + offset).to(target.dtype), 16)
         source = slot + source_row * width
         home = target + target_row * width

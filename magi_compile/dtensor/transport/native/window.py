@@ -77,7 +77,7 @@ class Window:
             if is_capturing:
                 raise RuntimeError(
                     f"a slot of symmetric memory has {self._capacity} bytes and {num_bytes} are needed: "
-                    "run the step once before it is captured in a graph"
+                    "run one warm-up step before the CUDA graph capture"
                 )
             self._grow(num_bytes)
         if not self._is_being_filled:

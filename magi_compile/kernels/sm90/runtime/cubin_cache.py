@@ -46,7 +46,9 @@ def read(name: str) -> bytes | None:
     except FileNotFoundError:
         return None
     except _TROUBLE as error:
-        warn_once(f"can not read compiled kernels from the disk, so they are compiled: {error}")
+        warn_once(
+            f"cannot read compiled kernels from the disk, so they are compiled again: {error}"
+        )
         return None
     begin = len(MAGIC) + hashlib.sha256().digest_size
     content = written[begin:]
@@ -71,8 +73,8 @@ def write(name: str, content: bytes) -> None:
             raise
     except _TROUBLE as error:
         warn_once(
-            "can not keep compiled kernels on the disk, so the next process compiles them again; "
-            f"MAGI_COMPILE_CACHE_DIR names another directory: {error}"
+            "cannot write compiled kernels to the disk, so the next process compiles them again; "
+            f"set MAGI_COMPILE_CACHE_DIR to another directory: {error}"
         )
 
 
@@ -91,5 +93,7 @@ def _is_private(directory: Path) -> bool:
         )
     else:
         return True
-    warn_once(f"compiled kernels in {directory} are not used, and none are kept there: {reason}")
+    warn_once(
+        f"the kernel cache {directory} is not used: {reason}; or set MAGI_COMPILE_CACHE_DIR to another directory"
+    )
     return False

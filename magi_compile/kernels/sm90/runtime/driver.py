@@ -99,8 +99,8 @@ def check_far_keys(k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if not _is_tma_compatible(x):
             raise ValueError(
-                f"far keys: `{name}` must lie at a multiple of 16 bytes, with such strides of rows and heads and a "
-                f"stride of 1 in a head, got {x.data_ptr() % 16} beyond one and strides of {x.stride()} elements"
+                f"remote `{name}` must be 16-byte aligned, with row and head strides that are multiples of 16 bytes and a "
+                f"stride of 1 in head_dim, got an address of 16 n + {x.data_ptr() % 16} and strides {x.stride()} in elements"
             )
 
 

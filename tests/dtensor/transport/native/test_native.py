@@ -167,7 +167,7 @@ def run_in_a_graph(group, engine):
         collective.start_reduce([buffer], route, group).write_sums([total], [total])
         return buffer
 
-    too_early = pytest.raises(RuntimeError, match="run the step once before it is captured")
+    too_early = pytest.raises(RuntimeError, match="run one warm-up step before the")
     too_large = partial(pytest.raises, RuntimeError, match="bytes and .* are needed: run the step")
     with too_early, torch.cuda.graph(torch.cuda.CUDAGraph()):
         step()

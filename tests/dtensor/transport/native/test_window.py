@@ -14,7 +14,7 @@ WAIT = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
 
 
 class Model:
-    """Ranks with two streams each. Their operations run one at a time; what can not run yet returns False."""
+    """Ranks with two streams each. Their operations run one at a time; what cannot run yet returns False."""
 
     def __init__(self, size, num_slots, meets=True, meets_before=False):
         self.size, self.num_slots, self.meets = size, num_slots, meets

@@ -55,7 +55,7 @@ def test_a_disk_that_refuses_is_said_once(directory, caplog, monkeypatch):
     monkeypatch.setattr(os, "replace", full)
     for _ in range(2):
         cubin_cache.write(NAME, CUBIN)
-    assert "can not keep compiled kernels on the disk" in only_warning(caplog)
+    assert "cannot write compiled kernels to the disk" in only_warning(caplog)
     assert "No space left on device" in only_warning(caplog)
     assert list(directory.iterdir()) == []
 
@@ -72,7 +72,7 @@ def test_a_file_that_can_not_be_read(directory, caplog):
     (directory / NAME).mkdir(parents=True)
     directory.chmod(0o700)
     assert cubin_cache.read(NAME) is None
-    assert "can not read compiled kernels" in only_warning(caplog)
+    assert "cannot read compiled kernels" in only_warning(caplog)
 
 
 def test_only_this_user_may_read_and_write(directory):
@@ -105,7 +105,7 @@ def test_a_directory_of_somebody_else_is_refused(directory, monkeypatch, caplog)
 def test_without_a_home(monkeypatch, caplog):
     monkeypatch.setenv("MAGI_COMPILE_CACHE_DIR", "~nobody-of-this-name/kernels")
     cubin_cache.write(NAME, CUBIN)
-    assert "can not keep compiled kernels on the disk" in only_warning(caplog)
+    assert "cannot write compiled kernels to the disk" in only_warning(caplog)
     assert cubin_cache.read(NAME) is None
 
 
