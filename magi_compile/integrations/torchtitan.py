@@ -103,10 +103,20 @@ def make_mask(
     device: torch.device,
     config: MagiAttention.Config,
 ) -> MaskSlices:
-    """The slices of a mask_mod; on a GPU nothing waits, and what the data breaks is a `MaskDataError` later.
+    """The slices of a mask_mod. On a GPU nothing waits; data that breaks the mask raises `MaskDataError` later.
+
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        batch: number of batch entries.
+        seqlen: tokens of an entry.
+        device: of the slices.
+        config: the attention that asks; its `slice_capacity` bounds the slices.
+
+    Returns:
+        Slices of a fixed capacity.
 
     Raises:
-        UnsupportedMaskError: slices can not express the mask.
+        UnsupportedMaskError: slices cannot express the mask.
     """
     program, tables, _ = trace_mask_mod(mask_mod, device)
     capacity = config.slice_capacity
@@ -280,6 +290,9 @@ def magi_varlen(cfg: VarlenAttention.Config, **options: Any) -> MagiAttention.Co
     Args:
         cfg: the attention of a layer; its window must be the model's as well.
         **options: those of `magi`.
+
+    Returns:
+        The config that is built in its place.
     """
     return replace(magi(cfg, **options), varlen_window=cfg.window_size)
 
@@ -420,7 +433,7 @@ def _plans_of(
     """This rank's plan for each mask of a batch, whose entries are packed one behind the other."""
     if cudagraph._manager._wrappers:
         raise ValueError(
-            "context parallelism makes a plan on the host in each step, which CUDA graphs can not replay: "
+            "context parallelism makes a plan on the host in each step, which CUDA graphs cannot replay: "
             "set `training.disable_cuda_graphs` (--training.disable_cuda_graphs), got False"
         )
     if load_balancer not in ("headtail", None):
