@@ -111,7 +111,7 @@ class AttnSlices:
     ) -> AttnSlices:
         """What the constructor makes, of tensors that are known to be right: nothing is checked, and nothing waits."""
         slices = object.__new__(cls)
-        slices.__dict__.update(
+        values = dict(
             q_ranges=q_ranges,
             k_ranges=k_ranges,
             mask_types=mask_types,
@@ -119,6 +119,13 @@ class AttnSlices:
             seqlen_k=seqlen_k,
             is_checked=True,
         )
+        if (
+            torch.compiler.is_compiling()
+        ):  # Dynamo of PyTorch 2.11 can not follow the other way, which is quicker
+            for name, value in values.items():
+                object.__setattr__(slices, name, value)
+        else:
+            slices.__dict__.update(values)
         return slices
 
     @classmethod
