@@ -61,7 +61,7 @@ def records(tmp_path_factory):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(results.parent / "inductor")
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2400
     )
     assert ended.returncode == 0, ended.stderr[-4000:]
     return json.loads(results.read_text())

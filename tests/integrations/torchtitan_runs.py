@@ -44,11 +44,11 @@ from torchtitan.models import deepseek_v3, gpt_oss, llama3, qwen3
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.protocols.module import Module
 
-import magi_compile.dtensor.attention
+import magi_compile.dtensor.ops
 from magi_compile.integrations.torchtitan import use_magi
 from magi_compile.kernels.cpu import CpuKernel
 
-SECONDS = 300  # for a run
+SECONDS = 600  # for a run
 DENSE = f"{__name__ if __name__ != '__main__' else 'tests.integrations.torchtitan_runs'}.dense"
 
 
@@ -178,7 +178,7 @@ def count_calls() -> None:
 
         return call
 
-    for owner in (magi_compile.dtensor.attention, CpuKernel):
+    for owner in (magi_compile.dtensor.ops, CpuKernel):
         for name in ("forward", "backward"):
             setattr(owner, name, counted(name, getattr(owner, name)))
 
