@@ -1,6 +1,7 @@
 """The agenda of the backward kernel, written and read: the source, compiled for the threads of a CPU."""
 
 import ctypes
+import heapq
 import struct
 from collections.abc import Iterable
 from fractions import Fraction
@@ -19,7 +20,7 @@ from tests.kernels.support.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
-VISITS_OF_ITEM, VISITS_OF_PART, LEAST_GAIN = 4, 6, 10
+LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
 FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ10iQ")
@@ -212,64 +213,98 @@ def divisors(sizes: Sizes) -> list[int]:
     return [n for n in range(1, sizes.group + 1) if sizes.group % n == 0]
 
 
-def parts_within(blocks: int, left: float, sizes: Sizes) -> int:
-    """So many that none is longer than a thread block's share."""
-    enough = (n for n in divisors(sizes) if n * left >= blocks * sizes.num_blocks)
-    return min(enough, default=sizes.group)
+class Place(NamedTuple):
+    """A tile for the heads of a section, as the agenda has it."""
+
+    section: int
+    tile: int
+    num_parts: int
+    blocks: int  # of the walk of one head
+
+    def visits(self, sizes: Sizes) -> int:
+        """Blocks that a thread block walks for a part, all query heads of it."""
+        return self.blocks * sizes.group // self.num_parts
 
 
-def parts_of_few(blocks: list[int], sizes: Sizes) -> list[int]:
-    """For each tile: the longest parts of a share of all work, or shorter ones by which all is over first, if the longest of all
-    heads come first and nobody waits."""
-    found = []
-    for n in range(8):
-        left = sum(blocks) * sizes.nheads_kv * 1.5 * 0.8**n
-        parts = [parts_within(own, left, sizes) for own in blocks]
-        items = sorted(
-            (
-                own * sizes.group // num + VISITS_OF_ITEM + VISITS_OF_PART * (num > 1)
-                for own, num in zip(blocks, parts, strict=True)
-                for _ in range(num * sizes.nheads_kv)
-            ),
-            reverse=True,
-        )
-        waves = (-(-(i + 1) // sizes.num_blocks) * visits for i, visits in enumerate(items))
-        end = max(max(waves, default=0), sum(items) // sizes.num_blocks) + LEAST_GAIN * (n > 0)
-        if n == 0 or sum(x for x in parts if x > 1) <= sizes.num_slots // len(sizes.sections):
-            found.append((end, parts))
-    return min(found, key=lambda x: x[0])[1]
+def places_of(entries: list[Entry], blocks: list[int], sizes: Sizes) -> list[Place]:
+    """The places in order. The parts of each lie behind one another, and their number divides the heads of a group."""
+    places, at = [], 0
+    while at < len(entries):
+        first = entries[at]
+        parts = entries[at : at + first.num_parts]
+        at += len(parts)
+        same = {(x.tile, x.first_head, x.num_parts, x.is_ascending) for x in parts}
+        assert len(same) == 1
+        assert [x.part for x in parts] == list(range(first.num_parts))
+        assert first.num_parts in divisors(sizes)
+        section = first.first_head // sizes.heads_per_section
+        places.append(Place(section, first.tile, first.num_parts, blocks[first.tile]))
+    return places
 
 
-def expected_parts(plan, sizes: Sizes) -> list[int]:
-    """For each place: a part takes a thread block no longer than its share of what is left."""
-    blocks = blocks_of_tiles(plan)
-    left, free, found = len(sizes.sections) * sum(blocks), sizes.num_slots, []
-    few = parts_of_few(blocks, sizes) if is_few(len(blocks), sizes) else None
-    for _, tile in expected_places(plan, sizes):
-        own = blocks[tile]
-        if few:
-            parts = few[tile]
-        else:
-            enough = parts_within(own, left * sizes.heads_per_section, sizes)
-            worth = (n for n in divisors(sizes) if n == 1 or own * sizes.group // n >= LEAST_VISITS)
-            parts = max(n for n in worth if n <= enough)
-        if parts > free and parts > 1:
-            parts, free = 1, 0  # nor is there room for anybody behind
-        elif parts > 1:
-            free -= parts
-        found.append(parts)
-        left -= own
-    return found
+def check_order(places: list[Place], plan, sizes: Sizes) -> None:
+    """Every tile once for every section, in the plan's order; the longest parts first where tiles of one section are few."""
+    found = [(x.section, x.tile) for x in places]
+    expected = expected_places(plan, sizes)
+    if found != expected:
+        assert sorted(found) == sorted(expected)
+        assert is_few(len(tiles_with_rows(plan)), sizes)
+        assert len(sizes.sections) == 1
+        assert not sizes.is_one_way
+        lengths = [Fraction(x.blocks, x.num_parts) for x in places]
+        assert lengths == sorted(lengths, reverse=True)
 
 
-def expected_order(plan, sizes: Sizes, parts: list[int]) -> list[int]:
-    """Of places: where tiles are few, the longest parts first, unless most begin at once or walks have an order."""
-    blocks = blocks_of_tiles(plan)
-    waves = len(blocks) * sizes.nheads_kv / sizes.num_blocks
-    order = range(len(parts))
-    if sizes.is_one_way or len(sizes.sections) > 1 or sizes.group == 1 or not 1.25 < waves < 3:
-        return list(order)
-    return sorted(order, key=lambda i: -Fraction(blocks[i], parts[i]))
+def check_parts(places: list[Place], sizes: Sizes) -> None:
+    """Of many tiles: as few parts as it takes for none to be longer than a thread block's share of all that is left."""
+    left, free = sum(x.blocks for x in places), sizes.num_slots
+    for place in places:
+        share = left * sizes.heads_per_section * sizes.group / sizes.num_blocks
+        fewer = max((n for n in divisors(sizes) if n < place.num_parts), default=None)
+        more = min((n for n in divisors(sizes) if n > place.num_parts), default=None)
+        if fewer is not None:
+            assert place._replace(num_parts=fewer).visits(sizes) > share - 1
+            assert place.visits(sizes) >= LEAST_VISITS
+        elif more is not None and place.visits(sizes) > share:
+            # Too short to be cut, or without room: then nobody behind has any.
+            enough = min(
+                (n for n in divisors(sizes) if place._replace(num_parts=n).visits(sizes) <= share),
+                default=sizes.group,
+            )
+            is_short = place._replace(num_parts=more).visits(sizes) < LEAST_VISITS
+            if not is_short and enough > free:
+                free = 0
+            assert is_short or enough > free
+        if place.num_parts > 1:
+            assert place.num_parts <= free
+            free -= place.num_parts
+        left -= place.blocks
+
+
+def check_parts_of_few(places: list[Place], sizes: Sizes) -> None:
+    """None is longer than one and a half shares of a thread block, except where there is no room for parts or one has a head."""
+    share = sum(x.blocks for x in places) * sizes.nheads_kv * sizes.group / sizes.num_blocks
+    share /= len(sizes.sections)
+    free = sizes.num_slots
+    for place in places:
+        if place.num_parts > 1:
+            assert place.num_parts <= free
+            free -= place.num_parts
+        elif place.visits(sizes) > 1.5 * share and sizes.group > 1:
+            free = 0  # nor is there room for anybody behind
+        if free > 0 and place.num_parts < sizes.group:
+            assert place.visits(sizes) <= 1.5 * share
+
+
+def end_of(places: list[Place], sizes: Sizes) -> float:
+    """When the last thread block ends, if each draws the next item when it is done, in shares of all work; nobody can end
+    before 1, or before the shortest part that the longest walk can have."""
+    items = [x.visits(sizes) for x in places for _ in range(x.num_parts * sizes.heads_per_section)]
+    ends = [0] * sizes.num_blocks
+    for item in items:
+        heapq.heapreplace(ends, ends[0] + item)
+    least = max(sum(items) / sizes.num_blocks, max(x.blocks for x in places))
+    return max(ends) / least if least else 1.0
 
 
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
@@ -300,14 +335,18 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     plan = plan_of(case)
     agenda = write(library, plan, sizes)
     entries = agenda.entries
-    parts, directions = expected_parts(plan, sizes), expected_directions(plan, sizes)
-    places = expected_places(plan, sizes)
-    expected = [
-        (places[i][1], places[i][0] * sizes.heads_per_section, part, parts[i], directions[i])
-        for i in expected_order(plan, sizes, parts)
-        for part in range(parts[i])
-    ]
-    assert [(*entry[:4], bool(entry.is_ascending)) for entry in entries] == expected
+    places = places_of(entries, blocks_of_tiles(plan), sizes)
+    check_order(places, plan, sizes)
+    if is_few(len(tiles_with_rows(plan)), sizes):
+        check_parts_of_few(places, sizes)
+    else:
+        check_parts(places, sizes)
+    assert end_of(places, sizes) < LATEST_END
+    is_ascending = {
+        (x.first_head // sizes.heads_per_section, x.tile): x.is_ascending for x in entries
+    }
+    directions = zip(expected_places(plan, sizes), expected_directions(plan, sizes), strict=True)
+    assert {place: bool(x) for place, x in is_ascending.items()} == dict(directions)
     assert {entry.turn for entry in entries} <= {-1}
     heads_of_turn = at_once(plan, sizes) * sizes.heads_per_section * sizes.group
     assert agenda.order_of_dq == (heads_of_turn, 1)
