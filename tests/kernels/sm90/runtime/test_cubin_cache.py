@@ -65,7 +65,7 @@ def test_a_directory_that_can_not_be(directory, caplog):
     directory.parent.write_text("a file")
     assert cubin_cache.read(NAME) is None
     cubin_cache.write(NAME, CUBIN)
-    assert "MAGI_COMPILE_CACHE_DIR names another directory" in only_warning(caplog)
+    assert "set MAGI_COMPILE_CACHE_DIR to another directory" in only_warning(caplog)
 
 
 def test_a_file_that_can_not_be_read(directory, caplog):

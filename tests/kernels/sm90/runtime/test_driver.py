@@ -150,9 +150,9 @@ def test_two_launches_of_one_output(launches, monkeypatch):
 def test_far_keys_that_tma_can_not_read_are_refused():
     x = torch.zeros(101, 2, 72, dtype=torch.bfloat16)
     check_far_keys(x[..., :64], x[1:, :, 8:])
-    with pytest.raises(ValueError, match=r"`k` .* got 2 beyond one"):
+    with pytest.raises(ValueError, match=r"`k` .* got an address of 16 n \+ 2 "):
         check_far_keys(x[..., 1:65], x)
-    with pytest.raises(ValueError, match=r"`v` .* strides of \(65, 65, 1\)"):
+    with pytest.raises(ValueError, match=r"`v` .* strides \(65, 65, 1\)"):
         check_far_keys(x, torch.zeros(101, 1, 65, dtype=torch.bfloat16)[..., :64])
 
 
