@@ -16,9 +16,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.cost import CostModel, wave_rows
-from magi_compile.dtensor.transport.collectives import Route
+from magi_compile.dtensor.transport.collectives import Collective, Route
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import Grads, Saved
+from magi_compile.kernels.base import (
+    AttnProblem,
+    BackwardOutput,
+    ForwardOutput,
+    Grads,
+    Saved,
+)
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import problem_of, select
@@ -62,50 +68,97 @@ def calibrate(
     device = torch.device(device)
     q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
-    problem = problem_of(q, k, v, head_dim**-0.5, 0.0)
-    kernel = select(problem)
-    slices = AttnSlices.full(seqlen).to(device)
-    plan = kernel.plan(slices, problem)
-    out, lse = kernel.forward(q, k, v, slices, plan, problem)
-
-    def attend() -> object:
-        return kernel.forward(q, k, v, slices, plan, problem)
-
-    clock = _Clock(group, device, repeats, attend)
-    forward = clock.seconds(attend)
-    backward = clock.seconds(
-        lambda: kernel.backward(Grads(q, None), Saved(q, k, v, out, lse), slices, plan, problem)
+    attention = _Attention(q, k, v)
+    clock = _Clock(group, device, repeats, attention.forward)
+    forward, backward = clock.seconds(attention.forward), clock.seconds(attention.backward)
+    stage, backward_stage = (
+        _stage_seconds(attention, clock),
+        _backward_stage_seconds(attention, clock),
     )
-    # Another stage forward, over few keys, so that it is not a small difference of large numbers.
+    moving = select_collective(collective, group, device)
+    latency, casting, reduce = _moving_seconds(moving, (k, v), group, clock)
+    kernel, num_sms = attention.kernel, 0
+    if device.type == "cuda":
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return CostModel(
+        seconds_per_area=forward / seqlen**2,
+        seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
+        stage_seconds_per_row=stage / seqlen,
+        backward_stage_seconds_per_row=backward_stage / seqlen,
+        latency_seconds=latency,
+        backward_area_factor=backward / forward,
+        backward_reduce_factor=reduce / casting,
+        backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms),
+        starts_early=isinstance(kernel, EarlyKernel),
+        backward_starts_early=isinstance(kernel, EarlyKernel)
+        and kernel.backward_may_be_early()
+        and moving.signals(group, device) is not None,
+    )
+
+
+class _Attention:
+    """Attention over all keys of a rank, by the kernel that is chosen for it, with what its backward reads."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor):
+        self.problem = problem_of(q, k, v, q.shape[2] ** -0.5, 0.0)
+        self.kernel = select(self.problem)
+        self.q, self.k, self.v = q, k, v
+        self._whole = self.planned(AttnSlices.full(q.shape[0]).to(q.device))
+        self.out, self.lse = self.forward()
+
+    def planned(self, slices: AttnSlices) -> tuple[AttnSlices, list[Tensor], AttnProblem]:
+        """What a call of the kernel takes behind its tensors."""
+        return slices, self.kernel.plan(slices, self.problem), self.problem
+
+    def forward(self) -> ForwardOutput:
+        return self.kernel.forward(self.q, self.k, self.v, *self._whole)
+
+    def backward(self) -> BackwardOutput:
+        saved = Saved(self.q, self.k, self.v, self.out, self.lse)
+        return self.kernel.backward(Grads(self.q, None), saved, *self._whole)
+
+
+def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
+    """Of another stage forward, over few keys, so that it is not a small difference of large numbers."""
+    kernel, q, k, v = attention.kernel, attention.q, attention.k, attention.v
+    seqlen = q.shape[0]
     few = max(min(seqlen, FEW_KEYS) // 2, 1)
-    stages = [_keys(seqlen, n, device) for n in (2 * few, few)]
-    once, half_of = ((x, kernel.plan(x, problem), problem) for x in stages)
-    wide = torch.promote_types(dtype, torch.float32)
+    once, half_of = (attention.planned(_keys(seqlen, n, q.device)) for n in (2 * few, few))
+    wide = torch.promote_types(q.dtype, torch.float32)
 
     def forward_in_two() -> None:
         first = kernel.forward(q, k[:few], v[:few], *half_of, out_dtype=wide)
         kernel.forward(q, k[few : 2 * few], v[few : 2 * few], *half_of, prior=first)
 
-    few_in_two = clock.seconds(forward_in_two)
-    few_in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
-    # Another stage backward, with next to no work for its keys: what comes before and after them, and the sum of dq.
-    one_pair = _keys(1, 1, device, seqlen_q=seqlen)
-    one = one_pair, kernel.plan(one_pair, problem), problem
+    in_two = clock.seconds(forward_in_two)
+    in_one = clock.seconds(lambda: kernel.forward(q, k[: 2 * few], v[: 2 * few], *once))
+    return max(in_two - in_one, 0.0)
+
+
+def _backward_stage_seconds(attention: _Attention, clock: _Clock) -> float:
+    """Of another stage backward, with next to no work for its keys: what comes before and after them, and the sum of dq."""
+    q = attention.q
+    one_pair = attention.planned(_keys(1, 1, q.device, seqlen_q=q.shape[0]))
+    saved = Saved(q, attention.k[:1], attention.v[:1], attention.out, attention.lse)
 
     def gradient_of_one_pair() -> Tensor:
-        return kernel.backward(Grads(q, None), Saved(q, k[:1], v[:1], out, lse), *one).dq
+        return attention.kernel.backward(Grads(q, None), saved, *one_pair).dq
 
     dq = gradient_of_one_pair()
-    backward_stage = clock.seconds(gradient_of_one_pair)
-    backward_stage += clock.seconds(lambda: sum_partials([dq, dq]))
-    per_area = forward / seqlen**2
-    moving = select_collective(collective, group, device)
-    route = _everything_to_everyone(group, seqlen, device)
+    return clock.seconds(gradient_of_one_pair) + clock.seconds(lambda: sum_partials([dq, dq]))
+
+
+def _moving_seconds(
+    moving: Collective, tensors: Sequence[Tensor], group: dist.ProcessGroup, clock: _Clock
+) -> tuple[float, float, float]:
+    """Of a cast of one row; and beyond that of a cast of all rows to all ranks, and of a reduce of them."""
+    rows, device = tensors[0].shape[0], tensors[0].device
+    route = _everything_to_everyone(group, rows, device)
     one_row = _everything_to_everyone(group, 1, device)
-    sums = [torch.empty_like(x) for x in (k, v)]
+    sums = [torch.empty_like(x) for x in tensors]
 
     def cast(route: Route) -> Sequence[Tensor]:
-        casts = moving.casts((k, v), [route], group)
+        casts = moving.casts(tensors, [route], group)
         buffers = next(casts).wait()
         assert next(casts, None) is None
         return buffers
@@ -114,23 +167,7 @@ def calibrate(
     casting = max(clock.seconds(lambda: cast(route)) - latency, 1e-9)
     buffers = cast(route)
     reduce = clock.seconds(lambda: moving.start_reduce(buffers, route, group).write_sums(sums))
-    num_sms = 0
-    if device.type == "cuda":
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return CostModel(
-        seconds_per_area=per_area,
-        seconds_per_row=casting / max(seqlen * (group.size() - 1), 1),
-        stage_seconds_per_row=max(few_in_two - few_in_one, 0.0) / seqlen,
-        backward_stage_seconds_per_row=backward_stage / seqlen,
-        latency_seconds=latency,
-        backward_area_factor=backward / forward,
-        backward_reduce_factor=max(reduce - latency, 1e-9) / casting,
-        backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms),
-        starts_early=isinstance(kernel, EarlyKernel),
-        backward_starts_early=isinstance(kernel, EarlyKernel)
-        and kernel.backward_may_be_early()
-        and moving.signals(group, device) is not None,
-    )
+    return latency, casting, max(reduce - latency, 1e-9)
 
 
 def _keys(
