@@ -63,8 +63,8 @@ def test_merges_with_a_prior(out_dtype):
     ("dims", "reason"),
     [
         ((128, 80), "head dimensions up to 96, got head_dim 128 and head_dim_v 80"),
-        ((40, 40), "got head_dim 40 and head_dim_v 40, which would be 64"),
-        ((72, 40), "got head_dim 72 and head_dim_v 40, which would be 96"),
+        ((40, 40), "got head_dim 40 and head_dim_v 40, which would become 64"),
+        ((72, 40), "got head_dim 72 and head_dim_v 40, which would become 96"),
     ],
 )
 def test_refusals(dims, reason):
