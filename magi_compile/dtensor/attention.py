@@ -35,7 +35,7 @@ def context_parallel_attention(
 
     Args:
         q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
-        k: `[seqlen_local, nheads_kv, head_dim]`.
+        k: `[seqlen_local, nheads_kv, head_dim]`, this rank's keys: row i is the key `plan.dispatch.keys.positions(rank)[i]`.
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
         group: the ranks, or the name of their process group; None for the default group.
@@ -86,8 +86,6 @@ def _ranks_of(group_name: str) -> tuple[int, ...]:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:
     check_qkv(q, k, v, "[seqlen_local, nheads, head_dim]")
-    if k.shape[0] != q.shape[0]:
-        raise ValueError(f"`k` must have the {q.shape[0]} rows of `q`, got {k.shape[0]}")
     if not isinstance(plan, PlanTensors):
         raise TypeError(
             f"`plan` must be PlanTensors, got {type(plan).__name__}; "

@@ -121,6 +121,7 @@ class DevicePlan:
     rank: int
     cp_size: int
     rows: int
+    key_rows: int
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
@@ -150,8 +151,8 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    digest, rank, cp_size, rows, num_forward, num_backward, is_early, is_backward_early = meta[:8]
-    counts = iter(meta[8:])
+    digest, rank, cp_size, rows, key_rows, num_forward, num_backward, *is_early = meta[:9]
+    counts = iter(meta[9:])
     position = 0
 
     def take_counts(number: int) -> list[int]:
@@ -177,8 +178,8 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     forward, backward = stages[:num_forward], stages[num_forward:]
     merged = None
     # A rank of which all keys are local or all are remote has one stage anyway.
-    if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
+    if is_early[0] and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
-    backward_is_early = bool(is_backward_early) and not backward[0].is_empty
-    whose = (digest, rank, cp_size, rows)
+    backward_is_early = bool(is_early[1]) and not backward[0].is_empty
+    whose = (digest, rank, cp_size, rows, key_rows)
     return DevicePlan(*whose, forward, backward, merged, backward_is_early)

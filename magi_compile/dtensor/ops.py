@@ -57,6 +57,11 @@ def _cp_ffa_fwd(
             f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
             "take those of RankPlan.dispatch.positions(rank), padding included"
         )
+    if k.shape[0] != plan.key_rows:
+        raise ValueError(
+            f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
+            "take those of RankPlan.dispatch.keys.positions(rank), padding included"
+        )
     moving = select_collective(collective, group, q.device)
     reduce_group = _compat.resolve_process_group(reduce_group_name)
     execution = Execution(plan, chosen, problem, moving, group, reduce_group)

@@ -140,7 +140,7 @@ def run_bad_calls(group):
     x = torch.zeros(64, 4, 8)
     bad = {
         r"`q` must be \[seqlen_local, nheads, head_dim\], got shape \[64, 4\]": (x[..., 0], x, x),
-        "`k` must have the 64 rows of `q`, got 63": (x, x[:63], x[:63]),
+        "`k` must have the 64 keys of the plan, got 63; take those of": (x, x[:63], x[:63]),
         r"`v` must have the tokens and heads of `k`, \[64, 4\], got \[63, 4\]": (x, x, x[:63]),
         "`k` must have the head_dim of `q`, 8, got 7": (x, x[..., :7], x),
         r"`v` must have the tokens and heads of `k`, \[64, 4\], got \[64, 2\]": (x, x, x[:, :2]),

@@ -32,6 +32,64 @@ def tensor_of(assignment: Assignment) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class Placement:
+    """Who holds which rows of a sequence: rank r the chunks `chunks[r]`, in ascending order but where somebody else has permuted them.
+
+    Attributes:
+        total: rows of the sequence; what follows up to `total_padded` sees and is seen by nothing.
+        chunk_size: rows that stay together.
+        chunks: int64 `[cp_size, chunks_per_rank]`, on the CPU.
+    """
+
+    total: int
+    chunk_size: int
+    chunks: Tensor
+
+    @property
+    def cp_size(self) -> int:
+        return self.chunks.shape[0]
+
+    @property
+    def seqlen_local(self) -> int:
+        """Rows of one rank, padding included."""
+        return self.chunk_size * self.chunks.shape[1]
+
+    @property
+    def total_padded(self) -> int:
+        return self.chunk_size * self.chunks.numel()
+
+    def rank_of_chunk(self) -> Tensor:
+        """int64 `[num_chunks]`."""
+        rank = torch.empty(self.chunks.numel(), dtype=torch.int64)
+        rank[self.chunks.flatten()] = torch.arange(self.cp_size).repeat_interleave(
+            self.chunks.shape[1]
+        )
+        return rank
+
+    def shift_of_chunk(self) -> Tensor:
+        """Local row minus row of the sequence, int64 `[num_chunks]`."""
+        slot = torch.empty(self.chunks.numel(), dtype=torch.int64)
+        slot[self.chunks.flatten()] = torch.arange(self.chunks.shape[1]).repeat(self.cp_size)
+        return (slot - torch.arange(len(slot))) * self.chunk_size
+
+    def positions(self, rank: int | None = None) -> Tensor:
+        """The position in the sequence of every row of `rank`, or of all ranks one after another, int64."""
+        chunks = self.chunks.flatten() if rank is None else self.chunks[rank]
+        return (chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size)).flatten()
+
+    def inverse_positions(self) -> Tensor:
+        """Where the rows of the padded sequence went: the inverse permutation of `positions()`, int64."""
+        return torch.argsort(self.positions())
+
+
+class Keys(NamedTuple):
+    """Keys that are a sequence of their own (cross attention)."""
+
+    placement: Placement  # who holds them; where `is_free` only how they are cut
+    is_free: bool  # whether it is still to be decided who holds them
+
+
+@dataclass(frozen=True, eq=False)
 class ChunkTable:
     """What each chunk of rows costs and needs.
 
@@ -42,6 +100,7 @@ class ChunkTable:
             which may overlap.
         parts: the mask itself, as bands that lie in one chunk and see a key in every row; `needs` has one range of each.
         band: int64 `[num_parts]`, which band a part was cut from; those of one band follow each other.
+        keys: where these are not the rows themselves.
     """
 
     chunk_size: int
@@ -49,6 +108,7 @@ class ChunkTable:
     needs: Ranges
     parts: bands.Bands
     band: Tensor
+    keys: Keys | None = None
 
     @property
     def num_chunks(self) -> int:
@@ -59,7 +119,9 @@ class ChunkTable:
         return self.chunk_size * self.num_chunks
 
     @staticmethod
-    def of(slices: AttnSlices, chunk_size: int, num_chunks: int) -> ChunkTable:
+    def of(
+        slices: AttnSlices, chunk_size: int, num_chunks: int, keys: Keys | None = None
+    ) -> ChunkTable:
         whole = bands.drop_empty(bands.trim(slice_bands(slices)))
         cuts = torch.arange(1, num_chunks) * chunk_size
         parts, band = bands.cut_at(whole, cuts)
@@ -69,20 +131,26 @@ class ChunkTable:
         area = rows * (parts.hi - parts.lo) + (parts.dhi - parts.dlo) * (rows * (rows - 1) // 2)
         needs = Ranges(chunk, parts.lo, parts.hi + parts.dhi * (rows - 1))
         total = torch.zeros(num_chunks, dtype=torch.int64).index_add_(0, chunk, area)
-        return ChunkTable(chunk_size, total, needs, parts, band)
+        return ChunkTable(chunk_size, total, needs, parts, band, keys)
 
     @staticmethod
     def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
-        """What chunks cost and need where several masks are attended to by turns, each `weights` times."""
+        """What chunks cost and need where several masks are attended to by turns, each `weights` times.
+
+        What they need is of one sequence of keys: the rows themselves, or else that of the first mask.
+        """
         if len(tables) == 1:
             return tables[0]
         area = sum(weight * table.area for weight, table in zip(weights, tables, strict=True))
         assert isinstance(area, Tensor)
+        keys = None if any(table.keys is None for table in tables) else tables[0].keys
+        tables = [table for table in tables if table.keys is keys]
         needs = (torch.cat(x) for x in zip(*(table.needs for table in tables), strict=True))
         parts = (torch.cat(x) for x in zip(*(table.parts for table in tables), strict=True))
         firsts = accumulate((len(table.band) for table in tables[:-1]), initial=0)
         band = torch.cat([table.band + first for first, table in zip(firsts, tables, strict=True)])
-        return ChunkTable(tables[0].chunk_size, area, Ranges(*needs), bands.Bands(*parts), band)
+        size = tables[0].chunk_size
+        return ChunkTable(size, area, Ranges(*needs), bands.Bands(*parts), band, keys)
 
 
 class RankLoads(NamedTuple):
@@ -106,16 +174,18 @@ class RankLoads(NamedTuple):
         return torch.maximum(compute, communication).max().item()
 
 
-def rank_loads(table: ChunkTable, assignment: Assignment | Tensor) -> RankLoads:
-    """Exact load and traffic of every rank."""
+def rank_loads(
+    table: ChunkTable, assignment: Assignment | Tensor, keys: Placement | None = None
+) -> RankLoads:
+    """Exact load and traffic of every rank; `keys` says who holds these, None that it is who holds the rows."""
     chunks = torch.as_tensor(assignment)
     cp_size = chunks.shape[0]
-    rank = torch.empty(table.num_chunks, dtype=torch.int64)
-    rank[chunks.flatten()] = torch.arange(cp_size).repeat_interleave(chunks.shape[1])
-    needs = table.needs
-    needs = unite(needs._replace(owner=pick(rank, needs.owner)), table.total)
-    pieces, chunk = split_at_multiples(needs, table.chunk_size)
-    source = pick(rank, chunk)
+    rows = Placement(table.total, table.chunk_size, chunks)
+    keys = keys or rows
+    rank, needs = rows.rank_of_chunk(), table.needs
+    needs = unite(needs._replace(owner=pick(rank, needs.owner)), keys.total_padded)
+    pieces, chunk = split_at_multiples(needs, keys.chunk_size)
+    source = pick(keys.rank_of_chunk(), chunk)
     index = (source != pieces.owner).nonzero().flatten()
     remote, source = pieces.take(index), pick(source, index)
     return RankLoads(

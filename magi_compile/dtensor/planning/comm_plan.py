@@ -43,9 +43,10 @@ class RankRows:
 
     Attributes:
         dispatch: who holds what.
-        rank_of_chunk: int64 `[num_chunks]`, as in `Dispatch`.
-        shift_of_chunk: int64 `[num_chunks]`, local row minus row of the sequence.
-        needs: the keys each rank's rows see, cut into chunks, in order; `owner` is the rank.
+        rank_of_chunk: int64 `[num_chunks]`, as in `Placement`, like what follows.
+        shift_of_chunk: int64 `[num_chunks]`.
+        shift_of_key_chunk: int64 `[num_key_chunks]`.
+        needs: the keys each rank's rows see, cut into chunks of keys, in order; `owner` is the rank.
         chunk: int64 `[num_needs]`, the chunk of each of them.
         holder: int64 `[num_needs]`, the rank that holds it.
     """
@@ -53,17 +54,18 @@ class RankRows:
     dispatch: Dispatch
     rank_of_chunk: Tensor
     shift_of_chunk: Tensor
+    shift_of_key_chunk: Tensor
     needs: Ranges
     chunk: Tensor
     holder: Tensor
 
     @staticmethod
     def of(dispatch: Dispatch) -> RankRows:
-        rank, table = dispatch.rank_of_chunk(), dispatch.table
-        shift = (dispatch.slot_of_chunk() - torch.arange(table.num_chunks)) * table.chunk_size
+        rank, table, keys = dispatch.rank_of_chunk(), dispatch.table, dispatch.keys
         of_rank = table.needs._replace(owner=pick(rank, table.needs.owner))
-        needs, chunk = split_at_multiples(unite(of_rank, table.total), table.chunk_size)
-        return RankRows(dispatch, rank, shift, needs, chunk, pick(rank, chunk))
+        needs, chunk = split_at_multiples(unite(of_rank, keys.total_padded), keys.chunk_size)
+        shifts = dispatch.shift_of_chunk(), keys.shift_of_chunk()
+        return RankRows(dispatch, rank, *shifts, needs, chunk, pick(keys.rank_of_chunk(), chunk))
 
     def parts_of(self, rank: int) -> tuple[Bands, Tensor]:
         """The mask of the rows of `rank`: bands in coordinates of the sequence that have a key in every row, and
@@ -199,7 +201,7 @@ class CommPlan:
             buffer_rows.append(
                 before - pick(buffers.begin.flatten(), receiver * buffers.num_stages + stage)
             )
-        source_row = needs.lo + pick(rows.shift_of_chunk, pick(rows.chunk, index))
+        source_row = needs.lo + pick(rows.shift_of_key_chunk, pick(rows.chunk, index))
         fields = (torch.stack(stages), torch.stack(buffer_rows), *needs, holder, source_row)
         return Pieces(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
 
@@ -235,12 +237,12 @@ class CommPlan:
     def _slices(self, rank: int, mine: Pieces) -> list[AttnSlices]:
         """The rank's rows against the keys of each stage, all stages in one pass."""
         where, num_stages = self.rows.dispatch, self.num_stages
-        total, seqlen_q = where.total_padded, where.seqlen_local
+        total, seqlen_q = where.keys.total_padded, where.seqlen_local
         seqlens_k = [n for buffers in self.buffers for n in buffers.rows[rank].tolist()]
         key_row = mine.buffer_row
         for degree, first_stage, _ in self._first_stages():
             if degree > 0:
-                seqlens_k[first_stage] = seqlen_q
+                seqlens_k[first_stage] = where.keys.seqlen_local
                 is_in_place = mine.stage == first_stage
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
         # Neighbouring pieces of a stage are neighbours in its buffer too, but in place where chunks are in another order.
@@ -365,7 +367,7 @@ class StageLoads(NamedTuple):
         moved = torch.where(is_remote, needs.hi - needs.lo, 0)
         sees = table.needs._replace(owner=pick(rows.rank_of_chunk, table.needs.owner))
         local = join(needs.take(~is_remote))
-        part, key = overlaps(sees, local, where.total_padded)
+        part, key = overlaps(sees, local, where.keys.total_padded)
         local_area = area_between(table.parts.take(part), pick(local.lo, key), pick(local.hi, key))
         return StageLoads(
             table.area[where.chunks].sum(1),

@@ -19,12 +19,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from magi_compile.dtensor.planning.chunks import Assignment, ChunkTable, rank_loads, tensor_of
+from magi_compile.dtensor.planning.chunks import (
+    Assignment,
+    ChunkTable,
+    Keys,
+    Placement,
+    rank_loads,
+    tensor_of,
+)
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
+from magi_compile.dtensor.planning.keys import key_placement, keys_of, named_after_keys
 from magi_compile.dtensor.planning.placement import pack, repair
 from magi_compile.masks.slices import AttnSlices
 
@@ -39,58 +48,21 @@ BALANCE = 0.025
 
 
 @dataclass(frozen=True, eq=False)
-class Dispatch:
-    """Where every token lives: rank r holds the chunks `chunks[r]`, in ascending order but where somebody else has permuted them.
+class Dispatch(Placement):
+    """Where every token lives, and every key.
 
     Attributes:
-        total: tokens of the sequence; what follows up to `total_padded` sees and is seen by nothing.
-        chunks: int64 `[cp_size, chunks_per_rank]`, on the CPU.
         table: what the chunks cost and need.
+        other_keys: where keys live that are no rows of the sequence (cross attention).
     """
 
-    total: int
-    chunks: Tensor
     table: ChunkTable
+    other_keys: Placement | None = None
 
     @property
-    def chunk_size(self) -> int:
-        return self.table.chunk_size
-
-    @property
-    def cp_size(self) -> int:
-        return self.chunks.shape[0]
-
-    @property
-    def seqlen_local(self) -> int:
-        """Tokens of one rank, padding included."""
-        return self.chunk_size * self.chunks.shape[1]
-
-    @property
-    def total_padded(self) -> int:
-        return self.chunk_size * self.chunks.numel()
-
-    def rank_of_chunk(self) -> Tensor:
-        """int64 `[num_chunks]`."""
-        rank = torch.empty(self.chunks.numel(), dtype=torch.int64)
-        rank[self.chunks.flatten()] = torch.arange(self.cp_size).repeat_interleave(
-            self.chunks.shape[1]
-        )
-        return rank
-
-    def slot_of_chunk(self) -> Tensor:
-        """How many chunks lie before a chunk on its rank, int64 `[num_chunks]`."""
-        slot = torch.empty(self.chunks.numel(), dtype=torch.int64)
-        slot[self.chunks.flatten()] = torch.arange(self.chunks.shape[1]).repeat(self.cp_size)
-        return slot
-
-    def positions(self, rank: int | None = None) -> Tensor:
-        """The position in the sequence of every token of `rank`, or of all ranks one after another, int64."""
-        chunks = self.chunks.flatten() if rank is None else self.chunks[rank]
-        return (chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size)).flatten()
-
-    def inverse_positions(self) -> Tensor:
-        """Where the tokens of the padded sequence went: the inverse permutation of `positions()`, int64."""
-        return torch.argsort(self.positions())
+    def keys(self) -> Placement:
+        """Where keys live: this placement itself for self-attention."""
+        return self if self.other_keys is None else self.other_keys
 
 
 def dispatch(
@@ -102,7 +74,7 @@ def dispatch(
     slack: float = 0.01,
     cost: CostModel = DEFAULT_COST,
 ) -> Dispatch:
-    """Decides which rank holds which tokens of a self-attention sequence.
+    """Decides which rank holds which tokens of a sequence, and which keys where there are not as many of them.
 
     Args:
         slices: the mask over the whole sequence.
@@ -117,7 +89,6 @@ def dispatch(
 
     Raises:
         ValueError: if an argument is out of range.
-        NotImplementedError: if the mask is not square.
     """
     options = {"chunk_size": chunk_size, "strategy": strategy, "slack": slack, "cost": cost}
     return dispatch_together([slices], [1], cp_size, **options)[0]  # type: ignore[arg-type]
@@ -132,6 +103,7 @@ def dispatch_together(
     strategy: str = "local",
     slack: float = 0.01,
     cost: CostModel = DEFAULT_COST,
+    keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
     """`dispatch` of tokens that several masks are attended to with: one placement, a `Dispatch` for each mask.
 
@@ -143,13 +115,15 @@ def dispatch_together(
         strategy: see `cp_size`.
         slack: see `cp_size`.
         cost: see `cp_size`.
+        keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many, and where they are not
+            a sequence of their own, one for all masks with as many keys, which is placed by what is seen of it.
 
     Raises:
         ValueError: if an argument is out of range, or masks have other lengths.
-        NotImplementedError: if a mask is not square.
     """
     seqlen = check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
+    _check_keys(masks, cp_size, keys)
     if strategy not in STRATEGIES:
         raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if slack < 0:
@@ -159,8 +133,7 @@ def dispatch_together(
 
     @cache
     def tables_of(size: int) -> list[ChunkTable]:
-        per_rank = max(-(-seqlen // (size * cp_size)), 1)
-        return [ChunkTable.of(mask, size, per_rank * cp_size) for mask in masks]
+        return _tables(masks, size, max(-(-seqlen // (size * cp_size)), 1), cp_size, keys)
 
     def area_of(size: int) -> Tensor:
         return ChunkTable.together(tables_of(size), weights).area
@@ -177,17 +150,56 @@ def dispatch_together(
             break
     assert least is not None
     _, size, assignment = least
-    chunks = assignment.sort(1).values
-    return [Dispatch(seqlen, chunks, table) for table in tables_of(size)]
+    chunks, tables = assignment.sort(1).values, tables_of(size)
+    if strategy == "local":
+        chunks = named_after_keys(chunks, tables, weights)
+    return _dispatches(seqlen, chunks, tables)
 
 
-def dispatch_as(masks: Sequence[AttnSlices], cp_size: int, permutation: Tensor) -> list[Dispatch]:
+def _tables(
+    masks: Sequence[AttnSlices],
+    size: int,
+    chunks_per_rank: int,
+    cp_size: int,
+    held: Sequence[Placement | None] | None,
+) -> list[ChunkTable]:
+    """Of all masks, with one object `Keys` for all that have the same keys."""
+    known: dict[Any, Keys | None] = {}
+    tables = []
+    for mask, placement in zip(masks, held or [None] * len(masks), strict=True):
+        kind = mask.seqlen_k if placement is None else placement
+        if kind not in known:
+            lengths = mask.seqlen_q, mask.seqlen_k
+            known[kind] = keys_of(lengths, placement, cp_size, chunks_per_rank)
+        tables.append(ChunkTable.of(mask, size, chunks_per_rank * cp_size, known[kind]))
+    return tables
+
+
+def _dispatches(total: int, chunks: Tensor, tables: Sequence[ChunkTable]) -> list[Dispatch]:
+    """Of all masks, where `chunks` says who holds the tokens."""
+    placed: dict[int, Placement | None] = {}
+    for table in tables:
+        if id(table.keys) not in placed:
+            alike = [x for x in tables if x.keys is table.keys]
+            joined = ChunkTable.together(alike, [1] * len(alike))
+            placed[id(table.keys)] = key_placement(joined, chunks)
+    size = tables[0].chunk_size
+    return [Dispatch(total, size, chunks, table, placed[id(table.keys)]) for table in tables]
+
+
+def dispatch_as(
+    masks: Sequence[AttnSlices],
+    cp_size: int,
+    permutation: Tensor,
+    keys: Sequence[Placement | None] | None = None,
+) -> list[Dispatch]:
     """Tokens that somebody else has permuted: rank r holds the r-th of `cp_size` equal parts of them.
 
     Args:
         masks: each over the whole sequence, in its own order.
         cp_size: number of ranks, of which the length is a multiple.
         permutation: which token of the sequence lies where, int64 `[seqlen]` on the CPU.
+        keys: as in `dispatch_together`.
 
     Returns:
         A `Dispatch` for each mask. Chunks are as large as pieces that ascend by one allow.
@@ -196,6 +208,7 @@ def dispatch_as(masks: Sequence[AttnSlices], cp_size: int, permutation: Tensor) 
         ValueError: if `permutation` is none, or has another length.
     """
     seqlen = check_masks(masks, [1] * len(masks))
+    _check_keys(masks, cp_size, keys)
     if permutation.shape != (seqlen,) or seqlen % cp_size:
         raise ValueError(
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
@@ -206,13 +219,13 @@ def dispatch_as(masks: Sequence[AttnSlices], cp_size: int, permutation: Tensor) 
     borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
     size = math.gcd(*borders, *permutation[begins].tolist())
     chunks = permutation[::size].div(size, rounding_mode="floor").view(cp_size, -1)
-    return [Dispatch(seqlen, chunks, ChunkTable.of(x, size, seqlen // size)) for x in masks]
+    return _dispatches(seqlen, chunks, _tables(masks, size, chunks.shape[1], cp_size, keys))
 
 
 def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
     """The length of the sequence that all masks are of."""
     for mask in masks:
-        check_self_attention(mask)
+        _check_slices(mask)
     if not masks:
         raise ValueError("`masks` must hold at least one mask, got none")
     lengths = [mask.seqlen_q for mask in masks]
@@ -227,17 +240,31 @@ def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
     return lengths[0]
 
 
-def check_self_attention(slices: AttnSlices) -> None:
+def _check_keys(
+    masks: Sequence[AttnSlices], cp_size: int, keys: Sequence[Placement | None] | None
+) -> None:
+    if keys is None:
+        return
+    if len(keys) != len(masks):
+        raise ValueError(
+            f"`keys` must have an entry for each of the {len(masks)} masks, got {len(keys)}"
+        )
+    for mask, placement in zip(masks, keys, strict=True):
+        if placement is None:
+            continue
+        if (placement.total, placement.cp_size) != (mask.seqlen_k, cp_size):
+            raise ValueError(
+                f"`keys` must hold the {mask.seqlen_k} keys of the mask on {cp_size} ranks, got {placement.total} tokens on "
+                f"{placement.cp_size}"
+            )
+
+
+def _check_slices(slices: AttnSlices) -> None:
     if not isinstance(slices, AttnSlices):
         raise TypeError(
             f"`slices` must be AttnSlices, got {type(slices).__name__}; make them of document borders "
             "(AttnSlices.from_cu_seqlens), of ranges (AttnSlices.from_slices) or of a BlockMask "
             "(magi_compile.masks.slices_from_block_mask)"
-        )
-    if slices.seqlen_q != slices.seqlen_k:
-        raise NotImplementedError(
-            "context parallelism shards queries and keys alike, so `slices` must have seqlen_q == seqlen_k, "
-            f"got {slices.seqlen_q} and {slices.seqlen_k}"
         )
 
 
@@ -321,12 +348,13 @@ def local(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Ten
     if _imbalance(table, packed) > 1 + max(slack, TIE):
         candidates.append(min_heap(table, cp_size, slack, cost))
     # A contiguous placement can only win where an all-gather takes longer than its compute.
-    all_gather = (table.total - table.total // cp_size) * cost.seconds_per_row
+    num_keys = table.total if table.keys is None else table.keys.placement.total_padded
+    all_gather = (num_keys - num_keys // cp_size) * cost.seconds_per_row
     if int(table.area.view(cp_size, -1).sum(1).max()) * cost.seconds_per_area < all_gather:
         candidates.append(sequential(table, cp_size, slack, cost))
     if len(candidates) == 1:
         return packed
-    loads = cache(lambda i: rank_loads(table, candidates[i]))
+    loads = cache(lambda i: rank_loads(table, candidates[i], key_placement(table, candidates[i])))
 
     def seconds_of(i: int) -> float:
         # Nobody moves more than in an all-gather.

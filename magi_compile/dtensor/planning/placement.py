@@ -183,7 +183,7 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     area = table.area.tolist()
     left = sum(area)
     begin = torch.arange(num_chunks) * size
-    lowest = begin.scatter_reduce(0, table.needs.owner, table.needs.lo, "amin")
+    lowest = _lowest(table)
     is_heavy = table.area * num_chunks > left
     runs = _runs(area, is_heavy, lowest.div(size, rounding_mode="floor"))
     company = [chunk for run in runs for _, chunk in run.company]
@@ -222,6 +222,18 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     return assignment
 
 
+def _lowest(table: ChunkTable) -> Tensor:
+    """The first row that each chunk needs, or where keys are others, that of the first chunk that shares keys with it; at most its own."""
+    begin, needs = torch.arange(table.num_chunks) * table.chunk_size, table.needs
+    if table.keys is None:
+        return begin.scatter_reduce(0, needs.owner, needs.lo, "amin")
+    none = torch.full_like(begin, table.keys.placement.total_padded)
+    lowest = none.scatter_reduce(0, needs.owner, needs.lo, "amin")
+    reach = torch.zeros_like(begin).scatter_reduce(0, needs.owner, needs.hi, "amax")
+    first = torch.searchsorted(reach.cummax(0).values, lowest, right=True)
+    return torch.minimum(first * table.chunk_size, begin)
+
+
 def _fill(
     heavy: list[tuple[int, int]], light: _Lights, room: int, missing: float, tolerance: float
 ) -> tuple[int, int]:
@@ -241,18 +253,20 @@ def _fill(
 
 
 class _Needs:
-    """The chunks that a chunk needs or a rank has, as the bits of an integer.
+    """The chunks of keys that a chunk needs or a rank has, as the bits of an integer.
 
     Attributes:
-        of: the bits of each chunk, its own among them.
+        of: the bits of each chunk, its own among them where keys are the rows themselves.
     """
 
     def __init__(self, table: ChunkTable):
-        size, needs = table.chunk_size, table.needs
+        needs, keys = table.needs, table.keys
+        size = table.chunk_size if keys is None else keys.placement.chunk_size
+        num_key_chunks = table.num_chunks if keys is None else keys.placement.chunks.numel()
         first = needs.lo.div(size, rounding_mode="floor")
         end = (needs.hi + (size - 1)).div(size, rounding_mode="floor")
-        powers = [1 << chunk for chunk in range(table.num_chunks + 1)]
-        self.of = powers[:-1]
+        powers = [1 << chunk for chunk in range(num_key_chunks + 1)]
+        self.of = powers[:-1] if keys is None else [0] * table.num_chunks
         fields = (x.tolist() for x in (needs.owner, first, end))
         for chunk, i, j in zip(*fields, strict=True):
             self.of[chunk] |= powers[j] - powers[i]

@@ -3,7 +3,7 @@
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
-    meta    digest, rank, cp_size, rows of the rank, stages forward, stages backward, whether the forward begins
+    meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward begins
             early, whether the backward does, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
     Stage,
@@ -110,7 +111,7 @@ class RankPlan:
 
     def _pack(self, device: torch.device) -> PlanTensors:
         where, stages = self.dispatch, self.forward + self.backward
-        meta = [self.digest, self.rank, where.cp_size, where.seqlen_local]
+        meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
         meta += [len(self.forward), len(self.backward)]
         meta += [int(self.forward_is_early), int(self.backward_is_early)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
@@ -154,7 +155,6 @@ def plan_rank(
 
     Raises:
         ValueError: if an argument is out of range.
-        NotImplementedError: if the mask is not square.
     """
     return plan_rank_together([slices], cp_size, rank, options)[0]
 
@@ -167,6 +167,7 @@ def plan_rank_together(
     *,
     weights: Sequence[int] | None = None,
     permutation: Tensor | None = None,
+    keys: Sequence[Placement | None] | None = None,
 ) -> list[RankPlan]:
     """The plans of one rank for several masks of one sequence, whose tokens have one placement.
 
@@ -177,13 +178,13 @@ def plan_rank_together(
         options: the same on every rank.
         weights: how often each mask is attended to; once by default.
         permutation: where tokens lie already, as in `dispatch_as`; `options` then have no say in it.
+        keys: where the keys of each mask lie already, as in `dispatch_together`.
 
     Returns:
         A plan for each mask.
 
     Raises:
-        ValueError: if an argument is out of range, or the masks do not fit each other.
-        NotImplementedError: if a mask is not square.
+        ValueError: if an argument is out of range, or the masks do not fit each other or `keys`.
     """
     weights = [1] * len(masks) if weights is None else list(weights)
     check_masks(masks, weights)
@@ -198,12 +199,19 @@ def plan_rank_together(
     others = [] if len(masks) == 1 else [-1, *weights, *chain.from_iterable(contents)]
     if permutation is not None:
         others += [-2, *permutation.tolist()]
+    for placement in keys or []:
+        held = (
+            []
+            if placement is None
+            else [placement.chunk_size, *placement.chunks.flatten().tolist()]
+        )
+        others += [-3, *held]
     digests = [_digest(content + others, options) for content in contents]
     with _lock:
         if all((digest, rank) in _plans for digest in digests):
             return [recent(_plans, (digest, rank)) for digest in digests]
     if permutation is not None:
-        wheres = dispatch_as(masks, cp_size, permutation)
+        wheres = dispatch_as(masks, cp_size, permutation, keys)
     else:
         wheres = dispatch_together(
             masks,
@@ -213,6 +221,7 @@ def plan_rank_together(
             strategy=options.strategy,
             slack=options.slack,
             cost=options.cost,
+            keys=keys,
         )
     made = [
         _plan(where, rank, options, digest) for where, digest in zip(wheres, digests, strict=True)

@@ -12,9 +12,9 @@ CHUNK = 16
 
 
 def dense_of(slices, plan):
-    """The mask `[rows, keys]` over the padded sequence."""
-    dense = torch.zeros(plan.total_padded, plan.total_padded, dtype=torch.bool)
-    dense[: plan.total, : plan.total] = slices.to_dense()
+    """The mask `[rows, keys]` over the padded sequences."""
+    dense = torch.zeros(plan.total_padded, plan.keys.total_padded, dtype=torch.bool)
+    dense[: plan.total, : plan.keys.total] = slices.to_dense()
     return dense
 
 
@@ -36,7 +36,7 @@ def buffers_of(where, stages, stage):
     sent = []
     for rank in range(cp_size):
         transfer = stages[rank][stage].transfer
-        rows = where.positions(rank)[rows_of(transfer.sends)]
+        rows = where.keys.positions(rank)[rows_of(transfer.sends)]
         sent.append(rows.split(transfer.send_counts))
     buffers = []
     for rank in range(cp_size):
@@ -57,15 +57,19 @@ def buffers_of(where, stages, stage):
 @pytest.mark.parametrize("case", SQUARE.values(), ids=lambda case: case.name)
 def test_stages_cover_the_mask_once(case, cp_size, degree):
     slices = case.slices()
-    where, stages = all_stages(slices, cp_size, degree)
-    dense = dense_of(slices, where)
+    check_stages(slices, *all_stages(slices, cp_size, degree))
+
+
+def check_stages(slices, where, stages):
+    """What ranks attend to in their stages is the mask, each pair once; and nothing is received in vain."""
+    cp_size, dense = where.cp_size, dense_of(slices, where)
     seen = torch.zeros_like(dense, dtype=torch.int32)
     for stage in range(len(stages[0])):
         in_place = stages[0][stage].transfer is None
         buffers = None if in_place else buffers_of(where, stages, stage)
         for rank in range(cp_size):
             rows = where.positions(rank)
-            keys = rows if in_place else buffers[rank]
+            keys = where.keys.positions(rank) if in_place else buffers[rank]
             part = stages[rank][stage].slices
             part.validate()
             assert (part.seqlen_q, part.seqlen_k) == (len(rows), len(keys))
@@ -122,12 +126,17 @@ def test_remote_rows_move_once_in_equal_parts(degree):
 def test_stage_loads_are_those_of_the_dense_mask(case):
     slices = case.slices()
     where = dispatch(slices, 3, chunk_size=CHUNK)
+    check_loads(slices, where)
+
+
+def check_loads(slices, where):
     loads = StageLoads.of(RankRows.of(where))
     dense = dense_of(slices, where)
-    mine = [where.positions(rank) for rank in range(3)]
+    mine, keys = ([x.positions(rank) for rank in range(3)] for x in (where, where.keys))
     assert loads.area.tolist() == [int(dense[r].sum()) for r in mine]
-    assert loads.local_area.tolist() == [int(dense[r][:, r].sum()) for r in mine]
-    needed = torch.tensor([[int(dense[r][:, s].any(0).sum()) for s in mine] for r in mine])
+    pairs = zip(mine, keys, strict=True)
+    assert loads.local_area.tolist() == [int(dense[r][:, s].sum()) for r, s in pairs]
+    needed = torch.tensor([[int(dense[r][:, s].any(0).sum()) for s in keys] for r in mine])
     assert loads.recv_rows.tolist() == (needed.sum(1) - needed.diag()).tolist()
     assert loads.send_rows.tolist() == (needed.sum(0) - needed.diag()).tolist()
 
