@@ -33,6 +33,7 @@ from magi_compile.dtensor.sequence_plan import (
     group_of,
     plan,
 )
+from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
@@ -289,16 +290,13 @@ def _sdpa(
         )
     if dropout_p != 0.0:
         raise NotImplementedError(f"`dropout_p` must be 0.0, got {dropout_p}")
-    around = None
-    for planned in plans:
-        if planned.is_causal if is_causal else planned.is_full:
-            around = planned
-    if around is None and is_causal:
+    fitting = [x for x in plans if (x.is_causal if is_causal else x.is_full)]
+    if not fitting and is_causal:
         raise ValueError(
             "`is_causal` must be False: the mask of context_parallel is not causal over the whole sequence; call flex_attention or "
             "SequencePlan.attention with that mask"
         )
-    if around is None:
+    if not fitting:
         raise ValueError(
             "`is_causal` must be True, or the mask of context_parallel full: without it attention covers all tokens, and that mask "
             "does not; for other masks call flex_attention or SequencePlan.attention"
@@ -308,7 +306,22 @@ def _sdpa(
             f"`query` must be [B, H, seqlen_local, D] inside context_parallel, got shape {list(query.shape)}"
         )
     _check_groups(query, key, enable_gqa)
-    return around.attention(query, key, value, scale=scale)
+    return _of_lengths(fitting, query, key).attention(query, key, value, scale=scale)
+
+
+def _of_lengths(plans: Sequence[SequencePlan], query: Tensor, key: Tensor) -> SequencePlan:
+    """Of several plans, which may be of other keys, the one that these tensors can only be meant for."""
+    if not any(x.is_cross for x in plans):
+        return plans[-1]
+    if len(plans) > 1:
+        lengths = query.shape[2], key.shape[2]
+        plans = [x for x in plans if (x.seqlen_local, x.keys.seqlen_local) == lengths]
+    if len(plans) != 1:
+        raise ValueError(
+            f"`key` must have a length that says which of the masks is meant, got {key.shape[2]} for {query.shape[2]} queries, which "
+            f"{len(plans)} of them have; call flex_attention with the mask itself, or SequencePlan.attention"
+        )
+    return plans[0]
 
 
 def _check_groups(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
@@ -331,8 +344,10 @@ def _alike_of(slices: AttnSlices, plans: Sequence[SequencePlan]) -> SequencePlan
     known = _alike.get(slices)
     if known is None or known[0] is not plans:
         key = slices.content_key()
-        found = (planned for planned in plans if planned.slices.content_key() == key)
-        known = _alike[slices] = (plans, next(found, None))
+        found = [planned for planned in plans if planned.slices.content_key() == key]
+        # Of masks over other keys that look alike none is meant more than another.
+        is_one = len(found) == 1 or (bool(found) and not any(x.is_cross for x in found))
+        known = _alike[slices] = (plans, found[0] if is_one else None)
     return known[1]
 
 
@@ -384,9 +399,10 @@ def context_parallel(
         mesh: the ranks: a mesh of one dimension or a process group.
         mask: the mask of the whole sequence, as in `plan`, or a plan; None is causal. A BlockMask describes this rank's tokens inside
             the block, as `buffers` do, so the model keeps using it. For layers with different masks, a list or dict of masks, or of
-            plans from `plan(masks=...)`.
+            plans from `plan(masks=...)`; for cross attention also the plans of the sequence that the keys are.
         buffers: tensors over the whole sequence, such as tokens, positions and shifted labels; not parameters. Inside they hold this
-            rank's tokens, in new memory. Afterwards they are restored, also after an exception.
+            rank's tokens, in new memory. Afterwards they are restored, also after an exception. Where queries and keys are two sequences,
+            the length of a buffer says which one it covers.
         buffer_seq_dims: the dimension of the sequence in each of `buffers`.
         no_restore_buffers: those of `buffers` that keep this rank's tokens.
         buffer_padding: what padding holds in each of `buffers` (the ignore_index for labels); required where
@@ -418,7 +434,7 @@ def context_parallel(
         seqlen = buffers[0].shape[dims[0]]
     planned = _plan_of(mask, mesh, seqlen, options)
     plans = _listed(planned)
-    shards = _shards(plans[0], buffers, dims, buffer_padding, "buffers", "buffer_padding")
+    shards = _shards(plans, buffers, dims, buffer_padding, "buffer_padding")
     with ExitStack() as undo:
         with torch.no_grad():
             for buffer, local in zip(buffers, shards, strict=True):
@@ -463,10 +479,7 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
                 raise ValueError(
                     f"`mesh` must have the ranks of the plan, group {x.group_name!r}, got {name!r}"
                 )
-            if not x.has_the_tokens_of(masks[0]):
-                raise ValueError(
-                    "`mask` must have plans that hold the same tokens, got others; make them together: plan(masks=[...], mesh=mesh)"
-                )
+        _require_together(masks)
         return mask
     if any(isinstance(x, SequencePlan) for x in masks):
         raise TypeError("`mask` must hold only masks or only plans, got both")
@@ -477,29 +490,84 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
     return plan(mask, mesh, seqlen=seqlen, options=options)
 
 
+def _require_together(plans: Sequence[SequencePlan]) -> None:
+    """Plans hold the same tokens, or one holds as its keys what another one holds."""
+    reached, others = [plans[0], plans[0].keys], list(plans[1:])
+    while others:
+        near = [x for x in others if _among(x, reached) or _among(x.keys, reached)]
+        if not near:
+            raise ValueError(
+                "`mask` must have plans that hold the same tokens, got others; make them together: plan(masks=[...], mesh=mesh), or with "
+                "`keys`, where the keys of one are the tokens of another"
+            )
+        others = [x for x in others if x not in near]
+        reached += [tokens for x in near for tokens in (x, x.keys)]
+
+
+def _among(tokens: SpreadTokens, others: Sequence[SpreadTokens]) -> bool:
+    return any(tokens is x or tokens.has_the_tokens_of(x) for x in others)
+
+
+def _sequences(plans: Sequence[SequencePlan]) -> list[SpreadTokens]:
+    """Queries and keys of all plans, each sequence once."""
+    found: list[SpreadTokens] = []
+    for planned in plans:
+        for tokens in (planned, planned.keys):
+            if not _among(tokens, found):
+                found.append(tokens)
+    return found
+
+
+def _owner(
+    name: str, x: Tensor, dim: int, sequences: Sequence[SpreadTokens], *, is_local: bool = False
+) -> SpreadTokens:
+    """The sequence of which `x` has the tokens along `dim`, by its length, of the whole or of one rank."""
+    if len(sequences) == 1 or not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
+        return sequences[0]  # which says what is wrong
+    lengths = [s.seqlen_local if is_local else s.total for s in sequences]
+    fitting = [s for s, n in zip(sequences, lengths, strict=True) if n == x.shape[dim]]
+    if not fitting:
+        raise ValueError(
+            f"`{name}` must have as many tokens in dimension {dim} as queries or keys, {' or '.join(map(str, sorted(set(lengths))))}, "
+            f"got {x.shape[dim]}"
+        )
+    if len(fitting) > 1:
+        call = "unshard" if is_local else "shard"
+        raise ValueError(
+            f"`{name}` must have a length that says whether it is of queries or of keys, got {x.shape[dim]} in dimension {dim}, which both "
+            f"have; take SequencePlan.{call}(x, dim) for queries and SequencePlan.keys.{call}(x, dim) for keys in its place"
+        )
+    return fitting[0]
+
+
 def _shards(
-    planned: SequencePlan,
+    plans: Sequence[SequencePlan],
     tensors: Sequence[Tensor],
     dims: Sequence[int],
     padding: Sequence[float] | None,
-    name: str,
     padding_name: str,
 ) -> list[Tensor]:
-    if padding is None and planned.has_padding and tensors:
-        raise ValueError(
-            f"`{padding_name}` must say what padding holds in each of `{name}` (the ignore_index for labels), because {planned.total} "
-            f"tokens are padded to {planned.seqlen_local} on each of {planned.cp_size} ranks"
-        )
+    sequences = _sequences(plans)
+    owners = [
+        _owner(f"buffers[{number}]", x, dim, sequences)
+        for number, (x, dim) in enumerate(zip(tensors, dims, strict=True))
+    ]
+    for of in owners:
+        if padding is None and of.has_padding:
+            raise ValueError(
+                f"`{padding_name}` must say what padding holds in each of `buffers` (the ignore_index for labels), because {of.total} "
+                f"tokens are padded to {of.seqlen_local} on each of {of.cp_size} ranks"
+            )
     if padding is not None and len(padding) != len(tensors):
         raise ValueError(
-            f"`{padding_name}` must have an entry for each of the {len(tensors)} {name}, got {len(padding)}"
+            f"`{padding_name}` must have an entry for each of the {len(tensors)} buffers, got {len(padding)}"
         )
     shards = []
-    for number, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
+    for number, (of, x, dim) in enumerate(zip(owners, tensors, dims, strict=True)):
         try:
-            shards.append(planned.shard(x, dim, padding=padding[number] if padding else 0))
+            shards.append(of.shard(x, dim, padding=padding[number] if padding else 0))
         except ValueError as error:
-            raise ValueError(f"`{name}[{number}]` does not fit: {error}") from error
+            raise ValueError(f"`buffers[{number}]` does not fit: {error}") from error
     return shards
 
 
@@ -563,11 +631,10 @@ def context_parallel_shard(
         )
     where = [i for i, x in enumerate(buffers) if not hasattr(x, "kv_num_blocks")]
     shards = _shards(
-        plans[0],
+        plans,
         [buffers[i] for i in where],
         [seq_dims[i] for i in where],
         None if padding is None else [padding[i] for i in where],
-        "buffers",
         "padding",
     )
     local: dict[int, Any] = dict(zip(where, shards, strict=True))
@@ -599,5 +666,9 @@ def context_parallel_unshard(
         raise ValueError(
             f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
         )
-    planned = _plan_of(plan, mesh, None, DEFAULTS)
-    return [planned.unshard(x, dim) for x, dim in zip(buffers, seq_dims, strict=True)]
+    sequences = _sequences([_plan_of(plan, mesh, None, DEFAULTS)])
+    owners = [
+        _owner(f"buffers[{number}]", x, dim, sequences, is_local=True)
+        for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True))
+    ]
+    return [of.unshard(x, dim) for of, x, dim in zip(owners, buffers, seq_dims, strict=True)]

@@ -28,6 +28,8 @@ class PlanExplanation:
         total: tokens of the sequence.
         seqlen_local: tokens of each rank, padding included.
         chunk_size: tokens that stay together.
+        total_keys: keys, as many as tokens in self-attention.
+        keys_local: of each rank, padding included.
         area: visible (query, key) pairs of each rank's queries.
         local_area: those of them whose key is on the same rank.
         received_rows: key rows of others that each rank receives, in a forward pass and again in a backward pass.
@@ -44,6 +46,8 @@ class PlanExplanation:
     total: int
     seqlen_local: int
     chunk_size: int
+    total_keys: int
+    keys_local: int
     area: tuple[int, ...]
     local_area: tuple[int, ...]
     received_rows: tuple[int, ...]
@@ -64,7 +68,7 @@ class PlanExplanation:
     @property
     def gathered_rows(self) -> int:
         """What each rank receives in an all-gather."""
-        return (len(self.area) - 1) * self.seqlen_local
+        return (len(self.area) - 1) * self.keys_local
 
     def __str__(self) -> str:
         size, gathered = len(self.area), max(self.gathered_rows, 1)
@@ -77,9 +81,12 @@ class PlanExplanation:
                 (self.backward_seconds, self.backward_efficiency),
             )
         ]
+        keys = f"keys      {self.total_keys:,}, {self.keys_local:,} each"
+        is_cross = (self.total_keys, self.keys_local) != (self.total, self.seqlen_local)
         return "\n".join(
             [
                 f"tokens    {self.total:,} over {size} ranks, {self.seqlen_local:,} each, in chunks of {self.chunk_size:,}",
+                *([keys] if is_cross else []),
                 f"area      {sum(self.area):,} pairs, {local:.0%} of them with keys of the same rank",
                 f"balance   the heaviest rank has {self.imbalance:.3f} times the mean",
                 f"receives  {mean:,.0f} rows of keys a rank, at most {max(self.received_rows):,}, rank {self.rank} "
@@ -114,6 +121,8 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         total=where.total,
         seqlen_local=where.seqlen_local,
         chunk_size=where.chunk_size,
+        total_keys=where.keys.total,
+        keys_local=where.keys.seqlen_local,
         area=area,
         local_area=local,
         received_rows=received,

@@ -5,6 +5,7 @@ tokens = p.shard(tokens, dim=1)       this rank's tokens
 labels = p.labels(tokens, dim=1)      what they predict: shifted first, then spread
 out = p.attention(q, k, v)            in each layer
 logits = p.unshard(logits, dim=1)     in the order of the sequence again
+text = p.keys.shard(text, dim=1)      of cross attention: this rank's keys
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from magi_compile import _compat
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.explain import PlanExplanation, explain_plan
+from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import check_count
 from magi_compile.dtensor.planning.rank_plan import (
@@ -28,6 +30,7 @@ from magi_compile.dtensor.planning.rank_plan import (
     RankPlan,
     plan_rank_together,
 )
+from magi_compile.dtensor.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices, slices_from_block_mask
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.dtensors import (
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Mask: TypeAlias = Union["BlockMask", AttnSlices, MaskMod, None]
+
+Lengths: TypeAlias = int | tuple[int, int] | None
 
 DEFAULTS = ContextParallelOptions()
 
@@ -70,11 +75,11 @@ class SpreadMask:
         )
 
 
-class SequencePlan:
-    """How the tokens of one sequence are spread over ranks, and the attention among them. Made by `plan`.
+class SequencePlan(SpreadTokens):
+    """How the tokens of one sequence are spread over ranks, and the attention of them. Made by `plan`.
 
     Use it in eager code or in a compiled function, as an argument or captured. A new plan of the same lengths compiles nothing
-    again.
+    again. Its attributes and methods of `SpreadTokens` are those of the queries.
 
     Args:
         slices: the mask of the whole sequence.
@@ -82,17 +87,11 @@ class SequencePlan:
         group: the ranks.
         device: of the mesh.
         cost: the rates by which it was planned.
+        keys: how the keys are spread, where they are not the tokens themselves.
 
     Attributes:
-        total: tokens of the sequence.
-        seqlen_local: tokens of a rank, the same on all: `total / cp_size`, or more with padding.
-        cp_size: number of ranks.
-        rank: this rank's number among them.
-        positions: int64 `[seqlen_local]`, on the device of the mesh: the position in the sequence of each of this rank's tokens;
-            0 for padding.
-        is_padding: bool `[seqlen_local]`, on the same device. Padding sees nothing, nothing sees it, and attention returns 0 for it.
-        has_padding: whether any rank has padding.
-        slices: the mask of the whole sequence, for `magi_compile.flex_flash_attention` inside of `context_parallel`.
+        slices: the mask of the whole sequence, for `magi_compile.flex_flash_attention` inside `context_parallel`.
+        is_cross: whether the keys are another sequence than the queries.
     """
 
     def __init__(
@@ -102,53 +101,38 @@ class SequencePlan:
         group: dist.ProcessGroup,
         device: torch.device,
         cost: CostModel = DEFAULT_COST,
+        keys: SpreadTokens | None = None,
     ):
         where = planned.dispatch
-        self.total, self.seqlen_local = where.total, where.seqlen_local
-        self.cp_size, self.rank = where.cp_size, planned.rank
-        self.has_padding = where.total_padded > where.total
-        positions = where.positions(planned.rank)
-        is_padding = positions >= where.total
-        self.positions = positions.masked_fill(is_padding, 0).to(device)
-        self.is_padding = is_padding.to(device)
-        self.device = device
-        self.group_name = group.group_name
+        super().__init__(where, planned.rank, group, device)
+        self._keys, self.is_cross = keys, keys is not None
         self.meta, self.data = planned.tensors(device)
         for x in (self.meta, self.data):
             _compat.expect_other_lengths(x)
-        pairs, area = where.total * where.total, slices.area()
+        pairs, area = where.total * where.keys.total, slices.area()
         self.is_full = area == pairs
-        self.is_causal = area == (pairs + where.total) // 2 and _is_causal(slices)
+        is_half = not self.is_cross and area == (pairs + where.total) // 2
+        self.is_causal = is_half and _is_causal(slices)
         lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
         whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         self.slices = cast(SpreadSlices, whole)
-        self._group, self._where, self._planned, self._cost = group, where, planned, cost
+        self._planned, self._cost = planned, cost
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
-    def __repr__(self) -> str:
-        return (
-            f"SequencePlan(total={self.total}, seqlen_local={self.seqlen_local}, rank={self.rank} of {self.cp_size}, "
-            f"chunk_size={self._where.chunk_size}, device='{self.device}')"
-        )
+    @property
+    def keys(self) -> SpreadTokens:
+        """How the keys are spread; for self-attention, whose keys are its tokens, the plan itself."""
+        return self if self._keys is None else self._keys
 
     @property
     def block_mask(self) -> BlockMask:
         """The mask for `flex_attention` inside `context_parallel`. Evaluated anywhere else, it raises."""
         if self._block_mask is None:
-            lengths = (self.seqlen_local, self.seqlen_local)
+            lengths = (self.seqlen_local, self.keys.seqlen_local)
             self._block_mask = one_block_mask(SpreadMask(self), 1, *lengths, self.device)
         return self._block_mask
-
-    def has_the_tokens_of(self, other: SequencePlan) -> bool:
-        """Whether every rank holds the same tokens by both plans, in the same order."""
-        here, there = self._where, other._where
-        return (here.total, here.chunk_size, self.group_name) == (
-            there.total,
-            there.chunk_size,
-            other.group_name,
-        ) and torch.equal(here.chunks, there.chunks)
 
     def explain(self, cost: CostModel | None = None) -> PlanExplanation:
         """What the plan asks of all ranks: balance, communication, stages, predicted time. Does not communicate.
@@ -161,123 +145,6 @@ class SequencePlan:
             The explanation; print it.
         """
         return explain_plan(self._planned, self._cost if cost is None else cost)
-
-    def permutation(self, restore: bool = False) -> Tensor:
-        """Which token lies where, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
-
-        The plan itself serves where PyTorch asks for a `load_balancer`.
-
-        Args:
-            restore: whether to give the inverse, which takes tokens of all ranks to their order in the sequence.
-
-        Returns:
-            int64 `[1, total]`, on the device of the mesh.
-
-        Raises:
-            ValueError: the sequence is padded, which that form cannot say.
-        """
-        if self.has_padding:
-            raise ValueError(
-                f"a permutation needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
-                f"{self.cp_size} ranks"
-            )
-        where = self._where.inverse_positions() if restore else self._where.positions()
-        return where[None].to(self.device)
-
-    # What a balancer has it under, in PyTorch and in torchtitan.
-    _generate_indices = generate_permutation = permutation
-
-    # Tokens
-
-    def shard(self, x: Tensor, dim: int, *, padding: float = 0) -> Tensor:
-        """This rank's part of a tensor over the whole sequence.
-
-        Args:
-            x: any dtype and device, the same on every rank; `total` entries along `dim`.
-            dim: the dimension of the sequence.
-            padding: what entries of padding hold. Keep them out of the loss: `labels` does that.
-
-        Returns:
-            A new tensor with `seqlen_local` entries along `dim`. Differentiable: the gradient has this rank's share,
-            0 elsewhere.
-
-        Raises:
-            ValueError: `x` has another length.
-        """
-        _check_length("x", x, dim, self.total, "of the whole sequence")
-        local = x.index_select(dim, self.positions.to(x.device))
-        if self.has_padding:
-            sizes = [1] * x.ndim
-            sizes[dim] = self.seqlen_local
-            local = local.masked_fill(self.is_padding.to(x.device).view(sizes), padding)
-        return local
-
-    def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """A tensor over the whole sequence from every rank's part of it; all ranks call it together. Without gradients.
-
-        Args:
-            x: any dtype, on a device that the group reaches; `seqlen_local` entries along `dim`.
-            dim: the dimension of the sequence.
-
-        Returns:
-            A new tensor with `total` entries along `dim`, in the order of the sequence, the same on every rank.
-
-        Raises:
-            ValueError: `x` has another length.
-        """
-        _check_length("x", x, dim, self.seqlen_local, "of this rank")
-        with torch.no_grad():
-            local = x.detach().movedim(dim, 0).contiguous()
-            parts = [torch.empty_like(local) for _ in range(self.cp_size)]
-            dist.all_gather(parts, local, self._group)
-            order = self._where.inverse_positions()[: self.total].to(x.device)
-            return torch.cat(parts).index_select(0, order).movedim(0, dim)
-
-    def labels(
-        self,
-        tokens: Tensor,
-        dim: int = -1,
-        *,
-        documents: Tensor | None = None,
-        is_shifted: bool = False,
-        ignore_index: int = -100,
-    ) -> Tensor:
-        """The labels of this rank's tokens: for each one the next token of the sequence.
-
-        Call it on the whole sequence. Shifting this rank's tokens instead would take the next token of the rank, which is wrong.
-
-        Args:
-            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. Entries may be
-                `ignore_index` already.
-            dim: the dimension of the sequence.
-            documents: the document number of each token, broadcastable to `tokens`. The last token of each document then has the
-                label `ignore_index`, as the last token of the sequence has.
-            is_shifted: whether `tokens` already are the labels.
-            ignore_index: the label of tokens that predict nothing, padding included; by default that of `cross_entropy`.
-
-        Returns:
-            The dtype of `tokens`, with `seqlen_local` entries along `dim`.
-
-        Raises:
-            ValueError: `tokens` or `documents` do not fit.
-        """
-        _check_length("tokens", tokens, dim, self.total, "of the whole sequence")
-        if not is_shifted:
-            tokens = _next(tokens, dim, ignore_index)
-        if documents is not None:
-            dim = dim % tokens.ndim - tokens.ndim
-            _check_length("documents", documents, dim, self.total, "of the whole sequence")
-            differs = documents.diff(dim=dim) != 0
-            is_last = torch.cat([differs, torch.ones_like(differs.narrow(dim, 0, 1))], dim)
-            tokens = tokens.masked_fill(is_last, ignore_index)
-        return self.shard(tokens, dim, padding=ignore_index)
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks, for example of losses to print. All ranks call it together. Not differentiable."""
-        with torch.no_grad():
-            x = x.detach().clone()
-            dist.all_reduce(x, group=self._group)
-            return x
 
     # Attention
 
@@ -320,8 +187,8 @@ class SequencePlan:
         Args:
             q: `[B, Hq, seqlen_local, D]`, or packed `[seqlen_local, Hq, D]`; fp32, bf16 or fp16 (under autocast any float). q, k and v
                 may be DTensors: tokens sharded on the mesh dimension of the plan, heads on any other dimension.
-            k: `[B, Hkv, seqlen_local, D]` or `[seqlen_local, Hkv, D]`; Hkv divides Hq.
-            v: `[B, Hkv, seqlen_local, Dv]` or `[seqlen_local, Hkv, Dv]`.
+            k: `[B, Hkv, keys.seqlen_local, D]` or `[keys.seqlen_local, Hkv, D]`; Hkv divides Hq.
+            v: `[B, Hkv, keys.seqlen_local, Dv]` or `[keys.seqlen_local, Hkv, Dv]`.
             scale: factor of the scores; None stands for `D ** -0.5`.
             softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
             return_lse: whether to return the log-sum-exp of the scores as well.
@@ -364,7 +231,12 @@ class SequencePlan:
                 raise ValueError(
                     f"`{name}` must be on the device of the mesh, {self.device}, got {x.device}"
                 )
-            _check_length(name, x, 2 if x.ndim == 4 else 0, self.seqlen_local, "of this rank")
+            tokens: SpreadTokens = self
+            what = "tokens"
+            if name != "q" and self.is_cross:
+                tokens, what = self.keys, "keys"
+            length, dim = tokens.seqlen_local, 2 if x.ndim == 4 else 0
+            check_length(name, x, dim, length, "of this rank", what)
         if torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
@@ -396,9 +268,10 @@ def plan(
     mask: Mask,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
-    seqlen: int | None = None,
+    seqlen: Lengths = None,
     options: ContextParallelOptions = DEFAULTS,
     permutation: Any = None,
+    keys: SpreadTokens | None = None,
 ) -> SequencePlan: ...
 
 
@@ -408,9 +281,10 @@ def plan(
     mesh: DeviceMesh | dist.ProcessGroup,
     masks: Sequence[Mask],
     weights: Sequence[int] | None = None,
-    seqlen: int | None = None,
+    seqlen: Lengths = None,
     options: ContextParallelOptions = DEFAULTS,
     permutation: Any = None,
+    keys: Sequence[SpreadTokens | None] | None = None,
 ) -> list[SequencePlan]: ...
 
 
@@ -420,9 +294,10 @@ def plan(
     mesh: DeviceMesh | dist.ProcessGroup,
     masks: Mapping[str, Mask],
     weights: Mapping[str, int] | None = None,
-    seqlen: int | None = None,
+    seqlen: Lengths = None,
     options: ContextParallelOptions = DEFAULTS,
     permutation: Any = None,
+    keys: Mapping[str, SpreadTokens] | None = None,
 ) -> dict[str, SequencePlan]: ...
 
 
@@ -432,14 +307,18 @@ def plan(
     *,
     masks: Any = None,
     weights: Any = None,
-    seqlen: int | None = None,
+    seqlen: Lengths = None,
     options: ContextParallelOptions = DEFAULTS,
     permutation: Any = None,
+    keys: Any = None,
 ) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
     Every rank calls it with the same mask. It does not communicate; the first attention with a plan compares the plans of all
     ranks. Recent plans are kept. With a mask on a GPU it waits for the device.
+
+    Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is spread too:
+    `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
 
     Args:
         mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads (PyTorch's or
@@ -448,10 +327,12 @@ def plan(
         masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed once, so that
             each rank has the same total work.
         weights: how many layers have each of `masks`, as a list or dict like it; 1 each by default.
-        seqlen: tokens of the sequence; required for a mask_mod and for None.
+        seqlen: tokens of the sequence; required for a mask_mod and for None. For cross attention a pair: queries, keys.
         options: how to spread; the same on every rank.
         permutation: for tokens that are permuted already and cut in equal parts: `[S]` or `[1, S]`, which token lies where, or a load
             balancer of PyTorch or torchtitan. The mask stays in the sequence's own order, and `options` do not place tokens.
+        keys: a plan whose tokens are the keys, for example that of the encoder's self-attention; keys then lie where it has them, and there
+            may be as many as queries. For `masks` a list or dict like it; None, or a missing name, where the keys are placed here.
 
     Returns:
         This rank's `SequencePlan`. For `masks`, one plan for each, in a list or dict like it; all hold the same tokens.
@@ -459,9 +340,9 @@ def plan(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the mask's; `masks`
-            have different lengths; `weights` do not fit them; `permutation` is not a permutation of the sequence.
+            have different lengths; `weights` do not fit them; `permutation` is not a permutation of the sequence; `keys` are not as many as those of the mask.
         UnsupportedMaskError: slices cannot express the mask.
-        NotImplementedError: there are not as many keys as queries, or batch entries have masks of their own.
+        NotImplementedError: batch entries have masks of their own.
     """
     group, device = group_of(mesh), _device_of(mesh)
     is_one = masks is None
@@ -474,14 +355,30 @@ def plan(
         raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")
     listed = list(given.values()) if isinstance(given, Mapping) else list(given)
     counts = None if weights is None else _weights_of(weights, given)
-    slices = [_slices_of(x, seqlen, device) for x in listed]
-    ranks = group.size(), group.rank()
-    where = None if permutation is None else _permutation_of(permutation)
-    planned = plan_rank_together(slices, *ranks, options, weights=counts, permutation=where)
-    made = [
-        SequencePlan(of_mask, of_rank, group, device, options.cost)
-        for of_mask, of_rank in zip(slices, planned, strict=True)
+    tokens = [keys] if is_one else _keys_of(keys, given)
+    for x in tokens:
+        _check_keys(x, group)
+    slices = [
+        _slices_of(x, _lengths_of(seqlen, of_keys), device)
+        for x, of_keys in zip(listed, tokens, strict=True)
     ]
+    planned = plan_rank_together(
+        slices,
+        *(group.size(), group.rank()),
+        options,
+        weights=counts,
+        permutation=None if permutation is None else _permutation_of(permutation),
+        keys=None if keys is None else [None if x is None else x.placement for x in tokens],
+    )
+    spread: dict[Placement, SpreadTokens] = {}
+    made = []
+    for of_mask, of_rank, of_keys in zip(slices, planned, tokens, strict=True):
+        where = of_rank.dispatch.other_keys
+        if of_keys is None and where is not None:
+            if where not in spread:
+                spread[where] = SpreadTokens(where, of_rank.rank, group, device)
+            of_keys = spread[where]
+        made.append(SequencePlan(of_mask, of_rank, group, device, options.cost, of_keys))
     if is_one:
         return made[0]
     return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
@@ -521,11 +418,54 @@ def _weights_of(weights: Any, masks: Any) -> list[int]:
     return [weights[name] for name in masks]
 
 
-def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlices:
+def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
+    """For each of `masks`, which are a list or a dict."""
+    if keys is None:
+        return [None] * len(masks)
+    kind = dict if isinstance(masks, Mapping) else list
+    if not isinstance(keys, Mapping if kind is dict else (list, tuple)):
+        raise TypeError(f"`keys` must be a {kind.__name__} like `masks`, got {type(keys).__name__}")
+    if not isinstance(keys, Mapping):
+        if len(keys) != len(masks):
+            raise ValueError(
+                f"`keys` must have an entry for each of the {len(masks)} masks, got {len(keys)}"
+            )
+        return list(keys)
+    if not set(keys) <= set(masks):
+        raise ValueError(f"`keys` must have names of `masks`, {list(masks)}, got {list(keys)}")
+    return [keys.get(name) for name in masks]
+
+
+def _check_keys(keys: Any, group: dist.ProcessGroup) -> None:
+    if keys is None:
+        return
+    if not isinstance(keys, SpreadTokens):
+        raise TypeError(
+            f"`keys` must be the SequencePlan whose tokens the keys are, got {type(keys).__name__}"
+        )
+    if keys.group_name != group.group_name:
+        raise ValueError(
+            f"`keys` must be spread over the ranks of `mesh`, group {group.group_name!r}, got {keys.group_name!r}"
+        )
+
+
+def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | None:
+    """Of queries and keys, where `seqlen` says so."""
+    if seqlen is None:
+        return None
+    pair = seqlen if isinstance(seqlen, (tuple, list)) else (seqlen, keys.total if keys else seqlen)
+    if len(pair) != 2:
+        raise ValueError(
+            f"`seqlen` must be a number, or those of queries and of keys, got {seqlen}"
+        )
+    for length in pair:
+        check_count("seqlen", length, 1)
+    return pair[0], pair[1]
+
+
+def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> AttnSlices:
     from torch.nn.attention.flex_attention import BlockMask
 
-    if seqlen is not None:
-        check_count("seqlen", seqlen, 1)
     if isinstance(mask, BlockMask):
         if isinstance(mask.mask_mod, SpreadMask):
             raise ValueError(
@@ -549,12 +489,17 @@ def _slices_of(mask: Any, seqlen: int | None, device: torch.device) -> AttnSlice
             f"`seqlen` must be given where `mask` is {kind}, which has no length, got None"
         )
     elif mask is None:
-        slices = AttnSlices.causal(seqlen)
+        if seqlen[0] != seqlen[1]:
+            raise ValueError(
+                f"`mask` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
+            )
+        slices = AttnSlices.causal(seqlen[0])
     else:
-        slices = slices_from_block_mask(one_block_mask(mask, 1, seqlen, seqlen, device))
+        slices = slices_from_block_mask(one_block_mask(mask, 1, *seqlen, device))
     lengths = (slices.seqlen_q, slices.seqlen_k)
-    if seqlen is not None and lengths != (seqlen, seqlen):
-        raise ValueError(f"`seqlen` must be the length of `mask`, {lengths[0]}, got {seqlen}")
+    if seqlen is not None and lengths != seqlen:
+        wanted, found = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
+        raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {found}")
     return slices.to("cpu")
 
 
@@ -589,21 +534,3 @@ def _device_of(mesh: DeviceMesh | dist.ProcessGroup) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, torch.get_device_module(kind).current_device())
-
-
-def _check_length(name: str, x: Tensor, dim: int, length: int, whose: str) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"`dim` must be in [{-x.ndim}, {x.ndim}) for `{name}`, got {dim}")
-    if x.shape[dim] != length:
-        raise ValueError(
-            f"`{name}` must have the {length} tokens {whose} in dimension {dim}, got {x.shape[dim]}"
-        )
-
-
-def _next(x: Tensor, dim: int, last: int) -> Tensor:
-    """The next entry along `dim`, and `last` behind the end."""
-    return torch.cat(
-        [x.narrow(dim, 1, x.shape[dim] - 1), torch.full_like(x.narrow(dim, 0, 1), last)], dim
-    )

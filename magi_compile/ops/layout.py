@@ -9,8 +9,14 @@ from torch import Tensor
 
 def memory_order(strides: Sequence[int]) -> list[int]:
     """The dimensions of an output for a q with these `strides`, from the largest stride on; the last one is dense."""
-    last = len(strides) - 1
-    return [*sorted(range(last), key=lambda dim: strides[dim], reverse=True), last]
+    # By comparisons, because strides are symbols where a graph is for all lengths, which Dynamo does not sort.
+    order: list[int] = []
+    for dim in range(len(strides) - 1):
+        place = len(order)
+        while place and strides[order[place - 1]] < strides[dim]:
+            place -= 1
+        order.insert(place, dim)
+    return [*order, len(strides) - 1]
 
 
 def inverse(order: Sequence[int]) -> list[int]:

@@ -74,7 +74,7 @@ def run(group, make, options):
     for x, y in zip(found, wanted, strict=True):
         torch.testing.assert_close(x, y[here], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(p.unshard(x, 0), y, rtol=1e-5, atol=1e-5)
-    return p._where.chunk_size
+    return p.placement.chunk_size
 
 
 STAGED = ContextParallelOptions(degree=2, backward_degree=1)

@@ -17,13 +17,13 @@ def shard(x, positions):
     return padding[positions.to(x.device)]
 
 
-def gather(group, local, plan):
+def gather(group, local, placement):
     """The whole sequence from every rank's rows."""
     dtype = local.dtype
     local = local.clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    parts = [torch.empty_like(local) for _ in range(plan.dispatch.cp_size)]
+    parts = [torch.empty_like(local) for _ in range(placement.cp_size)]
     dist.all_gather(parts, local, group)
-    order = plan.dispatch.inverse_positions()[: plan.dispatch.total]
+    order = placement.inverse_positions()[: placement.total]
     return torch.cat(parts).view(dtype)[order.to(local.device)]
 
 
@@ -33,8 +33,9 @@ def run_on_ranks(
     """Forward and backward on this rank; rank 0 compares the whole with the oracle."""
     plan = plan_rank(case.slices(), group.size(), group.rank(), options)
     inputs, problem = case.inputs(dtype, device), case.problem(dtype, device)
-    where = plan.dispatch.positions(plan.rank)
-    q, k, v, dout = (shard(x, where) for x in inputs[:4])
+    where, keys = (x.positions(plan.rank) for x in (plan.dispatch, plan.dispatch.keys))
+    q, dout = (shard(x, where) for x in (inputs.q, inputs.dout))
+    k, v = (shard(x, keys) for x in (inputs.k, inputs.v))
     dlse = shard(inputs.dlse.t(), where).t()
     q, k, v = (x.requires_grad_() for x in (q, k, v))
 
@@ -59,7 +60,8 @@ def run_on_ranks(
     dlse = dlse.masked_fill(~is_real, 0.0)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.contiguous()))
     locals_ = [out.detach(), lse.detach().t(), *grads]
-    out, lse, *grads = (gather(group, x, plan) for x in locals_)
+    owners = [plan.dispatch] * 3 + [plan.dispatch.keys] * 2
+    out, lse, *grads = (gather(group, x, of) for x, of in zip(locals_, owners, strict=True))
     if group.rank() == 0:
         results = AttentionResults(out, lse.t(), *grads)
         assert_attention_close(results, inputs, case.slices(device), problem)

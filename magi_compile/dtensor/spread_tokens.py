@@ -1,0 +1,192 @@
+"""One sequence over ranks: which rank has which of its tokens, and how tensors over it are spread and put together again.
+
+Tokens of self-attention are queries and keys; those of cross attention are two sequences, each spread by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from magi_compile.dtensor.planning.chunks import Placement
+
+
+class SpreadTokens:
+    """How the tokens of one sequence are spread over ranks: what `SequencePlan` has of its queries, and `SequencePlan.keys` of the keys.
+
+    Args:
+        where: which rank holds which rows.
+        rank: this rank.
+        group: the ranks.
+        device: of the mesh.
+
+    Attributes:
+        total: tokens of the sequence.
+        seqlen_local: tokens of a rank, the same on all: `total / cp_size`, or more with padding.
+        cp_size: number of ranks.
+        rank: this rank's number among them.
+        placement: which rank holds which rows.
+    """
+
+    def __init__(self, where: Placement, rank: int, group: dist.ProcessGroup, device: torch.device):
+        self.total, self.seqlen_local = where.total, where.seqlen_local
+        self.cp_size, self.rank = where.cp_size, rank
+        self.has_padding = where.total_padded > where.total
+        positions = where.positions(rank)
+        is_padding = positions >= where.total
+        self.positions = positions.masked_fill(is_padding, 0).to(device)
+        self.is_padding = is_padding.to(device)
+        self.device = device
+        self.group_name = group.group_name
+        self.placement, self._group = where, group
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(total={self.total}, seqlen_local={self.seqlen_local}, rank={self.rank} of {self.cp_size}, "
+            f"chunk_size={self.placement.chunk_size}, device='{self.device}')"
+        )
+
+    def has_the_tokens_of(self, other: SpreadTokens) -> bool:
+        """Whether every rank holds the same tokens by both, in the same order."""
+        here, there = self.placement, other.placement
+        return (here.total, here.chunk_size, self.group_name) == (
+            there.total,
+            there.chunk_size,
+            other.group_name,
+        ) and torch.equal(here.chunks, there.chunks)
+
+    def permutation(self, restore: bool = False) -> Tensor:
+        """Which token lies where, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
+
+        The plan itself serves where PyTorch asks for a `load_balancer`.
+
+        Args:
+            restore: whether to give the inverse, which takes tokens of all ranks to their order in the sequence.
+
+        Returns:
+            int64 `[1, total]`, on the device of the mesh.
+
+        Raises:
+            ValueError: the sequence is padded, which that form cannot say.
+        """
+        if self.has_padding:
+            raise ValueError(
+                f"a permutation needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
+                f"{self.cp_size} ranks"
+            )
+        where = self.placement.inverse_positions() if restore else self.placement.positions()
+        return where[None].to(self.device)
+
+    # What a balancer has it under, in PyTorch and in torchtitan.
+    _generate_indices = generate_permutation = permutation
+
+    def shard(self, x: Tensor, dim: int, *, padding: float = 0) -> Tensor:
+        """This rank's part of a tensor over the whole sequence.
+
+        Args:
+            x: any dtype and device, the same on every rank; `total` entries along `dim`.
+            dim: the dimension of the sequence.
+            padding: what entries of padding hold. Keep them out of the loss: `labels` does that.
+
+        Returns:
+            A new tensor with `seqlen_local` entries along `dim`. Differentiable: the gradient has this rank's share,
+            0 elsewhere.
+
+        Raises:
+            ValueError: `x` has another length.
+        """
+        check_length("x", x, dim, self.total, "of the whole sequence")
+        local = x.index_select(dim, self.positions.to(x.device))
+        if self.has_padding:
+            sizes = [1] * x.ndim
+            sizes[dim] = self.seqlen_local
+            local = local.masked_fill(self.is_padding.to(x.device).view(sizes), padding)
+        return local
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """A tensor over the whole sequence from every rank's part of it; all ranks call it together. Without gradients.
+
+        Args:
+            x: any dtype, on a device that the group reaches; `seqlen_local` entries along `dim`.
+            dim: the dimension of the sequence.
+
+        Returns:
+            A new tensor with `total` entries along `dim`, in the order of the sequence, the same on every rank.
+
+        Raises:
+            ValueError: `x` has another length.
+        """
+        check_length("x", x, dim, self.seqlen_local, "of this rank")
+        with torch.no_grad():
+            local = x.detach().movedim(dim, 0).contiguous()
+            parts = [torch.empty_like(local) for _ in range(self.cp_size)]
+            dist.all_gather(parts, local, self._group)
+            order = self.placement.inverse_positions()[: self.total].to(x.device)
+            return torch.cat(parts).index_select(0, order).movedim(0, dim)
+
+    def labels(
+        self,
+        tokens: Tensor,
+        dim: int = -1,
+        *,
+        documents: Tensor | None = None,
+        is_shifted: bool = False,
+        ignore_index: int = -100,
+    ) -> Tensor:
+        """The labels of this rank's tokens: for each one the next token of the sequence.
+
+        Call it on the whole sequence. Shifting this rank's tokens instead would take the next token of the rank, which is wrong.
+
+        Args:
+            tokens: integers over the whole sequence, the same on every rank; `total` entries along `dim`. Entries may be
+                `ignore_index` already.
+            dim: the dimension of the sequence.
+            documents: the document number of each token, broadcastable to `tokens`. The last token of each document then has the
+                label `ignore_index`, as the last token of the sequence has.
+            is_shifted: whether `tokens` already are the labels.
+            ignore_index: the label of tokens that predict nothing, padding included; by default that of `cross_entropy`.
+
+        Returns:
+            The dtype of `tokens`, with `seqlen_local` entries along `dim`.
+
+        Raises:
+            ValueError: `tokens` or `documents` do not fit.
+        """
+        check_length("tokens", tokens, dim, self.total, "of the whole sequence")
+        if not is_shifted:
+            tokens = _next(tokens, dim, ignore_index)
+        if documents is not None:
+            dim = dim % tokens.ndim - tokens.ndim
+            check_length("documents", documents, dim, self.total, "of the whole sequence")
+            differs = documents.diff(dim=dim) != 0
+            is_last = torch.cat([differs, torch.ones_like(differs.narrow(dim, 0, 1))], dim)
+            tokens = tokens.masked_fill(is_last, ignore_index)
+        return self.shard(tokens, dim, padding=ignore_index)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, for example of losses to print. All ranks call it together. Not differentiable."""
+        with torch.no_grad():
+            x = x.detach().clone()
+            dist.all_reduce(x, group=self._group)
+            return x
+
+
+def check_length(
+    name: str, x: Tensor, dim: int, length: int, whose: str, what: str = "tokens"
+) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"`dim` must be in [{-x.ndim}, {x.ndim}) for `{name}`, got {dim}")
+    if x.shape[dim] != length:
+        raise ValueError(
+            f"`{name}` must have the {length} {what} {whose} in dimension {dim}, got {x.shape[dim]}"
+        )
+
+
+def _next(x: Tensor, dim: int, last: int) -> Tensor:
+    """The next entry along `dim`, and `last` behind the end."""
+    return torch.cat(
+        [x.narrow(dim, 1, x.shape[dim] - 1), torch.full_like(x.narrow(dim, 0, 1), last)], dim
+    )
