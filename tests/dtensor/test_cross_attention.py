@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import flex_attention as flex
 
 import magi_compile
@@ -380,6 +381,23 @@ def test_lists_of_tensors(ranks_of):
     ranks_of(2).run(run_lists)
 
 
+def run_dtensors(group):
+    """Tokens of both sequences sharded on the dimension of the plan."""
+    mesh = mesh_of(group)
+    p = plan(AttnSlices.full(201, 77), mesh, options=OPTIONS)
+    local = [x.requires_grad_() for x in qkv(p)]
+    out = p.attention(*local)
+    expected = (out, *torch.autograd.grad(out.square().sum(), local))
+    inputs = [DTensor.from_local(x, mesh, [Shard(2)]) for x in local]
+    out = p.attention(*inputs)
+    found = (out.to_local(), *torch.autograd.grad(out.to_local().square().sum(), local))
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_dtensors(ranks_of):
+    ranks_of(2).run(run_dtensors)
+
+
 def run_refused(group):
     mesh = mesh_of(group)
     alone, _ = dist.new_subgroups(group_size=1)
@@ -394,9 +412,9 @@ def run_refused(group):
         with context_parallel(mesh, mask=mask, buffers=buffers, buffer_seq_dims=[0] * len(buffers)):
             return magi_compile.flex_flash_attention(x, x, x, AttnSlices.full(64))
 
-    def attend(mask, q, k):
+    def attend(mask, q, k, is_causal=False):
         with context_parallel(mesh, mask=mask):
-            sdpa(q, k, k, None)
+            F.scaled_dot_product_attention(q, k, k, is_causal=is_causal)
 
     full = AttnSlices.full
     for error, message, call in [
@@ -447,7 +465,7 @@ def run_refused(group):
         (
             ValueError,
             "`is_causal` must be False: the mask of context_parallel is not causal",
-            lambda: attend(plan(AttnSlices.causal(64), mesh, keys=other), k, k),
+            lambda: attend(plan(AttnSlices.causal(64), mesh, keys=other), k, k, True),
         ),
         (ValueError, "or with `keys`, where the keys of one are", lambda: attend([p, other], k, k)),
         (TypeError, "`keys` must be the SequencePlan", lambda: plan(full(9, 7), mesh, keys=7)),

@@ -25,8 +25,8 @@ def causal(b, h, q, kv):
     return q >= kv
 
 
-def make_mask(mask_mod):
-    return create_block_mask(mask_mod, None, None, S, S, device="cpu")
+def make_mask(mask_mod, queries=S, keys=S):
+    return create_block_mask(mask_mod, None, None, queries, keys, device="cpu")
 
 
 class Attention(nn.Module):
@@ -65,3 +65,8 @@ batches = [(tokens, positions, labels, block_mask)]
 table = torch.randn(S, D)
 loss, logits = torch.tensor(1.0), torch.randn(1, S, 4)
 q, k, v = (torch.randn(1, H, S, D) for _ in range(3))
+
+WORDS = 32
+text_mask = cross_mask = make_mask(lambda b, h, q, kv: kv < WORDS - 4, keys=WORDS)
+encoder_mask, decoder_mask = make_mask(lambda b, h, q, kv: kv < WORDS, WORDS, WORDS), mask
+video, text = torch.randn(1, S, D), torch.randn(1, WORDS, D)
