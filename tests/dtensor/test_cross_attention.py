@@ -117,18 +117,18 @@ class EncoderDecoder(nn.Module):
 
 
 class TextToVideo(nn.Module):
-    """Video over text; a loss that all values are in."""
+    """Layers of video over itself and over text, by the names of their masks; a loss that all values are in."""
 
     def __init__(self, attention):
         super().__init__()
         self.attention = attention
         self.video, self.text = nn.Linear(4, DIM), nn.Linear(4, DIM)
-        self.layers = nn.ModuleList(Cross() for _ in range(2))
+        self.layers = nn.ModuleDict({"video": Cross(), "text": Cross()})
 
-    def forward(self, video, text, weights, mask):
+    def forward(self, video, text, weights, masks):
         x, memory = self.video(video), self.text(text)
-        for layer in self.layers:
-            x = layer(x, memory, self.attention, mask)
+        for name, mask in masks.items():
+            x = self.layers[name](x, memory if name == "text" else x, self.attention, mask)
         return (x.square() * weights[None, :, None]).sum()
 
 
@@ -289,32 +289,39 @@ def sdpa(q, k, v, mask):
 
 
 def train_video(group, attention, backend, frames, words):
-    """One mask whose keys are no queries: BlockMask or slices in, both sequences among the buffers."""
+    """BlockMasks or slices as they are, both sequences among the buffers."""
     model = make(TextToVideo, attention)
     step = step_of(model, backend)
     generator = torch.Generator().manual_seed(0)
     video, text = (torch.randn(1, n, 4, generator=generator) for n in (frames, words))
     weights = torch.randn(frames, generator=generator)
-    # Frames see the text, but for its padding and some first frames.
-    mod = lambda b, h, q, kv: (kv < words - 3) & (q >= 16)  # noqa: E731
-    is_full = attention is sdpa
-    mask = AttnSlices.full(frames, words) if is_full else block_mask(mod, frames, words)
-    dense = mod(0, 0, torch.arange(frames)[:, None], torch.arange(words)[None])
-    reference = make(TextToVideo, dense_attention)
-    expected = grads_of(
-        reference, video, text, weights, torch.ones_like(dense) if is_full else dense
-    )
+    # Frames see those before them, and the text, but for its padding and some first frames.
+    mods = {
+        "video": lambda b, h, q, kv: q // 24 >= kv // 24,
+        "text": lambda b, h, q, kv: (kv < words - 3) & (q >= 16),
+    }
+    lengths = {"video": frames, "text": words}
+    at = torch.arange(frames)[:, None]
+    masks, dense = {}, {}
+    for name in mods:
+        dense[name] = mods[name](0, 0, at, torch.arange(lengths[name])[None])
+        masks[name] = block_mask(mods[name], frames, lengths[name])
+        if attention is sdpa:
+            dense[name] = torch.ones_like(dense[name])
+            masks[name] = AttnSlices.full(frames, lengths[name])
+    expected = grads_of(make(TextToVideo, dense_attention), video, text, weights, dense)
     with context_parallel(
         mesh_of(group),
-        mask=mask,
+        mask=masks,
         buffers=[video, text, weights],
         buffer_seq_dims=[1, 1, 0],
         buffer_padding=[0, 0, 0],
         options=OPTIONS,
-    ) as p:
+    ) as plans:
+        p = plans["text"]
         assert (p.total, p.keys.total) == (frames, words)
         assert (video.shape[1], text.shape[1]) == (p.seqlen_local, p.keys.seqlen_local)
-        loss = step(video, text, weights, mask)
+        loss = step(video, text, weights, masks)
         loss.backward()
     check(group, model, loss, expected)
     assert text.shape[1] == words
@@ -365,6 +372,27 @@ def run_padding(group):
 
 def test_padding(ranks_of):
     ranks_of(2).run(run_padding)
+
+
+def run_one_mask(group):
+    """A BlockMask that is for this rank's frames and words inside."""
+    mask = block_mask(lambda b, h, q, kv: kv < 30, 100, 40)
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (100, 40, 40))
+    wanted = flex.flex_attention(q, k, v, block_mask=mask)
+    with context_parallel(
+        mesh_of(group),
+        mask=mask,
+        buffers=[q, k, v],
+        buffer_seq_dims=[2, 2, 2],
+        buffer_padding=[0] * 3,
+    ) as p:
+        out = flex.flex_attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(p.unshard(out, 2), wanted)
+    assert mask.seq_lengths == (100, 40)
+
+
+def test_one_mask(ranks_of):
+    ranks_of(2).run(run_one_mask)
 
 
 def run_lists(group):
