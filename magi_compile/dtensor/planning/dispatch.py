@@ -230,7 +230,9 @@ def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
         raise ValueError("`masks` must hold at least one mask, got none")
     lengths = [mask.seqlen_q for mask in masks]
     if len(set(lengths)) > 1:
-        raise ValueError(f"`masks` must have the same length, got {lengths}")
+        raise ValueError(
+            f"`masks` must have the same length, got {lengths}; masks of other queries have a plan of their own"
+        )
     if len(weights) != len(masks):
         raise ValueError(
             f"`weights` must have an entry for each of the {len(masks)} masks, got {len(weights)}"
