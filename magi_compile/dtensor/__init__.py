@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         plan_rank_ahead,
     )
     from magi_compile.dtensor.sequence_plan import SequencePlan, plan
+    from magi_compile.dtensor.spread_tokens import SpreadTokens
     from magi_compile.dtensor.style import ContextParallel
     from magi_compile.dtensor.tools.calibrate import calibrate
 
@@ -29,6 +30,7 @@ __all__ = [
     "ContextParallelOptions",
     "CostModel",
     "SequencePlan",
+    "SpreadTokens",
     "calibrate",
     "context_parallel",
     "context_parallel_attention",
@@ -45,6 +47,7 @@ _HOMES = {
     "ContextParallelOptions": "planning.rank_plan",
     "CostModel": "planning.cost",
     "SequencePlan": "sequence_plan",
+    "SpreadTokens": "spread_tokens",
     "calibrate": "tools.calibrate",
     "context_parallel": "context",
     "context_parallel_attention": "attention",
