@@ -172,11 +172,6 @@ def test_bad_arguments(arguments, error, message):
         dispatch(AttnSlices.causal(256), **arguments)
 
 
-def test_cross_attention_is_refused():
-    with pytest.raises(NotImplementedError, match="got 128 and 256"):
-        dispatch(AttnSlices.full(128, 256), 2)
-
-
 def test_packs_have_their_length():
     for total in (1000, 65536):
         packs = document_packs(total, 3)
