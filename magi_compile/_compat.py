@@ -134,6 +134,10 @@ def source_name(placeholder: torch.fx.Node) -> str:
     return re.sub(r"^___from_numpy\((.*)\)$", r"\1", name)
 
 
+#: What PyTorch calls the permutation of a load balancer, through which a mask_mod of its context parallelism looks up tokens.
+PERMUTED_TOKENS = "qkv_rearrange_indices"
+
+
 def _value_of_source(name: str) -> Any:
     """What Dynamo calls `name`, as in the guards of the frame that it compiles now; None where that cannot be known."""
     from torch._dynamo.symbolic_convert import InstructionTranslator

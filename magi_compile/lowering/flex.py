@@ -152,6 +152,11 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
 
     program = None
     names = [_compat.source_name(table) for table in call.mask_tables]
+    if _compat.PERMUTED_TOKENS in names:
+        reasons.append(
+            "the mask is of tokens that a load balancer of PyTorch's context parallelism has permuted; spread them with "
+            "magi_compile.dtensor.context_parallel, or pass the balancer to magi_compile.dtensor.plan(..., permutation=...)"
+        )
     try:
         captures = [value_of(buffer) for buffer in call.mask_buffers]
         program = trace_graph(call.mask_mod, captures, names)

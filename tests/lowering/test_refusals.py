@@ -2,12 +2,15 @@
 
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor.experimental._context_parallel import _attention, _load_balancer
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     and_masks,
+    create_block_mask,
     create_mask,
     flex_attention,
 )
@@ -104,6 +107,30 @@ def test_strict_raises_with_the_reason(name):
     with pytest.raises(Exception, match=reason) as error:
         compiled(strict=True)(x, **dict(options, mask=block_mask(options["mask"], SEQLEN)))
     assert isinstance(getattr(error.value, "inner_exception", error.value), LoweringRefusedError)
+
+
+@pytest.mark.parametrize("mask_mod", [causal, lambda b, h, q, kv: q // 100 == kv // 100])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_that_a_load_balancer_has_permuted(rank, mask_mod, monkeypatch):
+    """PyTorch's context parallelism: the mask of one rank's queries over all keys, both looked up in a permutation."""
+    seqlen, size = 512, 2
+    monkeypatch.setattr(_attention, "_compiled_create_block_mask", create_block_mask)
+    mesh = SimpleNamespace(get_local_rank=lambda: rank, size=lambda: size, device_type="cpu")
+    balancer = _load_balancer._HeadTailLoadBalancer(seqlen, size, "cpu")
+    mask = _attention._create_cp_block_mask(
+        mask_mod, None, None, seqlen, seqlen, mesh, load_balancer=balancer
+    )
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (seqlen // size, seqlen, seqlen))
+
+    def attend(q, k, v, mask):
+        return flex_attention(q, k, v, block_mask=mask)
+
+    backend = make_backend("eager", LoweringOptions())
+    with torch.no_grad():
+        ours = torch.compile(attend, backend=backend, fullgraph=True)(q, k, v, mask)
+    (decision,) = REPORT.refused
+    assert "load balancer of PyTorch's context parallelism has permuted" in decision.reasons[0]
+    assert_same(ours, attend(q, k, v, mask))
 
 
 def test_all_reasons_are_listed():
