@@ -36,12 +36,14 @@ class MaskCheck(NamedTuple):
         message: what has to be so, with the name of the captured tensor.
         detail: what was found instead, with a `{}` for each of `values`.
         values: up to three integers, 0-d; they mean something only if `ok` is False.
+        of_conversion: whether intervals alone take it for granted: the mask_mod means something without it, too.
     """
 
     ok: Tensor
     message: str
     detail: str = ""
     values: tuple[Tensor, ...] = ()
+    of_conversion: bool = False
 
     def raise_if_broken(self) -> None:
         """Raises MaskDataError if it is not so. Waits for the device if `ok` is on a GPU."""

@@ -92,6 +92,13 @@ def without_fake_tensors() -> Any:
     return unset_fake_temporarily()
 
 
+def scalar_indexing() -> Any:
+    """The mode in which FlexAttention calls a mask_mod under torch.vmap: tensors may be indexed with scalars."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
 @contextmanager
 def vmap_in_ops() -> Iterator[None]:
     """torch.vmap as in a program, also inside the implementation of an op, where the dispatcher may have put it aside. It

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import SequencePlan, plan
-from magi_compile.lowering.flex import MIN_CAPACITY, ROWS_PER_SLICE
+from magi_compile.lowering.masks import MIN_CAPACITY, ROWS_PER_SLICE
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.program.trace import trace_mask_mod
 from magi_compile.ops.attention import flex_flash_attention

@@ -23,6 +23,7 @@ class AttnProblem:
     `device_arch` is the CUDA compute capability as (major, minor), or None on a CPU.
     `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q.
     `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
+    `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
     """
 
     device_type: str
@@ -34,6 +35,7 @@ class AttnProblem:
     head_dim_v: int
     softmax_scale: float
     softcap: float = 0.0
+    has_bits: bool = False
 
     @property
     def qhead_per_kvhead(self) -> int:

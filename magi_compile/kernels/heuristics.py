@@ -5,7 +5,7 @@ Pure functions of the problem: no environment, no globals, no second table in th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -310,4 +310,12 @@ def triton_config(problem: AttnProblem) -> TritonConfig:
     if is_wide or problem.device_arch not in _TRITON_LARGE_SHARED_MEMORY:
         return _TRITON_SMALLEST if is_wide and head_dim > 128 else _TRITON_SMALL
     table = _TRITON_HOPPER if problem.device_arch == (9, 0) else _TRITON
-    return next(config for size, config in table.items() if head_dim <= size)
+    config = next(config for size, config in table.items() if head_dim <= size)
+    if not problem.has_bits:
+        return config
+    # Bits take the shared memory of a stage. Not measured yet.
+    forward, dq, dkdv = (
+        launch._replace(num_stages=max(1, launch.num_stages - 1))
+        for launch in (config.forward, config.dq, config.dkdv)
+    )
+    return replace(config, forward=forward, dq=dq, dkdv=dkdv)

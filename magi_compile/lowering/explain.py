@@ -15,6 +15,7 @@ from magi_compile.lowering.flex import LoweredCall, lower_flex_attention
 from magi_compile.lowering.options import DEFAULTS
 from magi_compile.lowering.report import Decision, LoweringReport
 from magi_compile.masks import AttnSlices, MaskType
+from magi_compile.masks.bits import FIRST_BITS
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,8 @@ class AttentionCall:
             raise ValueError(
                 "`density` needs slices, and this attention has none: it stays on FlexAttention"
             )
-        batch = int(self.decision.q_shape[0])
-        pairs = self.slices.seqlen_q * self.slices.seqlen_k
-        return self.slices.area() * batch / max(1, pairs)
+        pairs = self.slices.seqlen_q * int(self.decision.k_shape[2])
+        return self.slices.area() / max(1, pairs)
 
     def __str__(self) -> str:
         decision = self.decision
@@ -42,8 +42,11 @@ class AttentionCall:
             lines.append(f"mask     {decision.mask}")
         if self.slices is not None:
             types = self.slices.mask_types.tolist()
-            kinds = ", ".join(f"{types.count(t)} {t.name}" for t in MaskType if t in types)
-            lines.append(f"slices   {len(types)} ({kinds})" if types else "slices   0")
+            kinds = [f"{types.count(t)} {t.name}" for t in MaskType if t in types]
+            num_bits = sum(t >= FIRST_BITS for t in types)
+            kinds += [f"{num_bits} blocks of bits"] if num_bits else []
+            text = ", ".join(kinds)
+            lines.append(f"slices   {len(types)} ({text})" if types else "slices   0")
             lines.append(f"area     {self.slices.area():,} pairs, density {self.density:.4f}")
         if decision.kernel:
             lines.append(f"kernel   {decision.kernel}")
@@ -136,10 +139,9 @@ def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any
     def attention(*args: Any) -> Any:
         slices = None
         if call.decision.kernel:
-            q, k, _, (q_ranges, k_ranges, mask_types), *_ = args
-            slices = AttnSlices.unchecked(
-                q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0]
-            ).compact()
+            q, k, _, (q_ranges, k_ranges, mask_types, *bits), *_ = args
+            lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
+            slices = AttnSlices.unchecked(*lists, *bits).compact()
         explanation.calls.append(AttentionCall(call.decision, slices))
         return target(*args)
 

@@ -12,15 +12,15 @@ a new document layout each step compiles nothing.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
 
-from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import (
     ONLY_IF_FORCED,
@@ -31,26 +31,11 @@ from magi_compile.kernels.select import (
 )
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
+from magi_compile.lowering.masks import Mask, Way, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
-from magi_compile.masks import (
-    MaskProgram,
-    RowIntervals,
-    UnsupportedMaskError,
-    padded_slices_from_intervals,
-    row_intervals,
-)
-from magi_compile.masks.program.trace import trace_graph
-from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.masks.solver.solve import refuse_broken
 from magi_compile.ops.layout import inverse, memory_order
 from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
-
-ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
-MIN_CAPACITY = 256
-# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
-MIN_PIECE = 256
-FEW_PIECES = 4  # of which all keys consist: then there is little to walk
 
 
 @dataclass(frozen=True)
@@ -59,75 +44,8 @@ class Analysis:
 
     reasons: tuple[str, ...]
     problem: AttnProblem
-    program: MaskProgram | None
+    way: Way
     kernel: str | None
-
-
-def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
-    """How many keys a batch entry has, and the captured ints of the mask; None where a graph is to serve several."""
-    seqlen_k, symbols = value_of(call.k).shape[2], [value_of(x) for x in call.mask_symbols]
-    are_known = all(isinstance(symbol, int) for symbol in symbols)
-    return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
-
-
-def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
-    """What speaks against a mask that repeats along the keys, where FlexAttention is the alternative.
-
-    Raises:
-        UnsupportedMaskError: a row sees more intervals than are representable.
-    """
-    seqlen_k, symbols = sizes_of(call)
-    count, piece = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_piece))
-    if piece is None or piece >= MIN_PIECE or _needs_cpu_gradients(call):
-        return []
-    if piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
-        return []
-    return [
-        f"a row sees up to {count} key intervals, one in each piece of {piece} keys; with pieces of fewer than {MIN_PIECE} "
-        "keys FlexAttention is faster"
-    ]
-
-
-def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
-    """What a mask that depends on no tensor shows in every run; None for others, and while lengths are not known."""
-    seqlen_k, symbols = sizes_of(call)
-    batch, _, seqlen_q, _ = value_of(call.q).shape
-    is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
-    if program.reads_tensors or not is_known or seqlen_k is None or symbols is None:
-        return None
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    with _compat.without_fake_tensors():
-        return row_intervals(program, (), symbols, **sizes, device="cpu")
-
-
-def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
-    """Finds out now what a mask of computed tables that depends on no tensor would find in every run.
-
-    Raises:
-        UnsupportedMaskError: the order of these tables is not what intervals need.
-    """
-    if program.reads_tensors or not program.columns:
-        return
-    intervals = intervals_without_data(call, program)
-    if intervals is None:
-        raise UnsupportedMaskError(
-            [
-                "the mask_mod computes tables whose lengths are dynamic in the graph; mark these lengths as static, or "
-                "compute the tables outside the mask_mod"
-            ]
-        )
-    with _compat.without_fake_tensors():
-        refuse_broken(intervals.checks)
-
-
-def least_capacity(call: FlexCall, program: MaskProgram) -> int:
-    """How many slices a mask that depends on no tensor has, on average over batch entries; 0 where that is not known yet."""
-    intervals = intervals_without_data(call, program)
-    if intervals is None or not intervals.batch:
-        return 0
-    with _compat.without_fake_tensors():
-        _, fits = padded_slices_from_intervals(intervals, 1)
-        return -(-int(fits.values[0]) // intervals.batch)
 
 
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
@@ -141,7 +59,7 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         reasons.append("return_aux asks for max_scores, which the kernels do not return")
     if not q.dtype == k.dtype == v.dtype:
         reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.shape[0] != k.shape[0]:
+    if k.shape[0] not in (1, q.shape[0]):
         reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
 
     score = ScoreMod()
@@ -150,33 +68,19 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     except UnsupportedScoreModError as error:
         reasons.append(str(error))
 
-    program = None
-    names = [_compat.source_name(table) for table in call.mask_tables]
-    if _compat.PERMUTED_TOKENS in names:
-        reasons.append(
-            "the mask is of tokens that a load balancer of PyTorch's context parallelism has permuted; spread them with "
-            "magi_compile.dtensor.context_parallel, or pass the balancer to magi_compile.dtensor.plan(..., permutation=...)"
-        )
-    try:
-        captures = [value_of(buffer) for buffer in call.mask_buffers]
-        program = trace_graph(call.mask_mod, captures, names)
-        reasons += piece_reasons(call, program)
-        refuse_without_data(call, program)
-    except UnsupportedMaskError as error:
-        reasons.extend(error.reasons)
-    if program is not None and program.is_always_true and call.block_lists:
-        reasons.append(
-            "the mask_mod shows everything, so the block lists decide, and they are inputs of the graph; "
-            "make the BlockMask inside the compiled function, or convert it with "
-            "magi_compile.masks.slices_from_block_mask"
-        )
-
-    problem, kernel = _problem(call, score), None
-    try:
-        kernel = select(problem, options.kernel).name
-    except NotImplementedError as error:
-        reasons.append(str(error))
-    return Analysis(tuple(reasons), problem, program, kernel)
+    way, problem, kernel = Way.of(call, options), _problem(call, score), None
+    if way.may_have_bits:
+        with contextlib.suppress(NotImplementedError):
+            kernel = select(way.problem(problem), options.kernel).name
+            problem = way.problem(problem)
+    if way.reasons and kernel is None:
+        reasons += (*way.reasons, *way.obstacles)
+    if kernel is None:
+        try:
+            kernel = select(problem, options.kernel).name
+        except NotImplementedError as error:
+            reasons.append(str(error))
+    return Analysis(tuple(reasons), problem, way, kernel)
 
 
 def _problem(call: FlexCall, score: ScoreMod) -> AttnProblem:
@@ -190,48 +94,6 @@ def _out_dtype(call: FlexCall) -> torch.dtype:
     return value_of(call.node)[0].dtype
 
 
-@dataclass
-class Mask:
-    """The nodes of a mask that calls of one graph share."""
-
-    slices: tuple[Node, Node, Node]
-    plans: dict[Any, Node] = field(default_factory=dict)
-
-
-def emit_mask(
-    emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions
-) -> Mask:
-    """Derives the slices of the mask, for the packed rows of all batch entries."""
-    batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
-    if options.slice_capacity is not None:
-        capacity: Any = options.slice_capacity
-    else:
-        rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
-        capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
-        capacity = emit.arithmetic(
-            operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
-        )
-        if isinstance(capacity, int):
-            capacity = max(capacity, least_capacity(call, program))
-    capacity = emit.arithmetic(operator.mul, capacity, batch)
-    slices = emit.call(
-        torch.ops.magi.mask_slices.default,
-        call.mask_tables,
-        call.mask_symbols,
-        program.text,
-        batch,
-        seqlen_q,
-        emit.size(call.k, 2),
-        capacity,
-        value_of(call.q).device,
-        list(call.block_lists),
-        call.block_size if call.block_lists else [],
-        options.verify,
-    )
-    q_ranges, k_ranges, mask_types = (emit.call(operator.getitem, slices, i) for i in range(3))
-    return Mask((q_ranges, k_ranges, mask_types))
-
-
 def emit_attention(
     emit: Emitter, call: FlexCall, found: Analysis, mask: Mask
 ) -> tuple[Node, Node, Node]:
@@ -243,7 +105,11 @@ def emit_attention(
     problem = found.problem
     assert found.kernel is not None
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
-    q, k, v = (_packed(emit, node, problem.dtype) for node in (call.q, call.k, call.v))
+    by_head = found.way.is_by_head
+    q, k, v = (
+        _packed(emit, node, problem.dtype, batch, by_head=by_head)
+        for node in (call.q, call.k, call.v)
+    )
     plan: Any = []
     kernel = load(found.kernel)
     if kernel.plans_in_graph:
@@ -251,14 +117,17 @@ def emit_attention(
         if key not in mask.plans:
             heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
             totals = (emit.size(q, 0), emit.size(k, 0))
+            lists, bits = mask.slices[:3], mask.slices[3:]
+            ops = torch.ops.magi
             mask.plans[key] = emit.call(
-                torch.ops.magi.plan.default,
-                *mask.slices,
+                ops.plan_with_bits.default if bits else ops.plan.default,
+                *lists,
                 *totals,
                 problem.dtype,
                 *heads,
                 problem.softcap,
                 kernel.name,
+                *bits,
             )
         node = mask.plans[key]
         plan = [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
@@ -267,22 +136,29 @@ def emit_attention(
         q,
         k,
         v,
-        list(mask.slices) if kernel.needs_slices or not plan else [],
+        list(mask.slices) if kernel.needs_slices or not plan or found.problem.has_bits else [],
         plan,
         problem.softmax_scale,
         problem.softcap,
         kernel.name,
     )
     out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
-    out = _unpacked(emit, out, batch, seqlen_q)
+    by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
+    if by_head:
+        out = emit.call(torch.reshape, out, (*by_entry, problem.head_dim_v))
+    else:
+        out = _unpacked(emit, out, batch, seqlen_q)
     order = memory_order(value_of(call.node)[0].stride())
     if not value_of(out).permute(order).is_contiguous() and not _is_packed_again(call.node):
         # The call promises the memory order of q; code after it may rely on it.
         out = emit.call(torch.permute, out, order)
         out = emit.call(torch.clone, out, memory_format=torch.contiguous_format)
         out = emit.call(torch.permute, out, inverse(order))
-    lse = emit.call(torch.reshape, lse, (problem.nheads_q, batch, seqlen_q))
-    lse = emit.call(torch.transpose, lse, 0, 1)
+    if by_head:
+        lse = emit.call(torch.reshape, lse, by_entry)
+    else:
+        lse = emit.call(torch.reshape, lse, (problem.nheads_q, batch, seqlen_q))
+        lse = emit.call(torch.transpose, lse, 0, 1)
     if any(item.args[1] == 1 and item.users for item in call.node.users):
         lse = emit.call(torch.clone, lse, memory_format=torch.contiguous_format)
     lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
@@ -323,11 +199,16 @@ def _exchanges_heads_and_rows(node: Node) -> bool:
     )
 
 
-def _packed(emit: Emitter, node: Node, dtype: torch.dtype) -> Node:
-    """`[B, H, S, D]` as `[B * S, H, D]`: a view wherever the strides allow."""
+def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_head: bool) -> Node:
+    """`[B, H, S, D]` as `[B * S, H, D]`, or `by_head` as `[B * H * S, 1, D]`: a view wherever the strides allow, but of one batch
+    entry that is to serve several."""
     if value_of(node).dtype != dtype:
         node = emit.call(torch.ops.aten._to_copy.default, node, dtype=dtype)
     nheads, head_dim = (int(value_of(node).shape[dim]) for dim in (1, 3))
+    if value_of(node).shape[0] == 1 and not (isinstance(batch, int) and batch == 1):
+        node = emit.call(torch.Tensor.expand, node, batch, -1, -1, -1)
+    if by_head:
+        return emit.call(torch.reshape, node, (-1, 1, head_dim))
     return emit.call(torch.reshape, emit.call(torch.transpose, node, 1, 2), (-1, nheads, head_dim))
 
 
@@ -382,7 +263,7 @@ def _lower_graph(
         slices: tuple[Node, ...] = ()
         if not found.reasons:
             node, slices = _replace(call, found, masks, options)
-        elif options.strict or _needs_cpu_gradients(call):
+        elif options.strict or call.needs_cpu_gradients:
             raise LoweringRefusedError(str(decision))
         lowered.append(LoweredCall(decision, node, slices))
     if nodes:
@@ -409,28 +290,23 @@ def _decision(call: FlexCall, found: Analysis) -> Decision:
         call.location,
         q_shape,
         k_shape,
-        str(found.program) if found.program else "",
+        str(found.way.program),
         kernel,
         found.reasons,
         tuple(passed_over),
-        tuple(load(kernel).notes(found.problem)) if kernel else (),
+        (*found.way.notes, *load(kernel).notes(found.problem)) if kernel else (),
     )
-
-
-def _needs_cpu_gradients(call: FlexCall) -> bool:
-    tensors = [value_of(node) for node in (call.q, call.k, call.v)]
-    return tensors[0].device.type == "cpu" and any(tensor.requires_grad for tensor in tensors)
 
 
 def _replace(
     call: FlexCall, found: Analysis, masks: dict[Any, Mask], options: LoweringOptions
 ) -> tuple[Node, tuple[Node, ...]]:
-    assert found.program is not None
     emit = Emitter(call.node.graph, call.node)
     sizes = (value_of(call.q).shape[0], value_of(call.q).shape[2], value_of(call.k).shape[2])
-    key = (found.program.text, call.mask_buffers, call.block_lists, str(sizes))
+    way = found.way
+    key = (way.program.text, way.heads, call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
-        masks[key] = emit_mask(emit, call, found.program, options)
+        masks[key] = emit_mask(emit, call, way, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
     for user in list(call.node.users):
         assert user.target is operator.getitem, user

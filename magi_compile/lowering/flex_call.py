@@ -72,6 +72,12 @@ class FlexCall:
         return [buffer for buffer in self.mask_buffers if not is_tensor(buffer)]
 
     @property
+    def needs_cpu_gradients(self) -> bool:
+        """Whether it needs what FlexAttention does not have."""
+        tensors = [value_of(node) for node in (self.q, self.k, self.v)]
+        return tensors[0].device.type == "cpu" and any(tensor.requires_grad for tensor in tensors)
+
+    @property
     def location(self) -> str:
         """The innermost line of the model in the call's stack, as `file:line in function`."""
         frames = FRAME.findall(self.node.meta.get("stack_trace") or "")

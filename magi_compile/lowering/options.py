@@ -17,7 +17,8 @@ class LoweringOptions:
             on FlexAttention.
         kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses by device and problem.
         slice_capacity: the most slices of a mask that is derived in a graph, per batch entry. None stands for one slice for every 16
-            query rows and every interval of the mask, and at least 256. A mask that needs more raises `MaskDataError` when it runs.
+            query rows and every interval of the mask, and at least 256. A mask that needs more has
+            bit blocks on a CPU, and raises `MaskDataError` on a GPU when it runs.
         verify: compare the slices with the mask_mod, at a few thousand points, in every run. Otherwise only the first run of a mask in a
             process is compared.
     """

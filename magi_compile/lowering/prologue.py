@@ -27,13 +27,13 @@ from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.masks.program.source import is_in_place
-from magi_compile.ops import library, mask_slices  # noqa: F401  (define the ops)
+from magi_compile.ops import library, mask_bits, mask_slices  # noqa: F401  (define the ops)
 
 MAX_KEPT = 64  # masks, the least recently used goes
 
-_MASK_SLICES = torch.ops.magi.mask_slices.default
-_PLAN = torch.ops.magi.plan.default
-_BLOCK_LISTS, _VERIFY = 8, 10  # arguments of mask_slices
+_MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default)
+_PLANS = (torch.ops.magi.plan.default, torch.ops.magi.plan_with_bits.default)
+_BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
 
@@ -306,7 +306,7 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
 
 def _is_from_outside(node: Node) -> bool:
     """Whether it derives a mask whose block lists and captured tensors are inputs of the graph."""
-    if node.target is not _MASK_SLICES:
+    if node.target not in _MASKS:
         return False
     tensors = [*node.args[0], *node.args[_BLOCK_LISTS]]  # type: ignore[misc]
     is_input = all(isinstance(x, Node) and x.op == "placeholder" for x in tensors)
@@ -329,7 +329,7 @@ def _belongs_to(node: Node, masks: Sequence[Node]) -> bool:
     """Whether it is one of the masks, its plan, or a part of either."""
     if node in masks:
         return True
-    if node.target is operator.getitem or node.target is _PLAN:
+    if node.target is operator.getitem or node.target in _PLANS:
         sources = [
             x for x in node.all_input_nodes if isinstance(value_of(x), (Tensor, tuple, list))
         ]

@@ -61,9 +61,30 @@ class BlockLists(NamedTuple):
         partial, *full = (_grid(kind, num_q, num_k) for kind in self.kinds)
         return partial, full[0] if full else torch.zeros_like(partial)
 
+    def index_checks(self, num_q: int, num_k: int) -> list[MaskCheck]:
+        """That every block they list is one of `num_q` times `num_k`."""
+        self.check_lengths(num_q)
+        checks = []
+        for name, (num_blocks, indices) in zip(("kv", "full_kv"), self.kinds, strict=False):
+            num_blocks, indices = num_blocks[..., :num_q], indices[..., :num_q, :]
+            number = torch.arange(indices.shape[-1], device=indices.device)
+            is_bad = (number < num_blocks[..., None]) & ((indices < 0) | (indices >= num_k))
+            flat = is_bad.flatten()
+            found = (
+                indices.expand_as(is_bad).flatten().take(flat.to(torch.uint8).argmax())
+                if flat.numel()
+                else flat.sum()
+            )
+            message = f"`block_mask.{name}_indices` must be in [0, {num_k})"
+            checks.append(MaskCheck(~flat.any(), message, "it holds {}", (found,)))
+        return checks
+
     def checks(self, intervals: RowIntervals, rows: int, keys: int) -> list[MaskCheck]:
         """That FlexAttention, which reads the lists first, would compute what `intervals` say."""
-        is_seen, is_full = visible_blocks(intervals, rows, keys)
+        return self.checks_of(*visible_blocks(intervals, rows, keys))
+
+    def checks_of(self, is_seen: Tensor, is_full: Tensor) -> list[MaskCheck]:
+        """The same of what `visible_blocks` says."""
         partial, full = self.grids(*is_seen.shape[1:])
         return [
             _check(is_seen & ~(partial | full).all(1), HOLDS_ALL),

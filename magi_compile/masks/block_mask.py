@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE
+from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, scalar_indexing
 from magi_compile.masks import bands
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
-from magi_compile.masks.evaluation.row_intervals import RowIntervals, row_intervals
+from magi_compile.masks.evaluation.bit_blocks import (
+    Grid,
+    Heads,
+    Listed,
+    slices_with_bits,
+    without_padding,
+)
+from magi_compile.masks.evaluation.bit_blocks import visible_blocks as blocks_of_mask_mod
+from magi_compile.masks.evaluation.row_intervals import (
+    RowIntervals,
+    exact_intervals,
+    row_intervals,
+)
 from magi_compile.masks.evaluation.to_slices import slices_from_intervals
 from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
 from magi_compile.masks.program.record import MaskMod
-from magi_compile.masks.program.trace import TracedMask, trace_mask_mod
+from magi_compile.masks.program.trace import TracedMask, read_mask_mod, trace_mask_mod
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.masks.solver.solve import UnsupportedMaskError, refuse_broken
 
@@ -38,7 +51,7 @@ def create_block_mask(
     the lowering does not need. Waits for the device if that is a GPU.
 
     Args:
-        mask_mod: the same for all heads, and of a form that slices can express.
+        mask_mod: what may attend to what. Where intervals can not express it, it is evaluated for all pairs, some blocks at a time.
         B: number of batch entries; None for one that serves any number.
         H: number of heads; None for one that serves any number.
         Q_LEN: rows of a batch entry.
@@ -47,9 +60,8 @@ def create_block_mask(
         BLOCK_SIZE: rows and keys of a block, one number or two.
 
     Raises:
-        UnsupportedMaskError: intervals can not express the mask; PyTorch's `create_block_mask` takes any mask.
         TypeError: `mask_mod` is not a function.
-        ValueError: a size is not a number above 0, or a captured tensor is not as the mask_mod needs it.
+        ValueError: a size is not a number above 0, or the mask_mod looks up what a captured tensor does not have.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -75,16 +87,34 @@ def create_block_mask(
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
-    traced = trace_mask_mod(mask_mod, device)
-    intervals = _intervals(traced, batch, Q_LEN, KV_LEN, device)
-    is_seen, is_full = visible_blocks(intervals, rows, keys)
+    grid = Grid(batch, Heads(nheads), Q_LEN, KV_LEN)
+    is_seen, is_full = _visible_blocks(mask_mod, grid, rows, keys, device)
     # A block beyond the end of the mask is partial for PyTorch, whatever it shows.
-    is_full[:, Q_LEN // rows :] = False
-    is_full[:, :, KV_LEN // keys :] = False
+    is_full[..., Q_LEN // rows :, :] = False
+    is_full[..., KV_LEN // keys :] = False
     lists = (*_ordered(is_seen & ~is_full, nheads), *_ordered(is_full, nheads))
     return flex.BlockMask.from_kv_blocks(
         *lists, BLOCK_SIZE=(rows, keys), mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
     )
+
+
+def _visible_blocks(
+    mask_mod: MaskMod, grid: Grid, rows: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """In which blocks some pair is visible, and in which all are: `[batch, 1 or nheads, q blocks, kv blocks]`; by intervals, or where
+    there are none, by the mask_mod itself."""
+    sizes = {"batch": grid.batch, "seqlen_q": grid.seqlen_q, "seqlen_k": grid.seqlen_k}
+    with contextlib.suppress(UnsupportedMaskError):
+        traced = read_mask_mod(mask_mod, device)
+        intervals = exact_intervals(traced.program, traced.tables, (), **sizes, device=device)
+        if intervals is not None:
+            _verify(traced, intervals)
+            is_seen, is_full = visible_blocks(intervals, rows, keys)
+            return is_seen[:, None], is_full[:, None]
+        if not _looks_at_head(traced):
+            grid = grid._replace(heads=Heads())
+    with scalar_indexing():
+        return blocks_of_mask_mod(mask_mod, grid, rows, keys, device)
 
 
 def one_block_mask(
@@ -111,11 +141,10 @@ def one_block_mask(
 
 
 def _ordered(grid: Tensor, nheads: int) -> tuple[Tensor, Tensor]:
-    """How many and which kv blocks of `grid [batch, q blocks, kv blocks]`, the others behind them."""
+    """How many and which kv blocks of `grid [batch, 1 or nheads, q blocks, kv blocks]`, the others behind them."""
+    grid = grid.repeat(1, nheads // grid.shape[1], 1, 1)
     indices = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
-    lists = (grid.sum(-1, dtype=torch.int32), indices.to(torch.int32))
-    count, index = (x[:, None].repeat(1, nheads, *[1] * (x.dim() - 1)) for x in lists)
-    return count, index
+    return grid.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
 def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> AttnSlices:
@@ -136,10 +165,53 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
 
 
 class Converted(NamedTuple):
-    """Slices, and the captured tensors that they were read from: as long as these stay as they are, so do the slices."""
+    """What a BlockMask has become.
+
+    Attributes:
+        slices: what it shows.
+        watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices; None where
+            nobody knows which those are.
+        is_by_head: whether the slices are those of heads, each of which is a batch entry of its own.
+    """
 
     slices: AttnSlices
-    watched: list[Tensor]
+    watched: list[Tensor] | None
+    is_by_head: bool = False
+
+
+def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
+    """The slices of any BlockMask, with bit blocks where intervals can not express it.
+
+    Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
+
+    Args:
+        block_mask: made in any way.
+        batch: number of batch entries.
+        heads: how many q and keys have, for masks that differ between heads.
+
+    Raises:
+        MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
+    """
+    device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
+    mask_mod, traced = block_mask.mask_mod, None
+    with contextlib.suppress(UnsupportedMaskError):
+        traced = read_mask_mod(mask_mod, device)
+    watched = traced.watched if traced else None
+    is_everything = traced is not None and traced.program.is_always_true
+    if traced is not None and not is_everything:
+        sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        intervals = exact_intervals(traced.program, traced.tables, (), **sizes, device=device)
+        if intervals is not None:
+            return Converted(_agreed(traced, intervals, block_mask), watched)
+    grid = Grid(batch, Heads(), seqlen_q, seqlen_k)
+    listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid, decide=is_everything)
+    is_by_head = listed.differ_by_head if is_everything else _looks_at_head(traced)
+    if is_everything and not is_by_head:
+        return Converted(_from_lists(block_mask, batch), watched)
+    grid = grid._replace(heads=heads) if is_by_head else grid
+    with scalar_indexing():
+        slices = slices_with_bits(mask_mod, grid, listed, device)
+    return Converted(without_padding(slices), watched, is_by_head)
 
 
 def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Converted:
@@ -158,28 +230,29 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
     traced = trace_mask_mod(block_mask.mask_mod, device)
     if traced.program.is_always_true:
         return Converted(_from_lists(block_mask, batch), traced.watched)
-    intervals = _intervals(traced, batch, seqlen_q, seqlen_k, device)
-    for check in _lists_of(block_mask).checks(intervals, *block_mask.BLOCK_SIZE):
-        check.raise_if_broken()
-    return Converted(slices_from_intervals(intervals), traced.watched)
-
-
-def _intervals(
-    traced: TracedMask, batch: int, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> RowIntervals:
-    """The row intervals of a mask_mod, checked."""
-    program, tables = traced.program, traced.tables
-    intervals = row_intervals(
-        program, tables, batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, device=device
-    )
-    if not program.reads_tensors:
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    intervals = row_intervals(traced.program, traced.tables, (), **sizes, device=device)
+    if not traced.program.reads_tensors:
         refuse_broken(intervals.checks)
     intervals.check()
-    if not is_verified(program.text):
-        for check in check_intervals(program, tables, (), intervals):
-            check.raise_if_broken()
-        remember(program.text)
-    return intervals
+    return Converted(_agreed(traced, intervals, block_mask), traced.watched)
+
+
+def _agreed(traced: TracedMask, intervals: RowIntervals, block_mask: BlockMask) -> AttnSlices:
+    """The slices of intervals, which the mask_mod, asked at points, and the block lists have to agree with."""
+    _verify(traced, intervals)
+    for check in _lists_of(block_mask).checks(intervals, *block_mask.BLOCK_SIZE):
+        check.raise_if_broken()
+    return slices_from_intervals(intervals)
+
+
+def _verify(traced: TracedMask, intervals: RowIntervals) -> None:
+    """Once for each program."""
+    if is_verified(traced.program.text):
+        return
+    for check in check_intervals(traced.program, traced.tables, (), intervals):
+        check.raise_if_broken()
+    remember(traced.program.text)
 
 
 def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
@@ -205,6 +278,13 @@ def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
     normal = bands.to_ranges(bands.normal_form(blocks))
     slices = AttnSlices.unchecked(*normal, batch * seqlen_q, batch * seqlen_k)
     return slices.to(block_mask.kv_num_blocks.device)
+
+
+def _looks_at_head(traced: TracedMask | None) -> bool:
+    """Whether a mask_mod may look at the head."""
+    if traced is None or not traced.program.is_verifiable:
+        return True
+    return traced.program.is_by_head
 
 
 def _lists_of(block_mask: BlockMask) -> BlockLists:

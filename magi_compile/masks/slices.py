@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.masks import bands
+from magi_compile.masks.bits import FIRST_BITS, unpack
 
 # Kernels add row numbers to diagonal offsets in int32 and use +-2**30 for "no diagonal".
 MAX_SEQLEN = 2**30
@@ -62,6 +63,8 @@ class AttnSlices:
         seqlen_q: number of query rows.
         seqlen_k: number of keys.
         is_checked: whether the values are known to be right.
+        bits: the blocks of slices whose type is above those of `MaskType`, see `masks/bits.py`; None where there are none, as
+            in all lists that a user makes.
 
     A slice with an empty range sees nothing; lists of a fixed capacity are padded with such slices.
     """
@@ -72,6 +75,7 @@ class AttnSlices:
     seqlen_q: int
     seqlen_k: int
     is_checked: bool = field(init=False, repr=False, default=False)
+    bits: Tensor | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         num_slices = self.q_ranges.shape[0] if _is_table(self.q_ranges) else "num_slices"
@@ -107,11 +111,17 @@ class AttnSlices:
 
     @classmethod
     def unchecked(
-        cls, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor, seqlen_q: int, seqlen_k: int
+        cls,
+        q_ranges: Tensor,
+        k_ranges: Tensor,
+        mask_types: Tensor,
+        seqlen_q: int,
+        seqlen_k: int,
+        bits: Tensor | None = None,
     ) -> AttnSlices:
         """What the constructor makes, of tensors that are known to be right: nothing is checked, and nothing waits."""
         slices = object.__new__(cls)
-        values = dict(
+        values: dict[str, Any] = dict(
             q_ranges=q_ranges,
             k_ranges=k_ranges,
             mask_types=mask_types,
@@ -119,6 +129,8 @@ class AttnSlices:
             seqlen_k=seqlen_k,
             is_checked=True,
         )
+        if bits is not None:
+            values["bits"] = bits
         if (
             torch.compiler.is_compiling()
         ):  # Dynamo of PyTorch 2.11 can not follow the other way, which is quicker
@@ -273,6 +285,8 @@ class AttnSlices:
         return cls.unchecked(*bands.to_ranges(parts), seqlen_q, seqlen_k)
 
     def _to_bands(self) -> bands.Bands:
+        if self.bits is not None:
+            raise ValueError("slices must have no bit blocks where they are cut or merged")
         host = [x.cpu() for x in (self.q_ranges, self.k_ranges, self.mask_types)]
         return bands.from_ranges(*host)
 
@@ -316,8 +330,13 @@ class AttnSlices:
 
     def compact(self) -> AttnSlices:
         """The same slices without the empty ones. Waits for the device if the slices are on a GPU."""
-        live = self._live()
-        return self._with_lists(self.q_ranges[live], self.k_ranges[live], self.mask_types[live])
+        return self._where(self._live(), self.bits)
+
+    def _where(self, is_kept: Tensor, bits: Tensor | None) -> AttnSlices:
+        """Those of the slices that are kept, with these bit blocks."""
+        return self._with_lists(
+            self.q_ranges[is_kept], self.k_ranges[is_kept], self.mask_types[is_kept], bits
+        )
 
     def _live(self) -> Tensor:
         q_begin, q_end = self.q_ranges.unbind(1)
@@ -332,14 +351,17 @@ class AttnSlices:
 
     def to(self, device: torch.device | str) -> AttnSlices:
         """The same slices on `device`."""
+        bits = None if self.bits is None else self.bits.to(device)
         return self._with_lists(
-            self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device)
+            self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device), bits
         )
 
-    def _with_lists(self, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor) -> AttnSlices:
+    def _with_lists(
+        self, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor, bits: Tensor | None
+    ) -> AttnSlices:
         """The same slices in other tensors, checked if these are."""
-        make = AttnSlices.unchecked if self.is_checked else AttnSlices
-        return make(q_ranges, k_ranges, mask_types, self.seqlen_q, self.seqlen_k)
+        lists = (q_ranges, k_ranges, mask_types, self.seqlen_q, self.seqlen_k)
+        return AttnSlices.unchecked(*lists, bits) if self.is_checked else AttnSlices(*lists)
 
     def __len__(self) -> int:
         """Number of slices, padding included."""
@@ -363,6 +385,11 @@ class AttnSlices:
 
     def area(self) -> int:
         """How many (row, key) pairs are visible; exact. Waits for the device if the slices are on a GPU."""
+        if self.bits is not None:
+            is_bits = self.mask_types >= FIRST_BITS
+            return self._where(~is_bits, None).area() + int(
+                unpack(self.bits[self._blocks(is_bits)]).sum()
+            )
         parts = bands.trim(self._to_bands())
         rows = parts.end - parts.begin
         width = parts.hi - parts.lo
@@ -371,6 +398,14 @@ class AttnSlices:
 
     def to_dense(self) -> Tensor:
         """The mask as bool `[seqlen_q, seqlen_k]`, on the slices' device. For tests and small masks."""
+        if self.bits is not None:
+            is_bits = self.mask_types >= FIRST_BITS
+            dense = self._where(~is_bits, None).to_dense()
+            ranges = torch.cat([self.q_ranges, self.k_ranges], 1)[is_bits].tolist()
+            shown = unpack(self.bits[self._blocks(is_bits)])
+            for (begin, end, first, last), block in zip(ranges, shown, strict=True):
+                dense[begin:end, first:last] = block[: end - begin, : last - first]
+            return dense
         # Each row of each slice leaves +1 where its keys begin and -1 behind their end.
         (q_begin, q_end), (k_begin, k_end) = self.q_ranges.unbind(1), self.k_ranges.unbind(1)
         rows = torch.where(k_begin < k_end, q_end - q_begin, 0)
@@ -385,6 +420,10 @@ class AttnSlices:
         edges.index_put_((row, lo.clamp(0, last)), sees, accumulate=True)
         edges.index_put_((row, hi.clamp(0, last)), -sees, accumulate=True)
         return edges.cumsum(1, dtype=torch.int8)[:, :-1] > 0
+
+    def _blocks(self, is_bits: Tensor) -> Tensor:
+        """The numbers of the bit blocks of these slices."""
+        return (self.mask_types[is_bits] - FIRST_BITS).long()
 
     # Operations. All of them run on the host: slices on a GPU are copied, the results go back.
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from magi_compile.ops import checked_slices, library, mask_slices  # noqa: F401  (define the ops)
+from magi_compile.ops import checked_slices, library, mask_bits, mask_slices  # noqa: F401  (define the ops)
 from magi_compile.ops.sharding import register_rules
 
 if (

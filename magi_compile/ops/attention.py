@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
@@ -13,7 +13,8 @@ from torch.overrides import handle_torch_function
 
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
 from magi_compile.masks import AttnSlices
-from magi_compile.masks.block_mask import convert_block_mask
+from magi_compile.masks.block_mask import Converted, convert_any_block_mask
+from magi_compile.masks.evaluation.bit_blocks import Heads
 from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
@@ -105,11 +106,14 @@ def _attend(
     softcap: float,
     kernel: str | None = None,
 ) -> AttnOutput:
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
     if not slices.is_checked:
         totals = slices.seqlen_q, slices.seqlen_k
-        lists = q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
+        q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
+        lists = [q_ranges, k_ranges, mask_types]
         slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
+    if slices.bits is not None:
+        lists.append(slices.bits)
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "")
     out, lse = torch.ops.magi.attention(
         q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel or ""
@@ -219,7 +223,7 @@ def flex_attention(
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: shapes, dtypes or devices do not fit together.
-        NotImplementedError: the mask or the score_mod cannot be lowered, or no kernel runs the problem; the message lists the reasons.
+        NotImplementedError: the score_mod cannot be lowered, or no kernel runs the problem; the message lists the reasons.
     """
     from torch.nn.attention import flex_attention as flex
 
@@ -267,14 +271,21 @@ def flex_attention(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
-    slices = _slices(block_mask, batch, seqlen_q, key.shape[2], query.device)
-    q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    result = _attend(q, k, v, slices, softmax_scale, score.softcap)
-    out = result.out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
+    mask = _slices(block_mask, query, key)
+    if mask.is_by_head:
+        q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
+    else:
+        q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+    result = _attend(q, k, v, mask.slices, softmax_scale, score.softcap)
+    if mask.is_by_head:
+        out = result.out.view(batch, nheads_q, seqlen_q, value.shape[3])
+        lse = result.lse.view(batch, nheads_q, seqlen_q)
+    else:
+        out = result.out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
+        lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous()
     out = in_memory_order(out, memory_order(query.stride()))
     if not return_lse and return_aux is None:
         return out
-    lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous()
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return out, lse
@@ -305,36 +316,33 @@ def _of_dtensors(
 
 
 class _Derived(NamedTuple):
-    """The slices of a BlockMask, and the captured tensors that they were read from, as they were then."""
+    """What a BlockMask has become, and how often the captured tensors that it was read from had been written to then."""
 
-    slices: AttnSlices
-    tables: list[Tensor]
+    mask: Converted
     versions: list[int]
 
 
-_derived: WeakKeyDictionary[Any, dict[int, _Derived]] = WeakKeyDictionary()
+_derived: WeakKeyDictionary[Any, dict[Hashable, _Derived]] = WeakKeyDictionary()
 
 
-def _slices(
-    block_mask: BlockMask | None,
-    batch: int,
-    seqlen_q: int,
-    seqlen_k: int,
-    device: torch.device,
-) -> AttnSlices:
+def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Converted:
+    (batch, nheads_q, seqlen_q, _), (_, nheads_kv, seqlen_k, _) = query.shape, key.shape
     if block_mask is None:
         q_ranges = [(b * seqlen_q, (b + 1) * seqlen_q) for b in range(batch)]
         k_ranges = [(b * seqlen_k, (b + 1) * seqlen_k) for b in range(batch)]
-        return AttnSlices.from_lists(
-            q_ranges, k_ranges, [0] * batch, batch * seqlen_q, batch * seqlen_k, device=device
-        )
+        totals = batch * seqlen_q, batch * seqlen_k
+        lists = q_ranges, k_ranges, [0] * batch
+        return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
     known = _derived.setdefault(block_mask, {})
-    found = known.get(batch)
+    heads = Heads(nheads_q, nheads_kv)
+    found = known.get((batch, heads))
     if (
         found is None
-        or found.versions != list(map(version_of, found.tables))
-        or any(map(may_change_uncounted, found.tables))
+        or found.mask.watched is None
+        or found.versions != list(map(version_of, found.mask.watched))
+        or any(map(may_change_uncounted, found.mask.watched))
     ):
-        slices, watched = convert_block_mask(block_mask, batch)
-        found = known[batch] = _Derived(slices, watched, list(map(version_of, watched)))
-    return found.slices
+        mask = convert_any_block_mask(block_mask, batch, heads)
+        versions = list(map(version_of, mask.watched or ()))
+        found = known[batch, heads] = _Derived(mask, versions)
+    return found.mask

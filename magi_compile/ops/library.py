@@ -1,6 +1,7 @@
 """The custom ops of attention: schemas, implementations, fakes, autograd. Functional, with fresh outputs.
 
 magi::plan         slices -> how the chosen kernel walks them; nothing where that is found out in each call (`plans_in_graph`)
+magi::plan_with_bits   the same of slices with bit blocks
 magi::attention    attention over slices -> (out, lse), differentiable: becomes, where it is called,
 magi::ffa_fwd      its values
 magi::ffa_bwd      its gradients -> (dq, dk, dv)
@@ -11,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -30,7 +32,7 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define_differentiable, gradients
+from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules
@@ -56,9 +58,11 @@ def _chosen(
     softmax_scale: float,
     softcap: float,
     kernel: str | None,
+    has_bits: bool = False,
 ) -> Chosen:
     """What runs attention of such tensors: a call is too short to find that out each time."""
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
+    problem = replace(problem, has_bits=True) if has_bits else problem
     return Chosen(select(problem, kernel), problem)
 
 
@@ -75,22 +79,25 @@ def _plan(
     head_dim_v: int,
     softcap: float,
     kernel: str,
+    bits: Tensor | None = None,
 ) -> list[Tensor]:
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
-    chosen, problem = _chosen(q_ranges.device, dtype, heads, 1.0, softcap, kernel or None)
+    has_bits = bits is not None
+    device = q_ranges.device
+    chosen, problem = _chosen(device, dtype, heads, 1.0, softcap, kernel or None, has_bits)
     if not chosen.plans_in_graph:
         return []
-    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
+    slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, bits)
     return chosen.pack(chosen.plan(slices, problem))
 
 
-define_repeatable(
-    _lib,
-    "plan(Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
-    "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel) -> Tensor[]",
-    _plan,
-    _plan,  # shapes depend on shapes alone, so the plan of fake slices is the fake plan
+_PLAN = (
+    "Tensor q_ranges, Tensor k_ranges, Tensor mask_types, SymInt total_q, SymInt total_k, "
+    "ScalarType dtype, int nheads_q, int nheads_kv, int head_dim, int head_dim_v, float softcap, str kernel"
 )
+# Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
+define_repeatable(_lib, f"plan({_PLAN}) -> Tensor[]", _plan, _plan)
+define(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
 
 # Plans of slices on a CPU, by what the slices are: comparing them costs little there.
 _by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
@@ -141,10 +148,14 @@ def plan_of_call(
     until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
     """
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    has_bits = slices.bits is not None
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(slices.q_ranges):
+        if slices.bits is not None:
+            arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
+            return torch.ops.magi.plan_with_bits(*arguments)
         return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
-    chosen, problem = _chosen(q.device, q.dtype, heads, 1.0, softcap, kernel or None)
+    chosen, problem = _chosen(q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits)
     is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or any(map(_compat.may_change_uncounted, lists)):
         return _plan_of(chosen, slices, problem)
@@ -159,11 +170,11 @@ def plan_of_call(
 
 
 def _slices_of(lists: list[Tensor], total_q: int, total_k: int) -> AttnSlices | None:
-    """Slices as an op takes them: three tensors, or none where a plan says all."""
+    """Slices as an op takes them: three tensors and their bit blocks, if they may have some, or none where a plan says all."""
     if not lists:
         return None
-    q_ranges, k_ranges, mask_types = lists
-    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k)
+    q_ranges, k_ranges, mask_types, *bits = lists
+    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, *bits)
 
 
 def _ffa_fwd(
@@ -182,7 +193,8 @@ def _ffa_fwd(
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
-    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None)
+    has_bits = len(slices) > 3
+    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
     of_lists = _slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     if chosen.prepares_calls:
@@ -227,7 +239,8 @@ def _ffa_bwd(
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
-    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None)
+    has_bits = len(slices) > 3
+    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
     of_lists = _slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
     grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)

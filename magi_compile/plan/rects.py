@@ -169,6 +169,10 @@ class Rects(NamedTuple):
             row_end=torch.minimum(self.row_end, row_end),
         ).trimmed()
 
+    def beside(self, others: Rects) -> Rects:
+        """These rects, and the others behind them."""
+        return Rects(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
+
     def select(self, index: Tensor | slice) -> Rects:
         """The rects at `index`."""
         return Rects(*(field[index] for field in self))

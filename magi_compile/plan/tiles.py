@@ -19,6 +19,7 @@ from torch import Tensor
 
 from magi_compile._checks import MaskCheck, require
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.plan.bit_runs import BitRects, room_for_bits, split_bits
 from magi_compile.plan.cost import blocks_of, document_costs, longest_first, run_costs, tile_costs
 from magi_compile.plan.rects import MOST_STEPS, NO_DIAG, Rects, least_from_here
 from magi_compile.plan.stairs import find_stairs, has_stairs, neighbours, num_edge_rows
@@ -26,7 +27,7 @@ from magi_compile.plan.stairs import find_stairs, has_stairs, neighbours, num_ed
 MAX_OVERLAP = 64
 MAX_CROSSINGS = 8
 TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
-RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "lane", "unused")
+RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "lane", "bits")
 
 
 class Walk(NamedTuple):
@@ -52,6 +53,8 @@ class TilePlan(NamedTuple):
     `num_blocks` blocks of `block_cols` columns, the first of which starts at `first`. The first
     `num_lead` and the last `num_trail` blocks need the mask, the others are visible to all rows of
     the tile. Every block is seen by some row, and the runs of a tile do not overlap.
+
+    A run that has `bits` is a part of a bit block: a row sees of it what `plan/bit_runs.py` says.
 
     `*_edges [num_rows, NUM_LANES, 2]`, or no rows where no run may have a `lane`: of a run with one, from 1 on, row r sees the columns
     `begin <= c < end` for `begin, end = edges[r, lane - 1]`, which never move left from row to row.
@@ -119,6 +122,7 @@ def build_tile_plan(
             raise ValueError(f"`{name}` must be positive, got {size}")
     if exact is None:
         exact = slices.q_ranges.device.type == "cpu"
+    slices, bits = split_bits(slices)
     rects = Rects.from_slices(slices).trimmed().by_column().joined()
     columns = rects.down_the_steps()
     num_rects = rects.row_begin.numel()
@@ -134,9 +138,10 @@ def build_tile_plan(
 
     by_q = _WalkSizes(slices.seqlen_q, edge_rows, q_tile_rows, q_block_cols)
     by_k = _WalkSizes(slices.seqlen_k, slices.seqlen_k, k_tile_rows, k_block_cols)
-    q_walk = _walk(*by_q_rects, by_q, padded(by_q), is_by_document=False)
+    q_walk = _walk(*by_q_rects, by_q, padded(by_q), bits, is_by_document=False)
     by_k_rects = rects.transposed(), columns.transposed()
-    k_walk = _walk(*by_k_rects, by_k, padded(by_k), is_by_document=True)
+    bits = None if bits is None else bits.transposed()
+    k_walk = _walk(*by_k_rects, by_k, padded(by_k), bits, is_by_document=True)
     return TilePlan(*q_walk, *k_walk)
 
 
@@ -198,6 +203,7 @@ def _walk(
     short_rects: Rects,
     sizes: _WalkSizes,
     padded: PaddedSizes | None,
+    bits: BitRects | None,
     *,
     is_by_document: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,13 +214,34 @@ def _walk(
     """
     total_rows, edge_rows, tile_rows, block_cols = sizes
     exact = padded is None
-    tile_begin, tile_end = _cut_rows(long_rects, total_rows, tile_rows, block_cols, padded)
+    borders = long_rects if bits is None else long_rects.beside(bits.rects)
+    tile_begin, tile_end = _cut_rows(borders, total_rows, tile_rows, block_cols, padded)
     num_tiles = tile_begin.numel()
-    run_tile, runs = _meet(short_rects, tile_begin, tile_end, padded)
+    run_tile, runs, _ = _meet(short_rects, tile_begin, tile_end, padded)
     run_tile, runs = _merge(run_tile, runs, num_tiles, edge_rows, block_cols, exact=exact)
     run_tile, runs, common_begin, common_end, lane, edges = find_stairs(
         run_tile, runs, num_tiles, tile_rows, block_cols, edge_rows, exact=exact
     )
+    of_bits = torch.zeros_like(lane)
+    if bits is not None:
+        if padded is not None:
+            padded = padded._replace(num_runs=room_for_bits(len(bits.number), tile_rows))
+        bit_tile, bit_runs, which = _meet(bits.rects, tile_begin, tile_end, padded)
+        order = torch.cat([run_tile, bit_tile]).argsort(stable=True)
+        nothing = torch.zeros_like(bit_tile)
+        is_there = bit_tile < num_tiles
+        code = torch.where(is_there, bits.bits_of(which, bit_runs), 0)
+        run_tile, common_begin, common_end, lane, of_bits = (
+            torch.cat(pair)[order]
+            for pair in (
+                (run_tile, bit_tile),
+                (common_begin, bit_runs.col_begin),
+                (common_end, bit_runs.col_begin),
+                (lane, nothing),
+                (of_bits, code),
+            )
+        )
+        runs = runs.beside(bit_runs).select(order)
 
     # Padding has no blocks, and `num_tiles` as its tile, which keeps it out of every tile.
     is_padding = run_tile == num_tiles
@@ -237,9 +264,8 @@ def _walk(
         has_runs = run_begin < run_end
         cost = document_costs(cost, col_ends[torch.where(has_runs, run_begin, run_tile.numel())])
     tiles = torch.stack([tile_begin, tile_end, run_begin, run_end], dim=-1)[longest_first(cost)]
-    unused = torch.zeros_like(num_blocks)
     walked = torch.stack(
-        [*runs, runs.col_begin, num_blocks, num_lead, num_trail, lane, unused], dim=-1
+        [*runs, runs.col_begin, num_blocks, num_lead, num_trail, lane, of_bits], dim=-1
     )
     return tiles.int(), walked.int(), edges
 
@@ -303,8 +329,8 @@ def _blocks_begun(rects: Rects, at: Tensor, tile_rows: int, block_cols: int) -> 
 
 def _meet(
     rects: Rects, tile_begin: Tensor, tile_end: Tensor, padded: PaddedSizes | None
-) -> tuple[Tensor, Rects]:
-    """All pairs of a tile and a rect with rows in common: the tile, and the rect clipped to it."""
+) -> tuple[Tensor, Rects, Tensor]:
+    """All pairs of a tile and a rect with rows in common: the tile, the rect clipped to it, and which rect that is."""
     num_rects, num_tiles = rects.row_begin.numel(), tile_begin.numel()
     is_live = rects.row_begin < rects.row_end
     first_tile = torch.searchsorted(tile_begin, rects.row_begin, right=True) - 1
@@ -323,7 +349,7 @@ def _meet(
     clipped = rects.select(rect).clipped(
         torch.where(is_padding, 0, tile_begin[tile]), torch.where(is_padding, 0, tile_end[tile])
     )
-    return torch.where(is_padding, num_tiles, tile), clipped
+    return torch.where(is_padding, num_tiles, tile), clipped, rect
 
 
 def _merge(

@@ -14,14 +14,18 @@ from magi_compile.kernels.cpu import CpuKernel
 from .conftest import BATCH, Attention, block_mask, document_causal
 
 
-def by_head(b, h, q, kv):
-    return (q >= kv) & (h > 0)
+def causal(b, h, q, kv):
+    return q >= kv
+
+
+def alibi(score, b, h, q, kv):
+    return score + (kv - q) * 0.1
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = Attention(), Attention()
+        self.first, self.second = Attention(), Attention(alibi)
 
     def forward(self, x, masks):
         return self.second(x + self.first(x, masks[0])[0], masks[1])[0]
@@ -29,7 +33,7 @@ class Model(nn.Module):
 
 def test_explain_counts_slices_and_lists_reasons():
     document = torch.arange(96) // 48
-    masks = (document_causal(document.expand(BATCH, -1).contiguous()), by_head)
+    masks = (document_causal(document.expand(BATCH, -1).contiguous()), causal)
     result = explain(Model(), torch.randn(BATCH, 96, 32), [block_mask(m, 96) for m in masks])
     first, second = result.calls
     assert first.decision.kernel == "cpu"
@@ -37,7 +41,7 @@ def test_explain_counts_slices_and_lists_reasons():
     assert first.slices.area() == 2 * BATCH * 48 * 49 // 2
     assert first.density == 2 * (48 * 49 // 2) / 96**2
     assert second.slices is None
-    assert "head" in second.decision.reasons[0]
+    assert "score_mod" in second.decision.reasons[0]
     text = str(result)
     assert "slices   4 (4 CAUSAL)" in text
     assert "not cuda:" in text

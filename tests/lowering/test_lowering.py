@@ -272,5 +272,5 @@ def test_layers_with_one_mask_share_its_slices():
         torch.randn(BATCH, 96, 32), mask
     )
     targets = [node.target for node in graphs[0].graph.nodes]
-    assert targets.count(torch.ops.magi.mask_slices.default) == 1
+    assert targets.count(torch.ops.magi.mask_bits.default) == 1
     assert targets.count(torch.ops.magi.attention.default) == 3

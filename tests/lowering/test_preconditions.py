@@ -1,52 +1,60 @@
-"""Mask data that breaks what the conversion relies on reaches the user as a Python exception."""
+"""Data that mean nothing to a mask_mod reach the user as a Python exception."""
 
 import pytest
 import torch
 
 from magi_compile import MaskDataError, flex_attention, make_backend
-from magi_compile.lowering.options import LoweringOptions
 
 from .conftest import BATCH, Attention, block_mask, document_causal, documents
 
-BACKENDS = {
-    "eager": lambda **options: make_backend("eager", LoweringOptions(**options)),
-    "aot_eager": lambda **options: make_backend("aot_eager", LoweringOptions(**options)),
-    "inductor": lambda **options: make_backend("inductor", LoweringOptions(**options)),
-}
+
+def looked_up(table, end):
+    """A mask_mod whose index is data: `end[b]` past `table` is nowhere."""
+
+    def mask_mod(b, h, q, kv):
+        return table[end[b] - 1] >= kv
+
+    return mask_mod
 
 
-@pytest.mark.parametrize("inner", BACKENDS)
-def test_ungrouped_documents(inner):
-    """Documents 0 1 0: the tokens of document 0 are not contiguous."""
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor"])
+def test_an_index_out_of_range(inner):
     model = Attention()
     x = torch.randn(BATCH, 96, 32)
-    document = documents(96, 3)
-    compiled = torch.compile(model, backend=BACKENDS[inner](), fullgraph=True)
-    compiled(x, block_mask(document_causal(document), 96))
-    broken = document.clone()
-    broken[0, :8] = document[0, -1]
-    broken[0, 8] = document[0, -1] + 1
-    with pytest.raises(MaskDataError, match=r"mask_mod.*closure|document"):
-        compiled(x, block_mask(document_causal(broken), 96))
-    compiled(x, block_mask(document_causal(document), 96))
-
-
-@pytest.mark.parametrize("inner", BACKENDS)
-def test_capacity(inner):
-    model = Attention()
-    x = torch.randn(BATCH, 96, 32)
-    compiled = torch.compile(model, backend=BACKENDS[inner](slice_capacity=2), fullgraph=True)
-    compiled(x, block_mask(document_causal(torch.zeros(BATCH, 96, dtype=torch.int64)), 96))
-    many = torch.arange(96).expand(BATCH, -1).contiguous() // 8
-    with pytest.raises(MaskDataError, match="slice_capacity"):
-        compiled(x, block_mask(document_causal(many), 96))
+    table, end = torch.arange(96), torch.full((BATCH,), 96)
+    compiled = torch.compile(model, backend=make_backend(inner), fullgraph=True)
+    mask = block_mask(looked_up(table, end), 96)
+    compiled(x, mask)
+    end[1] = 200
+    with pytest.raises(MaskDataError, match=r"must look up entries in \[-96, 96\), but .* 199"):
+        compiled(x, mask)
+    end[1] = 96
+    compiled(x, mask)
 
 
 def test_eager():
     x = torch.randn(1, 2, 96, 16)
-    document = (torch.arange(96) // 20 % 2).expand(BATCH, -1).contiguous()
-    with pytest.raises(ValueError, match="document"):
-        flex_attention(x, x, x, block_mask=block_mask(document_causal(document), 96, batch=1))
+    table, end = torch.arange(96), torch.full((1,), 96)
+    mask = block_mask(looked_up(table, end), 96, batch=1)
+    end[0] = 200
+    with pytest.raises(MaskDataError, match="must look up entries in"):
+        flex_attention(x, x, x, block_mask=mask)
+
+
+def test_what_intervals_can_not_express():
+    """There the mask_mod itself says where it stands."""
+    x = torch.randn(1, 2, 96, 16)
+    table = torch.arange(96)
+
+    def mask_mod(b, h, q, kv):
+        return (table[q + table[0]] * kv) % 3 == 0
+
+    mask = block_mask(mask_mod, 96, batch=1)
+    table[0] = 1
+    with pytest.raises(MaskDataError, match="must have a value for each query and key, but it"):
+        flex_attention(x, x, x, block_mask=mask)
+    with torch.no_grad(), pytest.raises(MaskDataError, match="must have a value for each query"):
+        torch.compile(flex_attention, backend=make_backend("eager"))(x, x, x, block_mask=mask)
 
 
 @pytest.mark.parametrize("where", ["graph", "outside"])

@@ -1,8 +1,8 @@
 """Random mask_mods and score_mods as source text, and what becomes of them beside PyTorch's own FlexAttention.
 
 A program is text that can be pasted: tensors, a mask_mod or a score_mod, sizes. PyTorch says what it means
-(`create_mask`, eager `flex_attention`); every public way of this package into it must then give the same, refuse it with
-reasons, or raise MaskDataError. Anything else is a failure.
+(`create_mask`, eager `flex_attention`); every public way of this package into it must then give the same, or refuse it with
+reasons. Anything else is a failure, MaskDataError too: PyTorch has taken the data.
 
     python -m tests.programs.random_functions --count 10000 --seed 0
 """
@@ -822,7 +822,7 @@ class Verdict:
 
     @property
     def fails(self):
-        return self.outcome in ("WRONG", "WRONG, SEEN", "RAISES")
+        return self.outcome in ("WRONG", "WRONG, SEEN", "RAISES", "data error")
 
 
 _count = 0
@@ -882,6 +882,9 @@ def judge(route, run, check):
             return Verdict(route, "WRONG, SEEN" if own else "data error", one_line(error))
         if refusal(error):
             return Verdict(route, "refused", one_line(error))
+        if isinstance(error, SystemError) or "The shape of the mask" in str(error):
+            # A uint8 index is a mask for PyTorch: what it selects, and whether it warns, depends on all shapes around it.
+            return Verdict(route, "uint8 index", one_line(error))
         stock = ("Dynamo failed to run FX node", "InductorError", "all unwrapped values must be")
         text = f"{type(error).__name__}: {error}"
         if type(error).__name__ == "Unsupported" or any(name in text for name in stock):

@@ -7,7 +7,8 @@ and values expanded over the group without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,13 @@ from magi_compile.kernels.base import (
     Saved,
     output_like,
 )
-from magi_compile.kernels.cpu.pieces import Piece, additive_mask, cut, plan_pieces
+from magi_compile.kernels.cpu.pieces import (
+    Piece,
+    additive_mask,
+    cut,
+    plan_pieces,
+    shown_by_bits,
+)
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.masks.slices import AttnSlices
 
@@ -77,6 +84,7 @@ class CpuKernel:
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
         pieces = _pieces(plan, problem)
+        bits = None if slices is None else slices.bits
         merges = not all(piece.is_first for piece in pieces)
         dtype = torch.float32 if merges or problem.softcap else q.dtype
         total_q, nheads_q, _ = q.shape
@@ -89,10 +97,16 @@ class CpuKernel:
         attend = _forward_softcap if problem.softcap else _forward_flash
         for piece in pieces:
             rows, keys = piece.rows, piece.keys
+            mask = _Mask.of(piece, bits, problem, q.dtype)
             part, part_lse = attend(
-                q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], piece, problem
+                q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], mask, problem
             )
             part = part[..., : problem.head_dim_v]
+            if piece.has_bits:
+                assert mask.added is not None
+                sees_nothing = (mask.added == -torch.inf).all(-1)
+                part = part.masked_fill(sees_nothing[:, None], 0.0)
+                part_lse = part_lse.masked_fill(sees_nothing, -torch.inf)
             if not piece.is_first:
                 part, part_lse = merge_partials(
                     (out_heads[:, :, rows], part), (lse_heads[:, :, rows], part_lse)
@@ -126,6 +140,9 @@ class CpuKernel:
         )
         dq_heads = _by_head(dq, problem)
         dk_heads, dv_heads = dk.transpose(0, 1), dv.transpose(0, 1)
+        bits = None if slices is None else slices.bits
+        if bits is not None:  # a row that sees nothing may be among those of a piece
+            lse = lse.masked_fill(lse == -torch.inf, 0.0)
         lse_heads = _rows_by_head(lse, problem)
         attend = _backward_softcap if problem.softcap else _backward_flash
         for piece in _pieces(plan, problem):
@@ -139,7 +156,7 @@ class CpuKernel:
                     out_heads[:, :, rows],
                     lse_heads[:, :, rows],
                 ),
-                piece,
+                _Mask.of(piece, bits, problem, torch.float32),
                 problem,
             )
             dq_heads[:, :, rows].add_(dq_part[..., : problem.head_dim])
@@ -151,8 +168,12 @@ class CpuKernel:
 def _pieces(plan: list[Tensor], problem: AttnProblem) -> list[Piece]:
     pieces = [Piece(*row) for row in plan[0].tolist()]
     if problem.softcap:
-        return [tile for piece in pieces for tile in cut(piece, MAX_SCORE_ROWS, MAX_SCORE_KEYS)]
+        return [tile for piece in pieces for tile in _cut_scores(piece)]
     return pieces
+
+
+def _cut_scores(piece: Piece) -> Iterable[Piece]:
+    return [piece] if piece.has_bits else cut(piece, MAX_SCORE_ROWS, MAX_SCORE_KEYS)
 
 
 def _widen(x: Tensor, width: int) -> Tensor:
@@ -179,7 +200,25 @@ def _sum_group(x: Tensor) -> Tensor:
     return x.squeeze(1) if x.shape[1] == 1 else x.sum(1)
 
 
-def _mask(piece: Piece, dtype: torch.dtype) -> Tensor | None:
+class _Mask(NamedTuple):
+    """What PyTorch's flash attention takes of a piece: that row r sees the keys up to r, or what is added to the scores."""
+
+    is_causal: bool
+    added: Tensor | None
+
+    @classmethod
+    def of(
+        cls, piece: Piece, bits: Tensor | None, problem: AttnProblem, dtype: torch.dtype
+    ) -> _Mask:
+        if piece.has_bits:
+            assert bits is not None
+            return cls(False, torch.where(shown_by_bits(piece, bits), 0.0, -torch.inf).to(dtype))
+        if piece.is_causal and not problem.softcap:
+            return cls(True, None)
+        return cls(False, _cut_corners(piece, torch.float32 if problem.softcap else dtype))
+
+
+def _cut_corners(piece: Piece, dtype: torch.dtype) -> Tensor | None:
     if not piece.cuts_lower and not piece.cuts_upper:
         return None
     seqlen_q, seqlen_k = piece.q_end - piece.q_begin, piece.k_end - piece.k_begin
@@ -190,33 +229,33 @@ def _mask(piece: Piece, dtype: torch.dtype) -> Tensor | None:
 
 
 def _forward_flash(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, problem: AttnProblem
+    q: Tensor, k: Tensor, v: Tensor, mask: _Mask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor]:
-    mask = None if piece.is_causal else _mask(piece, q.dtype)
-    return _compat.cpu_flash_forward(q, k, v, mask, piece.is_causal, problem.softmax_scale)
+    return _compat.cpu_flash_forward(q, k, v, mask.added, mask.is_causal, problem.softmax_scale)
 
 
 def _backward_flash(
-    dout: Tensor, saved: Saved, piece: Piece, problem: AttnProblem
+    dout: Tensor, saved: Saved, mask: _Mask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
-    mask = None if piece.is_causal else _mask(piece, saved.q.dtype)
-    return _compat.cpu_flash_backward(dout, saved, mask, piece.is_causal, problem.softmax_scale)
+    return _compat.cpu_flash_backward(
+        dout, saved, mask.added, mask.is_causal, problem.softmax_scale
+    )
 
 
 def _forward_softcap(
-    q: Tensor, k: Tensor, v: Tensor, piece: Piece, problem: AttnProblem
+    q: Tensor, k: Tensor, v: Tensor, mask: _Mask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor]:
-    scores, _ = _capped_scores(q.float(), k.float(), piece, problem)
+    scores, _ = _capped_scores(q.float(), k.float(), mask, problem)
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return p @ v.float(), lse
 
 
 def _backward_softcap(
-    dout: Tensor, saved: Saved, piece: Piece, problem: AttnProblem
+    dout: Tensor, saved: Saved, mask: _Mask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
-    scores, dcap = _capped_scores(q, k, piece, problem)
+    scores, dcap = _capped_scores(q, k, mask, problem)
     p = torch.exp(scores - lse[..., None])
     delta = (dout * out).sum(-1, keepdim=True)
     dscores = p * (dout @ v.mT - delta) * dcap * problem.softmax_scale
@@ -224,9 +263,9 @@ def _backward_softcap(
 
 
 def _capped_scores(
-    q: Tensor, k: Tensor, piece: Piece, problem: AttnProblem
+    q: Tensor, k: Tensor, mask: _Mask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor]:
     """Scores with the soft-cap and the mask, and their derivative by the scores before the cap."""
     tanh = torch.tanh(q @ k.mT * (problem.softmax_scale / problem.softcap))
-    scores, mask = problem.softcap * tanh, _mask(piece, q.dtype)
-    return scores if mask is None else scores + mask, 1 - tanh.square()
+    scores = problem.softcap * tanh
+    return scores if mask.added is None else scores + mask.added, 1 - tanh.square()

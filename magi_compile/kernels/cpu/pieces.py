@@ -9,17 +9,20 @@ That op knows rectangles, squares that are causal from their first row, and mask
           # # # #               # #|# # #                ------------
                                                              # # # .
                                                              . # # #
+
+Bit blocks that follow one another are a rectangle with a mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from magi_compile.masks.bits import BLOCK, FIRST_BITS, unpack
 from magi_compile.masks.slices import AttnSlices, MaskType
 
 NO_LOWER, NO_UPPER = -(2**30), 2**30
@@ -30,7 +33,8 @@ MAX_MASKED_KEYS = 4096
 
 class Piece(NamedTuple):
     """Row r of `[q_begin, q_end)` sees the keys `max(k_begin, r + diag_lo) <= c < min(k_end, r + diag_hi)`, at least
-    one. `is_first`: no piece before this one in the plan has any of its rows."""
+    one. `is_first`: no piece before this one in the plan has any of its rows. Of one with bits, which are those of the blocks
+    from `first_block` on, a row sees what these say, maybe nothing."""
 
     q_begin: int
     q_end: int
@@ -39,6 +43,11 @@ class Piece(NamedTuple):
     diag_lo: int = NO_LOWER
     diag_hi: int = NO_UPPER
     is_first: bool = False
+    first_block: int = -1
+
+    @property
+    def has_bits(self) -> bool:
+        return self.first_block >= 0
 
     @property
     def rows(self) -> slice:
@@ -69,10 +78,12 @@ class Piece(NamedTuple):
 
 
 def plan_pieces(slices: AttnSlices) -> Tensor:
-    """The pieces of `slices` in order of rows: int32 `[num_pieces, 7]`, the fields of `Piece`."""
+    """The pieces of `slices` in order of rows: int32 `[num_pieces, 8]`, the fields of `Piece`."""
     table = torch.cat([slices.q_ranges, slices.k_ranges, slices.mask_types[:, None]], 1)
     live = (table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])
     pieces = [piece for row in table[live].tolist() for piece in _pieces(*row)]
+    if slices.bits is not None:
+        pieces = _joined_down(_joined_along(pieces))
     pieces.sort(key=lambda piece: (piece.q_begin, -piece.q_end, piece.k_begin))
     rows_seen = 0
     for i, piece in enumerate(pieces):
@@ -93,6 +104,55 @@ def cut(piece: Piece, max_rows: int, max_keys: int) -> Iterator[Piece]:
             yield Piece(q_begin, q_end, k_begin, k_end, piece.diag_lo, piece.diag_hi)
 
 
+def _joined_along(pieces: list[Piece]) -> Iterator[Piece]:
+    """The same pieces, where rectangles of the same rows that follow one another along the keys are one; of bit blocks as many as
+    have a mask together."""
+    last = None
+    for piece in sorted(pieces, key=lambda piece: (piece.q_begin, piece.q_end, piece.k_begin)):
+        if last is not None and _goes_on(last, piece):
+            last = last._replace(k_end=piece.k_end)
+            continue
+        if last is not None:
+            yield last
+        last = piece
+    if last is not None:
+        yield last
+
+
+def _goes_on(left: Piece, right: Piece) -> bool:
+    if left.rows != right.rows or left.k_end != right.k_begin or left.has_bits != right.has_bits:
+        return False
+    if not left.has_bits:
+        return not (left.cuts_upper or right.cuts_lower or left.cuts_lower or right.cuts_upper)
+    width = left.k_end - left.k_begin
+    is_next = right.first_block == left.first_block + width // BLOCK
+    return is_next and right.k_end - left.k_begin <= MAX_MASKED_KEYS
+
+
+def _joined_down(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same pieces, where rectangles of the same keys that follow one another along the rows are one."""
+    joined: list[Piece] = []
+    latest: dict[tuple[int, int], int] = {}
+    for piece in pieces:
+        is_rectangle = not (piece.has_bits or piece.cuts_lower or piece.cuts_upper)
+        place = latest.get((piece.k_begin, piece.k_end)) if is_rectangle else None
+        if place is not None and joined[place].q_end == piece.q_begin:
+            joined[place] = joined[place]._replace(q_end=piece.q_end)
+            continue
+        if is_rectangle:
+            latest[piece.k_begin, piece.k_end] = len(joined)
+        joined.append(piece)
+    return joined
+
+
+def shown_by_bits(piece: Piece, bits: Tensor) -> Tensor:
+    """What the rows of a piece with bits see of its keys: bool `[rows, keys]`."""
+    num_rows, num_keys = piece.q_end - piece.q_begin, piece.k_end - piece.k_begin
+    last = piece.first_block + -(-num_keys // BLOCK)
+    blocks = unpack(bits[piece.first_block : last, :num_rows])
+    return blocks.transpose(0, 1).flatten(1)[:, :num_keys]
+
+
 @lru_cache(maxsize=8)
 def additive_mask(
     seqlen_q: int, seqlen_k: int, diag_lo: int, diag_hi: int, dtype: torch.dtype
@@ -106,7 +166,9 @@ def additive_mask(
 def _pieces(q_begin: int, q_end: int, k_begin: int, k_end: int, mask_type: int) -> Iterator[Piece]:
     seqlen_q, seqlen_k = q_end - q_begin, k_end - k_begin
     square = min(seqlen_q, seqlen_k)
-    if mask_type == MaskType.FULL:
+    if mask_type >= FIRST_BITS:
+        yield Piece(q_begin, q_end, k_begin, k_end, first_block=mask_type - FIRST_BITS)
+    elif mask_type == MaskType.FULL:
         yield Piece(q_begin, q_end, k_begin, k_end)
     elif mask_type == MaskType.CAUSAL:
         q_begin, split = q_end - square, k_end - square

@@ -50,6 +50,8 @@ class CudaKernel:
             reasons.append(
                 f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
             )
+        if problem.has_bits:
+            reasons.append("has no bit blocks: it takes masks of intervals")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:

@@ -2,7 +2,8 @@
 
 Strides are tuples (token, head, dim). Scores are `qk * factors[0]`, or, with a softcap,
 `tanh(qk * factors[0]) * factors[1]`; both are in base 2. An interval is `(lo, hi, col_end)`: the
-columns `[lo, hi)` that each row sees of a run, and where the columns of the run end.
+columns `[lo, hi)` that each row sees of a run, and where the columns of the run end. With `HAS_BITS` behind it stand the row of
+bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and the first column of the run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import triton.language as tl
 TILE_FIELDS = tl.constexpr(4)
 RUN_FIELDS = tl.constexpr(12)
 LANES = tl.constexpr(4)
+# Rows of a bit block, and the words of each, as in `magi_compile/masks/bits.py`.
+BIT_ROWS = tl.constexpr(128)
+BIT_WORDS = tl.constexpr(4)
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -67,13 +71,27 @@ def row_interval(run, edges_ptr, rows):
         edges = edges_ptr + (rows * LANES + lane - 1) * 2
         lo = tl.load(edges, mask=in_run, other=0)
         hi = tl.load(edges + 1, mask=in_run, other=0)
-    return lo, tl.where(in_run, hi, lo), col_end
+    code = tl.load(run + 11)
+    bit_row = tl.where(code > 0, code - 1 + rows - tl.load(run), -1)
+    return lo, tl.where(in_run, hi, lo), col_end, bit_row, tl.load(run + 6)
 
 
 @triton.jit
-def is_visible(cols, interval):
-    lo, hi, _ = interval
-    return (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
+def is_visible(cols, interval, bits_ptr, HAS_BITS: tl.constexpr, ROWS_ARE_KEYS: tl.constexpr):
+    lo, hi, _, bit_row, first = interval
+    visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
+    if HAS_BITS:
+        step = (cols - first)[None, :]
+        row = bit_row[:, None]
+        if ROWS_ARE_KEYS:
+            place = (row // BIT_ROWS * BIT_ROWS + step).to(tl.int64) * BIT_WORDS
+            bit = row % BIT_ROWS + step * 0
+        else:
+            place = (row + step * 0).to(tl.int64) * BIT_WORDS
+            bit = step + row * 0
+        word = tl.load(bits_ptr + place + bit // 32, mask=visible & (row >= 0), other=-1)
+        visible = visible & (((word >> (bit & 31)) & 1) != 0)
+    return visible
 
 
 @triton.jit
@@ -124,10 +142,12 @@ def attend_block(
     col,
     interval,
     factors,
+    bits_ptr,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """One step of online softmax: the rows of the tile meet the keys from `col` on."""
@@ -137,7 +157,8 @@ def attend_block(
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     scores, _ = cap_scores(qk, factors, HAS_SOFTCAP)
     if IS_MASKED:
-        scores = tl.where(is_visible(cols, interval), scores, -float("inf"))
+        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
+        scores = tl.where(visible, scores, -float("inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     finite_max = new_max
     if IS_MASKED:
@@ -165,6 +186,7 @@ def forward_kernel(
     tiles_ptr,
     runs_ptr,
     edges_ptr,
+    bits_ptr,
     total_q,
     nheads_q,
     qhead_per_kvhead,
@@ -176,6 +198,7 @@ def forward_kernel(
     DIM_V: tl.constexpr,
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BITS: tl.constexpr,
 ):
     """out and lse of one q tile and head; the heads of a tile run together, to share K and V."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
@@ -213,10 +236,12 @@ def forward_kernel(
                     block_start(run, block, BLOCK_COLS, is_masked),
                     interval,
                     factors,
+                    bits_ptr,
                     BLOCK_COLS,
                     DIM,
                     DIM_V,
                     HAS_SOFTCAP,
+                    HAS_BITS,
                     is_masked,
                 )
 
@@ -273,10 +298,12 @@ def dq_block(
     col,
     interval,
     factors,
+    bits_ptr,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Adds what the keys from `col` on give to dq, less its factor softmax_scale."""
@@ -291,7 +318,8 @@ def dq_block(
     if HAS_SOFTCAP:
         dscores *= slope
     if IS_MASKED:
-        dscores = tl.where(is_visible(cols, interval), dscores, 0.0)
+        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
+        dscores = tl.where(visible, dscores, 0.0)
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
 
 
@@ -312,6 +340,7 @@ def dq_kernel(
     tiles_ptr,
     runs_ptr,
     edges_ptr,
+    bits_ptr,
     total_q,
     nheads_q,
     qhead_per_kvhead,
@@ -324,6 +353,7 @@ def dq_kernel(
     DIM_V: tl.constexpr,
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BITS: tl.constexpr,
 ):
     """dq of one q tile and head."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
@@ -364,10 +394,12 @@ def dq_kernel(
                     block_start(run, block, BLOCK_COLS, is_masked),
                     interval,
                     factors,
+                    bits_ptr,
                     BLOCK_COLS,
                     DIM,
                     DIM_V,
                     HAS_SOFTCAP,
+                    HAS_BITS,
                     is_masked,
                 )
 
@@ -390,10 +422,12 @@ def dkdv_block(
     col,
     interval,
     factors,
+    bits_ptr,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Adds what the queries from `col` on give to dv, and to dk less its factor softmax_scale.
@@ -414,7 +448,7 @@ def dkdv_block(
     scores, slope = cap_scores(kq, factors, HAS_SOFTCAP)
     p = tl.exp2(scores - (lse * LOG2_E)[None, :])
     if IS_MASKED:
-        p = tl.where(is_visible(cols, interval), p, 0.0)
+        p = tl.where(is_visible(cols, interval, bits_ptr, HAS_BITS, True), p, 0.0)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
     dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
     dscores = p * (dp - delta[None, :])
@@ -443,6 +477,7 @@ def dkdv_kernel(
     tiles_ptr,
     runs_ptr,
     edges_ptr,
+    bits_ptr,
     total_q,
     nheads_kv,
     qhead_per_kvhead,
@@ -455,6 +490,7 @@ def dkdv_kernel(
     DIM_V: tl.constexpr,
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    HAS_BITS: tl.constexpr,
 ):
     """dk and dv of one k tile and kv head; the sum over its q heads stays in registers."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_kv) * TILE_FIELDS
@@ -496,10 +532,12 @@ def dkdv_kernel(
                         block_start(run, block, BLOCK_COLS, is_masked),
                         interval,
                         factors,
+                        bits_ptr,
                         BLOCK_COLS,
                         DIM,
                         DIM_V,
                         HAS_SOFTCAP,
+                        HAS_BITS,
                         is_masked,
                     )
 

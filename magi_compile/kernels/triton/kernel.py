@@ -89,6 +89,7 @@ class TritonKernel:
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
         q_tiles, q_runs, q_edges, sizes, *_ = plan
+        bits = None if slices is None else slices.bits
         check_sizes(sizes, plan_tiles(problem, self.name))
         config = triton_config(problem)
         total_q, nheads_q, _ = q.shape
@@ -102,6 +103,7 @@ class TritonKernel:
                     q_tiles,
                     q_runs,
                     q_edges,
+                    q_runs if bits is None else bits,
                     total_q,
                     nheads_q,
                     problem.qhead_per_kvhead,
@@ -109,6 +111,7 @@ class TritonKernel:
                     TILE_ROWS=config.q_tile_rows,
                     BLOCK_COLS=config.q_block_cols,
                     **_sizes(problem),
+                    HAS_BITS=bits is not None,
                     **config.forward._asdict(),
                 )
         return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
@@ -124,6 +127,7 @@ class TritonKernel:
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
+        bits = None if slices is None else slices.bits
         check_sizes(sizes, plan_tiles(problem, self.name))
         config = triton_config(problem)
         (dout, dlse), (q, k, v, out, lse) = grads, saved
@@ -143,12 +147,14 @@ class TritonKernel:
                     q_tiles,
                     q_runs,
                     q_edges,
+                    q_runs if bits is None else bits,
                     q.shape[0],
                     problem.nheads_q,
                     *scales,
                     TILE_ROWS=config.q_tile_rows,
                     BLOCK_COLS=config.q_block_cols,
                     **_sizes(problem),
+                    HAS_BITS=bits is not None,
                     **config.dq._asdict(),
                 )
             if dk.numel():
@@ -158,12 +164,14 @@ class TritonKernel:
                     k_tiles,
                     k_runs,
                     k_edges,
+                    k_runs if bits is None else bits,
                     q.shape[0],
                     problem.nheads_kv,
                     *scales,
                     TILE_ROWS=config.k_tile_rows,
                     BLOCK_COLS=config.k_block_cols,
                     **_sizes(problem),
+                    HAS_BITS=bits is not None,
                     **config.dkdv._asdict(),
                 )
         return BackwardOutput(dq, dk, dv)

@@ -98,7 +98,8 @@ class Evaluation:
         self.want_truth(keys, self.value(keys))
         marks = self.once("marks", keys, lambda: Marks.of(self.along_kv(self.value(keys))))
         lo, hi, is_split = marks.narrow(lo, hi)
-        self.check(is_split, messages.are_neighbours(self.program.describe(keys)))
+        words = messages.are_neighbours(self.program.describe(keys))
+        self.check(is_split, words, of_conversion=True)
         return lo, hi
 
     def narrow_to_group(
@@ -116,7 +117,7 @@ class Evaluation:
     def check_group(self, promise: Promise, is_split: Tensor) -> None:
         keys, wanted = promise.holds.args
         words = messages.is_grouped(self.program.describe(keys))
-        self.check(is_split, words, self.tensor(self.value(wanted)))
+        self.check(is_split, words, self.tensor(self.value(wanted)), of_conversion=True)
 
     def expect_order(self, promise: Promise, lo: Tensor, hi: Tensor) -> None:
         """Checks that keys are sorted in `[lo, hi)`, in the rows where it counts."""
@@ -124,7 +125,8 @@ class Evaluation:
         if when is False:
             return
         is_broken = ~self.stretches(keys).is_one(lo, hi) & (lo < hi) & when
-        self.check(is_broken, messages.is_sorted(self.program.describe(keys)))
+        words = messages.is_sorted(self.program.describe(keys))
+        self.check(is_broken, words, of_conversion=True)
 
     def expect(self, promise: Promise) -> None:
         """Checks a promise of a row in the rows where it counts."""
@@ -140,9 +142,16 @@ class Evaluation:
             if not isinstance(holds, Tensor):
                 holds = torch.full((1, 1), holds, device=self.device)
             words = messages.is_true(self.program.describe(promise.holds))
-            self.check(~holds & matters, words)
+            self.check(~holds & matters, words, of_conversion=True)
 
-    def check(self, broken: Tensor, words: messages.Words, values: Tensor | None = None) -> None:
+    def check(
+        self,
+        broken: Tensor,
+        words: messages.Words,
+        values: Tensor | None = None,
+        *,
+        of_conversion: bool = False,
+    ) -> None:
         """Adds a check: `broken` `[1 or batch, rows or keys]` must be False everywhere."""
         if not broken.numel():
             return
@@ -150,7 +159,8 @@ class Evaluation:
         first = flat.to(torch.uint8).argmax()
         row, entry = first % broken.shape[1], first // broken.shape[1]
         sought = () if values is None else (values.expand_as(broken).take(first),)
-        self.checks.append(MaskCheck(~flat.any(), *words, (*sought, row, entry)))
+        check = MaskCheck(~flat.any(), *words, (*sought, row, entry), of_conversion)
+        self.checks.append(check)
 
     # Values
 

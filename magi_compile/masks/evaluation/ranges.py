@@ -53,7 +53,8 @@ def _check(run: Evaluation, mark: Expr) -> MaskCheck:
     low, high = _bounds(run, inner)
     limits = INT32 if mark.op == "int32" else (INT64[0] / 2, INT64[1] / 2)
     words = messages.fits_dtype(run.program.describe(inner), mark.op)
-    return MaskCheck((low >= limits[0]) & (high <= limits[1]), *words)
+    is_within = (low >= limits[0]) & (high <= limits[1])
+    return MaskCheck(is_within, *words, of_conversion=True)
 
 
 def _bounds(run: Evaluation, expr: Expr) -> _Range:

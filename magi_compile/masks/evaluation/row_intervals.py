@@ -19,6 +19,7 @@ from magi_compile.masks.evaluation.integers import MAX_SYMBOL
 from magi_compile.masks.evaluation.ranges import expect_ranges
 from magi_compile.masks.program.expr import Expr
 from magi_compile.masks.program.program import MaskProgram
+from magi_compile.masks.solver.solve import UnsupportedMaskError
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,38 @@ def row_intervals(
     lanes = _disjoint(lanes)
     lo, hi = (torch.stack([x.expand(shape) for x in edges]) for edges in zip(*lanes, strict=True))
     return RowIntervals(lo, hi, seqlen_k, tuple(run.checks))
+
+
+def exact_intervals(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    *,
+    batch: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    device: torch.device,
+) -> RowIntervals | None:
+    """The row intervals of a mask and its data; None where there are none: the mask has no intervals, or the data are not in the
+    order that they need. Waits for the device if that is a GPU.
+
+    Raises:
+        MaskDataError: the data mean nothing: what is looked up is not there, or a divisor is zero.
+    """
+    if program.refusals:
+        return None
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    try:
+        intervals = row_intervals(program, tables, symbols, **sizes, device=device)
+    except UnsupportedMaskError:  # too many, which depends on lengths
+        return None
+    is_exact = True
+    for check in intervals.checks:
+        if check.of_conversion:
+            is_exact = is_exact and bool(check.ok)
+        else:
+            check.raise_if_broken()
+    return intervals if is_exact else None
 
 
 def check_arguments(

@@ -72,7 +72,7 @@ def padded_slices_from_intervals(
     else:
         q_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
         k_ranges, mask_types = torch.zeros_like(q_ranges), q_ranges.new_zeros(capacity)
-    check = MaskCheck(count <= capacity, *messages.fits(capacity), (count,))
+    check = MaskCheck(count <= capacity, *messages.fits(capacity), (count,), of_conversion=True)
     totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
     return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals), check
 

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from magi_compile.masks.program.expr import TRUE, Expr, ExprError, parse, without_marks
+from magi_compile.masks.program.expr import (
+    TRUE,
+    Expr,
+    ExprError,
+    parse,
+    unsupported,
+    without_marks,
+)
 from magi_compile.masks.program.source import functions, parameters
 from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solver.key_sets import MAX_INTERVALS, KeySet, Refusal
@@ -18,6 +25,9 @@ from magi_compile.masks.solver.solve import UnsupportedMaskError, solve
 _UNSAFE_IN_NAME = re.compile(r"[#`;\s]+|,\s*(?=t\d+: )")
 _END_OF_LINE = ";; "
 _TABLE = re.compile(r"t\d+")
+_BY_CODE = (
+    "mask"  # in place of an expression, where there is none: the function of this name says all
+)
 
 
 def _within_64_bits(keys: KeySet) -> KeySet:
@@ -60,19 +70,21 @@ class MaskProgram:
 
     def __str__(self) -> str:
         """For readers: the expression and the names."""
-        return self._headline(without_marks(self.expr))
+        if self.expr.reasons:
+            return self._headline("mask_mod(b, h, q, kv)")
+        return self._headline(str(without_marks(self.expr)))
 
     @property
     def text(self) -> str:
         """All of it, for `parse`."""
-        lines = (self._headline(self.expr), *self.code.splitlines())
-        return _END_OF_LINE.join(lines)
+        expr = _BY_CODE if self.expr.reasons else str(self.expr)
+        return _END_OF_LINE.join((self._headline(expr), *self.code.splitlines()))
 
-    def _headline(self, expr: Expr) -> str:
+    def _headline(self, text: str) -> str:
         if not self.names:
-            return str(expr)
+            return text
         names = ", ".join(f"t{i}: {name}" for i, name in enumerate(self.names))
-        return f"{expr}  # {names}"
+        return f"{text}  # {names}"
 
     @staticmethod
     @lru_cache(maxsize=1024)
@@ -90,7 +102,9 @@ class MaskProgram:
             if label != f"t{len(names)}" or not name:
                 raise ExprError(f"not a list of names: {comment.strip()!r}")
             names.append(name)
-        return MaskProgram(parse(body), tuple(names), "".join(f"{line}\n" for line in lines))
+        is_by_code = body.strip() == _BY_CODE
+        expr = unsupported("it was no expression") if is_by_code else parse(body)
+        return MaskProgram(expr, tuple(names), "".join(f"{line}\n" for line in lines))
 
     @cached_property
     def functions(self) -> Mapping[str, Callable[..., Any]]:
@@ -105,8 +119,22 @@ class MaskProgram:
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether the mask_mod itself is among the functions, for `masks/evaluation/verify.py`."""
+        """Whether the mask_mod itself is among the functions, for `masks/evaluation/verify.py` and `bit_blocks.py`."""
         return "mask" in self.functions
+
+    @property
+    def is_by_head(self) -> bool:
+        """Whether the mask_mod looks at the head."""
+        return "h" in parameters(self.functions["mask"])
+
+    @cached_property
+    def refusals(self) -> tuple[str, ...]:
+        """Every reason why intervals can not express it; empty where they can."""
+        try:
+            _ = self.solved
+        except UnsupportedMaskError as error:
+            return tuple(error.reasons)
+        return ()
 
     @cached_property
     def reads_tensors(self) -> bool:
@@ -114,7 +142,8 @@ class MaskProgram:
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         if used - set(self.columns):
             return True
-        names = (name for function in self.columns.values() for name in parameters(function))
+        read = self.functions.values() if self.expr.reasons else self.columns.values()
+        names = (name for function in read for name in parameters(function))
         return any(_TABLE.fullmatch(name) for name in names)
 
     @cached_property

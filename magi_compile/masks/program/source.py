@@ -11,6 +11,7 @@ A function takes what it depends on: some of b, h, q and kv, captured tensors `t
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from magi_compile import _compat
 from magi_compile.masks.program.expr import VARIABLES
+
+INDICES = ("b", "h", "q", "kv")
 
 # Of torch.isin: memory for each row.
 MAX_SOUGHT = 1024
@@ -141,6 +144,41 @@ def at_points(
         if moving:
             return torch.vmap(of_point)(*(points[name] for name in moving))
         return torch.as_tensor(of_point())
+
+
+def mask_mod_of(function: Callable[..., Any], captures: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function `mask` of a text as a mask_mod: of b, h, q and kv alone."""
+    names = parameters(function)
+
+    def mask_mod(*index: Any) -> Any:
+        values = {**captures, **dict(zip(INDICES, index, strict=True))}
+        return function(*(values[name] for name in names))
+
+    return mask_mod
+
+
+def in_ops() -> contextlib.AbstractContextManager[Any]:
+    """Where a function of a text is called as a mask_mod: inside the implementation of an op."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(_ScalarIndexing())
+    stack.enter_context(_compat.vmap_in_ops())
+    return stack
+
+
+def on_grids(mask_mod: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """What a mask_mod shows of grids of queries and keys: bool `[n, rows, keys]`.
+
+    Args:
+        mask_mod: of b, h, q and kv.
+        b: the batch entry of each grid, `[n]`.
+        h: its head, `[n]`.
+        q: its queries, `[n, rows]`.
+        kv: its keys, `[n, keys]`.
+    """
+    of_row = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
+    of_grid = torch.vmap(of_row, in_dims=(None, None, 0, None))
+    with torch.no_grad():
+        return torch.vmap(of_grid)(b, h, q, kv)
 
 
 def run(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -38,8 +38,9 @@ from magi_compile.masks.program.operators import (
     marked,
 )
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.record import INDICES, MaskMod, record_mask_mod
+from magi_compile.masks.program.record import MaskMod, record_mask_mod
 from magi_compile.masks.program.source import (
+    INDICES,
     SourceError,
     at_points,
     function_text,
@@ -79,14 +80,38 @@ def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Tra
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
     """
+    traced = read_mask_mod(mask_mod, device)
+    _ = traced.program.solved  # raises
+    return traced
+
+
+def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
+    """The same of any mask_mod: `program.refusals` says why it has no key intervals.
+
+    Raises:
+        UnsupportedMaskError: it asks for the value of what it is called with, or what it does can not be followed.
+    """
     recording = record_mask_mod(mask_mod, torch.device(device))
     names = [name or f"t{i}" for i, name in enumerate(recording.names)]
     has_names = any(recording.names)
-    program = trace_graph(recording.graph, recording.captures, names if has_names else ())
+    program = read_graph(recording.graph, recording.captures, names if has_names else ())
     return TracedMask(program, recording.captures, recording.watched)
 
 
 def trace_graph(
+    graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
+) -> MaskProgram:
+    """`read_graph`, of a mask that intervals can express.
+
+    Raises:
+        UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
+    """
+    program = read_graph(graph, captures, names)
+    _ = program.solved  # raises
+    return program
+
+
+def read_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
     """Reads the graph that Dynamo or torch.export made of a mask_mod.
@@ -96,13 +121,11 @@ def trace_graph(
         captures: the captured values, tensors (real or fake) and ints; tensors and ints are numbered separately.
         names: what the user calls the captured tensors.
 
-    Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
+    Returns:
+        The program: `refusals` says why intervals can not express it, `is_verifiable` whether it can be evaluated as it is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
-    program = _Tracer(graph, captures, list(names)).program()
-    _ = program.solved  # raises
-    return program
+    return _Tracer(graph, captures, list(names)).program()
 
 
 @dataclass(frozen=True)
@@ -201,8 +224,20 @@ class _Tracer:
         value = self.of(result)
         expr = self.mask_of(value)
         if expr.reasons:
-            return MaskProgram(expr, self.all_names())
+            text = None
+            if value.node is not None and self.is_mask(value):
+                text = self.text_of("mask", value.node)
+            return MaskProgram(expr, self.all_names(), text or "")
         return self.with_text(expr, value)
+
+    def is_mask(self, value: _Value) -> bool:
+        """Whether a value that expressions can not say is a truth value, the same in each run."""
+        is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
+        needed = [node for node in self.graph.nodes if node.op != "placeholder"]
+        is_sure = not any(
+            is_random(name_of(node.target)) or _changes_what_is_used_again(node) for node in needed
+        )
+        return is_truth and not value.example.shape and is_sure
 
     def of(self, argument: Any) -> _Value:
         return self.values[argument] if isinstance(argument, Node) else _Value(None, argument)

@@ -13,6 +13,7 @@ from triton.runtime import interpreter
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.testing.cases import MASKS, Heads, padded, random_disjoint
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
+from tests.kernels.support.bits import check_bits
 from tests.kernels.support.prior import check_prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
@@ -54,6 +55,10 @@ def test_matches_the_oracle(case):
 
 def test_fp16_without_dlse():
     check(CASES[0], torch.float16, with_dlse=False)
+
+
+def test_bits():
+    check_bits(TritonKernel(), torch.float32, "cpu")
 
 
 def test_merges_with_a_prior():

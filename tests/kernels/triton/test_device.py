@@ -20,16 +20,18 @@ POINTERS = {
     "tiles_ptr": "*i32",
     "runs_ptr": "*i32",
     "edges_ptr": "*i32",
+    "bits_ptr": "*i32",
     "lse_ptr": "*fp32",
     "delta_ptr": "*fp32",
 }
 
 
-def shared_memory(name: str, head_dim: int, arch: tuple[int, int]) -> int:
+def shared_memory(name: str, head_dim: int, arch: tuple[int, int], has_bits: bool) -> int:
     """Bytes of shared memory of a kernel for bf16 inputs with contiguous heads."""
     from magi_compile.kernels.triton import device as triton_device
 
-    problem = AttnProblem("cuda", arch, torch.bfloat16, 8, 2, head_dim, head_dim, 1.0)
+    sizes = (8, 2, head_dim, head_dim)
+    problem = AttnProblem("cuda", arch, torch.bfloat16, *sizes, 1.0, has_bits=has_bits)
     config = triton_config(problem)
     is_k_walk = name == "dkdv"
     constants = {
@@ -40,6 +42,7 @@ def shared_memory(name: str, head_dim: int, arch: tuple[int, int]) -> int:
         "DIM_V": head_dim,
         "PADDED_DIM_V": triton.next_power_of_2(head_dim),
         "HAS_SOFTCAP": False,
+        "HAS_BITS": has_bits,
     }
     kernel = getattr(triton_device, f"{name}_kernel")
     signature: dict[str, Any] = {}
@@ -76,6 +79,7 @@ def shared_memory(name: str, head_dim: int, arch: tuple[int, int]) -> int:
     [((8, 0), 128), ((8, 6), 256), ((9, 0), 256)],  # those that come closest to the limit
     ids=["sm_80-128", "sm_86-256", "sm_90-256"],
 )
-def test_fits_in_shared_memory(arch, head_dim, name, monkeypatch, tmp_path):
+@pytest.mark.parametrize("has_bits", [False, True], ids=["intervals", "bits"])
+def test_fits_in_shared_memory(arch, head_dim, name, has_bits, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert shared_memory(name, head_dim, arch) <= SHARED_MEMORY[arch]
+    assert shared_memory(name, head_dim, arch, has_bits) <= SHARED_MEMORY[arch]

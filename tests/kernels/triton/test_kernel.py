@@ -14,6 +14,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.testing.cases import CASES, MASKS, Heads, padded
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
+from tests.kernels.support.bits import check_bits
 from tests.kernels.support.prior import check_prior
 from tests.triton_interpreter import needs_triton, run_interpreted
 
@@ -43,6 +44,13 @@ def check(case, dtype, device, with_dlse=True):
 @pytest.mark.parametrize("device", [on_gpu])
 def test_matches_the_oracle(case, dtype, device):
     check(case, dtype, device)
+
+
+@pytest.mark.parametrize("heads", [Heads(8, 2, 128, 128), Heads(4, 4, 64, 64)], ids=str)
+@pytest.mark.parametrize("device", [on_gpu])
+def test_bits(heads, device):
+    check_bits(KERNEL, torch.bfloat16, device, heads)
+    check_bits(KERNEL, torch.bfloat16, device, heads, softcap=5.0)
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["as_q", "fp32"])

@@ -141,8 +141,8 @@ def test_unsupported_equals_nothing():
     assert Expr("table", (0, build("add", unknown, KV))).reasons == ("a",)
 
 
-def test_masks_without_data_are_refused_where_intervals_do_not_fit():
-    """What would fail in every run is known before the first one."""
+def test_masks_without_data_have_bits_where_intervals_do_not_fit():
+    """What would fail in every run is known before the first one, and said."""
 
     def scattered(b, h, q, kv):
         return torch.isin(kv, torch.tensor([3, 9, 20])) & (q >= kv)
@@ -150,10 +150,9 @@ def test_masks_without_data_are_refused_where_intervals_do_not_fit():
     def scattered_by_arithmetic(b, h, q, kv):
         return (torch.fmod(kv * kv, 5) == 1) & (q >= kv)
 
-    with pytest.raises(UnsupportedMaskError, match="must be next to each other"):
-        create_block_mask(scattered_by_arithmetic, None, None, S, S, device="cpu")
-    with pytest.raises(magi_compile.MaskDataError, match="must be next to each other"):
-        create_block_mask(scattered, None, None, S, S, device="cpu")
+    for mask_mod in (scattered, scattered_by_arithmetic):
+        ours = create_block_mask(mask_mod, None, None, S, S, device="cpu")
+        assert torch.equal(ours.kv_num_blocks, torch.ones(1, 1, 1, dtype=torch.int32))
     x = torch.randn(1, 1, S, 16)
     mask = BlockMask.from_kv_blocks(
         torch.ones(1, 1, 1, dtype=torch.int32),
@@ -163,9 +162,14 @@ def test_masks_without_data_are_refused_where_intervals_do_not_fit():
     )
     compiled = torch.compile(flex_attention, backend=make_backend("eager"), fullgraph=True)
     with torch.no_grad():
-        compiled(x, x, x, block_mask=mask)
-    (decision,) = magi_compile.lowering_report().refused[-1:]
-    assert "must be next to each other" in decision.reasons[0]
+        ours = compiled(x, x, x, block_mask=mask)
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        x, x, x, dense_mask(scattered_by_arithmetic, 1, S, S)
+    )
+    torch.testing.assert_close(ours, dense.nan_to_num(), atol=2e-5, rtol=2e-4)
+    (decision,) = magi_compile.lowering_report().lowered[-1:]
+    assert "by bit blocks: the keys with" in decision.notes[0]
+    assert "must be next to each other" in decision.notes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -245,7 +249,7 @@ def test_a_wrong_conversion_is_found_in_eager_code(monkeypatch):
     from magi_compile.masks.program import trace
 
     monkeypatch.setattr(
-        block_mask, "trace_mask_mod", lambda *_: trace.TracedMask(wrong_program(), [], [])
+        block_mask, "read_mask_mod", lambda *_: trace.TracedMask(wrong_program(), [], [])
     )
     with pytest.raises(
         magi_compile.MaskDataError, match=r"`q > kv` exactly.*b = 0, q = (\d+), kv = \1 "

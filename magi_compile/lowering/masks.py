@@ -1,0 +1,255 @@
+"""Which way the mask of a FlexAttention call takes, and why: by intervals or by bit blocks.
+
+A mask has intervals, from which slices follow (`magi::mask_slices`), or it has none, and its mask_mod is evaluated for all
+queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide in each run.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from magi_compile import _compat
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.flex_call import FlexCall
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.masks import (
+    MaskProgram,
+    RowIntervals,
+    UnsupportedMaskError,
+    padded_slices_from_intervals,
+    row_intervals,
+)
+from magi_compile.masks.evaluation.bit_blocks import Grid, Heads
+from magi_compile.masks.program.trace import read_graph
+from magi_compile.masks.slices import MAX_SEQLEN
+from magi_compile.masks.solver.solve import refuse_broken
+
+ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
+MIN_CAPACITY = 256
+# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
+MIN_PIECE = 256
+MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
+NOT_MEASURED = (
+    "bit blocks are not measured on a GPU yet: there they run where a kernel that has them is asked for, by "
+    "options={'magi.kernel': 'triton'}"
+)
+FEW_PIECES = 4  # of which all keys consist: then there is little to walk
+
+
+def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
+    """How many keys a batch entry has, and the captured ints of the mask; None where a graph is to serve several."""
+    seqlen_k, symbols = value_of(call.k).shape[2], [value_of(x) for x in call.mask_symbols]
+    are_known = all(isinstance(symbol, int) for symbol in symbols)
+    return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
+
+
+def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
+    """What speaks against the intervals of a mask that repeats along the keys, where there is an alternative.
+
+    Raises:
+        UnsupportedMaskError: a row sees more intervals than are representable.
+    """
+    seqlen_k, symbols = sizes_of(call)
+    count, piece = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_piece))
+    if piece is None or piece >= MIN_PIECE:
+        return []
+    if piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
+        return []
+    return [
+        f"a row sees up to {count} key intervals, one in each piece of {piece} keys; with pieces of fewer than {MIN_PIECE} "
+        "keys FlexAttention is faster"
+    ]
+
+
+def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
+    """What a mask that depends on no tensor shows in every run; None for others, and while lengths are not known."""
+    seqlen_k, symbols = sizes_of(call)
+    batch, _, seqlen_q, _ = value_of(call.q).shape
+    is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
+    if program.reads_tensors or not is_known or seqlen_k is None or symbols is None:
+        return None
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    with _compat.without_fake_tensors():
+        return row_intervals(program, (), symbols, **sizes, device="cpu")
+
+
+def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
+    """Finds out now what a mask of computed tables that depends on no tensor would find in every run.
+
+    Raises:
+        UnsupportedMaskError: the order of these tables is not what intervals need.
+    """
+    if program.reads_tensors or not program.columns:
+        return
+    intervals = intervals_without_data(call, program)
+    if intervals is None:
+        raise UnsupportedMaskError(
+            [
+                "the mask_mod computes tables whose lengths are dynamic in the graph; mark these lengths as static, or "
+                "compute the tables outside the mask_mod"
+            ]
+        )
+    with _compat.without_fake_tensors():
+        refuse_broken(intervals.checks)
+
+
+def least_capacity(call: FlexCall, program: MaskProgram) -> int:
+    """How many slices a mask that depends on no tensor has, on average over batch entries; 0 where that is not known yet."""
+    intervals = intervals_without_data(call, program)
+    if intervals is None or not intervals.batch:
+        return 0
+    with _compat.without_fake_tensors():
+        _, fits = padded_slices_from_intervals(intervals, 1)
+        return -(-int(fits.values[0]) // intervals.batch)
+
+
+def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
+    """Why intervals are no way for the mask of `call`; empty where they are one."""
+    if _compat.PERMUTED_TOKENS in map(_compat.source_name, call.mask_tables):
+        return (
+            "the mask is of tokens that a load balancer of PyTorch's context parallelism has permuted; spread them with "
+            "magi_compile.dtensor.context_parallel, or pass the balancer to magi_compile.dtensor.plan(..., permutation=...)",
+        )
+    if program.refusals:
+        return program.refusals
+    if program.is_always_true and call.block_lists:
+        return (
+            "the mask_mod shows everything, so the block lists decide, and they are inputs of the graph; "
+            "make the BlockMask inside the compiled function, or convert it with "
+            "magi_compile.masks.slices_from_block_mask",
+        )
+    try:
+        reasons = piece_reasons(call, program)
+        refuse_without_data(call, program)
+    except UnsupportedMaskError as error:
+        return tuple(error.reasons)
+    return tuple(reasons)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Which way a mask takes.
+
+    Attributes:
+        program: the mask.
+        reasons: why it takes that of bit blocks; empty where it takes that of intervals.
+        heads: of q and of keys, whose masks differ; 1 and 1 where all heads have the same mask.
+        decides: whether the data of each run decide between both.
+        obstacles: why it can not take that of bit blocks, if it has to.
+    """
+
+    program: MaskProgram
+    reasons: tuple[str, ...]
+    heads: tuple[int, int]
+    decides: bool
+    obstacles: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, call: FlexCall, options: LoweringOptions) -> Way:
+        """The way of the mask of `call`."""
+        names = [_compat.source_name(table) for table in call.mask_tables]
+        captures = [value_of(buffer) for buffer in call.mask_buffers]
+        program = read_graph(call.mask_mod, captures, names)
+        reasons = reasons_for_bits(call, program)
+        heads = (1, 1)
+        if reasons and program.is_verifiable and _is_by_head(call, program):
+            heads = (int(value_of(call.q).shape[1]), int(value_of(call.k).shape[1]))
+        # An op on a GPU would wait for the data.
+        is_on_cpu = value_of(call.q).device.type == "cpu"
+        varies = program.reads_tensors or bool(program.columns) or program.num_symbols > 0
+        decides = not reasons and varies and is_on_cpu and program.is_verifiable
+        obstacles: tuple[str, ...] = ()
+        if reasons and not is_on_cpu:
+            obstacles = _room_reasons(call, heads) if options.kernel else (NOT_MEASURED,)
+        return cls(program, reasons, heads, decides, obstacles)
+
+    @property
+    def may_have_bits(self) -> bool:
+        """Whether it takes the way of bit blocks, if a kernel does."""
+        return bool(self.reasons) and self.program.is_verifiable and not self.obstacles
+
+    @property
+    def is_by_head(self) -> bool:
+        return self.heads != (1, 1)
+
+    def problem(self, problem: AttnProblem) -> AttnProblem:
+        """What attention with bit blocks asks of a kernel: heads with masks of their own are rows of one head."""
+        nheads_q, nheads_kv = (1, 1) if self.is_by_head else (problem.nheads_q, problem.nheads_kv)
+        return replace(problem, nheads_q=nheads_q, nheads_kv=nheads_kv, has_bits=True)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For readers: which way it takes, if not that of intervals alone, and why."""
+        if self.decides:
+            return ("by intervals, or by bit blocks in runs whose data intervals can not express",)
+        return tuple(f"by bit blocks: {reason}" for reason in self.reasons)
+
+
+def _room_reasons(call: FlexCall, heads: tuple[int, int]) -> tuple[str, ...]:
+    """What speaks against room for the bits of all blocks: how many need some is not known before the data are."""
+    (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
+    sizes = (batch, seqlen_q, seqlen_k)
+    if not all(isinstance(size, int) for size in sizes):
+        return ("the lengths are dynamic in the graph, from which the room for bit blocks follows",)
+    count = Grid(batch, Heads(*heads), seqlen_q, seqlen_k).num_blocks
+    if count <= MAX_BIT_BLOCKS:
+        return ()
+    return (f"there would be room for {count} bit blocks; at most {MAX_BIT_BLOCKS} are kept",)
+
+
+def _is_by_head(call: FlexCall, program: MaskProgram) -> bool:
+    if program.is_always_true:  # so that block lists decide
+        return value_of(call.block_lists[0]).shape[1] > 1
+    return program.is_by_head
+
+
+@dataclass
+class Mask:
+    """The nodes of a mask that calls of one graph share: of its slices, three, or four with bit blocks."""
+
+    slices: tuple[Node, ...]
+    plans: dict[Any, Node] = field(default_factory=dict)
+
+
+def emit_mask(emit: Emitter, call: FlexCall, way: Way, options: LoweringOptions) -> Mask:
+    """Derives the slices of the mask, for the packed rows of all batch entries."""
+    has_bits = bool(way.reasons) or way.decides
+    op = torch.ops.magi.mask_bits.default if has_bits else torch.ops.magi.mask_slices.default
+    slices = emit.call(
+        op,
+        call.mask_tables,
+        call.mask_symbols,
+        way.program.text,
+        emit.size(call.q, 0),
+        emit.size(call.q, 2),
+        emit.size(call.k, 2),
+        0 if way.reasons else _capacity(emit, call, way.program, options),
+        value_of(call.q).device,
+        list(call.block_lists),
+        call.block_size if call.block_lists else [],
+        options.verify,
+        *([list(way.heads)] if has_bits else []),
+    )
+    return Mask(tuple(emit.call(operator.getitem, slices, i) for i in range(3 + has_bits)))
+
+
+def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions) -> Any:
+    """Room for the slices of intervals."""
+    batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
+    if options.slice_capacity is not None:
+        capacity: Any = options.slice_capacity
+    else:
+        rows = emit.arithmetic(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
+        capacity = emit.arithmetic(operator.add, rows, MIN_CAPACITY)
+        capacity = emit.arithmetic(
+            operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
+        )
+        if isinstance(capacity, int):
+            capacity = max(capacity, least_capacity(call, program))
+    return emit.arithmetic(operator.mul, capacity, batch)

@@ -1,0 +1,281 @@
+"""Any mask as slices with bit blocks: the mask_mod itself, evaluated block by block.
+
+A block of 128 queries and 128 keys in which everything is visible is a slice without bits, one in which nothing is, an empty
+slice; all others have bits. Of everything there is one for each block, so shapes depend on shapes alone, and on a GPU nothing
+waits. Memory grows with the number of blocks and with the bits of those that need them; at no time with the score matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import MaskCheck, MaskDataError, require
+from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
+from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists
+from magi_compile.masks.evaluation.to_slices import packed_totals
+from magi_compile.masks.program.source import on_grids
+from magi_compile.masks.slices import AttnSlices
+
+MAX_BLOCKS, MAX_BLOCKS_ON_GPU = 256, 1024  # evaluated at a time: 4M and 16M pairs
+
+MaskMod = Callable[..., Tensor]
+
+
+_OF_DATA = ("out of bounds", "out of range", "ZeroDivisionError")  # what PyTorch says of it
+
+
+class Heads(NamedTuple):
+    """Whose masks they are: those of `q` heads, each of which is a batch entry of its own then, and reads one of `kv` heads; 1 and 1
+    where all heads have the same mask."""
+
+    q: int = 1
+    kv: int = 1
+
+
+class Grid(NamedTuple):
+    """The blocks of all masks, in the order of batch entry, head, queries and keys."""
+
+    batch: int
+    heads: Heads
+    seqlen_q: int
+    seqlen_k: int
+
+    @property
+    def blocks_q(self) -> int:
+        return -(-self.seqlen_q // BLOCK)
+
+    @property
+    def blocks_k(self) -> int:
+        return -(-self.seqlen_k // BLOCK)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.batch * self.heads.q * self.blocks_q * self.blocks_k
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many rows and keys the slices span."""
+        rows, keys = self.batch * self.heads.q, self.batch * self.heads.kv
+        return (
+            packed_totals(rows, self.seqlen_q, self.seqlen_k)[0],
+            packed_totals(keys, self.seqlen_q, self.seqlen_k)[1],
+        )
+
+    def place(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Batch entry, head, first query and first key of blocks."""
+        line, key = number // self.blocks_k, number % self.blocks_k
+        entry, row = line // self.blocks_q, line % self.blocks_q
+        return entry // self.heads.q, entry % self.heads.q, row * BLOCK, key * BLOCK
+
+
+class Listed(NamedTuple):
+    """Which blocks of a BlockMask are listed.
+
+    Attributes:
+        partial: bool `[batch or 1, nheads or 1, q blocks, kv blocks]`, those that may be visible.
+        full: the same of those in which everything is.
+        rows: queries of a block.
+        keys: keys of a block.
+        decide: whether the lists say what is visible, beside a mask_mod that shows everything; else they have to agree with it.
+    """
+
+    partial: Tensor
+    full: Tensor
+    rows: int
+    keys: int
+    decide: bool
+
+    @classmethod
+    def of(cls, lists: BlockLists, rows: int, keys: int, grid: Grid, *, decide: bool) -> Listed:
+        """Raises MaskDataError where a block is listed that the mask does not have."""
+        num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
+        require(lists.index_checks(num_q, num_k))
+        return cls(*lists.grids(num_q, num_k), rows, keys, decide)
+
+    @property
+    def differ_by_head(self) -> bool:
+        """Whether lists differ between heads. Waits for the device if that is a GPU."""
+        return any(bool((x != x[:, :1]).any()) for x in (self.partial, self.full))
+
+    def of_pairs(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""
+        b, h = (
+            x.clamp(max=size - 1)[:, None, None]
+            for x, size in zip((b, h), self.partial.shape, strict=False)
+        )
+        row, key = q[:, :, None] // self.rows, kv[:, None, :] // self.keys
+        return self.partial[b, h, row, key], self.full[b, h, row, key]
+
+
+def slices_with_bits(
+    mask_mod: MaskMod, grid: Grid, listed: Listed | None, device: torch.device
+) -> AttnSlices:
+    """The slices of a mask: row q of the n-th (batch entry, head) is row `n * seqlen_q + q`, keys likewise with the heads of keys.
+
+    There are `grid.num_blocks` of them, and one bit block more than that. The memory of blocks without bits is never touched:
+    on a CPU it costs addresses alone.
+
+    Args:
+        mask_mod: what it shows of a batch entry, head, query and key.
+        grid: which there are.
+        listed: the block lists that decide beside it, as FlexAttention reads them; None where there are none.
+        device: where to compute.
+
+    Raises:
+        MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; the block lists contradict
+            it. On a GPU, later.
+    """
+    count = grid.num_blocks
+    bits = torch.empty(count + 1, BLOCK, WORDS, dtype=torch.int32, device=device)
+    mask_types = torch.zeros(count, dtype=torch.int32, device=device)
+    is_empty = torch.ones(count, dtype=torch.bool, device=device)
+    num_bits = torch.zeros((), dtype=torch.int64, device=device)
+    disputes = [_Dispute.none(words, device) for words in (HOLDS_ALL, IS_FULL)]
+    for numbers in _candidates(grid, listed, device):
+        pairs = _Pairs.of(grid, numbers)
+        shown, is_inside = _evaluate(mask_mod, pairs), pairs.is_inside
+        if listed is not None:
+            in_partial, in_full = listed.of_pairs(*pairs[:4])
+            if listed.decide:
+                shown = (in_partial | in_full) & is_inside
+            is_wrong = shown & ~(in_partial | in_full), in_full & is_inside & ~shown
+            disputes = [
+                dispute.with_more(broken, pairs, listed)
+                for dispute, broken in zip(disputes, is_wrong, strict=True)
+            ]
+        num_shown = shown.sum((1, 2), dtype=torch.int32)
+        has_bits = (num_shown > 0) & (num_shown < is_inside.sum((1, 2), dtype=torch.int32))
+        place = num_bits + has_bits.cumsum(0) - 1
+        bits[torch.where(has_bits, place, count)] = pack(shown)
+        mask_types[numbers] = torch.where(has_bits, FIRST_BITS + place, 0).to(torch.int32)
+        is_empty[numbers] = num_shown == 0
+        num_bits = num_bits + has_bits.sum()
+    if listed is not None:
+        require([dispute.check for dispute in disputes])
+    q_ranges, k_ranges = (torch.where(is_empty[:, None], 0, x) for x in _ranges(grid, device))
+    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *grid.totals, bits)
+
+
+def without_padding(slices: AttnSlices) -> AttnSlices:
+    """`slices_with_bits` in no more memory than they need. Waits for the device if that is a GPU."""
+    slices = slices.compact()
+    assert slices.bits is not None
+    count = int((slices.mask_types >= FIRST_BITS).sum())
+    bits = slices.bits[:count].clone()
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    return AttnSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k, bits)
+
+
+def visible_blocks(
+    mask_mod: MaskMod, grid: Grid, rows: int, keys: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are: bool
+    `[batch, nheads, q blocks, kv blocks]`. Blocks at the end may be smaller."""
+    num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
+    shape = (grid.batch, grid.heads.q, num_q, num_k)
+    counts = torch.zeros(shape, dtype=torch.int64, device=device)
+    for numbers in _candidates(grid, None, device):
+        shown = _evaluate(mask_mod, _Pairs.of(grid, numbers))
+        which, q, kv = shown.nonzero().unbind(1)
+        b, h, row, key = (x[which] for x in grid.place(numbers))
+        place = (b, h, (row + q) // rows, (key + kv) // keys)
+        counts.index_put_(place, torch.ones_like(which), accumulate=True)
+    height, width = (
+        (size - torch.arange(num, device=device) * step).clamp(max=step)
+        for size, num, step in ((grid.seqlen_q, num_q, rows), (grid.seqlen_k, num_k, keys))
+    )
+    return counts > 0, counts == height[:, None] * width
+
+
+def _candidates(grid: Grid, listed: Listed | None, device: torch.device) -> Iterator[Tensor]:
+    """The blocks in which something may be visible, some at a time."""
+    numbers = torch.arange(grid.num_blocks, device=device)
+    if listed is not None and listed.decide and device.type == "cpu":
+        numbers = numbers[_are_listed(grid, listed)]
+    return filter(len, numbers.split(MAX_BLOCKS if device.type == "cpu" else MAX_BLOCKS_ON_GPU))
+
+
+def _are_listed(grid: Grid, listed: Listed) -> Tensor:
+    """Which blocks have a part in any list, bool `[num_blocks]`."""
+    is_listed = (listed.partial | listed.full)[:, : grid.heads.q]
+    is_listed = is_listed.expand(grid.batch, grid.heads.q, -1, -1)
+    is_candidate = torch.zeros(grid.num_blocks, dtype=torch.bool)
+    b, h, q, kv = is_listed.nonzero().unbind(1)
+    for row in range(-(-listed.rows // BLOCK) + 1):
+        for key in range(-(-listed.keys // BLOCK) + 1):
+            q_block = (q * listed.rows // BLOCK + row).clamp(max=grid.blocks_q - 1)
+            k_block = (kv * listed.keys // BLOCK + key).clamp(max=grid.blocks_k - 1)
+            line = (b * grid.heads.q + h) * grid.blocks_q + q_block
+            is_candidate[line * grid.blocks_k + k_block] = True
+    return is_candidate
+
+
+class _Pairs(NamedTuple):
+    """The pairs of some blocks: batch entry and head `[n]`, queries and keys `[n, BLOCK]`, and which pairs exist."""
+
+    b: Tensor
+    h: Tensor
+    q: Tensor
+    kv: Tensor
+    is_inside: Tensor
+
+    @classmethod
+    def of(cls, grid: Grid, numbers: Tensor) -> _Pairs:
+        b, h, row, key = grid.place(numbers)
+        step = torch.arange(BLOCK, device=numbers.device)
+        q, kv = row[:, None] + step, key[:, None] + step
+        is_inside = (q < grid.seqlen_q)[:, :, None] & (kv < grid.seqlen_k)[:, None, :]
+        q, kv = q.clamp(max=grid.seqlen_q - 1), kv.clamp(max=grid.seqlen_k - 1)
+        return cls(b, h, q, kv, is_inside)
+
+
+def _evaluate(mask_mod: MaskMod, pairs: _Pairs) -> Tensor:
+    """What is visible, bool `[n, BLOCK, BLOCK]`."""
+    try:
+        return on_grids(mask_mod, *pairs[:4]) & pairs.is_inside
+    except (IndexError, RuntimeError) as error:
+        if not any(words in str(error) for words in _OF_DATA):
+            raise
+        message = "the mask_mod must have a value for each query and key, but it raises"
+        raise MaskDataError(f"{message} {error}") from error
+
+
+class _Dispute(NamedTuple):
+    """The first pair about which block lists and a mask_mod differ."""
+
+    words: tuple[str, str]
+    is_there: Tensor
+    place: tuple[Tensor, Tensor, Tensor]  # kv block, q block and batch entry
+
+    @classmethod
+    def none(cls, words: tuple[str, str], device: torch.device) -> _Dispute:
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return cls(words, zero.bool(), (zero, zero, zero))
+
+    def with_more(self, broken: Tensor, pairs: _Pairs, listed: Listed) -> _Dispute:
+        """This one, or else the first pair of `broken [n, BLOCK, BLOCK]`."""
+        first = broken.flatten().to(torch.uint8).argmax()
+        n, row, key = first // BLOCK**2, first // BLOCK % BLOCK, first % BLOCK
+        found = (pairs.kv[n, key] // listed.keys, pairs.q[n, row] // listed.rows, pairs.b[n])
+        place = [torch.where(self.is_there, x, y) for x, y in zip(self.place, found, strict=True)]
+        return _Dispute(self.words, self.is_there | broken.any(), (place[0], place[1], place[2]))
+
+    @property
+    def check(self) -> MaskCheck:
+        return MaskCheck(~self.is_there, *self.words, self.place)
+
+
+def _ranges(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The rows and keys of all blocks, int32 `[num_blocks, 2]` each."""
+    b, h, row, key = grid.place(torch.arange(grid.num_blocks, device=device))
+    heads = grid.heads
+    entry_q, entry_k = b * heads.q + h, b * heads.kv + h // (heads.q // heads.kv)
+    ranges = []
+    for entry, first, seqlen in ((entry_q, row, grid.seqlen_q), (entry_k, key, grid.seqlen_k)):
+        end = (first + BLOCK).clamp(max=seqlen)
+        ranges.append((torch.stack([first, end], -1) + (entry * seqlen)[:, None]).to(torch.int32))
+    return ranges[0], ranges[1]

@@ -1,0 +1,110 @@
+"""Bit blocks say what the mask_mod says, whatever it is, and take no more memory than blocks with bits have."""
+
+import random
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_mask
+
+from magi_compile._checks import MaskDataError
+from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack, unpack
+from magi_compile.masks.block_lists import BlockLists
+from magi_compile.masks.evaluation.bit_blocks import (
+    Grid,
+    Heads,
+    Listed,
+    slices_with_bits,
+    visible_blocks,
+    without_padding,
+)
+
+CPU = torch.device("cpu")
+NUMBERS = torch.randint(0, 4, (2, 4, 300), generator=torch.Generator().manual_seed(0))
+
+
+def mixed(b, h, q, kv):
+    """Some blocks full, some empty, some neither, others for each entry and head."""
+    same = NUMBERS[b, h, q] == NUMBERS[b, h, kv]
+    return (same & (q >= kv) & (kv < 256)) | ((kv < 128) & (q > 120))
+
+
+def test_packing():
+    shown = torch.rand(3, BLOCK, BLOCK) < 0.5
+    bits = pack(shown)
+    assert bits.shape == (3, BLOCK, WORDS)
+    assert torch.equal(unpack(bits), shown)
+    word, row = 2, 7
+    wanted = sum(int(shown[1, row, 32 * word + j]) << j for j in range(32))
+    assert int(bits[1, row, word]) & 0xFFFFFFFF == wanted
+
+
+@pytest.mark.parametrize("sizes", [(300, 260), (1, 300), (128, 128), (129, 1)], ids=str)
+def test_slices_are_the_mask(sizes):
+    """Of every batch entry and head; two heads of q read one of k."""
+    seqlen_q, seqlen_k = sizes
+    slices = slices_with_bits(mixed, Grid(2, Heads(4, 2), *sizes), None, CPU)
+    wanted = create_mask(mixed, 2, 4, *sizes, device="cpu")
+    dense = slices.to_dense().view(2, 4, seqlen_q, 2, 2, seqlen_k)
+    for b in range(2):
+        for h in range(4):
+            assert torch.equal(dense[b, h, :, b, h // 2], wanted[b, h])
+    assert slices.area() == int(wanted.sum())
+    fewer = without_padding(slices)
+    assert torch.equal(fewer.to_dense(), slices.to_dense())
+    assert fewer.bits.shape[0] == int((slices.mask_types >= FIRST_BITS).sum())
+
+
+def test_random_lists_decide():
+    generator = random.Random(0)
+    for _ in range(20):
+        rows, keys = generator.choice([16, 48, 100, 128, 200]), generator.choice([32, 80, 256])
+        seqlen_q, seqlen_k = generator.randint(1, 400), generator.randint(1, 400)
+        shape = (2, generator.choice([1, 2]), -(-seqlen_q // rows), -(-seqlen_k // keys))
+        is_listed, is_full = torch.rand(shape) < 0.4, torch.rand(shape) < 0.5
+        kinds = [is_listed & ~is_full, is_listed & is_full]
+        lists = [
+            x
+            for kind in kinds
+            for x in (kind.sum(-1).int(), kind.int().argsort(dim=-1, descending=True).int())
+        ]
+        grid = Grid(2, Heads(2, 2), seqlen_q, seqlen_k)
+        listed = Listed.of(BlockLists(*lists), rows, keys, grid, decide=True)
+        slices = slices_with_bits(lambda b, h, q, kv: q >= 0, grid, listed, CPU)
+        wanted = is_listed.repeat_interleave(rows, 2).repeat_interleave(keys, 3)
+        wanted = wanted.expand(-1, 2, -1, -1)[:, :, :seqlen_q, :seqlen_k].flatten(0, 1)
+        dense = slices.to_dense().view(4, seqlen_q, 4, seqlen_k)
+        assert all(torch.equal(dense[i, :, i], wanted[i]) for i in range(4))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (48, 80)], ids=str)
+def test_visible_blocks(block):
+    rows, keys = block
+    seen, full = visible_blocks(mixed, Grid(2, Heads(4), 300, 260), rows, keys, CPU)
+    dense = create_mask(mixed, 2, 4, 300, 260, device="cpu")
+    for i in range(seen.shape[2]):
+        for j in range(seen.shape[3]):
+            part = dense[:, :, rows * i : rows * (i + 1), keys * j : keys * (j + 1)].flatten(2)
+            assert torch.equal(seen[:, :, i, j], part.any(2))
+            assert torch.equal(full[:, :, i, j], part.all(2))
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "found"),
+    [
+        (lambda b, h, q, kv: NUMBERS[0, 0, q + kv] == 0, "index 300 is out of bounds"),
+        (lambda b, h, q, kv: q // (kv - 5) > 0, "ZeroDivisionError"),
+    ],
+    ids=["index", "divisor"],
+)
+def test_data_that_mean_nothing(mask_mod, found):
+    message = f"the mask_mod must have a value for each query and key, but it raises .*{found}"
+    with pytest.raises(MaskDataError, match=message):
+        slices_with_bits(mask_mod, Grid(1, Heads(), 200, 200), None, CPU)
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="must match the size") as error:
+        slices_with_bits(
+            lambda b, h, q, kv: torch.ones(2) == torch.ones(3), Grid(1, Heads(), 4, 4), None, CPU
+        )
+    assert not isinstance(error.value, MaskDataError)
