@@ -24,6 +24,11 @@ KERNELS: dict[str, str] = {
 # measured yet beside Triton's kernel.
 ONLY_IF_FORCED = frozenset({"reference", "cuda_padded"})
 
+NOT_MEASURED = (
+    "bit blocks are not measured on a GPU yet: there they run where a kernel that has them is asked for, by "
+    "options={'magi.kernel': 'triton'}"
+)
+
 
 def select(problem: AttnProblem, force: str | None = None) -> Kernel:
     """The kernel that runs `problem`.
@@ -39,6 +44,8 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
         ValueError: if `force` names no kernel.
         NotImplementedError: if every considered kernel refuses; the message lists all reasons.
     """
+    if force is None and problem.has_bits and problem.device_type == "cuda":
+        raise NotImplementedError(NOT_MEASURED)
     if force is None:
         considered = [name for name in KERNELS if name not in ONLY_IF_FORCED]
     elif force in KERNELS:

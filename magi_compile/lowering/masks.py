@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.select import NOT_MEASURED
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall
 from magi_compile.lowering.options import LoweringOptions
@@ -35,10 +36,6 @@ MIN_CAPACITY = 256
 # Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
 MIN_PIECE = 256
 MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
-NOT_MEASURED = (
-    "bit blocks are not measured on a GPU yet: there they run where a kernel that has them is asked for, by "
-    "options={'magi.kernel': 'triton'}"
-)
 FEW_PIECES = 4  # of which all keys consist: then there is little to walk
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ class Picky:
 
     def refusals(self, problem):
         return ["needs a Tuesday", "needs a full moon"]
+
+
+class AcceptsAll:
+    name = "accepts_all"
+
+    def refusals(self, problem):
+        return []
 
 
 @pytest.fixture
@@ -62,6 +70,20 @@ def test_the_oracle_runs_only_if_forced(registry):
     with pytest.raises(NotImplementedError, match="picky: needs a Tuesday"):
         select(PROBLEM)
     assert select(PROBLEM, force="reference").name == "reference"
+
+
+def test_bit_blocks_on_a_gpu_run_only_if_forced(registry):
+    """Kernels that nobody has measured there."""
+    registry(
+        triton="tests.kernels.test_select:AcceptsAll", cpu="tests.kernels.test_select:AcceptsAll"
+    )
+    problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), has_bits=True)
+    with pytest.raises(NotImplementedError, match="bit blocks are not measured on a GPU yet"):
+        select(problem)
+    assert select(problem, "triton") is load("triton")
+    assert select(replace(PROBLEM, has_bits=True)) is load(
+        "triton"
+    )  # what the registry holds first
 
 
 def test_all_reasons_are_listed(registry):
