@@ -68,6 +68,17 @@ def test_documents_do_not_see_each_other(name, pack):
         torch.testing.assert_close(logits, each_alone(model, batch), atol=1e-4, rtol=1e-4)
 
 
+def test_a_mask_that_intervals_can_not_express():
+    generator = torch.Generator().manual_seed(0)
+    table = torch.rand(SEQLEN, SEQLEN, generator=generator) < 0.5
+    mask = door.magi_mask(2, SEQLEN, SEQLEN, mask_function=lambda b, h, q, kv: table[q, kv])
+    with torch.no_grad():
+        ours = make_model("llama")(input_ids=tokens(), attention_mask=mask).logits
+        added = torch.where(table, 0.0, -torch.inf).expand(2, 1, SEQLEN, SEQLEN)
+        theirs = make_model("llama", "eager")(input_ids=tokens(), attention_mask=added).logits
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
 def test_documents_of_an_encoder():
     """An encoder's masks never have documents in transformers; lists bring them."""
     model, batch = make_model("modernbert"), tokens(batch=1)

@@ -74,17 +74,6 @@ def test_a_mask_without_a_function():
         door.magi_mask(1, 30, 30)
 
 
-def test_a_mask_that_intervals_can_not_express():
-    table = torch.rand(SEQLEN, SEQLEN) < 0.5
-
-    def scattered(b, h, q, kv):
-        return table[q, kv]
-
-    mask = door.magi_mask(2, SEQLEN, SEQLEN, mask_function=scattered)
-    with pytest.raises(NotImplementedError, match="not representable"):
-        make_model("llama")(input_ids=tokens(), attention_mask=mask)
-
-
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_other_compilers(fullgraph):
     forward = torch.compile(make_model("llama"), backend="aot_eager", fullgraph=fullgraph)
