@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import magi_compile
-from magi_compile.masks import UnsupportedMaskError, row_intervals, trace_mask_mod
+from magi_compile.masks import (
+    UnsupportedMaskError,
+    row_intervals,
+    slices_from_block_mask,
+    trace_mask_mod,
+)
+from magi_compile.masks.block_mask import one_block_mask
 from tests.masks.support.helpers import dense_mask
 
 S = 37
@@ -83,10 +89,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+def test_no_way_for_intervals(name):
     mask_mod, reason = REFUSED[name]
     with pytest.raises(UnsupportedMaskError, match=reason):
-        magi_compile.create_block_mask(mask_mod, None, None, S, S, device="cpu")
+        slices_from_block_mask(one_block_mask(mask_mod, 1, S, S, "cpu"))
 
 
 def test_a_mask_mod_of_other_arguments():
