@@ -234,14 +234,18 @@ class _Pairs(NamedTuple):
 
 
 def _evaluate(mask_mod: MaskMod, pairs: _Pairs) -> Tensor:
-    """What is visible, bool `[n, BLOCK, BLOCK]`."""
+    """What is visible, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as FlexAttention's
+    kernels read it."""
     try:
-        return on_grids(mask_mod, *pairs[:4]) & pairs.is_inside
+        given = on_grids(mask_mod, *pairs[:4])
     except (IndexError, RuntimeError) as error:
         if not any(words in str(error) for words in _OF_DATA):
             raise
         message = "the mask_mod must have a value for each query and key, but it raises"
         raise MaskDataError(f"{message} {error}") from error
+    if not isinstance(given, Tensor):
+        raise TypeError(f"`mask_mod` must return a bool tensor, got a {type(given).__name__}")
+    return (given != 0) & pairs.is_inside
 
 
 class _Dispute(NamedTuple):

@@ -108,3 +108,17 @@ def test_other_errors_stay_what_they_are():
             lambda b, h, q, kv: torch.ones(2) == torch.ones(3), Grid(1, Heads(), 4, 4), None, CPU
         )
     assert not isinstance(error.value, MaskDataError)
+
+
+def test_numbers_are_true_where_they_are_not_0():
+    """As FlexAttention's kernels read them: 2 shows as much as 1."""
+    grid = Grid(1, Heads(), 200, 200)
+    numbers = slices_with_bits(lambda b, h, q, kv: (q + kv) % 4 & 2, grid, None, CPU)
+    wanted = slices_with_bits(lambda b, h, q, kv: ((q + kv) % 4 & 2) != 0, grid, None, CPU)
+    assert torch.equal(numbers.to_dense(), wanted.to_dense())
+    assert 0 < int(wanted.to_dense().sum()) < 200 * 200
+
+
+def test_a_mask_mod_that_returns_no_tensor():
+    with pytest.raises(TypeError, match="`mask_mod` must return a bool tensor, got a tuple"):
+        slices_with_bits(lambda b, h, q, kv: (q > 3, kv > 3), Grid(1, Heads(), 9, 9), None, CPU)
