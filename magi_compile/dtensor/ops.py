@@ -10,7 +10,7 @@ Communication lives inside an op, because a graph compiler does not reorder comm
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,25 +33,35 @@ _select_kernel = lru_cache(maxsize=1024)(select)
 _lib = torch.library.Library("magi", "FRAGMENT")
 
 
-def _cp_ffa_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    meta: Tensor,
-    data: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-    collective: str,
-    group_name: str,
-    reduce_group_name: str,
-) -> tuple[Tensor, Tensor]:
-    scaled = Scaled.of(q, softmax_scale)
-    problem = problem_of(q, k, v, scaled.softmax_scale, softcap)
-    chosen = _select_kernel(problem, kernel or None)
-    group = _compat.resolve_process_group(group_name)
-    plan = unpack(meta, data)
-    require_agreement(plan, group, reduce_group_name, q.device)
+class _Options(NamedTuple):
+    """What both ops are given behind their tensors, in the order of `_OPTIONS`."""
+
+    meta: Tensor
+    data: Tensor
+    softmax_scale: float
+    softcap: float
+    kernel: str
+    collective: str
+    group_name: str
+    reduce_group_name: str
+
+    def execution(self, scaled: Scaled, k: Tensor, v: Tensor) -> Execution:
+        """How this rank's rows are computed."""
+        q = scaled.q
+        problem = problem_of(q, k, v, scaled.softmax_scale, self.softcap)
+        chosen = _select_kernel(problem, self.kernel or None)
+        group = _compat.resolve_process_group(self.group_name)
+        moving = select_collective(self.collective, group, q.device)
+        reduce_group = _compat.resolve_process_group(self.reduce_group_name)
+        return Execution(unpack(self.meta, self.data), chosen, problem, moving, group, reduce_group)
+
+
+def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    options = _Options(*rest)
+    scaled = Scaled.of(q, options.softmax_scale)
+    execution = options.execution(scaled, k, v)
+    plan = execution.plan
+    require_agreement(plan, execution.group, options.reduce_group_name, q.device)
     if q.shape[0] != plan.rows:
         raise ValueError(
             f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
@@ -62,9 +72,6 @@ def _cp_ffa_fwd(
             f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
             "take those of RankPlan.dispatch.keys.positions(rank), padding included"
         )
-    moving = select_collective(collective, group, q.device)
-    reduce_group = _compat.resolve_process_group(reduce_group_name)
-    execution = Execution(plan, chosen, problem, moving, group, reduce_group)
     out, lse = forward(scaled.q, k, v, execution)
     return out.contiguous(), lse
 
@@ -75,32 +82,13 @@ def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, 
 
 
 def _cp_ffa_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    meta: Tensor,
-    data: Tensor,
-    softmax_scale: float,
-    softcap: float,
-    kernel: str,
-    collective: str,
-    group_name: str,
-    reduce_group_name: str,
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    scaled = Scaled.of(q, softmax_scale)
-    problem = problem_of(q, k, v, scaled.softmax_scale, softcap)
-    chosen = _select_kernel(problem, kernel or None)
-    group = _compat.resolve_process_group(group_name)
-    plan = unpack(meta, data)
-    moving = select_collective(collective, group, q.device)
-    reduce_group = _compat.resolve_process_group(reduce_group_name)
-    execution = Execution(plan, chosen, problem, moving, group, reduce_group)
-    grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
-    dq, dk, dv = backward(grads, saved, execution)
+    out, lse, *others = rest
+    options = _Options(*others)
+    scaled = Scaled.of(q, options.softmax_scale)
+    execution = options.execution(scaled, k, v)
+    dq, dk, dv = backward(Grads(dout, dlse), Saved(scaled.q, k, v, out, lse), execution)
     return scaled.gradient(dq), dk, dv
 
 
