@@ -25,8 +25,8 @@ KERNELS: dict[str, str] = {
 ONLY_IF_FORCED = frozenset({"reference", "cuda_padded"})
 
 NOT_MEASURED = (
-    "bit blocks are not measured on a GPU yet: there they run where a kernel that has them is asked for, by "
-    "options={'magi.kernel': 'triton'}"
+    "bit blocks are not measured on a GPU yet, so no kernel is chosen for them; torch.compile with "
+    "options={'magi.kernel': 'triton'} asks for one"
 )
 
 
