@@ -1,5 +1,9 @@
 import os
 
+# One thread for each process: workers of pytest and the ranks that tests start would wait for each other's threads.
+# Read when PyTorch is imported; a variable of the shell wins.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
