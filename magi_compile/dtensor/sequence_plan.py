@@ -42,6 +42,7 @@ from magi_compile.ops.dtensors import (
     wrapped_lse,
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
+from magi_compile.ops.sinks import check_sinks, with_sinks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -157,6 +158,7 @@ class SequencePlan(SpreadTokens):
         *,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
         return_lse: Literal[False] = False,
     ) -> Tensor: ...
 
@@ -169,6 +171,7 @@ class SequencePlan(SpreadTokens):
         *,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -180,6 +183,7 @@ class SequencePlan(SpreadTokens):
         *,
         scale: float | None = None,
         softcap: float = 0.0,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attention of this rank's tokens over the whole sequence, by the plan's mask; differentiable. All ranks call it together.
@@ -191,6 +195,8 @@ class SequencePlan(SpreadTokens):
             v: `[B, Hkv, keys.seqlen_local, Dv]` or `[keys.seqlen_local, Hkv, Dv]`.
             scale: factor of the scores; None stands for `D ** -0.5`.
             softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
+            sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. A DTensor where q is one.
+                Its gradient is this rank's part: sum it over the ranks, as that of any replicated parameter.
             return_lse: whether to return the log-sum-exp of the scores as well.
 
         Returns:
@@ -202,7 +208,12 @@ class SequencePlan(SpreadTokens):
                 different masks.
             NotImplementedError: no kernel runs this.
         """
-        return self.attend(q, k, v, self.meta, scale, softcap, return_lse)
+        if sinks is None:
+            return self.attend(q, k, v, self.meta, scale, softcap, return_lse)
+        out, lse = self.attend(q, k, v, self.meta, scale, softcap, True)
+        check_sinks(sinks, "q", q, q.shape[1])
+        out, lse = with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
+        return (out, lse) if return_lse else out
 
     def attend(
         self,

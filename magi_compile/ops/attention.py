@@ -28,6 +28,7 @@ from magi_compile.ops.dtensors import (
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.score_mod import trace_score_mod
+from magi_compile.ops.sinks import check_sinks, with_sinks
 from magi_compile.ops.validation import check_options, check_packed, check_padded, check_qkv
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def flex_flash_attention(
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     kernel: str | None = None,
 ) -> AttnOutput:
     """Attention of packed tokens over a list of slices.
@@ -70,6 +72,8 @@ def flex_flash_attention(
         slices: what each row sees, on the device of q; see `AttnSlices`.
         softmax_scale: factor of the scores; None stands for `head_dim ** -0.5`.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0.0 for none.
+        sinks: `[nheads_q]`, one more score of each head in every softmax, with a value of 0; any floating-point dtype, on the device of
+            q, differentiable. A DTensor where q is one. None for none.
         kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses.
 
     Returns:
@@ -80,6 +84,11 @@ def flex_flash_attention(
         ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
+    if sinks is not None:
+        given = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
+        out, lse = flex_flash_attention(q, k, v, slices, **given)  # type: ignore[arg-type]
+        check_sinks(sinks, "q", q, q.shape[1])
+        return AttnOutput(*with_sinks(out, lse, sinks, heads_first=False))
     if has_torch_function_mode():  # context parallelism
         given = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
         return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""Attention sinks: a learned score of each head that joins every softmax, with a value of 0.
+
+The kernels know nothing of it: what they return without sinks, and the log-sum-exp, say what to keep.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def kept_share(lse: Tensor, sinks: Tensor) -> Tensor:
+    """What sinks leave of an output: fp32, the shape of `lse`.
+
+    Args:
+        lse: `[..., nheads_q, rows]`, fp32; -inf for rows that see nothing.
+        sinks: `[nheads_q]`; -inf where a head has none.
+    """
+    lowest = torch.finfo(torch.float32).min  # -inf - -inf is not a number
+    return torch.sigmoid(lse - sinks.float().clamp(min=lowest)[:, None])
+
+
+def with_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor, *, heads_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention with sinks, of attention without.
+
+    Args:
+        out: `[rows, nheads_q, head_dim_v]`, or, with `heads_first`, `[..., nheads_q, rows, head_dim_v]`.
+        lse: `[..., nheads_q, rows]`, fp32.
+        sinks: `[nheads_q]`.
+        heads_first: whether heads come before rows in `out`.
+
+    Returns:
+        out, in its dtype, and lse.
+    """
+    share = kept_share(lse, sinks)
+    kept = (out * (share if heads_first else share.mT)[..., None]).to(out.dtype)
+    return kept, torch.logaddexp(lse, sinks.float()[:, None])
+
+
+def check_sinks(sinks: Any, name: str, q: Tensor, nheads_q: int) -> None:
+    """Raises TypeError or ValueError if `sinks` are not one score for each head of `q`, which the caller calls `name`."""
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"`sinks` must be a tensor or None, got {type(sinks).__name__}")
+    if not sinks.is_floating_point():
+        raise ValueError(f"`sinks` must be of a floating-point dtype, got {sinks.dtype}")
+    if tuple(sinks.shape) != (nheads_q,):
+        raise ValueError(
+            f"`sinks` must have one score for each head of `{name}`, [{nheads_q}], got shape {list(sinks.shape)}"
+        )
+    if sinks.device != q.device:
+        raise ValueError(
+            f"`sinks` must be on the device of `{name}`, {q.device}, got {sinks.device}"
+        )
