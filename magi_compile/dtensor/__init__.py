@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from magi_compile.dtensor.attention import context_parallel_attention
-    from magi_compile.dtensor.context import (
+    from magi_compile.dtensor.context.block import (
         context_parallel,
         context_parallel_shard,
         context_parallel_unshard,
     )
+    from magi_compile.dtensor.make_plan import plan
     from magi_compile.dtensor.planning.cost import CostModel
     from magi_compile.dtensor.planning.rank_plan import (
         ContextParallelOptions,
         plan_rank,
         plan_rank_ahead,
     )
-    from magi_compile.dtensor.sequence_plan import SequencePlan, plan
+    from magi_compile.dtensor.sequence_plan import SequencePlan
     from magi_compile.dtensor.spread_tokens import SpreadTokens
     from magi_compile.dtensor.style import ContextParallel
     from magi_compile.dtensor.tools.calibrate import calibrate
@@ -49,11 +50,11 @@ _HOMES = {
     "SequencePlan": "sequence_plan",
     "SpreadTokens": "spread_tokens",
     "calibrate": "tools.calibrate",
-    "context_parallel": "context",
+    "context_parallel": "context.block",
     "context_parallel_attention": "attention",
-    "context_parallel_shard": "context",
-    "context_parallel_unshard": "context",
-    "plan": "sequence_plan",
+    "context_parallel_shard": "context.block",
+    "context_parallel_unshard": "context.block",
+    "plan": "make_plan",
     "plan_rank": "planning.rank_plan",
     "plan_rank_ahead": "planning.rank_plan",
 }

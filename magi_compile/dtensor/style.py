@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from magi_compile.dtensor.context import SpreadAttention, spread_attention
-from magi_compile.dtensor.sequence_plan import group_of
+from magi_compile.dtensor.context.attention import SpreadAttention, spread_attention
+from magi_compile.dtensor.make_plan import group_of
 
 
 class ContextParallel(ParallelStyle):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, scalar_indexing
-from magi_compile.masks import bands
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
@@ -26,6 +25,8 @@ from magi_compile.masks.evaluation.row_intervals import (
 )
 from magi_compile.masks.evaluation.to_slices import slices_from_intervals
 from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
+from magi_compile.masks.geometry import Rects
+from magi_compile.masks.normal_form import normal_form
 from magi_compile.masks.program.record import MaskMod
 from magi_compile.masks.program.trace import TracedMask, read_mask_mod, trace_mask_mod
 from magi_compile.masks.slices import AttnSlices
@@ -266,17 +267,15 @@ def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
     change = torch.nn.functional.pad(listed.to(torch.int8), (1, 1)).diff(dim=-1)
     entry, q_block, first = (change > 0).nonzero().unbind(1)
     last = (change < 0).nonzero()[:, 2]
-    still = torch.zeros_like(first)
-    blocks = bands.Bands(
+    blocks = Rects.rectangles(
         entry * seqlen_q + q_block * rows,
         entry * seqlen_q + ((q_block + 1) * rows).clamp(max=seqlen_q),
         entry * seqlen_k + first * keys,
         entry * seqlen_k + (last * keys).clamp(max=seqlen_k),
-        still,
-        still,
     )
-    normal = bands.to_ranges(bands.normal_form(blocks))
-    slices = AttnSlices.unchecked(*normal, batch * seqlen_q, batch * seqlen_k)
+    slices = AttnSlices.unchecked(
+        *normal_form(blocks).to_ranges(), batch * seqlen_q, batch * seqlen_k
+    )
     return slices.to(block_mask.kv_num_blocks.device)
 
 

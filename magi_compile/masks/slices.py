@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.masks import bands
 from magi_compile.masks.bits import FIRST_BITS, unpack
+from magi_compile.masks.geometry import Rects
+from magi_compile.masks.normal_form import find_overlap, normal_form
 
 # Kernels add row numbers to diagonal offsets in int32 and use +-2**30 for "no diagonal".
 MAX_SEQLEN = 2**30
@@ -246,18 +247,13 @@ class AttnSlices:
             right = 0 if right is None else min(right, 0)
         q_begin, q_end, k_begin, k_end = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
         diagonal = k_end - (q_end - q_begin)  # the key of the first row
-        ones, zeros = torch.ones_like(q_begin), torch.zeros_like(q_begin)
-        docs = bands.Bands(
-            q_begin,
-            q_end,
-            k_begin if left is None else diagonal - left,
-            k_end if right is None else diagonal + right + 1,
-            zeros if left is None else ones,
-            zeros if right is None else ones,
-        )
-        docs = bands.clip_cols(docs, k_begin, k_end)
-        slices = cls._from_bands(bands.drop_empty(docs), int(cu_q[-1]), int(cu_k[-1]))
-        slices = slices.normalize()
+        docs = Rects.rectangles(q_begin, q_end, k_begin, k_end)
+        if left is not None:
+            docs = docs._replace(diag_lo=diagonal - q_begin - left)
+        if right is not None:
+            docs = docs._replace(diag_hi=diagonal - q_begin + right + 1)
+        normal = normal_form(docs.trimmed().straight())
+        slices = cls._from_rects(normal, int(cu_q[-1]), int(cu_k[-1]))
         device = cu_seqlens_q.device if isinstance(cu_seqlens_q, Tensor) else None
         return slices.to(device) if device is not None else slices
 
@@ -275,20 +271,20 @@ class AttnSlices:
         change = padded.diff(dim=1)
         row, lo = (change > 0).nonzero().unbind(1)
         hi = (change < 0).nonzero()[:, 1]
-        still = torch.zeros_like(row)
-        runs = bands.Bands(row, row + 1, lo, hi, still, still)
-        slices = cls._from_bands(bands.normal_form(runs), mask.shape[0], mask.shape[1])
+        normal = normal_form(Rects.rectangles(row, row + 1, lo, hi))
+        slices = cls._from_rects(normal, mask.shape[0], mask.shape[1])
         return slices.to(mask.device)
 
     @classmethod
-    def _from_bands(cls, parts: bands.Bands, seqlen_q: int, seqlen_k: int) -> AttnSlices:
-        return cls.unchecked(*bands.to_ranges(parts), seqlen_q, seqlen_k)
+    def _from_rects(cls, straight: Rects, seqlen_q: int, seqlen_k: int) -> AttnSlices:
+        return cls.unchecked(*straight.to_ranges(), seqlen_q, seqlen_k)
 
-    def _to_bands(self) -> bands.Bands:
+    def rects(self) -> Rects:
+        """The slices as trimmed, straight rects on the CPU, where they are cut, merged and counted."""
         if self.bits is not None:
             raise ValueError("slices must have no bit blocks where they are cut or merged")
         host = [x.cpu() for x in (self.q_ranges, self.k_ranges, self.mask_types)]
-        return bands.from_ranges(*host)
+        return Rects.from_ranges(*host).trimmed()
 
     # Checks
 
@@ -318,7 +314,7 @@ class AttnSlices:
             raise ValueError(
                 f"`mask_types[{index}]` must be a MaskType (0, 1, 2 or 3), got {int(types[index])}"
             )
-        overlap = bands.find_overlap(self._to_bands())
+        overlap = find_overlap(self.rects())
         if overlap is not None:
             first, second = (f"{i}: {_describe(self[i])}" for i in overlap)
             raise ValueError(f"slices must not overlap, but these two do: {first} and {second}")
@@ -390,11 +386,7 @@ class AttnSlices:
             return self._where(~is_bits, None).area() + int(
                 unpack(self.bits[self._blocks(is_bits)]).sum()
             )
-        parts = bands.trim(self._to_bands())
-        rows = parts.end - parts.begin
-        width = parts.hi - parts.lo
-        slope = parts.dhi - parts.dlo
-        return int((rows * width + slope * (rows * (rows - 1) // 2)).sum())
+        return int(self.rects().area().sum())
 
     def to_dense(self) -> Tensor:
         """The mask as bool `[seqlen_q, seqlen_k]`, on the slices' device. For tests and small masks."""
@@ -430,7 +422,7 @@ class AttnSlices:
     def restrict_q(self, begin: int, end: int) -> AttnSlices:
         """What the rows `[begin, end)` see, in the same coordinates. Exact; empty slices are dropped."""
         _check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
-        return self._with_bands(bands.drop_empty(bands.clip_rows(self._to_bands(), begin, end)))
+        return self._with_rects(self.rects().clipped(begin, end).live())
 
     def restrict_k(self, begin: int, end: int) -> AttnSlices:
         """What is seen of the keys `[begin, end)`, in the same coordinates. Exact; empty slices are dropped.
@@ -438,14 +430,14 @@ class AttnSlices:
         A slice with moving edges becomes up to three: where the clip binds, the edge stands still.
         """
         _check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
-        return self._with_bands(bands.drop_empty(bands.clip_cols(self._to_bands(), begin, end)))
+        return self._with_rects(self.rects().clipped_to_columns(begin, end).straight().live())
 
     def normalize(self) -> AttnSlices:
         """The same mask in normal form: adjacent slices merged, empty ones dropped, sorted by (row, key).
 
         It depends on the mask alone: equal masks have equal normal forms, however they were cut in slices.
         """
-        return self._with_bands(bands.normal_form(self._to_bands()))
+        return self._with_rects(normal_form(self.rects()))
 
     def content_key(self) -> Hashable:
         """A hashable value, equal for equal masks."""
@@ -453,8 +445,8 @@ class AttnSlices:
         table = torch.cat([normal.q_ranges, normal.k_ranges, normal.mask_types[:, None]], 1)
         return self.seqlen_q, self.seqlen_k, tuple(table.flatten().tolist())
 
-    def _with_bands(self, parts: bands.Bands) -> AttnSlices:
-        return self._from_bands(parts, self.seqlen_q, self.seqlen_k).to(self.device)
+    def _with_rects(self, straight: Rects) -> AttnSlices:
+        return self._from_rects(straight, self.seqlen_q, self.seqlen_k).to(self.device)
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile.masks.geometry import NO_DIAG, Rects
 from magi_compile.plan.cost import blocks_of
-from magi_compile.plan.rects import NO_DIAG, Rects
 
 NUM_LANES = 4  # how many stairs a tile may have
 
@@ -163,6 +163,4 @@ def _edges(runs: Rects, lane: Tensor, total_rows: int, *, exact: bool) -> Tensor
     run_at = order[run_at.clamp(min=0)]
     run = runs.select(run_at)
     sees = (lane[run_at] == lanes) & (row >= run.row_begin) & (row < run.row_end)
-    begin = torch.maximum(run.col_begin, row + run.diag_lo)
-    end = torch.minimum(run.col_end, row + run.diag_hi)
-    return torch.stack([torch.where(sees, x, 0) for x in (begin, end)], dim=-1).int()
+    return torch.stack([torch.where(sees, x, 0) for x in run.at(row)], dim=-1).int()

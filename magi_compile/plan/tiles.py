@@ -18,10 +18,17 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck, require
+from magi_compile.masks.geometry import NO_DIAG, Rects
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.bit_runs import BitRects, room_for_bits, split_bits
 from magi_compile.plan.cost import blocks_of, document_costs, longest_first, run_costs, tile_costs
-from magi_compile.plan.rects import MOST_STEPS, NO_DIAG, Rects, least_from_here
+from magi_compile.plan.rects import (
+    MOST_STEPS,
+    by_column,
+    down_the_steps,
+    joined,
+    least_from_here,
+)
 from magi_compile.plan.stairs import find_stairs, has_stairs, neighbours, num_edge_rows
 
 MAX_OVERLAP = 64
@@ -123,13 +130,13 @@ def build_tile_plan(
     if exact is None:
         exact = slices.q_ranges.device.type == "cpu"
     slices, bits = split_bits(slices)
-    rects = Rects.from_slices(slices).trimmed().by_column().joined()
-    columns = rects.down_the_steps()
+    rects = joined(by_column(Rects.from_slices(slices).trimmed()))
+    columns = down_the_steps(rects)
     num_rects = rects.row_begin.numel()
     # Rows that look up what they see meet stairs row by row, others column by column.
     edge_rows = num_edge_rows(num_rects, slices.seqlen_q, q_tile_rows)
     by_q_rects = (
-        (columns, rects) if has_stairs(edge_rows) else (rects.down_the_steps(MOST_STEPS),) * 2
+        (columns, rects) if has_stairs(edge_rows) else (down_the_steps(rects, MOST_STEPS),) * 2
     )
 
     def padded(sizes: _WalkSizes) -> PaddedSizes | None:
@@ -332,7 +339,7 @@ def _meet(
 ) -> tuple[Tensor, Rects, Tensor]:
     """All pairs of a tile and a rect with rows in common: the tile, the rect clipped to it, and which rect that is."""
     num_rects, num_tiles = rects.row_begin.numel(), tile_begin.numel()
-    is_live = rects.row_begin < rects.row_end
+    is_live = rects.has_area()
     first_tile = torch.searchsorted(tile_begin, rects.row_begin, right=True) - 1
     last_tile = torch.searchsorted(tile_begin, rects.row_end - 1, right=True) - 1
     num_touched = torch.where(is_live, last_tile - first_tile + 1, 0)

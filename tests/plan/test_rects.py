@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 
 from magi_compile.masks import library
-from magi_compile.plan.rects import NO_DIAG, Rects
+from magi_compile.masks.geometry import NO_DIAG, Rects
+from magi_compile.plan.rects import down_the_steps, joined
 from magi_compile.plan.tiles import build_tile_plan
 from tests.plan.test_tiles import (
     BI_CAUSAL,
@@ -25,11 +26,6 @@ def tuples(rects: Rects) -> list[tuple[int, ...]]:
 
 def trimmed(rows, seqlen_q=300, seqlen_k=300) -> Rects:
     return Rects.from_slices(make_slices(rows, seqlen_q, seqlen_k)).trimmed()
-
-
-def joined(rows) -> list[tuple[int, ...]]:
-    """As tuples, those without area too."""
-    return tuples(trimmed(rows).joined())
 
 
 def area(rects, seqlen_q, seqlen_k):
@@ -61,7 +57,7 @@ def area(rects, seqlen_q, seqlen_k):
     ids=["window", "window both ways", "full", "causal", "causal and full", "full and inv"],
 )
 def test_what_goes_on_is_one(rows, rect):
-    first, *others = joined(rows)
+    first, *others = tuples(joined(trimmed(rows)))
     assert first == rect
     assert set(others) <= {NOTHING}
 
@@ -92,7 +88,7 @@ def test_what_goes_on_is_one(rows, rect):
 )
 def test_what_does_not_go_on_stays(rows):
     rects = trimmed(rows)
-    assert rects.joined().equals(rects).all()
+    assert joined(rects).equals(rects).all()
 
 
 @settings(max_examples=150, deadline=None)
@@ -101,7 +97,7 @@ def test_the_area_is_the_same(mask):
     rows, seqlen_q, seqlen_k = mask
     rects = trimmed(sorted(rows), seqlen_q, seqlen_k)
     before = area(tuples(rects), seqlen_q, seqlen_k)
-    for same in (rects.joined(), rects.joined().down_the_steps()):
+    for same in (joined(rects), down_the_steps(joined(rects))):
         assert torch.equal(area(tuples(same), seqlen_q, seqlen_k), before)
         assert same.trimmed().equals(same).all()
 
@@ -115,7 +111,7 @@ def stairs(num_steps):
 @pytest.mark.parametrize("num_steps", [1, 2, 31, 32, 33, 64, 70])
 def test_stairs_by_column(num_steps, most_steps):
     """Each rect sees the columns of its step, or all of them where a staircase begins, down to where it ends."""
-    rects = trimmed(stairs(num_steps)).down_the_steps(most_steps)
+    rects = down_the_steps(trimmed(stairs(num_steps)), most_steps)
     length = most_steps or num_steps
     ends = [min(i // length * length + length, num_steps) for i in range(num_steps)]
     assert tuples(rects) == [
@@ -137,7 +133,7 @@ def test_stairs_by_column(num_steps, most_steps):
 )
 def test_what_is_no_step_stays(rows):
     rects = trimmed(rows)
-    assert rects.down_the_steps().equals(rects).all()
+    assert down_the_steps(rects).equals(rects).all()
 
 
 def test_common_columns_are_walked_once():

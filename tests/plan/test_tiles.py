@@ -16,8 +16,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from magi_compile._checks import MaskDataError
+from magi_compile.masks.geometry import NO_DIAG
 from magi_compile.masks.slices import AttnSlices, MaskType
-from magi_compile.plan.rects import NO_DIAG
 from magi_compile.plan.tiles import MAX_OVERLAP, RUN_FIELDS, build_tile_plan
 from tests.plan.walked import seen
 

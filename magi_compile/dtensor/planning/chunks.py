@@ -19,7 +19,7 @@ from magi_compile.dtensor.planning.ranges import (
     total_by_owner,
     unite,
 )
-from magi_compile.masks import bands
+from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 Assignment = list[list[int]]  # the chunks of each rank
@@ -98,16 +98,16 @@ class ChunkTable:
         area: int64 `[num_chunks]`, visible (row, key) pairs.
         needs: the keys that the rows of a chunk see, `owner` is the chunk; a chunk may have several ranges,
             which may overlap.
-        parts: the mask itself, as bands that lie in one chunk and see a key in every row; `needs` has one range of each.
-        band: int64 `[num_parts]`, which band a part was cut from; those of one band follow each other.
+        rects: the mask itself, cut between chunks; every row of a rect sees a key; `needs` has one range of each.
+        whole: int64 `[num_rects]`, which slice a rect was cut from; those of one slice follow each other.
         keys: where these are not the rows themselves.
     """
 
     chunk_size: int
     area: Tensor
     needs: Ranges
-    parts: bands.Bands
-    band: Tensor
+    rects: Rects
+    whole: Tensor
     keys: Keys | None = None
 
     @property
@@ -122,16 +122,13 @@ class ChunkTable:
     def of(
         slices: AttnSlices, chunk_size: int, num_chunks: int, keys: Keys | None = None
     ) -> ChunkTable:
-        whole = bands.drop_empty(bands.trim(slice_bands(slices)))
         cuts = torch.arange(1, num_chunks) * chunk_size
-        parts, band = bands.cut_at(whole, cuts)
-        # A band that sees a key in every row sees one interval: its edges move by at most one per row.
-        rows = parts.end - parts.begin
-        chunk = parts.begin.div(chunk_size, rounding_mode="floor")
-        area = rows * (parts.hi - parts.lo) + (parts.dhi - parts.dlo) * (rows * (rows - 1) // 2)
-        needs = Ranges(chunk, parts.lo, parts.hi + parts.dhi * (rows - 1))
-        total = torch.zeros(num_chunks, dtype=torch.int64).index_add_(0, chunk, area)
-        return ChunkTable(chunk_size, total, needs, parts, band, keys)
+        rects, whole = slices.rects().live().cut_at(cuts)
+        chunk = rects.row_begin.div(chunk_size, rounding_mode="floor")
+        # Rows that follow one another see overlapping or neighbouring keys: together one interval.
+        needs = Ranges(chunk, rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1])
+        area = torch.zeros(num_chunks, dtype=torch.int64).index_add_(0, chunk, rects.area())
+        return ChunkTable(chunk_size, area, needs, rects, whole, keys)
 
     @staticmethod
     def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
@@ -146,11 +143,13 @@ class ChunkTable:
         keys = None if any(table.keys is None for table in tables) else tables[0].keys
         tables = [table for table in tables if table.keys is keys]
         needs = (torch.cat(x) for x in zip(*(table.needs for table in tables), strict=True))
-        parts = (torch.cat(x) for x in zip(*(table.parts for table in tables), strict=True))
-        firsts = accumulate((len(table.band) for table in tables[:-1]), initial=0)
-        band = torch.cat([table.band + first for first, table in zip(firsts, tables, strict=True)])
+        rects = (torch.cat(x) for x in zip(*(table.rects for table in tables), strict=True))
+        firsts = accumulate((len(table.whole) for table in tables[:-1]), initial=0)
+        whole = torch.cat(
+            [table.whole + first for first, table in zip(firsts, tables, strict=True)]
+        )
         size = tables[0].chunk_size
-        return ChunkTable(size, area, Ranges(*needs), bands.Bands(*parts), band, keys)
+        return ChunkTable(size, area, Ranges(*needs), Rects(*rects), whole, keys)
 
 
 class RankLoads(NamedTuple):
@@ -193,9 +192,3 @@ def rank_loads(
         total_by_owner(remote, cp_size),
         total_by_owner(remote._replace(owner=source), cp_size),
     )
-
-
-def slice_bands(slices: AttnSlices) -> bands.Bands:
-    """The slices as bands on the CPU."""
-    host = (x.cpu() for x in (slices.q_ranges, slices.k_ranges, slices.mask_types))
-    return bands.from_ranges(*host)

@@ -32,8 +32,7 @@ from magi_compile.dtensor.planning.ranges import (
     split_at_multiples,
     unite,
 )
-from magi_compile.masks import bands
-from magi_compile.masks.bands import Bands
+from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 
@@ -67,21 +66,19 @@ class RankRows:
         shifts = dispatch.shift_of_chunk(), keys.shift_of_chunk()
         return RankRows(dispatch, rank, *shifts, needs, chunk, pick(keys.rank_of_chunk(), chunk))
 
-    def parts_of(self, rank: int) -> tuple[Bands, Tensor]:
-        """The mask of the rows of `rank`: bands in coordinates of the sequence that have a key in every row, and
+    def rects_of(self, rank: int) -> tuple[Rects, Tensor]:
+        """The mask of the rows of `rank`: rects in coordinates of the sequence that have a key in every row, and
         local row minus row of each."""
         table = self.dispatch.table
         index = (pick(self.rank_of_chunk, table.needs.owner) == rank).nonzero().flatten()
-        parts, chunk, band = (
-            table.parts.take(index),
-            pick(table.needs.owner, index),
-            pick(table.band, index),
-        )
-        # Where a band goes on in the next chunk, and that lies behind this one, the cut between them is undone.
+        rects, chunk = table.rects.select(index), pick(table.needs.owner, index)
+        whole = pick(table.whole, index)
+        # Where a slice goes on in the next chunk, and that lies behind this one, the cut between them is undone.
         shift = pick(self.shift_of_chunk, chunk)
         is_apart = (chunk[1:] != chunk[:-1] + 1) | (shift[1:] != shift[:-1])
-        first, last = group((band[1:] != band[:-1]) | is_apart, len(index))
-        return parts.take(first)._replace(end=pick(parts.end, last)), pick(shift, first)
+        first, last = group((whole[1:] != whole[:-1]) | is_apart, len(index))
+        joined = rects.select(first)._replace(row_end=pick(rects.row_end, last))
+        return joined, pick(shift, first)
 
 
 class Transfer(NamedTuple):
@@ -254,28 +251,29 @@ class CommPlan:
             Ranges(pick(stage, first), pick(lo, first), pick(hi, last)),
             pick(key_row - lo, first),
         )
-        parts, row_shift = self.rows.parts_of(rank)
-        # Every part against the keys of every stage.
-        num_parts = len(row_shift)
-        _, reach = parts.at(parts.end - 1)
-        owner = torch.arange(num_stages).repeat_interleave(num_parts)
-        sees = Ranges(owner, parts.lo.repeat(num_stages), reach.repeat(num_stages))
-        part, key = overlaps(sees, keys, total)
-        part = part - pick(owner, part) * num_parts
-        clipped = bands.clip_cols(parts.take(part), pick(keys.lo, key), pick(keys.hi, key))
-        live = (clipped.end > clipped.begin).nonzero().flatten()
-        which = live.remainder(max(len(part), 1))  # one band has become three
+        rects, row_shift = self.rows.rects_of(rank)
+        # Every rect against the keys of every stage.
+        num_rects = len(row_shift)
+        first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
+        owner = torch.arange(num_stages).repeat_interleave(num_rects)
+        sees = Ranges(owner, first_key.repeat(num_stages), last_key.repeat(num_stages))
+        rect, key = overlaps(sees, keys, total)
+        rect = rect - pick(owner, rect) * num_rects
+        of_keys = rects.select(rect).clipped_to_columns(pick(keys.lo, key), pick(keys.hi, key))
+        straight = of_keys.straight()
+        live = straight.has_area().nonzero().flatten()
+        which = live.remainder(max(len(rect), 1))  # one rect has become three
         order = pick(keys.owner, pick(key, which)).argsort(stable=True)
         live, which = pick(live, order), pick(which, order)
-        clipped, part, key = clipped.take(live), pick(part, which), pick(key, which)
-        local = clipped._replace(
-            begin=clipped.begin + pick(row_shift, part),
-            end=clipped.end + pick(row_shift, part),
-            lo=clipped.lo + pick(key_shift, key),
-            hi=clipped.hi + pick(key_shift, key),
+        rect, key = pick(rect, which), pick(key, which)
+        q_ranges, k_ranges, mask_types = straight.select(live).to_ranges()
+        local = (
+            q_ranges + pick(row_shift, rect).int()[:, None],
+            k_ranges + pick(key_shift, key).int()[:, None],
+            mask_types,
         )
         sizes = torch.bincount(pick(keys.owner, key), minlength=num_stages).tolist()
-        tables = zip(*(x.split(sizes) for x in bands.to_ranges(local)), seqlens_k, strict=True)
+        tables = zip(*(x.split(sizes) for x in local), seqlens_k, strict=True)
         return [
             AttnSlices.unchecked(q, k, types, seqlen_q, seqlen_k)
             for q, k, types, seqlen_k in tables
@@ -367,26 +365,14 @@ class StageLoads(NamedTuple):
         moved = torch.where(is_remote, needs.hi - needs.lo, 0)
         sees = table.needs._replace(owner=pick(rows.rank_of_chunk, table.needs.owner))
         local = join(needs.take(~is_remote))
-        part, key = overlaps(sees, local, where.keys.total_padded)
-        local_area = area_between(table.parts.take(part), pick(local.lo, key), pick(local.hi, key))
+        rect, key = overlaps(sees, local, where.keys.total_padded)
+        of_keys = table.rects.select(rect).clipped_to_columns(
+            pick(local.lo, key), pick(local.hi, key)
+        )
         return StageLoads(
             table.area[where.chunks].sum(1),
-            zeros.index_add(0, pick(sees.owner, part), local_area),
+            zeros.index_add(0, pick(sees.owner, rect), of_keys.area()),
             zeros.index_add(0, needs.owner, moved),
             zeros.index_add(0, rows.holder, moved),
             where.seqlen_local,
         )
-
-
-def area_between(parts: Bands, lo: Tensor, hi: Tensor) -> Tensor:
-    """How many (row, key) pairs each part has with keys in `[lo, hi)`. Parts have a key in every row."""
-    edges, rows = torch.stack([lo, hi]), parts.end - parts.begin
-
-    def pairs_right_of(edge: Tensor, slope: Tensor) -> Tensor:
-        """Keys from the line that starts at `edge` up to those edges, in all rows."""
-        most = (edges - edge).clamp(min=0)
-        reached = torch.where(slope > 0, torch.minimum(most, rows), rows)
-        return reached * most - slope * (reached * (reached - 1) // 2)
-
-    below = pairs_right_of(parts.lo, parts.dlo) - pairs_right_of(parts.hi, parts.dhi)
-    return below[1] - below[0]

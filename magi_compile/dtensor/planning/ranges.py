@@ -1,5 +1,6 @@
 """Half-open ranges of many owners at once: the integer geometry that dispatch and communication plans share.
 
+They have one dimension, rows or keys; what has two are the rects of `masks/geometry.py`.
 Everything is a flat int64 CPU tensor with one entry per range, so a plan for hundreds of ranks costs a few
 dozen tensor operations and no Python loop over ranks.
 """

@@ -11,6 +11,8 @@ That op knows rectangles, squares that are causal from their first row, and mask
                                                              . # # #
 
 Bit blocks that follow one another are a rectangle with a mask.
+
+A piece is a rect of `masks/geometry.py` in Python's ints, as each is an own call: pieces are made of rects, and tensors end here.
 """
 
 from __future__ import annotations
@@ -23,9 +25,8 @@ import torch
 from torch import Tensor
 
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, unpack
-from magi_compile.masks.slices import AttnSlices, MaskType
-
-NO_LOWER, NO_UPPER = -(2**30), 2**30
+from magi_compile.masks.geometry import NO_DIAG, Rects
+from magi_compile.masks.slices import AttnSlices
 
 # A block of rows with this many keys or fewer is one masked call; a longer one masks its edges only.
 MAX_MASKED_KEYS = 4096
@@ -40,8 +41,8 @@ class Piece(NamedTuple):
     q_end: int
     k_begin: int
     k_end: int
-    diag_lo: int = NO_LOWER
-    diag_hi: int = NO_UPPER
+    diag_lo: int = -NO_DIAG
+    diag_hi: int = NO_DIAG
     is_first: bool = False
     first_block: int = -1
 
@@ -79,9 +80,19 @@ class Piece(NamedTuple):
 
 def plan_pieces(slices: AttnSlices) -> Tensor:
     """The pieces of `slices` in order of rows: int32 `[num_pieces, 8]`, the fields of `Piece`."""
-    table = torch.cat([slices.q_ranges, slices.k_ranges, slices.mask_types[:, None]], 1)
-    live = (table[:, 0] < table[:, 1]) & (table[:, 2] < table[:, 3])
-    pieces = [piece for row in table[live].tolist() for piece in _pieces(*row)]
+    rects = Rects.from_slices(slices)
+    number = torch.full_like(rects.row_begin, -1)
+    if slices.bits is not None and len(slices):
+        types = slices.mask_types.long()
+        has_bits = types >= FIRST_BITS
+        number = torch.where(has_bits, types - FIRST_BITS, -1)
+        rects = rects._replace(
+            diag_lo=torch.where(has_bits, -NO_DIAG, rects.diag_lo),
+            diag_hi=torch.where(has_bits, NO_DIAG, rects.diag_hi),
+        )
+    rects = rects.trimmed()
+    table = torch.stack([*rects, torch.zeros_like(number), number], 1)[rects.has_area()]
+    pieces = [piece for row in table.tolist() for piece in _pieces(Piece(*row))]
     if slices.bits is not None:
         pieces = _joined_down(_joined_along(pieces))
     pieces.sort(key=lambda piece: (piece.q_begin, -piece.q_end, piece.k_begin))
@@ -163,27 +174,19 @@ def additive_mask(
     return torch.where(visible, 0.0, -torch.inf).to(dtype)
 
 
-def _pieces(q_begin: int, q_end: int, k_begin: int, k_end: int, mask_type: int) -> Iterator[Piece]:
-    seqlen_q, seqlen_k = q_end - q_begin, k_end - k_begin
-    square = min(seqlen_q, seqlen_k)
-    if mask_type >= FIRST_BITS:
-        yield Piece(q_begin, q_end, k_begin, k_end, first_block=mask_type - FIRST_BITS)
-    elif mask_type == MaskType.FULL:
-        yield Piece(q_begin, q_end, k_begin, k_end)
-    elif mask_type == MaskType.CAUSAL:
-        q_begin, split = q_end - square, k_end - square
-        if k_begin < split:
-            yield Piece(q_begin, q_end, k_begin, split)
-        yield Piece(q_begin, q_end, split, k_end, diag_hi=split - q_begin + 1)
-    elif mask_type == MaskType.INV_CAUSAL:
-        band = Piece(q_begin, q_begin + square, k_begin, k_end, diag_lo=k_begin - q_begin)
-        yield from _masked_blocks(band, max_rows=256)
-    elif seqlen_k >= seqlen_q:
-        window = seqlen_k - seqlen_q + 1
-        diag_lo = k_begin - q_begin
-        band = Piece(q_begin, q_end, k_begin, k_end, diag_lo, diag_lo + window)
+def _pieces(rect: Piece) -> Iterator[Piece]:
+    """A whole rect in pieces that PyTorch's flash attention knows."""
+    if rect.diag_lo != -NO_DIAG:
         # Each block computes max_rows - 1 keys a row more than it needs, so short windows want short blocks.
-        yield from _masked_blocks(band, max_rows=min(max(64, window // 2), 256))
+        window = rect.diag_hi - rect.diag_lo
+        yield from _masked_blocks(rect, max_rows=min(max(64, window // 2), 256))
+    elif rect.diag_hi != NO_DIAG:
+        split = rect.q_begin + rect.diag_hi - 1  # what all rows see ends in front of it
+        if rect.k_begin < split:
+            yield rect._replace(k_end=split, diag_hi=NO_DIAG)
+        yield rect._replace(k_begin=split)
+    else:
+        yield rect
 
 
 def _masked_blocks(band: Piece, max_rows: int) -> Iterator[Piece]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks import bands
+from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 # Overlaps are looked for among this many slices behind each one, in the order of first rows.
@@ -45,35 +45,21 @@ def slice_checks(slices: AttnSlices) -> list[MaskCheck]:
 
 
 def _overlap_check(slices: AttnSlices) -> MaskCheck:
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    parts = bands.trim(bands.from_ranges(*lists))
+    rects = Rects.from_slices(slices).trimmed()
     num_slices = len(slices)
-    # Those without rows come last.
-    begin = torch.where(parts.begin < parts.end, parts.begin, 1 << 62)
-    order = parts.lo.argsort(stable=True)
+    # Those without area come last.
+    begin = torch.where(rects.has_area(), rects.row_begin, 1 << 62)
+    order = rects.col_begin.argsort(stable=True)
     order = order[begin[order].argsort(stable=True)]
-    parts = bands.Bands(*(field[order] for field in parts))
+    rects = rects.select(order)
 
     width = min(NEIGHBOURS, num_slices - 1)
     index = torch.arange(num_slices, device=order.device)[:, None]
     behind = index + 1 + torch.arange(width, device=order.device)
     is_there = behind < num_slices
     behind = behind.clamp(max=num_slices - 1)
-    one = bands.Bands(*(field[:, None] for field in parts))
-    other = bands.Bands(*(field[behind] for field in parts))
-    # In some row that both have, each begins before the other one ends.
-    row = torch.maximum(one.begin, other.begin)
-    end = torch.minimum(one.end, other.end)
-    (one_lo, one_hi), (other_lo, other_hi) = one.at(row), other.at(row)
-    for room, slope in (
-        (one_hi - other_lo, one.dhi - other.dlo),
-        (other_hi - one_lo, other.dhi - one.dlo),
-    ):
-        first = torch.maximum(one.begin, other.begin)
-        row = torch.maximum(row, torch.where(slope > 0, first + 1 - room, first))
-        last = torch.where(slope < 0, first + room, torch.where(room > 0, end, first))
-        end = torch.minimum(end, torch.where(slope > 0, end, last))
-    overlaps = is_there & (row < end)
+    pairs = rects.select(index).intersected(rects.select(behind))
+    overlaps = is_there & pairs.has_area()
     found = _first(overlaps.flatten())
     pair = found // max(width, 1), found // max(width, 1) + 1 + found % max(width, 1)
     ids = tuple(_at(order, x.clamp(max=num_slices - 1)) for x in pair)

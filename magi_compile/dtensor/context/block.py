@@ -1,0 +1,240 @@
+"""`context_parallel`, PyTorch's contract for any mask, and the same for tensors outside of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from magi_compile.dtensor.context.attention import spread_attention
+from magi_compile.dtensor.context.tokens import (
+    local_shards,
+    owner_of,
+    require_together,
+    sequences_of,
+)
+from magi_compile.dtensor.make_plan import DEFAULTS, group_of, plan
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
+from magi_compile.dtensor.sequence_plan import SequencePlan
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    mask: Any = None,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: Iterable[Tensor] | None = None,
+    buffer_padding: Sequence[float] | None = None,
+    options: ContextParallelOptions = DEFAULTS,
+) -> Iterator[Any]:
+    """Spreads attention over ranks: inside the block, attention of this rank's tokens covers the whole sequence.
+
+    The contract is that of `torch.distributed.tensor.experimental.context_parallel`, for any mask. Inside,
+    `flex_attention` (PyTorch's and `magi_compile`'s) and `scaled_dot_product_attention` take `[B, H, seqlen_local, D]`,
+    `flex_flash_attention` takes `[seqlen_local, H, D]`, in eager code and under torch.compile with any backend. Call the compiled
+    function inside the block, and run the backward inside too, since checkpointed layers run again in it. Any other attention
+    raises. All ranks do everything together.
+
+    Args:
+        mesh: the ranks: a mesh of one dimension or a process group.
+        mask: the mask of the whole sequence, as in `plan`, or a plan; None is causal. A BlockMask describes this rank's tokens inside
+            the block, as `buffers` do, so the model keeps using it. For layers with different masks, a list or dict of masks, or of
+            plans from `plan(masks=...)`; for cross attention also the plans of the sequence that the keys are.
+        buffers: tensors over the whole sequence, such as tokens, positions and shifted labels; not parameters. Inside they hold this
+            rank's tokens, in new memory. Afterwards they are restored, also after an exception. Where queries and keys are two sequences,
+            the length of a buffer says which one it covers.
+        buffer_seq_dims: the dimension of the sequence in each of `buffers`.
+        no_restore_buffers: those of `buffers` that keep this rank's tokens.
+        buffer_padding: what padding holds in each of `buffers` (the ignore_index for labels); required where
+            `plan(...).has_padding`.
+        options: how to spread.
+
+    Yields:
+        The `SequencePlan`, or a list or dict of them like `mask`. Its `block_mask` and `slices` serve models that do not hold the
+        BlockMask that was passed.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: buffers do not fit the mask, or each other; what `plan` raises.
+    """
+    buffers, dims = list(buffers), list(buffer_seq_dims)
+    if len(buffers) != len(dims):
+        raise ValueError(
+            f"`buffer_seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(dims)}"
+        )
+    kept = [] if no_restore_buffers is None else list(no_restore_buffers)
+    if not all(any(x is buffer for buffer in buffers) for x in kept):
+        raise ValueError(
+            "`no_restore_buffers` must be a subset of `buffers`, got a tensor that is not among them"
+        )
+    for number, buffer in enumerate(buffers):
+        _check_buffer(number, buffer, buffers[:number])
+    seqlen = None
+    if buffers and -buffers[0].ndim <= dims[0] < buffers[0].ndim:
+        seqlen = buffers[0].shape[dims[0]]
+    planned = _plan_of(mask, mesh, seqlen, options)
+    plans = _listed(planned)
+    shards = local_shards(plans, buffers, dims, buffer_padding, "buffer_padding")
+    with ExitStack() as undo:
+        with torch.no_grad():
+            for buffer, local in zip(buffers, shards, strict=True):
+                if not any(buffer is x for x in kept):
+                    undo.callback(_put, buffer, buffer.detach())
+                _put(buffer, local)
+        for block_mask, of_mask in zip(_listed(mask), plans, strict=True):
+            if hasattr(block_mask, "kv_num_blocks"):
+                undo.callback(_become, block_mask, dict(vars(block_mask)))
+                _become(block_mask, vars(of_mask.block_mask))
+        undo.enter_context(spread_attention(plans))
+        yield planned
+
+
+def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"`buffers[{number}]` must be a tensor, got {type(buffer).__name__}")
+    if buffer.requires_grad:
+        raise ValueError(
+            f"`buffers[{number}]` must not require gradients, since it is changed in place; use SequencePlan.shard(x, dim)"
+        )
+    if any(buffer is other for other in others):
+        raise ValueError(
+            f"`buffers[{number}]` must be a tensor that is not in `buffers` already; remove it"
+        )
+
+
+def _listed(given: Any) -> list[Any]:
+    """The masks or plans of a list or dict of them, or the only one."""
+    if isinstance(given, Mapping):
+        return list(given.values())
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelOptions) -> Any:
+    """A SequencePlan, or several in a list or dict like `mask`."""
+    masks = _listed(mask)
+    if masks and all(isinstance(x, SequencePlan) for x in masks):
+        name = group_of(mesh).group_name
+        for x in masks:
+            if x.group_name != name:
+                raise ValueError(
+                    f"`mesh` must have the ranks of the plan, group {x.group_name!r}, got {name!r}"
+                )
+        require_together(masks)
+        return mask
+    if any(isinstance(x, SequencePlan) for x in masks):
+        raise TypeError("`mask` must hold only masks or only plans, got both")
+    if all(hasattr(x, "seq_lengths") or hasattr(x, "seqlen_q") for x in masks):
+        seqlen = None
+    if isinstance(mask, (list, tuple, Mapping)):
+        return plan(masks=mask, mesh=mesh, seqlen=seqlen, options=options)
+    return plan(mask, mesh, seqlen=seqlen, options=options)
+
+
+def _put(buffer: Tensor, x: Tensor) -> None:
+    with torch.no_grad():
+        buffer.set_(x)  # type: ignore[call-overload]
+
+
+def _become(thing: Any, attributes: Mapping[str, Any]) -> None:
+    attributes = dict(attributes)
+    vars(thing).clear()
+    vars(thing).update(attributes)
+
+
+def context_parallel_shard(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    buffers: Any,
+    seq_dims: Any,
+    plan: SequencePlan | Sequence[SequencePlan] | Mapping[str, SequencePlan] | None = None,
+    *,
+    padding: Any = None,
+) -> Any:
+    """This rank's part of tensors over the whole sequence, and of the BlockMasks among them. Changes nothing in place.
+
+    Args:
+        mesh: the ranks, a mesh of one dimension or a process group.
+        buffers: a list or a dict of tensors and BlockMasks.
+        seq_dims: the dimension of the sequence for each; None for a BlockMask.
+        plan: how to spread; for several BlockMasks, their plans in their order. None plans the BlockMasks among `buffers`.
+        padding: what padding holds in each of `buffers`; required where the sequence is padded.
+
+    Returns:
+        A list or dict like `buffers`: tensors with `seqlen_local` entries along their dimension. A BlockMask becomes one for
+        `flex_attention` inside `context_parallel(mesh, mask=plan)` or inside modules with the style `ContextParallel`.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: `seq_dims` or `padding` do not fit `buffers`; there is neither a plan nor a BlockMask, or another number of them.
+    """
+    if isinstance(buffers, Mapping):
+        dims, fill = (
+            None if x is None else [x[name] for name in buffers] for x in (seq_dims, padding)
+        )
+        parts = context_parallel_shard(mesh, list(buffers.values()), dims, plan, padding=fill)
+        return dict(zip(buffers, parts, strict=True))
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
+        )
+    masks = [i for i, x in enumerate(buffers) if hasattr(x, "kv_num_blocks")]
+    if plan is None and not masks:
+        raise ValueError(
+            "`plan` must be given, because `buffers` holds no BlockMask to plan, got None"
+        )
+    plans = _listed(
+        _plan_of([buffers[i] for i in masks] if plan is None else plan, mesh, None, DEFAULTS)
+    )
+    if masks and len(masks) != len(plans):
+        raise ValueError(
+            f"`plan` must have a plan for each of the {len(masks)} BlockMasks in `buffers`, in their order, got {len(plans)}"
+        )
+    where = [i for i, x in enumerate(buffers) if not hasattr(x, "kv_num_blocks")]
+    shards = local_shards(
+        plans,
+        [buffers[i] for i in where],
+        [seq_dims[i] for i in where],
+        None if padding is None else [padding[i] for i in where],
+        "padding",
+    )
+    local: dict[int, Any] = dict(zip(where, shards, strict=True))
+    if masks:
+        local.update((i, x.block_mask) for i, x in zip(masks, plans, strict=True))
+    return [local[i] for i in range(len(buffers))]
+
+
+def context_parallel_unshard(
+    mesh: DeviceMesh | dist.ProcessGroup,
+    buffers: Sequence[Tensor],
+    seq_dims: Sequence[int],
+    plan: SequencePlan,
+) -> list[Tensor]:
+    """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together. Not differentiable.
+
+    Args:
+        mesh: the ranks, a mesh of one dimension or a process group.
+        buffers: tensors with `seqlen_local` entries along their dimension.
+        seq_dims: the dimension of the sequence for each.
+        plan: how they were spread.
+
+    Returns:
+        Tensors with `total` entries along their dimension.
+    """
+    if not isinstance(plan, SequencePlan):
+        raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
+        )
+    sequences = sequences_of([_plan_of(plan, mesh, None, DEFAULTS)])
+    owners = [
+        owner_of(f"buffers[{number}]", x, dim, sequences, is_local=True)
+        for number, (x, dim) in enumerate(zip(buffers, seq_dims, strict=True))
+    ]
+    return [of.unshard(x, dim) for of, x, dim in zip(owners, buffers, seq_dims, strict=True)]

@@ -1,0 +1,299 @@
+"""`plan`: spreads a sequence over ranks by its mask. Reads and checks what a user says of masks, lengths, keys and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, Union, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from magi_compile import _compat
+from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.dtensor.planning.dispatch import check_count
+from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
+from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
+from magi_compile.dtensor.spread_tokens import SpreadTokens
+from magi_compile.masks import AttnSlices, slices_from_block_mask
+from magi_compile.masks.block_mask import one_block_mask
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Mask: TypeAlias = Union["BlockMask", AttnSlices, MaskMod, None]
+
+Lengths: TypeAlias = int | tuple[int, int] | None
+
+DEFAULTS = ContextParallelOptions()
+
+
+@overload
+def plan(
+    mask: Mask,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    seqlen: Lengths = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+    keys: SpreadTokens | None = None,
+) -> SequencePlan: ...
+
+
+@overload
+def plan(
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    masks: Sequence[Mask],
+    weights: Sequence[int] | None = None,
+    seqlen: Lengths = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+    keys: Sequence[SpreadTokens | None] | None = None,
+) -> list[SequencePlan]: ...
+
+
+@overload
+def plan(
+    *,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    masks: Mapping[str, Mask],
+    weights: Mapping[str, int] | None = None,
+    seqlen: Lengths = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+    keys: Mapping[str, SpreadTokens] | None = None,
+) -> dict[str, SequencePlan]: ...
+
+
+def plan(
+    mask: Any = None,
+    mesh: Any = None,
+    *,
+    masks: Any = None,
+    weights: Any = None,
+    seqlen: Lengths = None,
+    options: ContextParallelOptions = DEFAULTS,
+    permutation: Any = None,
+    keys: Any = None,
+) -> Any:
+    """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
+
+    Every rank calls it with the same mask. It does not communicate; the first attention with a plan compares the plans of all
+    ranks. Recent plans are kept. With a mask on a GPU it waits for the device.
+
+    Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is spread too:
+    `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
+
+    Args:
+        mask: the mask of the whole sequence, shared by all batch entries: a BlockMask for one batch entry and all heads (PyTorch's or
+            that of `magi_compile.create_block_mask`), `AttnSlices`, or a mask_mod. None is causal.
+        mesh: the ranks: a mesh of one dimension (`mesh["cp"]` of a larger one) or a process group.
+        masks: instead of `mask`, the masks of a model whose layers differ: a list, or a dict by name. Tokens are placed once, so that
+            each rank has the same total work.
+        weights: how many layers have each of `masks`, as a list or dict like it; 1 each by default.
+        seqlen: tokens of the sequence; required for a mask_mod and for None. For cross attention a pair: queries, keys.
+        options: how to spread; the same on every rank.
+        permutation: for tokens that are permuted already and cut in equal parts: `[S]` or `[1, S]`, which token lies where, or a load
+            balancer of PyTorch or torchtitan. The mask stays in the sequence's own order, and `options` do not place tokens.
+        keys: a plan whose tokens are the keys, for example that of the encoder's self-attention; keys then lie where it has them, and there
+            may be as many as queries. For `masks` a list or dict like it; None, or a missing name, where the keys are placed here.
+
+    Returns:
+        This rank's `SequencePlan`. For `masks`, one plan for each, in a list or dict like it; all hold the same tokens.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the mask's; `masks`
+            have different lengths; `weights` do not fit them; `permutation` is not a permutation of the sequence; `keys` are not as many as those of the mask.
+        UnsupportedMaskError: slices cannot express the mask.
+        NotImplementedError: batch entries have masks of their own.
+    """
+    group, device = group_of(mesh), _device_of(mesh)
+    is_one = masks is None
+    if not is_one and mask is not None:
+        raise ValueError("one of `mask` and `masks` must be None, got both")
+    if is_one and weights is not None:
+        raise ValueError("`weights` must be None where `masks` is None")
+    given = [mask] if is_one else masks
+    if not isinstance(given, (list, tuple, Mapping)):
+        raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")
+    listed = list(given.values()) if isinstance(given, Mapping) else list(given)
+    counts = None if weights is None else _weights_of(weights, given)
+    tokens = [keys] if is_one else _keys_of(keys, given)
+    for x in tokens:
+        _check_keys(x, group)
+    slices = [
+        _slices_of(x, _lengths_of(seqlen, of_keys), device)
+        for x, of_keys in zip(listed, tokens, strict=True)
+    ]
+    planned = plan_rank_together(
+        slices,
+        *(group.size(), group.rank()),
+        options,
+        weights=counts,
+        permutation=None if permutation is None else _permutation_of(permutation),
+        keys=None if keys is None else [None if x is None else x.placement for x in tokens],
+    )
+    spread: dict[Placement, SpreadTokens] = {}
+    made = []
+    for of_mask, of_rank, of_keys in zip(slices, planned, tokens, strict=True):
+        where = of_rank.dispatch.other_keys
+        if of_keys is None and where is not None:
+            if where not in spread:
+                spread[where] = SpreadTokens(where, of_rank.rank, group, device)
+            of_keys = spread[where]
+        made.append(SequencePlan(of_mask, of_rank, group, device, options.cost, of_keys))
+    if is_one:
+        return made[0]
+    return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
+
+
+def _permutation_of(given: Any) -> Tensor:
+    """int64 `[S]`, on the CPU."""
+    x = given if isinstance(given, Tensor) else _compat.indices_of_load_balancer(given)
+    if not isinstance(x, Tensor):
+        raise TypeError(
+            f"`permutation` must be a tensor or a load balancer of PyTorch's or torchtitan's, got {type(given).__name__}"
+        )
+    if x.dtype.is_floating_point or x.dtype == torch.bool or x.ndim not in (1, 2):
+        raise ValueError(
+            f"`permutation` must be integers [S] or [1, S], got {x.dtype} {list(x.shape)}"
+        )
+    if x.ndim == 2:
+        if not bool((x == x[:1]).all()):
+            raise NotImplementedError(
+                "`permutation` must be the same for all entries of a batch, got different ones; permute all entries alike"
+            )
+        x = x[0]
+    return x.to("cpu", torch.int64)
+
+
+def _weights_of(weights: Any, masks: Any) -> list[int]:
+    if isinstance(weights, Mapping) != isinstance(masks, Mapping):
+        raise TypeError(
+            f"`weights` must be a {type(masks).__name__} like `masks`, got {type(weights).__name__}"
+        )
+    if not isinstance(masks, Mapping):
+        return list(weights)
+    if set(weights) != set(masks):
+        raise ValueError(
+            f"`weights` must have the names of `masks`, {list(masks)}, got {list(weights)}"
+        )
+    return [weights[name] for name in masks]
+
+
+def _keys_of(keys: Any, masks: Any) -> list[SpreadTokens | None]:
+    """For each of `masks`, which are a list or a dict."""
+    if keys is None:
+        return [None] * len(masks)
+    kind = dict if isinstance(masks, Mapping) else list
+    if not isinstance(keys, Mapping if kind is dict else (list, tuple)):
+        raise TypeError(f"`keys` must be a {kind.__name__} like `masks`, got {type(keys).__name__}")
+    if not isinstance(keys, Mapping):
+        if len(keys) != len(masks):
+            raise ValueError(
+                f"`keys` must have an entry for each of the {len(masks)} masks, got {len(keys)}"
+            )
+        return list(keys)
+    if not set(keys) <= set(masks):
+        raise ValueError(f"`keys` must have names of `masks`, {list(masks)}, got {list(keys)}")
+    return [keys.get(name) for name in masks]
+
+
+def _check_keys(keys: Any, group: dist.ProcessGroup) -> None:
+    if keys is None:
+        return
+    if not isinstance(keys, SpreadTokens):
+        raise TypeError(
+            f"`keys` must be the SequencePlan whose tokens the keys are, got {type(keys).__name__}"
+        )
+    if keys.group_name != group.group_name:
+        raise ValueError(
+            f"`keys` must be spread over the ranks of `mesh`, group {group.group_name!r}, got {keys.group_name!r}"
+        )
+
+
+def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | None:
+    """Of queries and keys, where `seqlen` says so."""
+    if seqlen is None:
+        return None
+    pair = seqlen if isinstance(seqlen, (tuple, list)) else (seqlen, keys.total if keys else seqlen)
+    if len(pair) != 2:
+        raise ValueError(
+            f"`seqlen` must be a number, or those of queries and of keys, got {seqlen}"
+        )
+    for length in pair:
+        check_count("seqlen", length, 1)
+    return pair[0], pair[1]
+
+
+def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> AttnSlices:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if isinstance(mask, BlockMask):
+        if isinstance(mask.mask_mod, SpreadMask):
+            raise ValueError(
+                "`mask` must cover the whole sequence, got the mask of a plan; pass the original mask"
+            )
+        if mask.shape[0] != 1:
+            raise NotImplementedError(
+                f"`mask` must be made for one batch entry, which all entries share, got {mask.shape[0]}; pack entries with "
+                "masks of their own into one sequence, as documents"
+            )
+        slices = slices_from_block_mask(mask)
+    elif isinstance(mask, AttnSlices):
+        slices = mask
+    elif mask is not None and not callable(mask):
+        raise TypeError(
+            f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
+        )
+    elif seqlen is None:
+        kind = "a mask_mod" if callable(mask) else "None (causal)"
+        raise ValueError(
+            f"`seqlen` must be given where `mask` is {kind}, which has no length, got None"
+        )
+    elif mask is None:
+        if seqlen[0] != seqlen[1]:
+            raise ValueError(
+                f"`mask` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
+            )
+        slices = AttnSlices.causal(seqlen[0])
+    else:
+        slices = slices_from_block_mask(one_block_mask(mask, 1, *seqlen, device))
+    lengths = (slices.seqlen_q, slices.seqlen_k)
+    if seqlen is not None and lengths != seqlen:
+        wanted, found = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
+        raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {found}")
+    return slices.to("cpu")
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup:
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"`mesh` must be a DeviceMesh or a process group of which this process is a member, got {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names
+        which = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, by name"
+        raise ValueError(
+            f"`mesh` must have one dimension, the ranks that share a sequence, got {mesh.ndim}"
+            f"{f' ({chr(44).join(names)})' if names else ''}; take one of them, {which}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"`mesh` must contain this process, rank {dist.get_rank()}, got {mesh}")
+    return mesh.get_group()
+
+
+def _device_of(mesh: DeviceMesh | dist.ProcessGroup) -> torch.device:
+    if isinstance(mesh, DeviceMesh):
+        kind = mesh.device_type
+    else:
+        kind = "cuda" if "nccl" in dist.get_backend(mesh) else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,248 @@
+"""Rects: the one algebra of regions of a mask, which slices, plans, kernels and ranks cut and count with.
+
+A rect is a rectangle of the score matrix between two diagonals. Row r of it sees the columns
+
+    max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)
+
+Rects are closed under intersection and transposition. A slice is a rect whose edges are straight: in all of its rows
+the rectangle bounds an edge, or in all of them the diagonal does. `straight` cuts any rect into at most three of these.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from magi_compile.masks.slices import AttnSlices
+
+NO_DIAG = 1 << 30  # a diagonal that cuts nothing; its sum with any row still fits in int32
+
+# Bits of a slice's type, see `MaskType`.
+_MOVES_RIGHT_EDGE, _MOVES_LEFT_EDGE = 1, 2
+
+
+class Rects(NamedTuple):
+    """Rectangles with up to two corners cut off, as six int64 tensors `[num_rects]`.
+
+    Row r in `[row_begin, row_end)` sees the columns
+    `max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi)`.
+    A diagonal that cuts nothing is `-NO_DIAG` or `NO_DIAG`.
+    """
+
+    row_begin: Tensor
+    row_end: Tensor
+    col_begin: Tensor
+    col_end: Tensor
+    diag_lo: Tensor
+    diag_hi: Tensor
+
+    @classmethod
+    def from_ranges(cls, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor) -> Rects:
+        """The rects of slices, rows being queries.
+
+        Args:
+            q_ranges: integers `[num_slices, 2]`, half-open row ranges.
+            k_ranges: integers `[num_slices, 2]`, half-open key ranges.
+            mask_types: integers `[num_slices]`, values of `MaskType`.
+
+        Returns:
+            As many rects, not trimmed.
+        """
+        (q_begin, q_end), (k_begin, k_end) = q_ranges.long().unbind(-1), k_ranges.long().unbind(-1)
+        types = mask_types.long()
+        moves_left_edge = (types & _MOVES_LEFT_EDGE) != 0
+        moves_right_edge = (types & _MOVES_RIGHT_EDGE) != 0
+        return cls(
+            row_begin=q_begin,
+            row_end=q_end,
+            col_begin=k_begin,
+            col_end=k_end,
+            diag_lo=torch.where(moves_left_edge, k_begin - q_begin, -NO_DIAG),
+            diag_hi=torch.where(moves_right_edge, k_end - q_end + 1, NO_DIAG),
+        )
+
+    @classmethod
+    def from_slices(cls, slices: AttnSlices) -> Rects:
+        """The rects of `slices` on their device, not trimmed; at least one, to gather from."""
+        lists = slices.q_ranges, slices.k_ranges, slices.mask_types
+        if slices.mask_types.numel() == 0:  # `len` would fix the number of slices of a traced list
+            lists = lists[0].new_zeros(1, 2), lists[1].new_zeros(1, 2), lists[2].new_zeros(1)
+        return cls.from_ranges(*lists)
+
+    @classmethod
+    def rectangles(
+        cls, row_begin: Tensor, row_end: Tensor, col_begin: Tensor, col_end: Tensor
+    ) -> Rects:
+        """Rects without diagonals, of int64 tensors `[num_rects]`."""
+        none = torch.full_like(row_begin, NO_DIAG)
+        return cls(row_begin, row_end, col_begin, col_end, -none, none)
+
+    def to_ranges(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Straight rects as slices: int32 `q_ranges [N, 2]`, `k_ranges [N, 2]`, `mask_types [N]`.
+
+        A rect of one row has no diagonal and becomes FULL; one without rows becomes an empty slice at the origin.
+        """
+        moves_left_edge, moves_right_edge = self.diag_lo != -NO_DIAG, self.diag_hi != NO_DIAG
+        types = moves_left_edge * _MOVES_LEFT_EDGE + moves_right_edge * _MOVES_RIGHT_EDGE
+        return (
+            torch.stack([self.row_begin, self.row_end], -1).to(torch.int32),
+            torch.stack([self.col_begin, self.col_end], -1).to(torch.int32),
+            types.to(torch.int32),
+        )
+
+    # What rects hold
+
+    def has_area(self) -> Tensor:
+        """Whether each trimmed rect shows anything, bool `[num_rects]`."""
+        return self.row_begin < self.row_end
+
+    def live(self) -> Rects:
+        """Those of trimmed rects that show anything. Waits for the device."""
+        return self.select(self.has_area())
+
+    def select(self, index: Tensor | slice) -> Rects:
+        """The rects at `index`, int64 or bool of any shape, or a slice."""
+        if isinstance(index, Tensor) and index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        if isinstance(index, Tensor) and index.dim() == 1:  # takes half the time
+            return Rects(*(field.index_select(0, index) for field in self))
+        return Rects(*(field[index] for field in self))
+
+    def beside(self, others: Rects) -> Rects:
+        """These rects, and the others behind them."""
+        return Rects(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
+
+    def equals(self, other: Rects) -> Tensor:
+        """Whether all fields of each are those of the other, bool `[num_rects]`."""
+        return torch.stack([x == y for x, y in zip(self, other, strict=True)]).all(0)
+
+    def at(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns `[lo, hi)` that `row` of each rect sees."""
+        lo = torch.maximum(self.col_begin, row + self.diag_lo)
+        return lo, torch.minimum(self.col_end, row + self.diag_hi)
+
+    def common_begin(self) -> Tensor:
+        """The columns `[common_begin(), common_end())` are seen by all rows of a rect, if there are some."""
+        return self.at(self.row_end - 1)[0]
+
+    def common_end(self) -> Tensor:
+        """See `common_begin`."""
+        return self.at(self.row_begin)[1]
+
+    def area(self) -> Tensor:
+        """How many (row, column) pairs each rect shows, int64 `[num_rects]`; each of its rows must see a column."""
+        first, last = self.row_begin, self.row_end - 1
+        cut_left = _sum_to(last + self.diag_lo - self.col_begin)
+        cut_left = cut_left - _sum_to(first - 1 + self.diag_lo - self.col_begin)
+        cut_right = _sum_to(self.col_end - first - self.diag_hi)
+        cut_right = cut_right - _sum_to(self.col_end - last - 1 - self.diag_hi)
+        whole = (self.row_end - self.row_begin) * (self.col_end - self.col_begin)
+        return whole - cut_left - cut_right
+
+    # What is made of them
+
+    def transposed(self) -> Rects:
+        """The same area with rows and columns exchanged: c < r + d is r >= c - d + 1."""
+        return Rects(
+            row_begin=self.col_begin,
+            row_end=self.col_end,
+            col_begin=self.row_begin,
+            col_end=self.row_end,
+            diag_lo=torch.where(self.diag_hi == NO_DIAG, -NO_DIAG, 1 - self.diag_hi),
+            diag_hi=torch.where(self.diag_lo == -NO_DIAG, NO_DIAG, 1 - self.diag_lo),
+        )
+
+    def trimmed(self) -> Rects:
+        """The same area, in its one tight form.
+
+        Every row sees a column, every column is seen, and a diagonal that cuts nothing is gone.
+        A rect without area gets empty ranges at 0.
+        """
+        row_begin = torch.maximum(self.row_begin, self.col_begin - self.diag_hi + 1)
+        row_end = torch.minimum(self.row_end, self.col_end - self.diag_lo)
+        col_begin = torch.maximum(self.col_begin, row_begin + self.diag_lo)
+        col_end = torch.minimum(self.col_end, row_end - 1 + self.diag_hi)
+        live = (
+            (row_begin < row_end) & (self.col_begin < self.col_end) & (self.diag_lo < self.diag_hi)
+        )
+        cuts_left = row_end - 1 + self.diag_lo > col_begin
+        cuts_right = row_begin + self.diag_hi < col_end
+        return Rects(
+            row_begin=torch.where(live, row_begin, 0),
+            row_end=torch.where(live, row_end, 0),
+            col_begin=torch.where(live, col_begin, 0),
+            col_end=torch.where(live, col_end, 0),
+            diag_lo=torch.where(live & cuts_left, self.diag_lo, -NO_DIAG),
+            diag_hi=torch.where(live & cuts_right, self.diag_hi, NO_DIAG),
+        )
+
+    def intersected(self, other: Rects) -> Rects:
+        """What each rect has in common with the other one, trimmed."""
+        return Rects(
+            row_begin=torch.maximum(self.row_begin, other.row_begin),
+            row_end=torch.minimum(self.row_end, other.row_end),
+            col_begin=torch.maximum(self.col_begin, other.col_begin),
+            col_end=torch.minimum(self.col_end, other.col_end),
+            diag_lo=torch.maximum(self.diag_lo, other.diag_lo),
+            diag_hi=torch.minimum(self.diag_hi, other.diag_hi),
+        ).trimmed()
+
+    def clipped(self, row_begin: Tensor | int, row_end: Tensor | int) -> Rects:
+        """What of each rect lies in the rows `[row_begin, row_end)`, trimmed."""
+        return self._replace(
+            row_begin=self.row_begin.clamp(min=row_begin),
+            row_end=self.row_end.clamp(max=row_end),
+        ).trimmed()
+
+    def clipped_to_columns(self, col_begin: Tensor | int, col_end: Tensor | int) -> Rects:
+        """What of each rect lies in the columns `[col_begin, col_end)`, trimmed."""
+        return self._replace(
+            col_begin=self.col_begin.clamp(min=col_begin),
+            col_end=self.col_end.clamp(max=col_end),
+        ).trimmed()
+
+    def straight(self) -> Rects:
+        """The same area of trimmed rects in three times as many straight ones, some without area.
+
+        The first of all are the top ends of the rects, in their order, then come the middles, then the bottom ends.
+        """
+        # The left edge stands still above row `left` and moves from there on, the right edge moves above row `right`.
+        left = torch.where(
+            self.diag_lo == -NO_DIAG, self.row_begin, self.col_begin - self.diag_lo
+        ).clamp(self.row_begin, self.row_end)
+        right = torch.where(
+            self.diag_hi == NO_DIAG, self.row_end, self.col_end - self.diag_hi + 1
+        ).clamp(self.row_begin, self.row_end)
+        cuts = [self.row_begin, torch.minimum(left, right), torch.maximum(left, right)]
+        thrice = Rects(*(field.repeat(3) for field in self))
+        return thrice.clipped(torch.cat(cuts), torch.cat([*cuts[1:], self.row_end]))
+
+    def cut_at(self, rows: Tensor) -> tuple[Rects, Tensor]:
+        """Each rect cut at all of the sorted `rows` that lie inside it; its other bounds stay those of the whole.
+
+        Args:
+            rows: int64 `[num_cuts]`, ascending.
+
+        Returns:
+            The pieces, those of one rect after another, and int64 `[num_pieces]`: which rect each is of.
+        """
+        first = torch.searchsorted(rows, self.row_begin, right=True)
+        num_pieces = 1 + torch.searchsorted(rows, self.row_end) - first
+        owner = torch.repeat_interleave(num_pieces)
+        skipped = first - (num_pieces.cumsum(0) - num_pieces)
+        cut = torch.arange(len(owner)) + skipped.index_select(0, owner)
+        far = rows.new_full((1,), 1 << 62)
+        fences = torch.cat([-far, rows, far])  # a piece lies between two of them
+        whole = self.select(owner)
+        begin = torch.maximum(whole.row_begin, fences.index_select(0, cut))
+        end = torch.minimum(whole.row_end, fences.index_select(0, cut + 1))
+        return whole._replace(row_begin=begin, row_end=end), owner
+
+
+def _sum_to(count: Tensor) -> Tensor:
+    """1 + 2 + ... + count; 0 where there are none."""
+    count = count.clamp(min=0)
+    return count * (count + 1) // 2
