@@ -9,6 +9,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import (
@@ -30,6 +31,8 @@ def variants() -> Iterator[Variant]:
         config = forward_config(problem)
         for has_stairs, is_early in itertools.product((False, True), repeat=2):
             yield forward_variant(problem, config, has_stairs=has_stairs, is_early=is_early)
+        with_bits = replace(problem, has_bits=True)
+        yield forward_variant(with_bits, forward_config(with_bits))
         if not softcap:
             yield merge_variant(head_dim, dtype)
         preprocess, main, postprocess = backward_variants(problem)

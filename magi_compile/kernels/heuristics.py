@@ -60,6 +60,15 @@ _FORWARD = {
     256: ForwardConfig(2, 64, 3, 2, 1, 40, 232),
 }
 
+# With bit blocks, of which a tile is as high as one and a block as wide, or half of one. Not measured yet.
+_FORWARD_BITS = {
+    64: ForwardConfig(2, 128, 4, 4, 2, 40, 232, min_blocks_in_turns=9),
+    96: ForwardConfig(2, 128, 3, 2, 2, 40, 232),
+    128: ForwardConfig(2, 128, 3, 2, 2, 40, 232),
+    192: ForwardConfig(2, 64, 4, 3, 1, 40, 232),
+    256: ForwardConfig(2, 64, 3, 2, 1, 40, 232),
+}
+
 # Half of the L2 cache of an H100 or H200: the rest is for Q, O and what is on its way out.
 _L2_SECTION_BYTES = 32 * 2**20
 # A rank of many has few queries and many keys. The last section ends when its longest tile does, so where sections keep the SMs
@@ -74,7 +83,7 @@ CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
 def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
-    return _FORWARD[problem.head_dim]
+    return (_FORWARD_BITS if problem.has_bits else _FORWARD)[problem.head_dim]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Tile sizes are pure functions of the problem."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,8 +11,10 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_passes,
     backward_sections,
+    forward_config,
     plan_tiles,
 )
+from magi_compile.masks.bits import BLOCK
 
 
 def problem(nheads_q=8, nheads_kv=8, head_dim=128):
@@ -93,6 +97,13 @@ def test_the_backward_walks_its_own_tiles(head_dim):
     tiles = plan_tiles(problem(head_dim=head_dim))
     config = backward_config(problem(head_dim=head_dim))
     assert (tiles.k_tile_rows, tiles.k_block_cols) == (config.tile_rows, config.block_cols)
+
+
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+def test_blocks_of_keys_lie_in_bit_blocks(head_dim):
+    config = forward_config(replace(problem(head_dim=head_dim), has_bits=True))
+    assert config.tile_rows == BLOCK
+    assert BLOCK % config.block_cols == 0
 
 
 def test_unknown_kernel():

@@ -36,11 +36,11 @@ struct alignas(8) Edges {
 constexpr int kLanes = 4;
 
 // Row r in [row_begin, row_end) sees the columns max(col_begin, r + diag_lo) <= c < min(col_end, r + diag_hi); if there
-// is a lane, what its edges there say.
+// is a lane, what its edges there say; if there are bits, what they show of the columns (bits.cuh).
 struct alignas(16) Run {
     int row_begin, row_end, col_begin, col_end;
     int diag_lo, diag_hi, first, num_blocks;
-    int num_lead, num_trail, lane, unused;
+    int num_lead, num_trail, lane, bits;
 
     // What a row of this run sees, if there is no lane.
     __device__ __forceinline__ Edges band(int row) const {

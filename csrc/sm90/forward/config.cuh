@@ -23,7 +23,7 @@ struct Choose<false, Then, Else> {
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
           int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
-          bool kHasFarKeys_, bool kIsEarly_>
+          bool kHasBits_, bool kHasFarKeys_, bool kIsEarly_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -37,6 +37,7 @@ struct ForwardConfig {
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
     static constexpr bool kHasStairs = kHasStairs_;     // whose rows look up what they see: 1 to 3 % for all others
+    static constexpr bool kHasBits = kHasBits_;         // a run may be of a bit block
     static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;         // begins before they are there
 
@@ -48,9 +49,12 @@ struct ForwardConfig {
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
-    using Params = typename Choose<kIsEarly, EarlyForwardParams, ForwardParams>::type;
+    using WholeParams = typename Choose<kHasBits, BitsForwardParams, ForwardParams>::type;
+    using Params = typename Choose<kIsEarly, EarlyForwardParams, WholeParams>::type;
 
     static_assert(kHasFarKeys || !kIsEarly, "they are what is waited for");
+    static_assert(!(kHasBits && kIsEarly), "far keys have no bits");
+    static_assert(kHasStairs || !kHasBits, "where there is room for bits, there is for stairs beside them");
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");

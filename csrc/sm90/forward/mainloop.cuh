@@ -2,6 +2,7 @@
 // registers.
 #pragma once
 
+#include "common/bits.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
 #include "common/softmax.cuh"
@@ -228,6 +229,11 @@ private:
             const Block& block = smem_.blocks[scored_.slot];
             apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile),
                                            block.first + 2 * (lane_ % 4));
+            if constexpr (Config::kHasBits) {
+                if (has_bits(block.run)) {
+                    apply_bits(scores, block.run, params_.bits, first_row(tile), block.first + 2 * (lane_ % 4));
+                }
+            }
         }
     }
 
@@ -280,8 +286,15 @@ private:
         }
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        return Visibility(uniform(visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end,
-                                                                 block.first, Config::kBlockCols)));
+        Visibility sees = visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end, block.first,
+                                                         Config::kBlockCols);
+        if constexpr (Config::kHasBits) {
+            if (sees != kNothing && has_bits(block.run)) {
+                sees = visibility_of_bits<Config::kBlockCols>(sees, block.run, params_.bits, row_begin, row_end,
+                                                              block.first);
+            }
+        }
+        return Visibility(uniform(sees));
     }
 
     __device__ __forceinline__ bool test_v() {

@@ -42,6 +42,13 @@ struct ForwardParams {
 
 static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/sm90/params.py");
 
+// Where runs may have bits.
+struct BitsForwardParams : ForwardParams {
+    const uint32_t* bits;   // [num_blocks, kBitBlock, kWordsOfQuery]
+};
+
+static_assert(sizeof(BitsForwardParams) == 1024, "packed by magi_compile/kernels/sm90/params.py");
+
 // Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of
 // both.
 struct EarlyForwardParams : ForwardParams {

@@ -17,7 +17,7 @@ from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward, ea
 from magi_compile.kernels.sm90.backward.order import TwoLists, two_lists
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
-from magi_compile.kernels.sm90.forward.split_kv import forward_in_parts, room_for_parts
+from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_parts
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
 from magi_compile.masks.slices import AttnSlices
@@ -51,7 +51,7 @@ class CudaKernel:
                 f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
             )
         if problem.has_bits:
-            reasons.append("has no bit blocks: it takes masks of intervals")
+            reasons.append("has no bit blocks in its backward: it takes masks of intervals")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
@@ -59,11 +59,12 @@ class CudaKernel:
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)
-        if slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges):
+        is_on_gpu = slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges)
+        if is_on_gpu and slices.bits is None:
             return plan_on_device(slices, sizes, problem)
-        # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
+        # Elsewhere (fake tensors, slices on a CPU, bit blocks) the same in operations of torch.
         plan = build_tile_plan(slices, **sizes._asdict())
-        parts = room_for_parts(plan.q_tiles, plan.q_runs, slices.seqlen_k, problem)
+        parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
         return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]
 
     def pack(self, plan: list[Tensor]) -> list[Tensor]:
@@ -90,10 +91,11 @@ class CudaKernel:
         q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
         walk = Walk(q_tiles, q_runs, q_edges)
+        bits = None if slices is None else slices.bits
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_parts(q, k, v, walk, parts, problem)
-        return forward(q, k, v, walk, problem, prior=prior, out_dtype=out_dtype)
+            return forward_in_parts(q, k, v, walk, parts, problem, bits)
+        return forward(q, k, v, walk, problem, bits=bits, prior=prior, out_dtype=out_dtype)
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:
         q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)

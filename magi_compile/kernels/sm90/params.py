@@ -31,6 +31,7 @@ FORWARD = Struct(
     | _ints("total_q", "qhead_per_kvhead", "far_begin")
     | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG},
 )
+BITS_FORWARD = Struct("BitsForwardParams", _addresses("bits"), base=FORWARD)
 EARLY_FORWARD = Struct(
     "EarlyForwardParams",
     {"lists": (SCHEDULE, 3)}

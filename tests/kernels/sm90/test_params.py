@@ -29,6 +29,7 @@ PROGRAM = mask_source(_MASK, _MASK.keys(64, []), (torch.int64,))
 SOURCES = [
     (params.FORWARD, FORWARD),
     (params.EARLY_FORWARD, FORWARD),
+    (params.BITS_FORWARD, FORWARD),
     (params.MERGE, parts.merge_variant(128, torch.bfloat16)),
     (params.TILE_PARTS, parts.parts_variant()),
     (params.TILE_PLAN, planner.planner_variant()),
@@ -88,9 +89,9 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
     ("number", "names"),
     [
         (0, ("far_begin", "total_q")),
-        (6, ("have_arrived", "are_complete")),
-        (6, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
-        (8, ("agendas[1].num_slots", "agendas[1].num_tiles")),
+        (7, ("have_arrived", "are_complete")),
+        (7, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
+        (9, ("agendas[1].num_slots", "agendas[1].num_tiles")),
     ],
 )
 def test_a_field_elsewhere_would_be_found(number, names):

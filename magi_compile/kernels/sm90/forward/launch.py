@@ -17,7 +17,7 @@ from magi_compile.kernels.heuristics import (
     tiles_in_sections,
 )
 from magi_compile.kernels.merge import merge_prior
-from magi_compile.kernels.sm90.params import FORWARD
+from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import (
     Layout,
@@ -38,8 +38,8 @@ NO_FAR_KEYS = 2**31 - 1
 _STORE_ROWS = 16  # each warp stores its own rows
 
 # The buffers of a forward call: those given, and the first ones made.
-Q, K, V, TILES, RUNS, EDGES, PRIOR_OUT, PRIOR_LSE = range(8)
-OUT, LSE, OTHER = range(8, 11)
+Q, K, V, TILES, RUNS, EDGES, PRIOR_OUT, PRIOR_LSE, BITS = range(9)
+OUT, LSE, OTHER = range(9, 12)
 
 # Where results are and what they are merged with, in the fields of ForwardParams: of each pair both are there or none.
 NO_RESULTS: dict[str, Any] = dict.fromkeys(
@@ -56,7 +56,7 @@ def forward_variant(
     is_early: bool = False,
 ) -> Variant:
     """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before far keys are there,
-    `has_stairs` if a run may have a lane."""
+    `has_stairs` if a run may have a lane. Runs that may have bits may have lanes."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
         "FFA_HEAD_DIM": problem.head_dim,
@@ -69,7 +69,8 @@ def forward_variant(
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
-        "FFA_HAS_STAIRS": str(has_stairs).lower(),
+        "FFA_HAS_STAIRS": str(has_stairs or problem.has_bits).lower(),
+        "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_HAS_FAR_KEYS": str(is_early or config.always_takes_far_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
     }
@@ -85,6 +86,7 @@ def forward(
     walk: Walk,
     problem: AttnProblem,
     *,
+    bits: Tensor | None = None,
     prior: ForwardOutput | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> ForwardOutput:
@@ -96,6 +98,7 @@ def forward(
         v: `[total_k, nheads_kv, head_dim]`.
         walk: the q walk of the plan.
         problem: what `CudaKernel.refusals` finds nothing against.
+        bits: the bit blocks of the mask, where `problem` has some.
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
 
@@ -111,11 +114,12 @@ def forward(
         raise TypeError(f"`prior.out` must be torch.float32, got {prior.out.dtype}")
     if q.shape[0] == 0 or k.shape[0] == 0:
         return merge_prior(nothing_seen(q), prior, out_dtype)
+    bits = None if bits is None else bits.contiguous()
     priors = [x.contiguous() for x in prior] if prior else [None, None]
     shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *shapes)
-        out, lse, *_ = call.run([q, k, v, *walk, *priors], q.device)
+        out, lse, *_ = call.run([q, k, v, *walk, *priors, bits], q.device)
     return ForwardOutput(out, lse)
 
 
@@ -196,7 +200,9 @@ def forward_launch(
         "tiles": fields.pop("tiles"),
         "ticket": Pointer(ticket) if has_ticket else None,
     }
-    params = FORWARD.pack(
+    if problem.has_bits:
+        fields["bits"] = Pointer(BITS)
+    params = (BITS_FORWARD if problem.has_bits else FORWARD).pack(
         **forward_fields((*layouts, None, None), problem, config, out), schedule=schedule, **fields
     )
     variant = forward_variant(problem, config, has_stairs=has_stairs)

@@ -179,7 +179,7 @@ class EarlyForward:
             self._stream = current_stream(q.device)
             self._made = allocate(self._call.made, q.device, self._stream)
             self._here, self._beside = torch.cuda.current_stream(q.device), _stream(q.device)
-        given = (q, k, v, plan.far_tiles, plan.runs, plan.edges, *far)
+        given = (q, k, v, plan.far_tiles, plan.runs, plan.edges, *far, None)
         walk = (plan.far_parts, plan.near_tiles, plan.part_tiles)
         self._held = (*given, *self._made, *walk)  # until all of it is enqueued
         self._addresses = addresses_of(self._held)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
 from magi_compile.kernels.heuristics import (
     PART_LEAST_BLOCKS,
@@ -102,12 +103,21 @@ def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
     return Variant("forward/combine.cu", "ffa_forward_merge", defines)
 
 
-def room_for_parts(q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, problem: AttnProblem) -> Tensor:
-    """Memory for the q walk of a plan with tiles in parts, int32, in a `PartLayout`; empty where `problem` needs none, and on a
-    CPU. Of fake tensors a fake one."""
-    device = q_tiles.device
-    size = _size(problem, seqlen_k, q_tiles.shape[0], q_runs.shape[0], device)
-    return torch.empty(size, dtype=torch.int32, device=device)
+def cut_tiles(
+    q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, sizes: PlanTiles, problem: AttnProblem
+) -> Tensor:
+    """The q walk of a plan with tiles in parts, int32, in a `PartLayout`, on torch's current stream; empty where `problem` needs
+    none, and on a CPU. Of fake tensors a fake one."""
+    device, counts = q_tiles.device, (q_tiles.shape[0], q_runs.shape[0])
+    size = _size(problem, seqlen_k, *counts, device)
+    if _compat.is_fake(q_tiles) or size == 0:
+        return torch.empty(size, dtype=torch.int32, device=device)
+    pointers = Pointer(0), Pointer(1), Pointer(2)
+    with on_device(device):
+        launch = cut_launch(pointers, (*counts, size), sizes, problem, device.index)
+        call = Call((Buffer.of((size,), torch.int32),), (launch,))
+        (parts,) = call.run([q_tiles, q_runs], device)
+    return parts
 
 
 def _size(
@@ -179,15 +189,22 @@ def cut_params(
 
 
 def forward_in_parts(
-    q: Tensor, k: Tensor, v: Tensor, walk: Walk, parts: Tensor, problem: AttnProblem
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    walk: Walk,
+    parts: Tensor,
+    problem: AttnProblem,
+    bits: Tensor | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of the q walk of a plan, which are not empty, on
     torch's current stream; see `forward`."""
+    bits = None if bits is None else bits.contiguous()
     tiles, runs, edges = walk
     sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
-        out, lse, *_ = call.run([q, k, v, None, parts, edges, None, None], q.device)
+        out, lse, *_ = call.run([q, k, v, None, parts, edges, None, None, bits], q.device)
     return ForwardOutput(out, lse)
 
 

@@ -16,9 +16,7 @@ from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.forward import launch as module
 from magi_compile.kernels.sm90.forward import overlap as early
 from magi_compile.kernels.sm90.forward import split_kv as parts
-from magi_compile.kernels.sm90.runtime.calls import Buffer, Call
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
-from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import (
@@ -33,6 +31,7 @@ from magi_compile.testing.cases import (
 )
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.sm90.forward.test_overlap import near_and_far
+from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
 from tests.kernels.support.on_a_cpu import compile_once, launching
 from tests.kernels.support.part_plan import PartPlan
 
@@ -131,6 +130,19 @@ def test_stairs(case, shape, launches):
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert (plan.q_runs[:, RUN_FIELDS.index("lane")] > 0).any()
     result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
+    assert_attention_close(result, inputs, slices, problem)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", BIT_CASES, ids=lambda case: case.name)
+def test_bits(case, shape, launches):
+    """Blocks of bits, alone and beside others in one tile."""
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
+    sizes = plan_tiles(problem)
+    plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
+    assert (plan.q_runs[:, RUN_FIELDS.index("bits")] > 0).any()
+    result = module.forward(*inputs[:3], plan.q_walk, problem, bits=slices.bits)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -241,6 +253,9 @@ def in_parts(launches, monkeypatch):
     """Attention with tiles in parts, and how many parts each cut tile has."""
     monkeypatch.setattr(parts, "num_sms", lambda device: 8)
     monkeypatch.setattr(parts, "PART_LEAST_BLOCKS", 2)
+    monkeypatch.setattr(
+        parts, "_size", lambda problem, _, *counts: parts.PartLayout.of(*counts[:2], 8).size
+    )
     variant = parts.parts_variant()
     free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
     monkeypatch.setattr(parts, "parts_variant", lambda: replace(variant, defines=free_merge))
@@ -249,13 +264,8 @@ def in_parts(launches, monkeypatch):
         sizes = plan_tiles(problem)
         plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
         walk = plan.q_walk
-        num_tiles, num_runs = (x.shape[0] for x in walk[:2])
-        size = parts.PartLayout.of(num_tiles, num_runs, 8).size
-        pointers, counts = (Pointer(0), Pointer(1), Pointer(2)), (num_tiles, num_runs, size)
-        launch = parts.cut_launch(pointers, counts, sizes, problem, None)
-        call = Call((Buffer.of((size,), torch.int32),), (launch,))
-        (words,) = call.run(walk[:2], inputs.q.device)
-        result = parts.forward_in_parts(inputs.q, inputs.k, inputs.v, walk, words, problem)
+        words = parts.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
+        result = parts.forward_in_parts(*inputs[:3], walk, words, problem, slices.bits)
         return result, PartPlan.of(*walk[:2], words).parts_of_cuts
 
     return run
@@ -267,6 +277,8 @@ PARTS = [
     (one(MaskType.CAUSAL, 250, 900), "128-softcap", [2, 2]),
     (one(MaskType.FULL, 30, 900), "192", [6]),
     (random_disjoint(230, 900, 0, num_cuts=4), "128", [2]),
+    (BitCase.of("bits", random_table(1, 1, 100, 900, 6)), "64", [4]),
+    (BitCase.of("bits", random_table(1, 1, 100, 900, 6)), "192", [7]),
     (Case("global", 400, 900, [(0, 20, 0, 900, 0), (30, 390, 30, 90, 1)]), "64", [3]),
 ]
 

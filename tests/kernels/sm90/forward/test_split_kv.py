@@ -21,8 +21,8 @@ from magi_compile.kernels.sm90.forward import split_kv as module
 from magi_compile.kernels.sm90.forward.split_kv import (
     PartLayout,
     cut_params,
+    cut_tiles,
     parts_variant,
-    room_for_parts,
 )
 from magi_compile.kernels.sm90.runtime.calls import Launch, addresses_of
 from magi_compile.kernels.sm90.runtime.structs import Pointer
@@ -260,7 +260,7 @@ def test_no_rows_no_parts():
 
 def test_on_a_cpu_there_are_none():
     plan = build_tile_plan(AttnSlices.full(5000), **SIZES._asdict())
-    parts = room_for_parts(plan.q_tiles, plan.q_runs, 5000, problem(1))
+    parts = cut_tiles(plan.q_tiles, plan.q_runs, 5000, SIZES, problem(1))
     assert parts.shape == (0,)
 
 
@@ -279,7 +279,7 @@ def test_symbolic_shapes_are_the_real_ones(seqlen_k, monkeypatch):
     with mode:
         tiles = torch.empty((num_tiles, 4), dtype=torch.int32, device="cuda:0")
         runs = torch.empty((num_runs, 12), dtype=torch.int32, device="cuda:0")
-        parts = room_for_parts(tiles, runs, total_k, problem(8))
+        parts = cut_tiles(tiles, runs, total_k, SIZES, problem(8))
     num_parts = forward_parts(problem(8), seqlen_k, 30, num_sms=132)
     words = PartLayout.of(30, 70, num_parts).size if num_parts else 0
     assert not isinstance(parts.shape[0], int)
