@@ -471,6 +471,30 @@ def indices_of_load_balancer(balancer: Any) -> Any:
     return None
 
 
+def context_parallel_style_of_torch(seq_dim: int) -> Any:
+    """PyTorch's own style of context parallelism for modules that call FlexAttention with `(query, key, value, ...)`: keys and
+    values are gathered along `seq_dim`, gradients are reduced and scattered. For `parallelize_module`."""
+    from torch.distributed.tensor.experimental._context_parallel._attention import _ContextParallel
+
+    return _ContextParallel(seq_dim, _ContextParallel.AttentionType.FLEX)
+
+
+def block_mask_of_torch_rank(mesh: Any, block_mask: Any, balancer: Any) -> Any:
+    """The BlockMask of this rank's queries and all keys, which goes with `context_parallel_style_of_torch`. Tokens are spread by
+    `balancer`, which is one of `load_balancer_of_torch` or None for the order of the sequence."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    (local,) = _attention._context_parallel_shard(mesh, [block_mask], [0], balancer)
+    return local
+
+
+def load_balancer_of_torch(name: str, *arguments: Any) -> Any:
+    """A load balancer of PyTorch's context parallelism, by the name of its class."""
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+
+    return getattr(_load_balancer, f"_{name}LoadBalancer")(*arguments)
+
+
 def resolve_process_group(name: str) -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
     try:

@@ -1,4 +1,4 @@
-"""The command line: `magi-bench kernel | sparse | step | masks | report | chart | compare`."""
+"""The command line: `magi-bench kernel | sparse | step | ranks | masks | report | chart | compare`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from magi_compile.bench.contenders.base import refusals
 from magi_compile.bench.kernel import interleaved
 from magi_compile.bench.kernel.run import Settings, execute, order
 from magi_compile.bench.kernel.timing import Protocol
+from magi_compile.bench.ranks import command as ranks
 from magi_compile.bench.results import rows
 from magi_compile.bench.results.compare import compare, to_text
 from magi_compile.bench.step import command as step
@@ -47,6 +48,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_run_arguments(commands.add_parser(level, help=summary), level)
     step.add_arguments(
         commands.add_parser("step", help="wall time of calls and of training steps, beside peers")
+    )
+    ranks.add_arguments(
+        commands.add_parser("ranks", help="attention and training steps across ranks, beside peers")
     )
     masks = commands.add_parser("masks", help="list the masks, or draw one")
     masks.add_argument("--show", metavar="NAME", help="draw this mask")

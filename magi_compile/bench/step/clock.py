@@ -78,6 +78,20 @@ class Work(NamedTuple):
     launches: float
 
 
+class Alone:
+    """One process is timed by itself. `ranks.world.World` times several together."""
+
+    def meet(self) -> None:
+        """Waits for everybody who is timed."""
+
+    def slowest(self, number: float) -> float:
+        """The largest `number` of everybody who is timed."""
+        return number
+
+
+ALONE = Alone()
+
+
 def wait(device: str) -> None:
     """Until the device has done everything."""
     if device == "cuda":
@@ -92,11 +106,20 @@ def warm_up(ready: Ready, device: str) -> None:
     wait(device)
 
 
-def in_turns(contenders: Mapping[str, Ready], device: str, rounds: Rounds) -> dict[str, Turns]:
-    """Times all `contenders`, which are warm, round by round; every other round begins with the last of them."""
+def in_turns(
+    contenders: Mapping[str, Ready], device: str, rounds: Rounds, together: Alone = ALONE
+) -> dict[str, Turns]:
+    """Times all `contenders`, which are warm, round by round; every other round begins with the last of them.
+
+    Processes that are timed `together` have the same contenders. Each turn then lasts until the slowest process is done.
+    """
+
+    def turn_ms(ready: Ready, count: int) -> float:
+        return together.slowest(_turn_ms(ready, count, device, together))
+
     calls = {
         name: rounds.calls(
-            min(_turn_ms(ready, 1, device) for _ in range(TRIAL_CALLS)),
+            min(turn_ms(ready, 1) for _ in range(TRIAL_CALLS)),
             makes_masks=ready.renew is not _nothing,
         )
         for name, ready in contenders.items()
@@ -107,15 +130,16 @@ def in_turns(contenders: Mapping[str, Ready], device: str, rounds: Rounds) -> di
         order = list(contenders)
         for name in reversed(order) if number % 2 else order:
             before = _compat.num_compiled_graphs()
-            times[name].append(_turn_ms(contenders[name], calls[name], device))
+            times[name].append(turn_ms(contenders[name], calls[name]))
             recompiles[name] += _compat.num_compiled_graphs() - before
     return {name: Turns(times[name], calls[name], recompiles[name]) for name in contenders}
 
 
-def _turn_ms(ready: Ready, calls: int, device: str) -> float:
+def _turn_ms(ready: Ready, calls: int, device: str, together: Alone) -> float:
     """Milliseconds of wall time of one of `calls` consecutive calls."""
     ready.renew(calls)
     wait(device)
+    together.meet()
     begin = time.perf_counter()
     for _ in range(calls):
         ready.call()

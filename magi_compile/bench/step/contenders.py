@@ -15,9 +15,9 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from magi_compile.bench.contenders.base import Layout
 from magi_compile.bench.contenders.flash_attention import FlashAttention4
 from magi_compile.bench.contenders.flex import BLOCK, FlexFlash
-from magi_compile.bench.kernel import gate
 from magi_compile.bench.kernel.gate import Check
 from magi_compile.bench.step.cases import Case
+from magi_compile.bench.step.checks import check_attention, check_step, checked_parameters
 from magi_compile.bench.step.clock import Ready
 from magi_compile.bench.step.problem import MAKERS, Problem
 from magi_compile.bench.workloads.derive import block_areas
@@ -121,7 +121,7 @@ class Compiled(Contender):
             model.zero_grad()
             loss = loss_of(model, *packs.next())
             loss.backward()
-            gradients = [x.grad for x in _checked_parameters(model) if x.grad is not None]
+            gradients = [x.grad for x in checked_parameters(model) if x.grad is not None]
             if self._optimizer is not None:
                 self._optimizer.step()
             return [loss.detach(), *gradients]
@@ -132,9 +132,7 @@ class Compiled(Contender):
         return Ready(forward if case.which == "fwd" else step, packs.renew)
 
     def _check_training(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        """Compares with the same model without FlexAttention and torch.compile, with the weights of the first step, in a dtype of
-        twice the width. The error may be twice that of this model in its own dtype, and always as large as 16 rounding steps in
-        gradients and a quarter of one in the loss, a mean over many tokens. Another mask differs by much more."""
+        """Compares with the same model without FlexAttention and torch.compile, with the weights of the first step."""
         model = _build(problem, case, None)
         assert self._model is not None
         model.load_state_dict(
@@ -144,23 +142,9 @@ class Compiled(Contender):
 
         def run() -> list[Tensor]:
             loss = model(tokens, targets, document, problem.lengths(0))
-            return [loss.detach(), *torch.autograd.grad(loss, _checked_parameters(model))]
+            return [loss.detach(), *torch.autograd.grad(loss, checked_parameters(model))]
 
-        plain, dtype = run(), model.embedding.weight.dtype
-        model.to(torch.float64 if dtype == torch.float32 else torch.float32)
-        exact = run()
-        names = ("loss", "gradient of the first qkv", "gradient of the last qkv")
-        errors, theirs = (
-            {
-                name: gate.relative_error(x.to(truth.dtype), truth)
-                for name, x, truth in zip(names, of, exact, strict=False)
-            }
-            for of in (results, plain)
-        )
-        eps = torch.finfo(dtype).eps
-        least = {name: max(eps / 4 if name == "loss" else 16 * eps, 1e-4) for name in errors}
-        allowed = {name: max(2 * theirs[name], least[name]) for name in errors}
-        return Check(problem.tokens, errors, allowed)
+        return check_step(model, run, results, problem.tokens)
 
 
 class Flex(Compiled):
@@ -335,17 +319,6 @@ class Packs:
         return tokens, targets, document, mask
 
 
-def check_attention(
-    problem: Problem, case: Case, results: Sequence[Tensor], layout: Layout
-) -> Check:
-    """The first and the last layer, out and gradients, against fp64; the worse of the two."""
-    checks = []
-    for layer in {0, case.layers - 1}:
-        packed = [layout.to_packed(x.detach()) for x in results[layer :: case.layers]]
-        checks.append(gate.judge(packed, *problem.reference(layer)))
-    return max(checks, key=lambda check: max(x / check.allowed[n] for n, x in check.errors.items()))
-
-
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
     """Bool `[q blocks, k blocks]`: what the lists of a BlockMask of one batch entry and head hold."""
     counts, indices = counts[0, 0], indices[0, 0].long()
@@ -421,8 +394,3 @@ def _build(problem: Problem, case: Case, kernel_options: dict[str, Any] | None) 
     with torch.device(settings.device):
         model = Llama(Shape(case.layers, dim, 2 * dim, *heads, settings.vocab), kernel_options)
     return model.to(getattr(torch, settings.dtype))
-
-
-def _checked_parameters(model: Llama) -> list[Tensor]:
-    """Whose gradients are compared: attention's own, where a wrong mask shows most."""
-    return [model.get_parameter(f"blocks.{at}.qkv.weight") for at in (0, len(model.blocks) - 1)]

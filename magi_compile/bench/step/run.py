@@ -136,7 +136,7 @@ class _Execution:
         try:
             return self._first_call(contender, problem, case)
         except Exception as error:  # whatever a contender raises costs it this row only
-            return _failure(error), None
+            return failure(error), None
 
     def _first_call(
         self, contender: Contender, problem: Problem, case: Case
@@ -165,7 +165,7 @@ class _Execution:
         try:
             turns = in_turns(ready, self.settings.device, self.settings.rounds)
         except Exception as error:  # of whom, nobody knows: nobody has a time then
-            return {name: _failure(error) for name in ready}
+            return {name: failure(error) for name in ready}
         return {name: summary(result) for name, result in turns.items()}
 
     def _count_work(self) -> None:
@@ -228,7 +228,8 @@ def _row(contender: Contender, case: Case) -> Row:
     }
 
 
-def _failure(error: Exception) -> Row:
+def failure(error: Exception) -> Row:
+    """The outcome of a contender that raised."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "oom", "reason": first_line(error)}
     return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}

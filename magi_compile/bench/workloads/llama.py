@@ -30,12 +30,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
 
 
+class Attention(nn.Module):
+    """FlexAttention as a module without weights, which is what styles of context parallelism are put on."""
+
+    def __init__(self, kernel_options: Any):
+        super().__init__()
+        self.kernel_options = kernel_options
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None
+    ) -> Tensor:
+        return flex_attention(
+            query,
+            key,
+            value,
+            block_mask=block_mask,
+            enable_gqa=True,
+            kernel_options=self.kernel_options,
+        )
+
+
 class Block(nn.Module):
     def __init__(self, shape: Shape, kernel_options: Any):
         super().__init__()
         self.heads = (shape.nheads_q, shape.nheads_kv, shape.nheads_kv)
         self.head_dim = shape.head_dim
-        self.kernel_options = kernel_options
+        self.attention = Attention(kernel_options)
         self.norm1, self.norm2 = nn.RMSNorm(shape.dim), nn.RMSNorm(shape.dim)
         self.qkv = nn.Linear(shape.dim, sum(self.heads) * self.head_dim, bias=False)
         self.out = nn.Linear(shape.dim, shape.dim, bias=False)
@@ -50,9 +70,7 @@ class Block(nn.Module):
         q, k, v = qkv.split(self.heads, dim=1)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if isinstance(mask, BlockMask):
-            y = flex_attention(
-                q, k, v, block_mask=mask, enable_gqa=True, kernel_options=self.kernel_options
-            )
+            y = self.attention(q, k, v, mask)
         else:
             y = attend_by_document(q, k, v, mask)
         return self.out(y.transpose(1, 2).reshape(batch, seqlen, -1))
@@ -92,7 +110,9 @@ class Llama(nn.Module):
     """The loss is the cross-entropy of the next token, in nats; embedding and output share their weights.
 
     Without a `mask` it is built in here, in the graph, which is where both backends like it best. Document lengths in
-    its place stand for attention without FlexAttention.
+    its place stand for attention without FlexAttention. Of tokens that are spread over ranks, `positions` says where in the
+    sequence each one is, and the loss is this rank's share: the sum over its own labels, divided by the `num_labels` of the
+    whole sequence.
     """
 
     frequencies: Tensor
@@ -112,13 +132,20 @@ class Llama(nn.Module):
         targets: Tensor,
         document: Tensor,
         mask: BlockMask | Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        num_labels: Tensor | None = None,
     ) -> Tensor:
         if mask is None:
             mask = causal_within(document)
         x = self.embedding(tokens)
-        angles = torch.arange(tokens.shape[1], device=tokens.device)[:, None] * self.frequencies
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = positions[:, None] * self.frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for block in self.blocks:
             x = block(x, cos, sin, mask)
         logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        given = (logits.flatten(0, 1).float(), targets.flatten())
+        if num_labels is None:
+            return F.cross_entropy(*given, ignore_index=-1)
+        return F.cross_entropy(*given, ignore_index=-1, reduction="sum") / num_labels

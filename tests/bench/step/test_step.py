@@ -9,7 +9,7 @@ from torch import Tensor
 
 from magi_compile._compat import num_compiled_graphs
 from magi_compile.bench.cli import main
-from magi_compile.bench.step import clock, contenders, run
+from magi_compile.bench.step import checks, clock, contenders, run
 from magi_compile.bench.step.cases import GROUPS, ROWS, Case, Settings, cases
 from magi_compile.bench.step.clock import Ready, Rounds, Turns, in_turns
 from magi_compile.bench.step.problem import Problem, with_own_code
@@ -169,7 +169,7 @@ def test_a_model_of_another_mask_is_caught():
 
     def results(lengths):
         loss = model(tokens, targets, document, lengths)
-        return [loss, *torch.autograd.grad(loss, contenders._checked_parameters(model))]
+        return [loss, *torch.autograd.grad(loss, checks.checked_parameters(model))]
 
     lengths = problem.lengths(0)
     assert len(lengths) > 1

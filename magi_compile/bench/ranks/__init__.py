@@ -1,0 +1,1 @@
+"""`magi-bench ranks`: ways to run attention across ranks, side by side, host included."""

@@ -1,0 +1,1 @@
+from tests.dtensor.conftest import pools, ranks_of  # noqa: F401

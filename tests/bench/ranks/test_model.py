@@ -1,0 +1,95 @@
+"""Training steps across two gloo ranks: held to one rank's model, eager here and compiled in the slow test."""
+
+import json
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from magi_compile.bench.cli import main
+from magi_compile.bench.ranks import contenders, model, run
+from magi_compile.bench.ranks.model import MagiTraining, TorchTraining
+from magi_compile.bench.ranks.world import World
+from tests.bench.ranks.test_ranks import SMALL
+
+MODEL = replace(SMALL, tokens=(128,), layers=2, vocab=64, contenders=("magi", "torch-head-tail"))
+
+
+class OwnTokens(MagiTraining):
+    """Attention over the tokens of one document in place of all of them."""
+
+    name = "torch-head-tail"
+    is_ours = False
+
+    def spread(self, batch):
+        return super().spread(batch._replace(document=torch.zeros_like(batch.document)))
+
+
+def run_model(group, trainings):
+    with (
+        patch.object(torch, "compile", lambda function, **_: function),
+        patch.object(run, "TRAININGS", trainings),
+    ):
+        return run.Execution(World("cpu"), MODEL, ["magi-bench"], None, print).run()
+
+
+def test_steps_are_held_to_those_of_one_rank(ranks_of):
+    for rows in ranks_of(2).run(run_model, (MagiTraining, TorchTraining)):
+        status = {(row["contender"], row["pass"]): row["status"] for row in rows}
+        assert status == {
+            ("magi", "fwd"): "ok",
+            ("torch-head-tail", "fwd"): "ok",
+            ("magi", "fwdbwd"): "ok",
+            ("torch-head-tail", "fwdbwd"): "unsupported",
+        }
+        assert rows[-1]["reason"] == contenders.NO_BACKWARD
+        for row in rows[:3]:
+            assert row["mask"] == "model"
+            assert row["tokens_per_s"] == pytest.approx(256 / row["ms"] * 1e3)
+        assert set(rows[2]["gate"]["errors"]) == {
+            "loss",
+            "gradient of the first qkv",
+            "gradient of the last qkv",
+        }
+
+
+def test_another_mask_is_caught(ranks_of):
+    for rows in ranks_of(2).run(run_model, (MagiTraining, OwnTokens)):
+        status = {(row["contender"], row["pass"]): row["status"] for row in rows}
+        assert status["magi", "fwdbwd"] == "ok"
+        assert status["torch-head-tail", "fwdbwd"] == "wrong"
+
+
+def run_spread(group):
+    found = []
+    for made in model.TRAININGS:
+        training = made(MODEL, World("cpu"), 128)
+        batch = training.make(3)
+        with (
+            patch.object(torch, "compile", lambda function, **_: function),
+            training.spread(batch) as part,
+        ):
+            found.append((batch, part.tokens, part.targets, part.positions))
+    return found
+
+
+def test_ranks_have_every_token_once(ranks_of):
+    for ranks in zip(*ranks_of(2).run(run_spread), strict=True):
+        batch = ranks[0][0]
+        assert len(batch.lengths) > 1
+        positions = torch.cat([part[3] for part in ranks])
+        assert torch.equal(positions.sort().values, torch.arange(256))
+        for _, tokens, targets, mine in ranks:
+            assert torch.equal(tokens, batch.tokens[:, mine])
+            assert torch.equal(targets, batch.targets[:, mine])
+
+
+@pytest.mark.slow
+def test_compiled_steps(tmp_path):
+    out = tmp_path / "model_cpu"
+    arguments = ["--quick", "--device", "cpu", "--model", "--passes", "fwdbwd", "--out", str(out)]
+    assert main(["ranks", *arguments]) == 0
+    ours, peer = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert (ours["status"], ours["recompiles"], peer["status"]) == ("ok", 0, "unsupported")
+    assert "tokens/s" in out.with_suffix(".md").read_text()

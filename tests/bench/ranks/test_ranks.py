@@ -1,0 +1,256 @@
+"""`magi-bench ranks` on two gloo ranks: every row or a reason, the gate, what moves, the report."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from magi_compile.bench.cli import main
+from magi_compile.bench.kernel.gate import exact_and_plain
+from magi_compile.bench.ranks import command, contenders, run
+from magi_compile.bench.ranks.problem import Problem, Settings
+from magi_compile.bench.ranks.report import to_markdown, without_number
+from magi_compile.bench.ranks.world import World
+from magi_compile.bench.step.clock import Rounds
+from magi_compile.dtensor import plan
+
+OURS = ("magi", "one-rank", "ulysses-magi")
+SMALL = Settings(
+    "cpu",
+    "float32",
+    (256,),
+    4,
+    2,
+    16,
+    ("document_causal", "causal"),
+    "seeds",
+    ("fwd", "fwdbwd"),
+    OURS,
+    Rounds(2, 1.0),
+)
+
+
+def rows_of(settings, taking_part=contenders.CONTENDERS):
+    run.CONTENDERS = taking_part
+    try:
+        return run.Execution(World("cpu"), settings, ["magi-bench"], None, print).run()
+    finally:
+        run.CONTENDERS = contenders.CONTENDERS
+
+
+def run_small(group, settings):
+    return rows_of(settings)
+
+
+def test_every_case_has_a_time_for_everybody(ranks_of):
+    rows, others = ranks_of(2).run(run_small, SMALL)
+    assert [(x["mask"], x["pass"], x["contender"]) for x in rows] == [
+        (mask, which, name) for mask in SMALL.masks for which in ("fwd", "fwdbwd") for name in OURS
+    ]
+    for row, other in zip(rows, others, strict=True):
+        assert row["status"] == "ok", row
+        assert row["ms"] == other["ms"] > 0  # of the slowest rank
+        assert set(row["gate"]["errors"]) == (
+            {"out"} if row["pass"] == "fwd" else {"out", "dq", "dk", "dv"}
+        )
+        assert row["recompiles"] == 0
+        assert row["peak_bytes"] is None
+    assert all(row["ratio"] == 1 for row in rows if row["contender"] == "magi")
+    assert not any("ratio" in row for row in rows if row["contender"] == "one-rank")
+
+
+# The truth
+
+
+def run_truth(group, mask):
+    problem = Problem(replace(SMALL, nheads_q=6, nheads_kv=3), World("cpu"), mask, 320)
+    exact, _ = exact_and_plain(problem.workload, problem.inputs)
+    for name, x, dense in zip(("out", "dq", "dk", "dv"), problem.truth.exact, exact, strict=True):
+        heads = [0, 1, 4, 5] if name in ("out", "dq") else [0, 2]
+        torch.testing.assert_close(x, dense[:, heads].double(), rtol=1e-9, atol=1e-9)
+    mine = torch.arange(group.rank(), problem.total, 2)
+    return problem.check([x[mine] for x in exact], mine)
+
+
+def test_the_truth_is_that_of_the_dense_oracle(ranks_of):
+    for mask in command.ALL_MASKS:
+        for check in ranks_of(2).run(run_truth, mask):
+            assert check.passed
+            assert check.seqlen == 640
+            assert all(error < 1e-12 for error in check.errors.values())
+            assert all(1e-8 < allowed < 1e-5 for allowed in check.allowed.values())
+
+
+class OtherTokens(contenders.Magi):
+    """Right, but for tokens that it says lie elsewhere; on one rank."""
+
+    name = "other-tokens"
+    is_ours = False
+
+    def prepare(self, problem):
+        made = super().prepare(problem)
+        if problem.world.rank:
+            return made
+        return made._replace(attend=lambda q, k, v: made.attend(q, k, v).flip(0))
+
+
+class WrongGradient(contenders.Magi):
+    name = "wrong-gradient"
+    is_ours = False
+
+    def prepare(self, problem):
+        made = super().prepare(problem)
+        return made._replace(attend=lambda q, k, v: made.attend(q, 2 * k - k.detach(), v))
+
+
+class RaisesOnOne(contenders.Magi):
+    name = "raises"
+    is_ours = False
+
+    def prepare(self, problem):
+        if problem.world.rank:
+            raise RuntimeError("no such thing\nas a second line")
+        raise MemoryError("nor that")
+
+
+class RefusesAll(RaisesOnOne):
+    name = "refuses"
+
+    def refusals(self, problem, which):
+        return ["one reason", "another"]
+
+
+def run_wrong(group):
+    taking_part = (contenders.Magi, OtherTokens, WrongGradient, RaisesOnOne, RefusesAll)
+    names = tuple(x.name for x in taking_part)
+    return rows_of(replace(SMALL, masks=("document_causal",), contenders=names), taking_part)
+
+
+def test_what_is_wrong_on_any_rank_is_not_timed(ranks_of):
+    for rows in ranks_of(2).run(run_wrong):
+        found = {(row["contender"], row["pass"]): row for row in rows}
+        status = {key: row["status"] for key, row in found.items()}
+        assert status["magi", "fwd"] == status["magi", "fwdbwd"] == "ok"
+        assert status["other-tokens", "fwd"] == "wrong"
+        assert status["wrong-gradient", "fwd"] == "ok"
+        assert status["wrong-gradient", "fwdbwd"] == "wrong"
+        assert found["wrong-gradient", "fwdbwd"]["reason"].startswith("dk: relative error")
+        assert found["raises", "fwd"]["reason"] == "MemoryError: nor that"
+        assert found["refuses", "fwd"]["reason"] == "one reason; another"
+        assert all(("ms" in row) == (row["status"] == "ok") for row in rows)
+
+
+def test_what_has_no_time_left_is_not_begun(ranks_of):
+    settings = replace(SMALL, seconds=1e-9, masks=("causal",), passes=("fwd",))
+    for rows in ranks_of(2).run(run_small, settings):
+        assert {row["status"] for row in rows} == {"timeout"}
+        assert rows[0]["reason"] == "not begun: no time left of 1e-09 s"
+
+
+# What moves
+
+
+def run_bytes(group):
+    world = World("cpu")
+    problem = Problem(SMALL, world, "causal", 256)
+    ours = contenders.Magi().prepare(problem).received
+    spread = contenders.UlyssesMagi().prepare(problem).received
+    told = plan(problem.workload.slices, world.mesh).explain()
+    return ours, spread, told.received_rows[world.rank], told.sent_rows[world.rank]
+
+
+def test_bytes_that_a_rank_receives(ranks_of):
+    row = 2 * 2 * 16 * 4  # key and value of 2 heads of 16 floats
+    for ours, spread, received, sent in ranks_of(2).run(run_bytes):
+        assert 0 < received <= 256
+        assert ours == (received * row, (received + sent) * row)
+        # Half of q, k, v and of out stay.
+        assert spread == (256 * (4 + 2 + 2 + 4) * 16 * 4 // 2,) * 2
+
+
+def run_heads(group):
+    return rows_of(replace(SMALL, nheads_kv=1, masks=("causal",), passes=("fwd",)))
+
+
+def test_heads_that_do_not_divide_are_a_reason(ranks_of):
+    rows, _ = ranks_of(2).run(run_heads)
+    (row,) = (row for row in rows if row["contender"] == "ulysses-magi")
+    assert (row["status"], row["reason"]) == (
+        "unsupported",
+        "1 key-value heads do not divide by 2 ranks",
+    )
+
+
+def run_refusals(group):
+    problem = Problem(replace(SMALL, lengths="short"), World("cpu"), "document_causal", 256)
+    return [
+        (made.name, which, made().refusals(problem, which))
+        for made in contenders.CONTENDERS
+        for which in ("fwd", "fwdbwd")
+    ]
+
+
+def test_what_peers_cannot_do_on_a_cpu(ranks_of):
+    found, _ = ranks_of(2).run(run_refusals)
+    for name, which, reasons in found:
+        is_flex = name.startswith("torch") or name == "ulysses-flex"
+        assert (contenders.NO_BACKWARD in reasons) == (is_flex and which == "fwdbwd")
+        odd = [x for x in reasons if "documents of a multiple of 4 tokens" in x]
+        assert len(odd) == (name == "torch-documents")
+
+
+# The report and the command
+
+
+def row(name, **more):
+    place = {"mask": "causal", "tokens": 8192, "pass": "fwd"}
+    return {"contender": name, "label": name, "is_ours": name == "magi", **place, **more}
+
+
+def test_a_report_has_numbers_and_reasons():
+    rows = [
+        row("magi", status="ok", ms=2.0, ratio=1.0, tflops=400.0, received_bytes=3 * 2**20),
+        row("torch", status="unsupported", reason="no such thing"),
+    ]
+    text = to_markdown({"device": "a card", "ranks": 4, "settings": {"seed": 1}}, rows)
+    assert text.startswith("# Attention across 4 ranks, a card\n")
+    assert "## Forward, causal, 8K tokens a rank" in text
+    assert "| magi | 2.000 | 1.00 | 400 | 3.0 | - | - |" in text
+    assert "| torch | unsupported | - | - | - | - | - |" in text
+    assert without_number(rows) == [["torch", "unsupported", "no such thing", "causal", "1"]]
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_own_ranks(tmp_path):
+    out = tmp_path / "ranks_cpu"
+    arguments = ["--quick", "--device", "cpu", "--masks", "causal", "--passes", "fwd"]
+    names = ["magi", "ulysses-flex", "torch-head-tail", "torch-ptrr"]
+    assert main(["ranks", *arguments, "--contenders", *names, "--out", str(out)]) == 0
+    record = json.loads(out.with_suffix(".json").read_text())
+    assert {row["contender"]: row["status"] for row in record["rows"]} == dict.fromkeys(names, "ok")
+    assert record["context"]["ranks"] == 2
+    assert str(tmp_path) not in out.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "/nowhere/ranks"], "`--out` must lie in a folder that exists"),
+        (["--tokens", "8000"], "`--tokens` must be multiples of 128, got 8000"),
+        (["--heads", "3:2"], "heads must be Q:KV with Q a multiple of KV"),
+        (["--masks", "x"], "invalid choice"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["ranks", "--device", "cpu", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_torchrun_counts_its_processes(monkeypatch, capsys):
+    monkeypatch.setattr("magi_compile.bench.ranks.world.is_launched", lambda: True)
+    with pytest.raises(SystemExit):
+        main(["ranks", "--device", "cpu", "--ranks", "2"])
+    assert "`--ranks` must not be given to processes of torchrun" in capsys.readouterr().err
