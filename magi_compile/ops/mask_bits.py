@@ -61,7 +61,9 @@ def _mask_bits(
         if lists:
             rows, keys = block_size
             listed = Listed.of(lists, rows, keys, grid, decide=mask.is_always_true)
-        mask_mod = mask_mod_of(mask.functions["mask"], names_of_captures(tables, symbols))
+        mask_mod = mask_mod_of(
+            mask.functions["mask"], names_of_captures(tables, symbols), mask.names
+        )
         with in_ops():
             slices = slices_with_bits(mask_mod, grid, listed, device)
     elif verify or not is_verified(program):

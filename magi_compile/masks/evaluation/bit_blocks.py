@@ -17,6 +17,7 @@ from magi_compile._checks import MaskCheck, MaskDataError, require
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
 from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists
 from magi_compile.masks.evaluation.to_slices import packed_totals
+from magi_compile.masks.program.look_ups import Broken
 from magi_compile.masks.program.source import on_grids
 from magi_compile.masks.slices import AttnSlices
 
@@ -134,19 +135,16 @@ def slices_with_bits(
     mask_types = torch.zeros(count, dtype=torch.int32, device=device)
     is_empty = torch.ones(count, dtype=torch.bool, device=device)
     num_bits = torch.zeros((), dtype=torch.int64, device=device)
-    disputes = [_Dispute.none(words, device) for words in (HOLDS_ALL, IS_FULL)]
+    faults = _Faults(device)
     for numbers in _candidates(grid, listed, device):
         pairs = _Pairs.of(grid, numbers)
-        shown, is_inside = _evaluate(mask_mod, pairs), pairs.is_inside
+        shown, is_inside = _evaluate(mask_mod, pairs, faults), pairs.is_inside
         if listed is not None:
-            in_partial, in_full = listed.of_pairs(*pairs[:4])
             if listed.decide:
+                in_partial, in_full = listed.of_pairs(*pairs[:4])
                 shown = (in_partial | in_full) & is_inside
-            is_wrong = shown & ~(in_partial | in_full), in_full & is_inside & ~shown
-            disputes = [
-                dispute.with_more(broken, pairs, listed)
-                for dispute, broken in zip(disputes, is_wrong, strict=True)
-            ]
+            else:
+                faults.add_disputes(shown, pairs, listed)
         num_shown = shown.sum((1, 2), dtype=torch.int32)
         has_bits = (num_shown > 0) & (num_shown < is_inside.sum((1, 2), dtype=torch.int32))
         place = num_bits + has_bits.cumsum(0) - 1
@@ -154,8 +152,7 @@ def slices_with_bits(
         mask_types[numbers] = torch.where(has_bits, FIRST_BITS + place, 0).to(torch.int32)
         is_empty[numbers] = num_shown == 0
         num_bits = num_bits + has_bits.sum()
-    if listed is not None:
-        require([dispute.check for dispute in disputes])
+    require(faults.checks)
     q_ranges, k_ranges = (torch.where(is_empty[:, None], 0, x) for x in _ranges(grid, device))
     return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *grid.totals, bits)
 
@@ -178,12 +175,14 @@ def visible_blocks(
     num_q, num_k = -(-grid.seqlen_q // rows), -(-grid.seqlen_k // keys)
     shape = (grid.batch, grid.heads.q, num_q, num_k)
     counts = torch.zeros(shape, dtype=torch.int64, device=device)
+    faults = _Faults(device)
     for numbers in _candidates(grid, None, device):
-        shown = _evaluate(mask_mod, _Pairs.of(grid, numbers))
+        shown = _evaluate(mask_mod, _Pairs.of(grid, numbers), faults)
         which, q, kv = shown.nonzero().unbind(1)
         b, h, row, key = (x[which] for x in grid.place(numbers))
         place = (b, h, (row + q) // rows, (key + kv) // keys)
         counts.index_put_(place, torch.ones_like(which), accumulate=True)
+    require(faults.checks)
     height, width = (
         (size - torch.arange(num, device=device) * step).clamp(max=step)
         for size, num, step in ((grid.seqlen_q, num_q, rows), (grid.seqlen_k, num_k, keys))
@@ -233,11 +232,11 @@ class _Pairs(NamedTuple):
         return cls(b, h, q, kv, is_inside)
 
 
-def _evaluate(mask_mod: MaskMod, pairs: _Pairs) -> Tensor:
+def _evaluate(mask_mod: MaskMod, pairs: _Pairs, faults: _Faults) -> Tensor:
     """What is visible, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as FlexAttention's
     kernels read it."""
     try:
-        given = on_grids(mask_mod, *pairs[:4])
+        given, broken = on_grids(mask_mod, *pairs[:4], getattr(mask_mod, "names", None))
     except (IndexError, RuntimeError) as error:
         if not any(words in str(error) for words in _OF_DATA):
             raise
@@ -245,32 +244,80 @@ def _evaluate(mask_mod: MaskMod, pairs: _Pairs) -> Tensor:
         raise MaskDataError(f"{message} {error}") from error
     if not isinstance(given, Tensor):
         raise TypeError(f"`mask_mod` must return a bool tensor, got a {type(given).__name__}")
+    faults.add_look_ups(broken, pairs)
     return (given != 0) & pairs.is_inside
 
 
-class _Dispute(NamedTuple):
-    """The first pair about which block lists and a mask_mod differ."""
+class _First(NamedTuple):
+    """The first pair at which something is not as it must be."""
 
-    words: tuple[str, str]
     is_there: Tensor
-    place: tuple[Tensor, Tensor, Tensor]  # kv block, q block and batch entry
+    values: tuple[Tensor, ...]
 
     @classmethod
-    def none(cls, words: tuple[str, str], device: torch.device) -> _Dispute:
+    def none(cls, device: torch.device) -> _First:
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        return cls(words, zero.bool(), (zero, zero, zero))
+        return cls(zero.bool(), (zero, zero, zero))
 
-    def with_more(self, broken: Tensor, pairs: _Pairs, listed: Listed) -> _Dispute:
-        """This one, or else the first pair of `broken [n, BLOCK, BLOCK]`."""
+    def or_else(
+        self, broken: Tensor, of_pair: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    ) -> _First:
+        """This one, or else the first of `broken [n, BLOCK, BLOCK]`, with what `of_pair` says of its grid, row and key."""
         first = broken.flatten().to(torch.uint8).argmax()
-        n, row, key = first // BLOCK**2, first // BLOCK % BLOCK, first % BLOCK
-        found = (pairs.kv[n, key] // listed.keys, pairs.q[n, row] // listed.rows, pairs.b[n])
-        place = [torch.where(self.is_there, x, y) for x, y in zip(self.place, found, strict=True)]
-        return _Dispute(self.words, self.is_there | broken.any(), (place[0], place[1], place[2]))
+        found = of_pair(first // BLOCK**2, first // BLOCK % BLOCK, first % BLOCK)
+        values = (torch.where(self.is_there, x, y) for x, y in zip(self.values, found, strict=True))
+        return _First(self.is_there | broken.any(), tuple(values))
+
+    def check(self, words: tuple[str, str]) -> MaskCheck:
+        return MaskCheck(~self.is_there, *words, self.values)
+
+
+class _Faults:
+    """What is not as it must be, over all blocks: by words, the first pair."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.found: dict[tuple[str, str], _First] = {}
+
+    def add(
+        self,
+        words: tuple[str, str],
+        broken: Tensor,
+        of_pair: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    ) -> None:
+        known = self.found.get(words) or _First.none(self.device)
+        self.found[words] = known.or_else(broken, of_pair)
+
+    def add_look_ups(self, broken: list[Broken], pairs: _Pairs) -> None:
+        for what, where, value in broken:
+
+            def of_pair(
+                n: Tensor, row: Tensor, key: Tensor, value: Tensor = value
+            ) -> tuple[Tensor, ...]:
+                return value[n, row, key], pairs.q[n, row], pairs.kv[n, key]
+
+            self.add(what.words_at_pair, where, of_pair)
+
+    def add_disputes(self, shown: Tensor, pairs: _Pairs, listed: Listed) -> None:
+        """Where block lists and the mask differ."""
+        in_partial, in_full = listed.of_pairs(*pairs[:4])
+        for words, broken in (
+            (HOLDS_ALL, shown & ~(in_partial | in_full)),
+            (IS_FULL, in_full & pairs.is_inside & ~shown),
+        ):
+            self.add(
+                words,
+                broken,
+                lambda n, row, key: (
+                    pairs.kv[n, key] // listed.keys,
+                    pairs.q[n, row] // listed.rows,
+                    pairs.b[n],
+                ),
+            )
 
     @property
-    def check(self) -> MaskCheck:
-        return MaskCheck(~self.is_there, *self.words, self.place)
+    def checks(self) -> list[MaskCheck]:
+        return [first.check(words) for words, first in self.found.items()]
 
 
 def _ranges(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -74,7 +74,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
     """The result of an operation, of `typing.result`.
 
     Args:
-        name: of the operation, as `name_of` in masks/program/source.py spells it.
+        name: of the operation, as `name_of` in masks/program/names.py spells it.
         args: `Operand`s, and what is no number as it is; sequences of both.
         kwargs: likewise.
         typing: see `Typing`.

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from magi_compile.masks.program.names import is_random, name_of
 from magi_compile.masks.program.operators import is_numpy_scalar
-from magi_compile.masks.program.source import INDICES, is_random, name_of, run, title_of
+from magi_compile.masks.program.source import INDICES, run, title_of
 from magi_compile.masks.solver.solve import UnsupportedMaskError
 
 MaskMod = Callable[[Any, Any, Any, Any], Any]

@@ -16,7 +16,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from magi_compile import _compat
+from magi_compile._checks import require
+from magi_compile.masks.program import look_ups
 from magi_compile.masks.program.expr import VARIABLES
+from magi_compile.masks.program.names import name_of
 
 INDICES = ("b", "h", "q", "kv")
 
@@ -140,20 +143,39 @@ def at_points(
         values = {**captures, **dict(zip(moving, index, strict=True))}
         return function(*(values[name] for name in names))
 
+    where = [*(points[name] for name in moving), *captures.values()]
+    known = None
+    if any(isinstance(x, Tensor) and look_ups.is_needed(x.device) for x in where):
+        of_point, known = look_ups.guarded(of_point, names_by_id(captures))  # type: ignore[assignment]
     with torch.no_grad(), _ScalarIndexing(), _compat.vmap_in_ops():
-        if moving:
-            return torch.vmap(of_point)(*(points[name] for name in moving))
-        return torch.as_tensor(of_point())
+        given: Any = (
+            of_point() if not moving else torch.vmap(of_point)(*(points[name] for name in moving))
+        )
+    if known is not None:
+        given, found = given
+        require(look_ups.checks(known, found))
+    return given if moving else torch.as_tensor(given)
 
 
-def mask_mod_of(function: Callable[..., Any], captures: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function `mask` of a text as a mask_mod: of b, h, q and kv alone."""
+def names_by_id(captures: Mapping[str, Any], titles: Sequence[str] = ()) -> dict[int, str]:
+    """What captured tensors are called, by their ids; `titles` are what the user calls t0, t1, ..."""
+    numbered = {f"t{i}": title for i, title in enumerate(titles)}
+    return {
+        id(x): numbered.get(name, name) for name, x in captures.items() if isinstance(x, Tensor)
+    }
+
+
+def mask_mod_of(
+    function: Callable[..., Any], captures: Mapping[str, Any], titles: Sequence[str] = ()
+) -> Callable[..., Any]:
+    """The function `mask` of a text as a mask_mod: of b, h, q and kv alone. Its `names` say what the user calls its tensors."""
     names = parameters(function)
 
     def mask_mod(*index: Any) -> Any:
         values = {**captures, **dict(zip(INDICES, index, strict=True))}
         return function(*(values[name] for name in names))
 
+    mask_mod.names = names_by_id(captures, titles)  # type: ignore[attr-defined]
     return mask_mod
 
 
@@ -165,8 +187,22 @@ def in_ops() -> contextlib.AbstractContextManager[Any]:
     return stack
 
 
-def on_grids(mask_mod: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-    """What a mask_mod shows of grids of queries and keys: bool `[n, rows, keys]`.
+class Shown(NamedTuple):
+    """What a mask_mod gives on grids of queries and keys: `[n, rows, keys]`, and the same of what means nothing."""
+
+    values: Any
+    broken: list[look_ups.Broken]
+
+
+def on_grids(
+    mask_mod: Callable[..., Any],
+    b: Tensor,
+    h: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    names: Mapping[int, str] | None = None,
+) -> Shown:
+    """What a mask_mod shows of grids of queries and keys.
 
     Args:
         mask_mod: of b, h, q and kv.
@@ -174,11 +210,19 @@ def on_grids(mask_mod: Callable[..., Any], b: Tensor, h: Tensor, q: Tensor, kv: 
         h: its head, `[n]`.
         q: its queries, `[n, rows]`.
         kv: its keys, `[n, keys]`.
+        names: what captured tensors are called, by their ids.
     """
+    known = None
+    if look_ups.is_needed(b.device):
+        mask_mod, known = look_ups.guarded(mask_mod, names or {})
     of_row = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     of_grid = torch.vmap(of_row, in_dims=(None, None, 0, None))
     with torch.no_grad():
-        return torch.vmap(of_grid)(b, h, q, kv)
+        given = torch.vmap(of_grid)(b, h, q, kv)
+    if known is None:
+        return Shown(given, [])
+    shown, found = given
+    return Shown(shown, look_ups.paired(known, found))
 
 
 def run(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -252,41 +296,6 @@ _SIGNS = {
     "rshift": ">>",
     "lshift": "<<",
 }
-
-
-def name_of(target: Any) -> str:
-    """One spelling for `operator.eq`, `Tensor.__eq__`, `torch.eq`, "eq" and `aten.eq.Scalar`."""
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return name.split(".")[0].strip("_")
-
-
-def is_in_place(node: Node) -> bool:
-    """Whether it may write to what it is given."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        return True
-    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return (is_in_place and name not in ("and_", "or_", "not_")) or "out" in node.kwargs
-
-
-_IN_PLACE = (
-    *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"),
-    *("ilshift", "irshift", "setitem", "delitem"),
-)
-
-
-def is_random(name: str) -> bool:
-    """Whether the operation called `name` draws numbers."""
-    return name.startswith(_RANDOM)
-
-
-_RANDOM = (
-    *("rand", "bernoulli", "dropout", "multinomial", "normal", "poisson", "exponential"),
-    *("uniform", "geometric", "cauchy", "log_normal"),
-)
 
 
 class _ScalarIndexing(TorchFunctionMode):

@@ -27,6 +27,7 @@ from magi_compile.masks.program.expr import (
     unsupported,
     var,
 )
+from magi_compile.masks.program.names import is_in_place, is_random, name_of
 from magi_compile.masks.program.operators import (
     INTEGERS,
     Operand,
@@ -45,9 +46,6 @@ from magi_compile.masks.program.source import (
     at_points,
     function_text,
     functions,
-    is_in_place,
-    is_random,
-    name_of,
     names_of_captures,
     run,
     sortable,
