@@ -32,6 +32,9 @@ def gpu_ranks_of(pools):
 
 
 def _get(pools: dict[tuple[int, str], Ranks], size: int, backend: str) -> Ranks:
-    if (size, backend) not in pools or not pools[size, backend].is_alive:
-        pools[size, backend] = Ranks(size, backend)
-    return pools[size, backend]
+    pool = pools.get((size, backend))
+    if pool is not None and pool.is_alive and pool.is_worn:
+        pool.close()
+    if pool is None or not pool.is_alive:
+        pools[size, backend] = pool = Ranks(size, backend)
+    return pool

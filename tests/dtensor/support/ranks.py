@@ -13,6 +13,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = datetime.timedelta(seconds=40)
+# Each group of gloo's has a thread that looks a hundred times a second for what has arrived, also when nobody uses it.
+MANY_GROUPS = 32
 
 
 class Ranks:
@@ -30,6 +32,7 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["magi_compile.dtensor.attention", "torch._dynamo"])
         self._pipes, self._processes = [], []
+        self._num_groups = 1
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, backend, timeout, f"{self._directory.name}/store", theirs)
@@ -42,6 +45,11 @@ class Ranks:
     @property
     def is_alive(self) -> bool:
         return all(process.is_alive() for process in self._processes)
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether functions have left so many process groups behind that new workers are cheaper."""
+        return self._num_groups > MANY_GROUPS
 
     def run(
         self,
@@ -62,7 +70,7 @@ class Ranks:
                 failures.append(f"rank {rank} of {self.size} did not answer")
                 raise TimeoutError("\n".join(failures))  # perhaps because an earlier one raised
             try:
-                error, result = pipe.recv()
+                error, result, self._num_groups = pipe.recv()
             except EOFError:
                 error, result = "its process ended", None
             if rank in expect_dead:
@@ -100,6 +108,7 @@ def _serve(
     while True:
         function, arguments = pipe.recv()
         try:
-            pipe.send((None, function(dist.group.WORLD, *arguments)))
+            error, result = None, function(dist.group.WORLD, *arguments)
         except Exception:
-            pipe.send((traceback.format_exc(), None))
+            error, result = traceback.format_exc(), None
+        pipe.send((error, result, len(dist.distributed_c10d._world.pg_map)))
