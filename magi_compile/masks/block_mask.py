@@ -60,6 +60,9 @@ def create_block_mask(
         device: of the lists and of the captured tensors; by default PyTorch's current accelerator, or "cpu".
         BLOCK_SIZE: rows and keys of a block, one number or two.
 
+    Returns:
+        The BlockMask, with the lists of partial and of full blocks, both for rows and for keys.
+
     Raises:
         TypeError: `mask_mod` is not a function.
         ValueError: a size is not a number above 0, or the mask_mod looks up what a captured tensor does not have.
@@ -129,6 +132,9 @@ def one_block_mask(
         seqlen_q: rows of a batch entry.
         seqlen_k: keys of a batch entry.
         device: of the block lists.
+
+    Returns:
+        The BlockMask, for all heads.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -156,6 +162,9 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
     Args:
         block_mask: made by `create_block_mask`, or by `BlockMask.from_kv_blocks` with or without a mask_mod.
         batch: number of batch entries; by default the mask's own. A mask made for one entry serves any number.
+
+    Returns:
+        The slices, in normal form, on the device of the mask.
 
     Raises:
         TypeError: `block_mask` is something else.
@@ -189,6 +198,9 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
         block_mask: made in any way.
         batch: number of batch entries.
         heads: how many q and keys have, for masks that differ between heads.
+
+    Returns:
+        The slices, and what the mask_mod looks at.
 
     Raises:
         MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.

@@ -161,6 +161,9 @@ class AttnSlices:
             seqlen_k: number of keys; by default the largest key end.
             device: where the result lives; by default where `q_ranges` lives.
 
+        Returns:
+            The slices.
+
         Raises:
             TypeError: a wrong dtype.
             ValueError: a wrong shape, a range out of bounds, an unknown type, or two slices that overlap.
@@ -235,6 +238,9 @@ class AttnSlices:
             cu_seqlens_k: the same for the keys; by default `cu_seqlens_q`.
             causal: no row sees keys to its right, whatever the window.
             window: `(left, right)`; None or -1 means no limit on that side.
+
+        Returns:
+            The slices, in normal form.
         """
         cu_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q)
         cu_k = cu_q if cu_seqlens_k is None else _cu_seqlens("cu_seqlens_k", cu_seqlens_k)

@@ -31,7 +31,7 @@ def execute(
     rounds: int,
     say: Callable[[str], None] = print,
 ) -> rows.Results:
-    """Measures `cells`, cheap ones first, and appends a row of each contender to `output`; all that it then holds.
+    """Measures `cells`, cheap ones first, and appends a row of each contender to `output`.
 
     Args:
         cells: of the benchmark's grid.
@@ -40,6 +40,9 @@ def execute(
         output: a JSONL file; created if there is none.
         rounds: how often each contender is timed.
         say: takes lines of progress.
+
+    Returns:
+        All rows of `output`, those of earlier runs included.
     """
     ledger = Ledger(output, settings)
     benches = {

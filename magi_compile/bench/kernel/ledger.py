@@ -42,7 +42,7 @@ class Ledger:
             provenance: machine, software and command.
             versions: of the contenders' packages.
             planned: keys of the rows to come.
-            protocol: what is said of the timing besides `settings.protocol`.
+            **protocol: what is said of the timing besides `settings.protocol`.
         """
         settings = self.settings
         record = {

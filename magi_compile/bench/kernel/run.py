@@ -47,7 +47,7 @@ def execute(
     output: Path,
     say: Callable[[str], None] = print,
 ) -> rows.Results:
-    """Measure all that `output` does not hold yet, append it there, and return all of it.
+    """Measures all that `output` does not hold yet, and appends it there.
 
     Args:
         cells: of the benchmark's grid.
@@ -55,6 +55,9 @@ def execute(
         settings: what holds for all cells.
         output: a JSONL file; created if there is none.
         say: takes lines of progress.
+
+    Returns:
+        All rows of `output`, those of earlier runs included.
     """
     ledger = Ledger(output, settings)
     tasks = [task for task in order(cells, names) if task.key not in ledger.finished]

@@ -287,6 +287,9 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
         rows: what each rank needs.
         degrees: each a number of remote stages, or 0 for one stage with everything; the plans of all lie side by side.
 
+    Returns:
+        The plan, with the stages of all `degrees`.
+
     Raises:
         ValueError: if a degree is negative.
     """
@@ -339,6 +342,9 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
         one: in any order, none empty.
         other: sorted by (owner, lo), disjoint, none empty.
         span: an upper bound of every `hi`.
+
+    Returns:
+        Two int64 tensors `[num_pairs]`.
     """
     stride = span + 1
     begin, end = one.owner * stride + one.lo, one.owner * stride + one.hi

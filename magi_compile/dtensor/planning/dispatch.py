@@ -105,7 +105,7 @@ def dispatch_together(
     cost: CostModel = DEFAULT_COST,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """`dispatch` of tokens that several masks are attended to with: one placement, a `Dispatch` for each mask.
+    """`dispatch` of tokens that several masks are attended to with: they have one placement.
 
     Args:
         masks: each over the whole sequence.
@@ -117,6 +117,9 @@ def dispatch_together(
         cost: see `cp_size`.
         keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many, and where they are not
             a sequence of their own, one for all masks with as many keys, which is placed by what is seen of it.
+
+    Returns:
+        A `Dispatch` for each of `masks`.
 
     Raises:
         ValueError: if an argument is out of range, or masks have other lengths.

@@ -305,6 +305,9 @@ def with_columns(
         symbols: the captured ints.
         sizes: how many values each of the variables b, q and kv takes.
         device: where to compute.
+
+    Returns:
+        The tensors, by the numbers that the expression has for them.
     """
     named = names_of_captures(tables, symbols)
     if not program.columns:

@@ -181,6 +181,9 @@ def bounds_of(
         expr: a number, or a truth value, which counts as 0 or 1.
         seqlen: more than any of b, q and kv.
         range_of: the least and the highest value of a captured tensor, by its number.
+
+    Returns:
+        The least and the highest value.
     """
     if expr.op in ("int", "bool"):
         return int(expr.args[0]), int(expr.args[0])

@@ -49,8 +49,12 @@ class Operand(NamedTuple):
 class Wraps(ExprError):
     """An operation that PyTorch computes modulo a power of two, as far as its operands' dtypes tell.
 
+    Args:
+        message: what wraps around, and in which dtype.
+        expr: what the operation is without that.
+
     Attributes:
-        expr: what it is without that.
+        expr: see above.
     """
 
     def __init__(self, message: str, expr: Expr):
@@ -78,6 +82,9 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
         args: `Operand`s, and what is no number as it is; sequences of both.
         kwargs: likewise.
         typing: see `Typing`.
+
+    Returns:
+        The result as an expression.
 
     Raises:
         ExprError: expressions can not say it; `Wraps`, if they could but for the dtype.

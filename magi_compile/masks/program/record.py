@@ -39,6 +39,13 @@ class Recording(NamedTuple):
 def record_mask_mod(mask_mod: MaskMod, device: torch.device) -> Recording:
     """Calls `mask_mod(b, h, q, kv)` once, with symbols that stand for tensors on `device`.
 
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        What it did: the graph of the call, and the tensors that it captured.
+
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with.
     """

@@ -77,6 +77,13 @@ class TracedMask(NamedTuple):
 def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
     """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`.
 
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        The program, which has key intervals, and its tensors.
+
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
     """
@@ -86,7 +93,14 @@ def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Tra
 
 
 def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
-    """The same of any mask_mod: `program.refusals` says why it has no key intervals.
+    """`trace_mask_mod` of any mask_mod: `program.refusals` says why it has no key intervals.
+
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        The program and its tensors.
 
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with, or what it does can not be followed.
@@ -102,6 +116,14 @@ def trace_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
     """`read_graph`, of a mask that intervals can express.
+
+    Args:
+        graph: as in `read_graph`, like what follows.
+        captures: see `graph`.
+        names: see `graph`.
+
+    Returns:
+        The program, which has key intervals.
 
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.

@@ -25,6 +25,9 @@ def cache_dir() -> Path:
 def private_dir() -> Path:
     """The cache directory, made if it is not there.
 
+    Returns:
+        An absolute path.
+
     Raises:
         OSError: if it can not be made, or if others can write to it.
     """

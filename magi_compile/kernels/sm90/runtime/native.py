@@ -195,6 +195,9 @@ def launcher() -> Launcher | None:
 def build() -> Path:
     """The library, compiled if it is not in the cache directory.
 
+    Returns:
+        The path of the library.
+
     Raises:
         OSError: if there is no compiler, or no directory to keep it in.
         subprocess.SubprocessError: if the compiler fails.
