@@ -30,4 +30,6 @@ def check_sizes(plan: Tensor | Sequence[int], sizes: PlanTiles) -> None:
     """
     made_for = tuple(plan.shape[:-1]) if isinstance(plan, Tensor) else tuple(plan)
     if made_for != sizes:
-        raise ValueError(f"`plan` must be made for {sizes}, got one for {made_for}")
+        raise ValueError(
+            f"`plan` must be made for {sizes}, got one for {made_for}; make it with the kernel, the dtype and the heads of this call"
+        )

@@ -52,7 +52,7 @@ def create_block_mask(
     the lowering does not need. Waits for the device if that is a GPU.
 
     Args:
-        mask_mod: what may attend to what. Where intervals can not express it, it is evaluated for all pairs, some blocks at a time.
+        mask_mod: what may attend to what. Where intervals cannot express it, it is evaluated for all pairs, some blocks at a time.
         B: number of batch entries; None for one that serves any number.
         H: number of heads; None for one that serves any number.
         Q_LEN: rows of a batch entry.
@@ -168,7 +168,7 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
 
     Raises:
         TypeError: `block_mask` is something else.
-        UnsupportedMaskError: intervals can not express the mask.
+        UnsupportedMaskError: intervals cannot express the mask.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
     return convert_block_mask(block_mask, batch).slices
@@ -190,7 +190,7 @@ class Converted(NamedTuple):
 
 
 def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
-    """The slices of any BlockMask, with bit blocks where intervals can not express it.
+    """The slices of any BlockMask, with bit blocks where intervals cannot express it.
 
     Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
 

@@ -216,8 +216,14 @@ def dispatch_as(
         raise ValueError(
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
         )
-    if not torch.equal(permutation.sort().values, torch.arange(seqlen)):
-        raise ValueError("`permutation` must contain each of 0 ... S - 1 exactly once")
+    ascending = permutation.sort().values
+    is_wrong = ascending != torch.arange(seqlen)
+    if bool(is_wrong.any()):
+        first = int(is_wrong.nonzero()[0])
+        raise ValueError(
+            f"`permutation` must contain each of 0 ... S - 1 exactly once for S = {seqlen}, got {int(ascending[first])} in place of "
+            f"{first} in ascending order"
+        )
     begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
     borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
     size = math.gcd(*borders, *permutation[begins].tolist())

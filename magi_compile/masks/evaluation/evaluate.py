@@ -326,7 +326,7 @@ def is_plain(look_up: Expr) -> bool:
 
 
 def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
-    """Raises ValueError where a captured tensor of `shape` can not be looked up so, whatever its values.
+    """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values.
 
     Args:
         look_up: the captured tensor at its indices.

@@ -19,7 +19,7 @@ MAX_SYMBOL = 2**40
 
 class Value(NamedTuple):
     """An expression's value: a number, or a tensor that broadcasts to `[batch, rows or keys]`; and bounds that
-    hold whatever the data, so that int32 is used exactly where it can not overflow."""
+    hold whatever the data, so that int32 is used exactly where it cannot overflow."""
 
     data: Tensor | int
     low: int

@@ -88,7 +88,7 @@ def row_intervals(
         The intervals, and as checks what they rely on in the data.
 
     Raises:
-        UnsupportedMaskError: intervals can not express the mask.
+        UnsupportedMaskError: intervals cannot express the mask.
         TypeError: a table has the wrong dtype.
         ValueError: too few tables or symbols, or a table with the wrong device or shape.
     """
@@ -165,7 +165,7 @@ def exact_intervals(
 def check_arguments(
     program: MaskProgram, tables: Sequence[Tensor], symbols: Sequence[int], device: torch.device
 ) -> None:
-    """Raises TypeError or ValueError for what `row_intervals` can not take, whatever its size."""
+    """Raises TypeError or ValueError for what `row_intervals` cannot take, whatever its size."""
     if len(tables) < program.num_captures:
         raise ValueError(f"`tables` must hold {program.num_captures} tensors, got {len(tables)}")
     if len(symbols) < program.num_symbols:

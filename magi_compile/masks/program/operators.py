@@ -1,6 +1,6 @@
 """The operations of mask_mods, under all of their names, as expressions that mean what PyTorch computes in its dtypes.
 
-An operation that expressions can not say is an `ExprError`; the tracer then looks for another way.
+An operation that expressions cannot say is an `ExprError`; the tracer then looks for another way.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
         The result as an expression.
 
     Raises:
-        ExprError: expressions can not say it; `Wraps`, if they could but for the dtype.
+        ExprError: expressions cannot say it; `Wraps`, if they could but for the dtype.
     """
     operation = _OPERATIONS.get(name)
     if operation is None:

@@ -135,7 +135,7 @@ class MaskProgram:
 
     @cached_property
     def refusals(self) -> tuple[str, ...]:
-        """Every reason why intervals can not express it; empty where they can."""
+        """Every reason why intervals cannot express it; empty where they can."""
         try:
             _ = self.solved
         except UnsupportedMaskError as error:

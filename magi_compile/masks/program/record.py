@@ -201,7 +201,7 @@ class _Recorder(TorchFunctionMode):
         try:
             example = run(node, *(self.example(value) for value in (args, kwargs)))
         except Exception as error:
-            # What the mask_mod goes on to do with it can not be known.
+            # What the mask_mod goes on to do with it cannot be known.
             reason = f"`{title_of(node, {})}` cannot be followed: {error}"
             raise UnsupportedMaskError([reason.splitlines()[0]]) from error
         finally:

@@ -57,13 +57,13 @@ from magi_compile.masks.solver.key_sets import (
 
 
 class UnsupportedMaskError(NotImplementedError):
-    """A valid mask that intervals can not express.
+    """A valid mask that intervals cannot express.
 
     Args:
         reasons: every reason that was found; each is named once.
 
     Attributes:
-        reasons: why intervals can not express it.
+        reasons: why intervals cannot express it.
     """
 
     def __init__(self, reasons: list[str]):
@@ -101,7 +101,7 @@ def solve(expr: Expr) -> KeySet:
         The lanes.
 
     Raises:
-        UnsupportedMaskError: with every reason found why intervals can not express the mask.
+        UnsupportedMaskError: with every reason found why intervals cannot express the mask.
     """
     solver = _Solver()
     if expr.kind == "int":

@@ -29,7 +29,7 @@ def private_dir() -> Path:
         An absolute path.
 
     Raises:
-        OSError: if it can not be made, or if others can write to it.
+        OSError: if it cannot be made, or if others can write to it.
     """
     directory = cache_dir()
     directory.parent.mkdir(parents=True, exist_ok=True)

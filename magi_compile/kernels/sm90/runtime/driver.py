@@ -91,7 +91,7 @@ def tma_compatible(x: Tensor) -> Tensor:
 
 
 def check_far_keys(k: Tensor, v: Tensor) -> None:
-    """Refuses keys and values that TMA can not read, where they may not be there yet: a copy would be of something else.
+    """Refuses keys and values that TMA cannot read, where they may not be there yet: a copy would be of something else.
 
     Args:
         k: remote keys `[total_k, nheads_kv, head_dim]`.
