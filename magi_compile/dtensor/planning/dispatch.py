@@ -205,7 +205,7 @@ def dispatch_as(
         keys: as in `dispatch_together`.
 
     Returns:
-        A `Dispatch` for each mask. Chunks are as large as pieces that ascend by one allow.
+        A `Dispatch` for each mask. Chunks are as large as its stretches of ascending tokens allow.
 
     Raises:
         ValueError: if `permutation` is none, or has another length.
