@@ -33,6 +33,12 @@ def require_agreement(
 ) -> None:
     """All ranks of `group` call it together before they move rows of `device` by a plan.
 
+    Args:
+        plan: this rank's, on `device`.
+        group: the ranks that plan together.
+        reduce_group_name: name of the process group that moves gradients.
+        device: of q, k and v.
+
     Raises:
         ValueError: on every rank alike, naming the ranks whose plan does not fit the group or differs from that of rank 0.
         RuntimeError: if it would have to ask while a graph is being captured.

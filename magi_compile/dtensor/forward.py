@@ -23,7 +23,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> ForwardOut
     plan, kernel, problem, collective, group, _ = execution
     if plan.merged is not None:
         return _forward_merged(q, k, v, plan.merged, execution)
-    wide = torch.promote_types(q.dtype, torch.float32)
+    partial_dtype = torch.promote_types(q.dtype, torch.float32)
     last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
     result: ForwardOutput | None = None
     casts = collective.casts((k, v), routes_of(plan.forward), group)
@@ -40,7 +40,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> ForwardOut
         result = kernel.forward(
             *(q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem),
             prior=result,
-            out_dtype=q.dtype if i == last else wide,
+            out_dtype=q.dtype if i == last else partial_dtype,
         )
     if result is not None:
         return result

@@ -114,9 +114,13 @@ def plan(
     group, device = group_of(mesh), _device_of(mesh)
     is_one = masks is None
     if not is_one and mask is not None:
-        raise ValueError("one of `mask` and `masks` must be None, got both")
+        raise ValueError(
+            "one of `mask` and `masks` must be None, got both; put `mask` among `masks`"
+        )
     if is_one and weights is not None:
-        raise ValueError("`weights` must be None where `masks` is None")
+        raise ValueError(
+            f"`weights` must be None where `masks` is None, got {weights!r}; give several masks as `masks`"
+        )
     given = [mask] if is_one else masks
     if not isinstance(given, (list, tuple, Mapping)):
         raise TypeError(f"`masks` must be a list or a dict of masks, got {type(given).__name__}")

@@ -120,7 +120,7 @@ class Kernel(Protocol):
     prepares_calls: bool
 
     def refusals(self, problem: AttnProblem) -> list[str]:
-        """Every reason why this kernel can not run `problem`; empty when it can."""
+        """Every reason why this kernel cannot run `problem`; empty when it can."""
         ...
 
     def notes(self, problem: AttnProblem) -> list[str]:

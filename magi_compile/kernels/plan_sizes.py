@@ -21,9 +21,15 @@ def as_shape(sizes: PlanTiles, plan: Tensor) -> Tensor:
 def check_sizes(plan: Tensor | Sequence[int], sizes: PlanTiles) -> None:
     """Holds the tile sizes that a plan was made for, as they are or `as_shape`, against those that it will be walked with.
 
+    Args:
+        plan: the sizes that it was made for: four ints, or the tensor of `as_shape`.
+        sizes: those that the kernel walks by.
+
     Raises:
         ValueError: if they differ.
     """
     made_for = tuple(plan.shape[:-1]) if isinstance(plan, Tensor) else tuple(plan)
     if made_for != sizes:
-        raise ValueError(f"`plan` must be made for {sizes}, got one for {made_for}")
+        raise ValueError(
+            f"`plan` must be made for {sizes}, got one for {made_for}; make it with the kernel, the dtype and the heads of this call"
+        )

@@ -68,7 +68,13 @@ def refusals_by_kernel(problem: AttnProblem) -> dict[str, list[str]]:
 
 @cache
 def load(name: str) -> Kernel:
-    """The one instance of the kernel called `name` in `KERNELS`.
+    """Loads the kernel called `name`, of which there is one instance.
+
+    Args:
+        name: as in `KERNELS`.
+
+    Returns:
+        The kernel, made when it is first asked for.
 
     Raises:
         ImportError: if something the kernel needs is not installed.

@@ -99,6 +99,12 @@ def emit_attention(
 ) -> tuple[Node, Node, Node]:
     """Emits the attention itself.
 
+    Args:
+        emit: adds nodes to the graph.
+        call: what FlexAttention was asked for.
+        found: the kernel and what it computes.
+        mask: the nodes of its slices and plan.
+
     Returns:
         The node that runs it, its out `[B, Hq, Sq, Dv]` and its lse `[B, Hq, Sq]`, in the units of the call.
     """

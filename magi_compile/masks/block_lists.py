@@ -44,6 +44,9 @@ class BlockLists(NamedTuple):
     def check_lengths(self, num_q: int) -> None:
         """Whether there is a list for each of `num_q` q blocks.
 
+        Args:
+            num_q: q blocks of the mask.
+
         Raises:
             ValueError: naming the tensor and how many q blocks it has.
         """
@@ -94,6 +97,11 @@ class BlockLists(NamedTuple):
 
 def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tensor, Tensor]:
     """In which blocks of `rows` rows and `keys` keys some pair is visible, and in which all are.
+
+    Args:
+        intervals: what each row sees.
+        rows: rows of a block.
+        keys: keys of a block.
 
     Returns:
         Two bool tensors `[batch, q blocks, kv blocks]`. Blocks at the end may be smaller.

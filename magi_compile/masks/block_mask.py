@@ -52,13 +52,16 @@ def create_block_mask(
     the lowering does not need. Waits for the device if that is a GPU.
 
     Args:
-        mask_mod: what may attend to what. Where intervals can not express it, it is evaluated for all pairs, some blocks at a time.
+        mask_mod: what may attend to what. Where intervals cannot express it, it is evaluated for all pairs, some blocks at a time.
         B: number of batch entries; None for one that serves any number.
         H: number of heads; None for one that serves any number.
         Q_LEN: rows of a batch entry.
         KV_LEN: keys of a batch entry.
         device: of the lists and of the captured tensors; by default PyTorch's current accelerator, or "cpu".
         BLOCK_SIZE: rows and keys of a block, one number or two.
+
+    Returns:
+        The BlockMask, with the lists of partial and of full blocks, both for rows and for keys.
 
     Raises:
         TypeError: `mask_mod` is not a function.
@@ -129,6 +132,9 @@ def one_block_mask(
         seqlen_q: rows of a batch entry.
         seqlen_k: keys of a batch entry.
         device: of the block lists.
+
+    Returns:
+        The BlockMask, for all heads.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -157,9 +163,12 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         block_mask: made by `create_block_mask`, or by `BlockMask.from_kv_blocks` with or without a mask_mod.
         batch: number of batch entries; by default the mask's own. A mask made for one entry serves any number.
 
+    Returns:
+        The slices, in normal form, on the device of the mask.
+
     Raises:
         TypeError: `block_mask` is something else.
-        UnsupportedMaskError: intervals can not express the mask.
+        UnsupportedMaskError: intervals cannot express the mask.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
     return convert_block_mask(block_mask, batch).slices
@@ -181,7 +190,7 @@ class Converted(NamedTuple):
 
 
 def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
-    """The slices of any BlockMask, with bit blocks where intervals can not express it.
+    """The slices of any BlockMask, with bit blocks where intervals cannot express it.
 
     Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
 
@@ -189,6 +198,9 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
         block_mask: made in any way.
         batch: number of batch entries.
         heads: how many q and keys have, for masks that differ between heads.
+
+    Returns:
+        The slices, and what the mask_mod looks at.
 
     Raises:
         MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.

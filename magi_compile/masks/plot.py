@@ -34,6 +34,9 @@ def plot(
         title: above the number of slices, the area and the density.
         legend: whether to explain the colours.
 
+    Returns:
+        `ax`, or the new axes.
+
     Raises:
         TypeError: `slices` is something else.
         ImportError: matplotlib is missing.

@@ -53,7 +53,7 @@ class AttnSlice(NamedTuple):
 class AttnSlices:
     """A list of slices over `seqlen_q` query rows and `seqlen_k` keys; their areas never overlap.
 
-    The constructor checks shapes and, by `validate`, values: on a GPU it waits for the device. Where values can not be looked at
+    The constructor checks shapes and, by `validate`, values: on a GPU it waits for the device. Where values cannot be looked at
     (inside torch.compile, of fake tensors, while a CUDA graph is captured) it leaves them to `flex_flash_attention`, which then
     checks them on the device in each call, without a wait.
 
@@ -134,7 +134,7 @@ class AttnSlices:
             values["bits"] = bits
         if (
             torch.compiler.is_compiling()
-        ):  # Dynamo of PyTorch 2.11 can not follow the other way, which is quicker
+        ):  # Dynamo of PyTorch 2.11 cannot follow the other way, which is quicker
             for name, value in values.items():
                 object.__setattr__(slices, name, value)
         else:
@@ -160,6 +160,9 @@ class AttnSlices:
             seqlen_q: number of query rows; by default the largest row end.
             seqlen_k: number of keys; by default the largest key end.
             device: where the result lives; by default where `q_ranges` lives.
+
+        Returns:
+            The slices.
 
         Raises:
             TypeError: a wrong dtype.
@@ -235,6 +238,9 @@ class AttnSlices:
             cu_seqlens_k: the same for the keys; by default `cu_seqlens_q`.
             causal: no row sees keys to its right, whatever the window.
             window: `(left, right)`; None or -1 means no limit on that side.
+
+        Returns:
+            The slices, in normal form.
         """
         cu_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q)
         cu_k = cu_q if cu_seqlens_k is None else _cu_seqlens("cu_seqlens_k", cu_seqlens_k)
@@ -282,7 +288,10 @@ class AttnSlices:
     def rects(self) -> Rects:
         """The slices as trimmed, straight rects on the CPU, where they are cut, merged and counted."""
         if self.bits is not None:
-            raise ValueError("slices must have no bit blocks where they are cut or merged")
+            raise ValueError(
+                f"slices must have no bit blocks where they are cut, merged or compared, got {len(self.bits)}; `to_dense` and `area` "
+                "take them"
+            )
         host = [x.cpu() for x in (self.q_ranges, self.k_ranges, self.mask_types)]
         return Rects.from_ranges(*host).trimmed()
 

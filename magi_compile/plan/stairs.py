@@ -74,6 +74,9 @@ def find_stairs(
         block_cols: how many columns a block has.
         edge_rows: how many rows have edges: all, or none, and then there are no stairs.
         exact: whether the result has no padding; else it is as long as `runs`.
+
+    Returns:
+        The runs, some of which are stairs now.
     """
     common_begin, common_end = runs.common_begin(), runs.common_end()
     if not has_stairs(edge_rows):

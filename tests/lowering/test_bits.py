@@ -1,4 +1,4 @@
-"""Masks that intervals can not express run by bit blocks: the same values and gradients as dense attention."""
+"""Masks that intervals cannot express run by bit blocks: the same values and gradients as dense attention."""
 
 from types import SimpleNamespace
 

@@ -46,6 +46,12 @@ def names() -> list[str]:
 def load(name: str) -> Contender:
     """The contender called `name`.
 
+    Args:
+        name: as in `CONTENDERS`, or that of an entry point.
+
+    Returns:
+        The contender; not asked yet whether it can run here.
+
     Raises:
         ValueError: no such contender.
         TypeError: an entry point is no contender.

@@ -76,6 +76,9 @@ class Contender(ABC):
         Args:
             workload: its slices are on the host.
             inputs: packed tensors on the device, for contenders that plan from them.
+
+        Returns:
+            The call that is timed, of q, k and v in the layout of the contender.
         """
 
     def versions(self) -> dict[str, str]:

@@ -7,18 +7,18 @@ percent are compared like this. A contender that crashes ends the run, and memor
 from __future__ import annotations
 
 import random
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from magi_compile.bench import contenders
 from magi_compile.bench.kernel import timing
+from magi_compile.bench.kernel.ledger import Ledger, cheap_first
 from magi_compile.bench.kernel.measure import Bench, Prepared
-from magi_compile.bench.kernel.run import Settings
+from magi_compile.bench.kernel.settings import Settings
 from magi_compile.bench.results import provenance, rows
 from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import build, cost
+from magi_compile.bench.workloads.workload import build
 
 Runs = dict[str, Callable[[], object]]
 
@@ -31,7 +31,7 @@ def execute(
     rounds: int,
     say: Callable[[str], None] = print,
 ) -> rows.Results:
-    """Measures `cells`, cheap ones first, and appends a row of each contender to `output`; all that it then holds.
+    """Measures `cells`, cheap ones first, and appends a row of each contender to `output`.
 
     Args:
         cells: of the benchmark's grid.
@@ -40,16 +40,24 @@ def execute(
         output: a JSONL file; created if there is none.
         rounds: how often each contender is timed.
         say: takes lines of progress.
+
+    Returns:
+        All rows of `output`, those of earlier runs included.
     """
-    finished = rows.load([output]).finished if output.exists() else set()
+    ledger = Ledger(output, settings)
     benches = {
         name: Bench(contenders.load(name), settings.device, settings.gate_seqlen)
         for name in names
         if contenders.load(name).available() is None
     }
-    planned = [c for c in sorted(dict.fromkeys(cells), key=cost) if _is_open(c, names, finished)]
-    run_id = uuid.uuid4().hex[:8]
-    rows.append(output, "run", _record(run_id, planned, names, settings, rounds))
+    planned = [c for c in cheap_first(cells) if _is_open(c, names, ledger.finished)]
+    ledger.begin(
+        provenance.describe(settings.device, settings.command),
+        {k: v for name in names for k, v in contenders.load(name).versions().items()},
+        (rows.row_key(cell, name) for cell in planned for name in names),
+        rounds=rounds,
+        interleaved=True,
+    )
     for number, cell in enumerate(planned, 1):
         outcomes = _measure(cell, benches, settings, rounds)
         for name in names:
@@ -57,30 +65,14 @@ def execute(
                 "status": "unavailable",
                 "reason": contenders.load(name).available(),
             }
-            where = {"run": run_id, "key": rows.row_key(cell, name), "contender": name}
-            rows.append(output, "row", {**where, "cell": cell.to_json(), **outcome})
+            ledger.add(cell, name, outcome)
         say(f"[{number}/{len(planned)}] {cell.key}: {_in_words(outcomes)}")
-    return rows.load([output])
+    return ledger.results()
 
 
 def _is_open(cell: Cell, names: Sequence[str], finished: set[str]) -> bool:
     """Whether a contender lacks a row: then all of them are measured, beside each other."""
     return not all(rows.row_key(cell, name) in finished for name in names)
-
-
-def _record(
-    run_id: str, cells: Sequence[Cell], names: Sequence[str], settings: Settings, rounds: int
-) -> dict[str, Any]:
-    known = {k: v for name in names for k, v in contenders.load(name).versions().items()}
-    return {
-        **provenance.describe(settings.device, settings.command),
-        "run": run_id,
-        "versions": known,
-        "protocol": settings.protocol.to_json() | {"rounds": rounds, "interleaved": True},
-        "passes": settings.passes,
-        "gate_seqlen": settings.gate_seqlen,
-        "planned": [rows.row_key(cell, name) for cell in cells for name in names],
-    }
 
 
 def _measure(

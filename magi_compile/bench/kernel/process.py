@@ -37,7 +37,14 @@ class Worker:
         self._running: _Running | None = None
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """The worker's answer.
+        """Asks the worker, which is started if it does not run, and waits for its answer.
+
+        Args:
+            request: JSON; `op` says what is asked for.
+            limit_s: seconds until the worker is stopped.
+
+        Returns:
+            The answer, JSON.
 
         Raises:
             WorkerLost: it died, or took longer than `limit_s` and was stopped.

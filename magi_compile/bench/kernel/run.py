@@ -8,46 +8,20 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from magi_compile.bench import contenders
+from magi_compile.bench.kernel.ledger import Ledger, cheap_first
 from magi_compile.bench.kernel.process import Worker, WorkerLost
-from magi_compile.bench.kernel.timing import Protocol
+from magi_compile.bench.kernel.settings import Settings
 from magi_compile.bench.results import rows
-from magi_compile.bench.workloads.cells import PASSES, Cell, format_length
-from magi_compile.bench.workloads.workload import cost
+from magi_compile.bench.workloads.cells import Cell, format_length
 
 # A worker imports PyTorch and a contender's package first.
 PROBE_LIMIT_S = 180.0
-
-
-@dataclass
-class Settings:
-    """What holds for all cells of a run.
-
-    Attributes:
-        device: "cuda" or "cpu".
-        command: how the run was started, for the record.
-        passes: of `cells.PASSES`.
-        protocol: how a call is timed.
-        gate_seqlen: the longest sequence that numbers are checked at.
-        cell_limit_s: after which a contender's cell is given up.
-        time_limit_s: after which no further cell starts.
-        jobs: how many contenders prove themselves at a time.
-    """
-
-    device: str
-    command: list[str] = field(default_factory=list)
-    passes: tuple[str, ...] = PASSES
-    protocol: Protocol = field(default_factory=Protocol)
-    gate_seqlen: int = 2048
-    cell_limit_s: float = 120.0
-    time_limit_s: float = float("inf")
-    jobs: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,8 +36,7 @@ class Task:
 
 def order(cells: Sequence[Cell], names: Sequence[str]) -> list[Task]:
     """Contenders that compile quickly first; of each kind cheap cells first, all contenders of a cell together."""
-    cheap_first = sorted(dict.fromkeys(cells), key=cost)
-    tasks = [Task(cell, name) for cell in cheap_first for name in names]
+    tasks = [Task(cell, name) for cell in cheap_first(cells) for name in names]
     return sorted(tasks, key=lambda task: contenders.load(task.contender).compiles_slowly)
 
 
@@ -74,7 +47,7 @@ def execute(
     output: Path,
     say: Callable[[str], None] = print,
 ) -> rows.Results:
-    """Measure all that `output` does not hold yet, append it there, and return all of it.
+    """Measures all that `output` does not hold yet, and appends it there.
 
     Args:
         cells: of the benchmark's grid.
@@ -82,19 +55,21 @@ def execute(
         settings: what holds for all cells.
         output: a JSONL file; created if there is none.
         say: takes lines of progress.
+
+    Returns:
+        All rows of `output`, those of earlier runs included.
     """
-    finished = rows.load([output]).finished if output.exists() else set()
-    tasks = [task for task in order(cells, names) if task.key not in finished]
-    _Run(tasks, settings, output, say).execute()
-    return rows.load([output])
+    ledger = Ledger(output, settings)
+    tasks = [task for task in order(cells, names) if task.key not in ledger.finished]
+    _Run(tasks, settings, ledger, say).execute()
+    return ledger.results()
 
 
 class _Run:
     def __init__(
-        self, tasks: list[Task], settings: Settings, output: Path, say: Callable[[str], None]
+        self, tasks: list[Task], settings: Settings, ledger: Ledger, say: Callable[[str], None]
     ):
-        self.tasks, self.settings, self.output, self.say = tasks, settings, output, say
-        self.run_id = uuid.uuid4().hex[:8]
+        self.tasks, self.settings, self.ledger, self.say = tasks, settings, ledger, say
         self.begin = time.monotonic()
         self.done = 0
         self.timed = 0
@@ -207,33 +182,19 @@ class _Run:
 
     def _record_run(self, versions: dict[str, str], reasons: dict[str, str]) -> None:
         available = [name for name in self.workers if name not in reasons]
-        record: dict[str, Any] = {"device": self.settings.device}
+        provenance: dict[str, Any] = {"device": self.settings.device}
         if available:
             request = {
                 "op": "describe",
                 "command": self.settings.command,
                 "protocol": self.settings.protocol.to_json(),
             }
-            record = self.workers[available[0]].ask(request, PROBE_LIMIT_S)
-        record |= {
-            "run": self.run_id,
-            "versions": versions,
-            "protocol": self.settings.protocol.to_json(),
-            "passes": self.settings.passes,
-            "gate_seqlen": self.settings.gate_seqlen,
-            "planned": [task.key for task in self.tasks],
-        }
-        rows.append(self.output, "run", record)
+            provenance = self.workers[available[0]].ask(request, PROBE_LIMIT_S)
+        self.ledger.begin(provenance, versions, (task.key for task in self.tasks))
 
     def _record(self, task: Task, outcome: dict[str, Any]) -> None:
         self.done += 1
-        row = {
-            "run": self.run_id,
-            "key": task.key,
-            "contender": task.contender,
-            "cell": task.cell.to_json(),
-        }
-        rows.append(self.output, "row", row | outcome)
+        self.ledger.add(task.cell, task.contender, outcome)
 
     def _say_progress(self, task: Task, outcome: dict[str, Any]) -> None:
         wanted = self.timed_s / self.timed * (len(self.tasks) - self.done)

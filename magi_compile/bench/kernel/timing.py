@@ -51,6 +51,11 @@ class Protocol:
 def measure(run: Callable[[], object], device: str, protocol: Protocol) -> dict[str, Any]:
     """Times `run`, which has run before: what it compiles is compiled.
 
+    Args:
+        run: what is timed, without arguments.
+        device: "cuda" or "cpu".
+        protocol: how often and how long.
+
     Returns:
         `ms` (median), `p20_ms`, `p80_ms`, `reps`; on a GPU also `host_ms`, the time until a call returns,
         `peak_bytes`, what it allocates at most, and `graph_ms` (a CUDA graph's replay) or `graph_error`.

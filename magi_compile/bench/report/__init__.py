@@ -12,7 +12,16 @@ __all__ = ["write_readme_table", "write_report"]
 
 
 def write_report(results: Results, output: Path, title: str, note: str = "") -> list[Path]:
-    """Write `output` with .md and .html, `note` below their title.
+    """Writes the report as `output` with .md and with .html.
+
+    Args:
+        results: rows of any runs.
+        output: a path; .md and .html are added to its name.
+        title: of the report.
+        note: a paragraph below the title; empty for none.
+
+    Returns:
+        The files that were written.
 
     Raises:
         ValueError: there is nothing to report.

@@ -29,6 +29,9 @@ def to_chart(results: Results, seqlen: int, masks: Sequence[str], names: Sequenc
         masks: as they are called in reports, such as "document causal".
         names: contenders; at most as many as there are colours.
 
+    Returns:
+        The chart as SVG.
+
     Raises:
         ValueError: too many contenders, rows that do not belong together, or a mask without a number.
     """

@@ -68,7 +68,11 @@ def _against_best(rows: dict[str, tables.Row], which: str, size: float) -> list[
 
 
 def write_readme_table(results: Results, path: Path) -> None:
-    """Replace what stands between the two marks in `path`.
+    """Replaces what stands between the two marks in `path`.
+
+    Args:
+        results: rows of any runs.
+        path: a Markdown file with both marks.
 
     Raises:
         ValueError: the marks are missing.

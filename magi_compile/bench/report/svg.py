@@ -59,6 +59,9 @@ def bar_chart(
         lines: one value for each group each.
         unit: of all values.
         title: for readers who hear the page.
+
+    Returns:
+        An `<svg>` element.
     """
     values = [bar.high for _, bars in groups for bar in bars]
     values += [value for line in lines for value in line.values if value is not None]

@@ -27,7 +27,15 @@ class Verdict(NamedTuple):
 
 
 def compare(before: Results, after: Results, threshold: float = 0.03) -> list[Verdict]:
-    """Verdicts of all passes measured in both, and "lost" ones where only `before` was ok.
+    """Compares all passes measured in both. A pass that is ok in `before` alone is "lost".
+
+    Args:
+        before: the rows to compare with.
+        after: the new rows.
+        threshold: by what share of the time the medians must differ for another verdict than "same".
+
+    Returns:
+        A verdict for each pass that `before` has measured and of whose cell `after` has a row.
 
     Raises:
         ValueError: a negative threshold, or nothing in common.

@@ -54,7 +54,13 @@ def row_key(cell: Cell, contender: str) -> str:
 
 
 def load(paths: Iterable[Path]) -> Results:
-    """Read result files, earlier ones first.
+    """Reads result files, earlier ones first.
+
+    Args:
+        paths: JSONL files.
+
+    Returns:
+        Their rows and runs; of two rows with one key the later.
 
     Raises:
         ValueError: a line is no result; the message says which.

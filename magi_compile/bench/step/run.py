@@ -35,6 +35,12 @@ def execute(
 ) -> list[Row]:
     """Measures all cases and writes `output` with .json and .md behind it, after every case.
 
+    Args:
+        settings: cases, contenders and how they are timed.
+        command: how the run was started, for the record.
+        output: a path; .json and .md are added to its name. None writes nothing.
+        say: takes lines of progress.
+
     Returns:
         The rows: one for each case and contender, with a status of `rows.STATUSES`.
     """

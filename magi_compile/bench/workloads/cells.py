@@ -70,6 +70,12 @@ class Cell:
 def parse_length(text: str) -> int:
     """`"8192"`, `"8K"` or `"1M"` as a number of tokens.
 
+    Args:
+        text: digits, or digits and K or M, for 2**10 or 2**20.
+
+    Returns:
+        Tokens, 1 or more.
+
     Raises:
         ValueError: if it is none of these, or not positive.
     """

@@ -32,6 +32,9 @@ class Window(NamedTuple):
 def key_intervals(slices: AttnSlices) -> Tensor:
     """The keys of every row as disjoint intervals in increasing order that do not touch.
 
+    Args:
+        slices: the mask, on any device.
+
     Returns:
         int64 `[num_intervals, 2, seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones.
     """

@@ -49,6 +49,9 @@ def sample(sampler: str, seqlen: int, seed: int) -> list[int]:
         seqlen: tokens of the sequence.
         seed: equal seeds draw equal documents.
 
+    Returns:
+        Tokens of each document, in their order.
+
     Raises:
         ValueError: no such sampler.
     """

@@ -97,6 +97,9 @@ def causal_within(document: Tensor) -> BlockMask:
 
     Args:
         document: int `[S]`, the document of each token.
+
+    Returns:
+        A BlockMask for any number of batch entries and heads, on the device of `document`.
     """
 
     def document_causal(b, h, q, kv):

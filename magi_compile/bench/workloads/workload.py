@@ -107,7 +107,14 @@ def cost(cell: Cell) -> float:
 
 
 def build(cell: Cell, device: str = "cpu") -> Workload:
-    """The workload of `cell`; tensors of its `mask_mod` are on `device`.
+    """Makes the workload of `cell`.
+
+    Args:
+        cell: mask, sizes and seed.
+        device: of the tensors that `mask_mod` captures.
+
+    Returns:
+        The mask and all that contenders ask of it.
 
     Raises:
         ValueError: the cell names no mask.

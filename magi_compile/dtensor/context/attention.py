@@ -278,7 +278,9 @@ def _sdpa(
             "and full ones call flex_attention or SequencePlan.attention"
         )
     if dropout_p != 0.0:
-        raise NotImplementedError(f"`dropout_p` must be 0.0, got {dropout_p}")
+        raise NotImplementedError(
+            f"`dropout_p` must be 0.0, got {dropout_p}: attention inside context_parallel has no dropout"
+        )
     fitting = [x for x in plans if (x.is_causal if is_causal else x.is_full)]
     if not fitting and is_causal:
         raise ValueError(

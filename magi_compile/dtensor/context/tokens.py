@@ -14,14 +14,14 @@ def require_together(plans: Sequence[SequencePlan]) -> None:
     """Plans hold the same tokens, or one holds as its keys what another one holds."""
     reached, others = [plans[0], plans[0].keys], list(plans[1:])
     while others:
-        near = [x for x in others if _among(x, reached) or _among(x.keys, reached)]
-        if not near:
+        reachable = [x for x in others if _among(x, reached) or _among(x.keys, reached)]
+        if not reachable:
             raise ValueError(
                 "`mask` must have plans that hold the same tokens, got others; make them together: plan(masks=[...], mesh=mesh), or with "
                 "`keys`, where the keys of one are the tokens of another"
             )
-        others = [x for x in others if x not in near]
-        reached += [tokens for x in near for tokens in (x, x.keys)]
+        others = [x for x in others if x not in reachable]
+        reached += [tokens for x in reachable for tokens in (x, x.keys)]
 
 
 def _among(tokens: SpreadTokens, others: Sequence[SpreadTokens]) -> bool:

@@ -132,7 +132,7 @@ class ChunkTable:
 
     @staticmethod
     def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
-        """What chunks cost and need where several masks are attended to by turns, each `weights` times.
+        """What chunks cost and need where several masks are attended to, each `weights` times.
 
         What they need is of one sequence of keys: the rows themselves, or else that of the first mask.
         """

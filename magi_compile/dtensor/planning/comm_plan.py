@@ -1,7 +1,7 @@
 """Communication plan: which key rows each rank needs, in which stage, and from whom.
 
 Exact and without redundancy: a rank receives a row if and only if one of its queries sees it, and receives it
-once. The plan of all ranks is one table of pieces; every rank computes the same table and reads its part.
+once. The plan of all ranks is one table of ranges of rows; every rank computes the same table and reads its part.
 
 A stage is one attention call over some of the keys. With degree 0 there is one stage, over everything, behind one
 cast. With degree d there are d + 1: the first over the keys a rank holds itself, and d more over its remote keys,
@@ -106,9 +106,9 @@ class Stage(NamedTuple):
     transfer: Transfer | None  # None: the keys are the rank's own, in place
 
 
-class Pieces(NamedTuple):
+class MovingRows(NamedTuple):
     """Key rows on their way to or from one rank, one entry for each degree and run of rows in one chunk; int64
-    `[num_degrees * num_pieces]`, in the order of degrees, receivers and keys."""
+    `[num_degrees * num_needs]`, in the order of degrees, receivers and keys."""
 
     stage: Tensor
     buffer_row: Tensor
@@ -165,7 +165,7 @@ class CommPlan:
     def stages(self, rank: int) -> list[list[Stage]]:
         """What `rank` does for each degree; tensors are on the CPU."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
-        mine, theirs = (self._pieces(x.nonzero().flatten()) for x in (is_mine, is_theirs))
+        mine, theirs = (self._moving_rows(x.nonzero().flatten()) for x in (is_mine, is_theirs))
         slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
         return [
             [
@@ -180,7 +180,7 @@ class CommPlan:
         first = accumulate((x.num_stages for x in self.buffers), initial=0)
         return zip(self.degrees, first, self.buffers, strict=False)
 
-    def _pieces(self, index: Tensor) -> Pieces:
+    def _moving_rows(self, index: Tensor) -> MovingRows:
         """Some of `rows.needs`."""
         rows = self.rows
         needs, holder = rows.needs.take(index), pick(rows.holder, index)
@@ -200,9 +200,9 @@ class CommPlan:
             )
         source_row = needs.lo + pick(rows.shift_of_key_chunk, pick(rows.chunk, index))
         fields = (torch.stack(stages), torch.stack(buffer_rows), *needs, holder, source_row)
-        return Pieces(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
+        return MovingRows(*(x.flatten() for x in torch.broadcast_tensors(*fields)))
 
-    def _transfers(self, mine: Pieces, theirs: Pieces) -> list[Transfer]:
+    def _transfers(self, mine: MovingRows, theirs: MovingRows) -> list[Transfer]:
         """One rank's share of each stage: it receives `mine` and sends `theirs`."""
         cp_size, num_stages = self.rows.dispatch.cp_size, self.num_stages
         # Both directions in one pass: what is received comes in stages of its own, behind the others.
@@ -231,7 +231,7 @@ class CommPlan:
             for i, peak in enumerate(peaks)
         ]
 
-    def _slices(self, rank: int, mine: Pieces) -> list[AttnSlices]:
+    def _slices(self, rank: int, mine: MovingRows) -> list[AttnSlices]:
         """The rank's rows against the keys of each stage, all stages in one pass."""
         where, num_stages = self.rows.dispatch, self.num_stages
         total, seqlen_q = where.keys.total_padded, where.seqlen_local
@@ -242,7 +242,7 @@ class CommPlan:
                 seqlens_k[first_stage] = where.keys.seqlen_local
                 is_in_place = mine.stage == first_stage
                 key_row = torch.where(is_in_place, mine.source_row, key_row)
-        # Neighbouring pieces of a stage are neighbours in its buffer too, but in place where chunks are in another order.
+        # Neighbouring ranges of a stage are neighbours in its buffer too, but in place where chunks are in another order.
         order = mine.stage.argsort(stable=True)
         stage, lo, hi, key_row = (pick(x, order) for x in (mine.stage, mine.lo, mine.hi, key_row))
         is_apart = (lo[1:] != hi[:-1]) | ((key_row - lo)[1:] != (key_row - lo)[:-1])
@@ -287,6 +287,9 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
         rows: what each rank needs.
         degrees: each a number of remote stages, or 0 for one stage with everything; the plans of all lie side by side.
 
+    Returns:
+        The plan, with the stages of all `degrees`.
+
     Raises:
         ValueError: if a degree is negative.
     """
@@ -309,7 +312,7 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
         begin, end = ends[:-1, None], ends[1:, None]
         if degree == 0:
             return Buffers(begin, end - begin, middle[:0])
-        # Equal parts of every receiver's remote rows, in the order of keys; the middle of a piece decides.
+        # Equal parts of every receiver's remote rows, in the order of keys; the middle of a range decides.
         edges = begin + (end - begin) * torch.arange(1, degree, dtype=torch.float64) / degree
         starts = torch.cat([remote_before, ends[-1:]])[torch.searchsorted(middle, edges)]
         starts = torch.cat([begin, starts, end], 1)
@@ -339,6 +342,9 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
         one: in any order, none empty.
         other: sorted by (owner, lo), disjoint, none empty.
         span: an upper bound of every `hi`.
+
+    Returns:
+        Two int64 tensors `[num_pairs]`.
     """
     stride = span + 1
     begin, end = one.owner * stride + one.lo, one.owner * stride + one.hi

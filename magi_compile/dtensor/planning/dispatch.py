@@ -105,7 +105,7 @@ def dispatch_together(
     cost: CostModel = DEFAULT_COST,
     keys: Sequence[Placement | None] | None = None,
 ) -> list[Dispatch]:
-    """`dispatch` of tokens that several masks are attended to with: one placement, a `Dispatch` for each mask.
+    """`dispatch` of tokens that several masks are attended to with: they have one placement.
 
     Args:
         masks: each over the whole sequence.
@@ -117,6 +117,9 @@ def dispatch_together(
         cost: see `cp_size`.
         keys: where the keys of each mask lie already. Otherwise they are the tokens themselves where they are as many, and where they are not
             a sequence of their own, one for all masks with as many keys, which is placed by what is seen of it.
+
+    Returns:
+        A `Dispatch` for each of `masks`.
 
     Raises:
         ValueError: if an argument is out of range, or masks have other lengths.
@@ -202,7 +205,7 @@ def dispatch_as(
         keys: as in `dispatch_together`.
 
     Returns:
-        A `Dispatch` for each mask. Chunks are as large as pieces that ascend by one allow.
+        A `Dispatch` for each mask. Chunks are as large as its stretches of ascending tokens allow.
 
     Raises:
         ValueError: if `permutation` is none, or has another length.
@@ -213,8 +216,14 @@ def dispatch_as(
         raise ValueError(
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
         )
-    if not torch.equal(permutation.sort().values, torch.arange(seqlen)):
-        raise ValueError("`permutation` must contain each of 0 ... S - 1 exactly once")
+    ascending = permutation.sort().values
+    is_wrong = ascending != torch.arange(seqlen)
+    if bool(is_wrong.any()):
+        first = int(is_wrong.nonzero()[0])
+        raise ValueError(
+            f"`permutation` must contain each of 0 ... S - 1 exactly once for S = {seqlen}, got {int(ascending[first])} in place of "
+            f"{first} in ascending order"
+        )
     begins = (permutation[1:] != permutation[:-1] + 1).nonzero().flatten() + 1
     borders = [seqlen // cp_size, int(permutation[0]), *begins.tolist()]
     size = math.gcd(*borders, *permutation[begins].tolist())

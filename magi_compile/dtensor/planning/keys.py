@@ -26,6 +26,9 @@ def cut_keys(total: int, cp_size: int, chunks_per_rank: int) -> Placement:
         total: how many.
         cp_size: number of ranks.
         chunks_per_rank: of the queries; keys have as many or more.
+
+    Returns:
+        Chunks of equal size, equally many on each rank.
     """
     size = max(total // (cp_size * max(chunks_per_rank, KEY_CHUNKS)), 1)
     per_rank = max(-(-total // (size * cp_size)), 1)

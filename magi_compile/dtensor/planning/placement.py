@@ -95,10 +95,15 @@ def _runs(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_Run]:
 class _Lights:
     """The other chunks, from which windows are taken: documents of about one length stand side by side, short
     ones first, so that a window holds whole documents and its area grows with its place.
+
+    Args:
+        chunks: int64, in order.
+        area: int64 `[num_chunks]`, visible pairs of every chunk, taken or not.
+        reach: int64 `[num_chunks]`, how many keys before a chunk it needs, at most.
+        size: rows of a chunk.
     """
 
     def __init__(self, chunks: Tensor, area: Tensor, reach: Tensor, size: int):
-        """`reach` is how many keys before a chunk it needs, at most."""
         # A document begins where no key of the chunk before is needed.
         first, last = group(
             (chunks[1:] != chunks[:-1] + 1) | (pick(reach, chunks[1:]) < size), len(chunks)
@@ -254,6 +259,9 @@ def _fill(
 
 class _Needs:
     """The chunks of keys that a chunk needs or a rank has, as the bits of an integer.
+
+    Args:
+        table: what each chunk needs.
 
     Attributes:
         of: the bits of each chunk, its own among them where keys are the rows themselves.

@@ -37,6 +37,9 @@ def unite(ranges: Ranges, span: int) -> Ranges:
     Args:
         ranges: in any order, overlapping or not; empty ones vanish.
         span: an upper bound of every `hi`.
+
+    Returns:
+        The united ranges.
     """
     ranges = ranges.take(ranges.lo < ranges.hi)
     if not len(ranges.lo):

@@ -103,6 +103,9 @@ def choose_degree(
         backward: of the backward pass.
         early: whether a pass with degree 0 may begin before remote keys are there.
         max_degree: the largest to consider.
+
+    Returns:
+        The number of remote stages; 0 for a single call.
     """
     if not int(loads.recv_rows.sum()):
         return 1  # nothing moves, and keys that are attended in place are not even copied

@@ -124,10 +124,10 @@ def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
     seqlen = q.shape[0]
     few = max(min(seqlen, FEW_KEYS) // 2, 1)
     once, half_of = (attention.planned(_keys(seqlen, n, q.device)) for n in (2 * few, few))
-    wide = torch.promote_types(q.dtype, torch.float32)
+    partial_dtype = torch.promote_types(q.dtype, torch.float32)
 
     def forward_in_two() -> None:
-        first = kernel.forward(q, k[:few], v[:few], *half_of, out_dtype=wide)
+        first = kernel.forward(q, k[:few], v[:few], *half_of, out_dtype=partial_dtype)
         kernel.forward(q, k[few : 2 * few], v[few : 2 * few], *half_of, prior=first)
 
     in_two = clock.seconds(forward_in_two)

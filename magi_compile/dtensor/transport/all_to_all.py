@@ -118,7 +118,7 @@ class _Reduce:
         self._order.sums(len(outs[0])).write(outs, prior, self._tensors, arrived)
 
 
-class _Lane:
+class _SideStream:
     """The stream of a group's exchanges on a GPU, and those of them that nobody has waited for."""
 
     def __init__(self, device: torch.device):
@@ -126,14 +126,16 @@ class _Lane:
         self.pending: WeakSet[Exchange] = WeakSet()  # without those that an error has dropped
 
 
-_lanes: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Lane]] = WeakKeyDictionary()
+_side_streams: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _SideStream]] = (
+    WeakKeyDictionary()
+)
 
 
-def _lane(group: dist.ProcessGroup, device: torch.device) -> _Lane:
-    lanes = _lanes.setdefault(group, {})
-    if device not in lanes:
-        lanes[device] = _Lane(device)
-    return lanes[device]
+def _side_stream(group: dist.ProcessGroup, device: torch.device) -> _SideStream:
+    made = _side_streams.setdefault(group, {})
+    if device not in made:
+        made[device] = _SideStream(device)
+    return made[device]
 
 
 class Exchange:
@@ -151,22 +153,22 @@ class Exchange:
                 incoming, outgoing, recv, send, group, async_op=True
             )
             return
-        self._lane = _lane(group, packed.device)
-        current, stream = torch.cuda.current_stream(packed.device), self._lane.stream
+        self._side = _side_stream(group, packed.device)
+        current, stream = torch.cuda.current_stream(packed.device), self._side.stream
         stream.wait_stream(current)
         reached = stream.record_event()
         with torch.cuda.stream(stream):
             dist.all_to_all_single(incoming, outgoing, recv, send, group)
         self._done = stream.record_event()
         # Behind another exchange it cannot go first, and that one is not to be waited for.
-        if not self._lane.pending:
+        if not self._side.pending:
             current.wait_event(reached)
-        self._lane.pending.add(self)
+        self._side.pending.add(self)
 
     def wait(self) -> Tensor:
         if self.arriving.is_cuda:
             torch.cuda.current_stream(self.arriving.device).wait_event(self._done)
-            self._lane.pending.discard(self)
+            self._side.pending.discard(self)
         else:
             self._work.wait()
         return self.arriving

@@ -83,6 +83,13 @@ class Route:
     def derive(self, make: Callable[..., _Made], *arguments: int) -> _Made:
         """`make(self, *arguments)`, made once: what an implementation needs of the route.
 
+        Args:
+            make: makes it of the route and `arguments`; the result is kept under this function alone.
+            *arguments: the same in each call.
+
+        Returns:
+            What `make` returned when it was called.
+
         Raises:
             RuntimeError: if it would have to be made while a graph is being captured.
         """
@@ -104,6 +111,9 @@ class Route:
 def refuse_to_be_recorded(x: Tensor) -> None:
     """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and what
     is kept would hold nothing before the first replay.
+
+    Args:
+        x: on the device in question.
 
     Raises:
         RuntimeError: while a graph is being captured.
@@ -216,6 +226,14 @@ COLLECTIVES: dict[str, str] = {
 def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
     """The implementation called `name`, or for "auto" the first of `COLLECTIVES` that refuses nothing; why the
     others do is logged.
+
+    Args:
+        name: as in `COLLECTIVES`, or "auto".
+        group: the ranks.
+        device: of the rows that are to move.
+
+    Returns:
+        The implementation, of which there is one instance.
 
     Raises:
         ValueError: if there is none of that name.

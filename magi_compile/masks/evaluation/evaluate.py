@@ -305,6 +305,9 @@ def with_columns(
         symbols: the captured ints.
         sizes: how many values each of the variables b, q and kv takes.
         device: where to compute.
+
+    Returns:
+        The tensors, by the numbers that the expression has for them.
     """
     named = names_of_captures(tables, symbols)
     if not program.columns:
@@ -323,7 +326,7 @@ def is_plain(look_up: Expr) -> bool:
 
 
 def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
-    """Raises ValueError where a captured tensor of `shape` can not be looked up so, whatever its values.
+    """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values.
 
     Args:
         look_up: the captured tensor at its indices.

@@ -19,7 +19,7 @@ MAX_SYMBOL = 2**40
 
 class Value(NamedTuple):
     """An expression's value: a number, or a tensor that broadcasts to `[batch, rows or keys]`; and bounds that
-    hold whatever the data, so that int32 is used exactly where it can not overflow."""
+    hold whatever the data, so that int32 is used exactly where it cannot overflow."""
 
     data: Tensor | int
     low: int
@@ -181,6 +181,9 @@ def bounds_of(
         expr: a number, or a truth value, which counts as 0 or 1.
         seqlen: more than any of b, q and kv.
         range_of: the least and the highest value of a captured tensor, by its number.
+
+    Returns:
+        The least and the highest value.
     """
     if expr.op in ("int", "bool"):
         return int(expr.args[0]), int(expr.args[0])

@@ -84,8 +84,11 @@ def row_intervals(
         seqlen_k: keys of a batch entry.
         device: where to compute; by default where the first table with entries is.
 
+    Returns:
+        The intervals, and as checks what they rely on in the data.
+
     Raises:
-        UnsupportedMaskError: intervals can not express the mask.
+        UnsupportedMaskError: intervals cannot express the mask.
         TypeError: a table has the wrong dtype.
         ValueError: too few tables or symbols, or a table with the wrong device or shape.
     """
@@ -128,6 +131,18 @@ def exact_intervals(
     """The row intervals of a mask and its data; None where there are none: the mask has no intervals, or the data are not in the
     order that they need. Waits for the device if that is a GPU.
 
+    Args:
+        program: the mask.
+        tables: the captured tensors, on `device` (scalars may be elsewhere).
+        symbols: the captured ints.
+        batch: number of batch entries.
+        seqlen_q: rows of a batch entry.
+        seqlen_k: keys of a batch entry.
+        device: where to compute.
+
+    Returns:
+        The intervals, all of whose checks hold, or None.
+
     Raises:
         MaskDataError: the data mean nothing: what is looked up is not there, or a divisor is zero.
     """
@@ -150,7 +165,7 @@ def exact_intervals(
 def check_arguments(
     program: MaskProgram, tables: Sequence[Tensor], symbols: Sequence[int], device: torch.device
 ) -> None:
-    """Raises TypeError or ValueError for what `row_intervals` can not take, whatever its size."""
+    """Raises TypeError or ValueError for what `row_intervals` cannot take, whatever its size."""
     if len(tables) < program.num_captures:
         raise ValueError(f"`tables` must hold {program.num_captures} tensors, got {len(tables)}")
     if len(symbols) < program.num_symbols:

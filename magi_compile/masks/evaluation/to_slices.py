@@ -80,6 +80,14 @@ def padded_slices_from_intervals(
 def packed_totals(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
     """How many rows and keys the slices of all batch entries span.
 
+    Args:
+        batch: number of batch entries.
+        seqlen_q: rows of a batch entry.
+        seqlen_k: keys of a batch entry.
+
+    Returns:
+        Rows and keys of all entries, both below 2**30.
+
     Raises:
         ValueError: more than slices can number.
     """

@@ -139,7 +139,7 @@ _serial = itertools.count()
 
 
 def unsupported(*reasons: str) -> Expr:
-    """What a mask_mod computes and mask expressions can not say; the reasons reach the user.
+    """What a mask_mod computes and mask expressions cannot say; the reasons reach the user.
 
     No two of them are equal: nothing is known of their values, so nothing may be folded or cancelled.
     """
@@ -154,8 +154,15 @@ def int_value(expr: Expr) -> int | None:
 def build(op: str, *args: Expr) -> Expr:
     """The expression `op(*args)`, simplified.
 
-    What has an unsupported operand is neither simplified nor known, so that it can not be cancelled or folded; truth values
+    What has an unsupported operand is neither simplified nor known, so that it cannot be cancelled or folded; truth values
     keep their other operands, so that the user hears of all that is unsupported in them.
+
+    Args:
+        op: an operator or a function of the grammar.
+        *args: its operands.
+
+    Returns:
+        An expression that equals it.
 
     Raises:
         ExprError: `op` does not exist for operands of these kinds.
@@ -498,6 +505,12 @@ _CALLS = {"min": 2, "max": 2, "abs": 1, "where": 3, **dict.fromkeys(FITS, 1)}
 
 def parse(text: str) -> Expr:
     """Reads what `str(expr)` wrote.
+
+    Args:
+        text: in the grammar of mask expressions.
+
+    Returns:
+        The expression.
 
     Raises:
         ExprError: `text` is not a mask expression.

@@ -1,6 +1,6 @@
 """The operations of mask_mods, under all of their names, as expressions that mean what PyTorch computes in its dtypes.
 
-An operation that expressions can not say is an `ExprError`; the tracer then looks for another way.
+An operation that expressions cannot say is an `ExprError`; the tracer then looks for another way.
 """
 
 from __future__ import annotations
@@ -49,8 +49,12 @@ class Operand(NamedTuple):
 class Wraps(ExprError):
     """An operation that PyTorch computes modulo a power of two, as far as its operands' dtypes tell.
 
+    Args:
+        message: what wraps around, and in which dtype.
+        expr: what the operation is without that.
+
     Attributes:
-        expr: what it is without that.
+        expr: see above.
     """
 
     def __init__(self, message: str, expr: Expr):
@@ -79,8 +83,11 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
         kwargs: likewise.
         typing: see `Typing`.
 
+    Returns:
+        The result as an expression.
+
     Raises:
-        ExprError: expressions can not say it; `Wraps`, if they could but for the dtype.
+        ExprError: expressions cannot say it; `Wraps`, if they could but for the dtype.
     """
     operation = _OPERATIONS.get(name)
     if operation is None:

@@ -91,6 +91,12 @@ class MaskProgram:
     def parse(text: str) -> MaskProgram:
         """Reads a program's `text`.
 
+        Args:
+            text: that of a program.
+
+        Returns:
+            A program whose `text` is the same.
+
         Raises:
             ExprError: `text` is not a mask program.
         """
@@ -129,7 +135,7 @@ class MaskProgram:
 
     @cached_property
     def refusals(self) -> tuple[str, ...]:
-        """Every reason why intervals can not express it; empty where they can."""
+        """Every reason why intervals cannot express it; empty where they can."""
         try:
             _ = self.solved
         except UnsupportedMaskError as error:
@@ -163,6 +169,9 @@ class MaskProgram:
     def solved(self) -> KeySet:
         """The keys of a row, as expressions, in lanes that may repeat along the keys.
 
+        Returns:
+            The lanes.
+
         Raises:
             UnsupportedMaskError: with all reasons.
         """
@@ -179,6 +188,9 @@ class MaskProgram:
         Args:
             seqlen_k: number of keys of a batch entry.
             symbols: the captured ints.
+
+        Returns:
+            The lanes, none of which repeats.
 
         Raises:
             UnsupportedMaskError: with all reasons.
@@ -204,6 +216,9 @@ class MaskProgram:
         Args:
             seqlen_k: number of keys of a batch entry, None: not known yet.
             symbols: the captured ints, None: not known yet.
+
+        Returns:
+            The number; where the mask repeats along keys whose number is not known, `MAX_INTERVALS`.
         """
         if not self.repeats:
             return len(self.solved.lanes)

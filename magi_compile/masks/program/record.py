@@ -40,6 +40,13 @@ class Recording(NamedTuple):
 def record_mask_mod(mask_mod: MaskMod, device: torch.device) -> Recording:
     """Calls `mask_mod(b, h, q, kv)` once, with symbols that stand for tensors on `device`.
 
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        What it did: the graph of the call, and the tensors that it captured.
+
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with.
     """
@@ -195,7 +202,7 @@ class _Recorder(TorchFunctionMode):
         try:
             example = run(node, *(self.example(value) for value in (args, kwargs)))
         except Exception as error:
-            # What the mask_mod goes on to do with it can not be known.
+            # What the mask_mod goes on to do with it cannot be known.
             reason = f"`{title_of(node, {})}` cannot be followed: {error}"
             raise UnsupportedMaskError([reason.splitlines()[0]]) from error
         finally:

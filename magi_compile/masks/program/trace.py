@@ -75,6 +75,13 @@ class TracedMask(NamedTuple):
 def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
     """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`.
 
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        The program, which has key intervals, and its tensors.
+
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
     """
@@ -84,10 +91,17 @@ def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Tra
 
 
 def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
-    """The same of any mask_mod: `program.refusals` says why it has no key intervals.
+    """`trace_mask_mod` of any mask_mod: `program.refusals` says why it has no key intervals.
+
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        The program and its tensors.
 
     Raises:
-        UnsupportedMaskError: it asks for the value of what it is called with, or what it does can not be followed.
+        UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
     """
     recording = record_mask_mod(mask_mod, torch.device(device))
     names = [name or f"t{i}" for i, name in enumerate(recording.names)]
@@ -100,6 +114,14 @@ def trace_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
     """`read_graph`, of a mask that intervals can express.
+
+    Args:
+        graph: as in `read_graph`, like what follows.
+        captures: see `graph`.
+        names: see `graph`.
+
+    Returns:
+        The program, which has key intervals.
 
     Raises:
         UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
@@ -120,7 +142,7 @@ def read_graph(
         names: what the user calls the captured tensors.
 
     Returns:
-        The program: `refusals` says why intervals can not express it, `is_verifiable` whether it can be evaluated as it is.
+        The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
     return _Tracer(graph, captures, list(names)).program()
@@ -135,7 +157,7 @@ class _Value:
         example: a tensor of its shape and dtype, or the value itself where that is no tensor.
         variables: of which of b, h, q and kv it is a function.
         expr: what it is, where expressions can say it.
-        reasons: why they can not.
+        reasons: why they cannot.
     """
 
     node: Node | None
@@ -229,7 +251,7 @@ class _Tracer:
         return self.with_text(expr, value)
 
     def is_mask(self, value: _Value) -> bool:
-        """Whether a value that expressions can not say is a truth value, the same in each run."""
+        """Whether a value that expressions cannot say is a truth value, the same in each run."""
         is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
         needed = [node for node in self.graph.nodes if node.op != "placeholder"]
         is_sure = not any(

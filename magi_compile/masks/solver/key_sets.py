@@ -15,7 +15,7 @@ _MAX_INTERMEDIATE = 64
 
 
 class Refusal(Exception):
-    """One reason why a part of the mask can not be expressed."""
+    """One reason why a part of the mask cannot be expressed."""
 
 
 class Promise(NamedTuple):

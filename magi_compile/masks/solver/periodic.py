@@ -47,6 +47,9 @@ def unroll(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> KeySet:
         seqlen_k: number of keys of a batch entry.
         symbols: the captured ints, which have their names in the lanes still.
 
+    Returns:
+        Lanes that hold each of their keys once.
+
     Raises:
         Refusal: a row sees more intervals than it may.
         ValueError: a captured int by which keys repeat is not positive, or one that divides is zero.

@@ -57,10 +57,13 @@ from magi_compile.masks.solver.key_sets import (
 
 
 class UnsupportedMaskError(NotImplementedError):
-    """A valid mask that intervals can not express.
+    """A valid mask that intervals cannot express.
+
+    Args:
+        reasons: every reason that was found; each is named once.
 
     Attributes:
-        reasons: why, every reason that was found.
+        reasons: why intervals cannot express it.
     """
 
     def __init__(self, reasons: list[str]):
@@ -70,6 +73,9 @@ class UnsupportedMaskError(NotImplementedError):
 
 def refuse_broken(checks: Iterable[MaskCheck]) -> None:
     """Raises for checks that fail of a mask without data: they always will.
+
+    Args:
+        checks: of values that depend on no data.
 
     Raises:
         UnsupportedMaskError: with what fails.
@@ -88,8 +94,14 @@ def refuse_broken(checks: Iterable[MaskCheck]) -> None:
 def solve(expr: Expr) -> KeySet:
     """The keys for which the mask expression `expr` holds, in lanes that may repeat along the keys.
 
+    Args:
+        expr: a truth value of b, h, q, kv and what the mask captured.
+
+    Returns:
+        The lanes.
+
     Raises:
-        UnsupportedMaskError: with every reason found why intervals can not express the mask.
+        UnsupportedMaskError: with every reason found why intervals cannot express the mask.
     """
     solver = _Solver()
     if expr.kind == "int":

@@ -47,6 +47,10 @@ class Window:
     in the same order, with equal sizes. Memory grows to the largest that was asked for. Until ranks meet, the slot whose turn
     it is stays the same, whoever asks again.
 
+    Args:
+        group: the ranks.
+        device: this rank's GPU.
+
     Attributes:
         stream: reads from slots.
         words: int32 `[2]`, by which kernels are told and tell.
@@ -68,6 +72,13 @@ class Window:
 
     def next_slot(self, num_bytes: int, current: torch.cuda.Stream) -> Slot:
         """The slot whose turn it is, with room for `num_bytes`, which `current` may fill.
+
+        Args:
+            num_bytes: that the slot must have.
+            current: the stream that fills it, which waits here until the use before has ended.
+
+        Returns:
+            The slot.
 
         Raises:
             RuntimeError: if it would have to grow while a graph is being captured.

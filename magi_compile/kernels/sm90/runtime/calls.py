@@ -60,7 +60,7 @@ class Launch:
         grid: how many thread blocks, in x or in x and y.
         num_threads: of a thread block.
         params: its parameters.
-        options: those of `magi_compile.kernels.sm90.runtime.driver.LaunchOptions`.
+        **options: those of `magi_compile.kernels.sm90.runtime.driver.LaunchOptions`.
     """
 
     def __init__(

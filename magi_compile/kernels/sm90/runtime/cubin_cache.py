@@ -25,8 +25,11 @@ def cache_dir() -> Path:
 def private_dir() -> Path:
     """The cache directory, made if it is not there.
 
+    Returns:
+        An absolute path.
+
     Raises:
-        OSError: if it can not be made, or if others can write to it.
+        OSError: if it cannot be made, or if others can write to it.
     """
     directory = cache_dir()
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -91,7 +91,11 @@ def tma_compatible(x: Tensor) -> Tensor:
 
 
 def check_far_keys(k: Tensor, v: Tensor) -> None:
-    """Refuses keys and values that TMA can not read, where they may not be there yet: a copy would be of something else.
+    """Refuses keys and values that TMA cannot read, where they may not be there yet: a copy would be of something else.
+
+    Args:
+        k: remote keys `[total_k, nheads_kv, head_dim]`.
+        v: remote values `[total_k, nheads_kv, head_dim_v]`.
 
     Raises:
         ValueError: naming the tensor and its strides.
@@ -245,8 +249,14 @@ def fill_zeros(address: int, num_words: int, stream: int) -> None:
     check(driver.cuMemsetD32Async(address, 0, num_words, stream))
 
 
-def check(result):
+def check(result: Sequence[Any]) -> Any:
     """The values of a driver call.
+
+    Args:
+        result: its status, and the values behind it.
+
+    Returns:
+        The value behind the status; a list where there are none or several.
 
     Raises:
         RuntimeError: with the driver's name of the error and its description.

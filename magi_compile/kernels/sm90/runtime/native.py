@@ -43,7 +43,7 @@ class Launcher:
         driver: of the CUDA driver.
 
     Raises:
-        OSError: if it can not be loaded, or lacks a function of PyTorch or of the driver.
+        OSError: if it cannot be loaded, or lacks a function of PyTorch or of the driver.
     """
 
     def __init__(self, path: Path, driver: str = "libcuda.so.1"):
@@ -182,7 +182,7 @@ def _places(
 
 @cache
 def launcher() -> Launcher | None:
-    """The launcher of this process; None where it is switched off or can not be built, which is logged once."""
+    """The launcher of this process; None where it is switched off or cannot be built, which is logged once."""
     if os.environ.get("MAGI_COMPILE_LAUNCHER", "1") == "0":
         return None
     try:
@@ -194,6 +194,9 @@ def launcher() -> Launcher | None:
 
 def build() -> Path:
     """The library, compiled if it is not in the cache directory.
+
+    Returns:
+        The path of the library.
 
     Raises:
         OSError: if there is no compiler, or no directory to keep it in.

@@ -46,6 +46,12 @@ class CompileError(RuntimeError):
 def compile_variant(variant: Variant) -> bytes:
     """The cubin of `variant`, from the cache if it is there.
 
+    Args:
+        variant: a source with all that it is specialised for.
+
+    Returns:
+        The bytes of the cubin.
+
     Raises:
         CompileError: if the compiler refuses the source, spills registers or serialises wgmma.
     """

@@ -63,7 +63,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: active[-1])
     monkeypatch.setattr(torch.cuda, "stream", using)
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
-    monkeypatch.setattr(all_to_all, "_lanes", type(all_to_all._lanes)())
+    monkeypatch.setattr(all_to_all, "_side_streams", type(all_to_all._side_streams)())
     return current, made
 
 
@@ -74,11 +74,11 @@ def start(group):
 def test_an_exchange_is_behind_what_it_sends_and_in_front_of_what_follows(streams):
     current, made = streams
     exchange = start(Group())
-    (lane,) = made
+    (side,) = made
     (_, packed), (_, reached) = current.work
-    assert lane.work[:2] == [("wait", packed), ("record", reached)]
-    assert lane.work[2] == "exchange"
-    _, done = lane.work[3]
+    assert side.work[:2] == [("wait", packed), ("record", reached)]
+    assert side.work[2] == "exchange"
+    _, done = side.work[3]
     exchange.wait()
     assert current.work[2:] == [("wait", done)]
 
@@ -105,7 +105,7 @@ def test_an_exchange_that_an_error_dropped_is_not_in_front_of_the_next(streams):
     assert len(made) == 1
 
 
-def test_groups_have_lanes_of_their_own(streams):
+def test_groups_have_side_streams_of_their_own(streams):
     _, made = streams
     groups = Group(), Group()
     exchanges = [start(group) for group in groups]
