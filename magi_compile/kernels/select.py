@@ -26,7 +26,7 @@ ONLY_IF_FORCED = frozenset({"reference", "cuda_padded"})
 
 NOT_MEASURED = (
     "bit blocks are not measured on a GPU yet, so no kernel is chosen for them; torch.compile with "
-    "options={'magi.kernel': 'triton'} asks for one"
+    "options={'magi.kernel': 'triton'} asks for one, and 'cuda' for that of Hopper"
 )
 
 

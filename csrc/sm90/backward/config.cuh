@@ -5,6 +5,7 @@
 #include "backward/schedule/cluster.cuh"
 #include "backward/statistics.cuh"
 #include "backward/walk.cuh"
+#include "common/choose.cuh"
 #include "common/ptx.cuh"
 #include "common/store.cuh"
 #include "common/tile_plan.cuh"
@@ -20,7 +21,7 @@ struct DqTarget {
 };
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
-          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_,
+          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasBits_,
           bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
 struct BackwardConfig {
     using Element = Element_;
@@ -33,10 +34,11 @@ struct BackwardConfig {
     static constexpr int kDqRegisters = kDqRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
+    static constexpr bool kHasBits = kHasBits_;                   // a run may be of a bit block
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
     static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
-    using Params = BackwardParams<kHasFarTiles ? 2 : 1>;
+    using Params = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasFarTiles ? 2 : 1>>::type;
 
     // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see
     // mainloop_wide.cuh.
@@ -77,6 +79,7 @@ struct BackwardConfig {
     // Whether parts of a tile may come one after the other.
     static constexpr bool kHandsOn = !kHasFarTiles && !kIsDeterministic;
 
+    static_assert(!(kHasFarTiles && kHasBits), "far keys have no bits");
     static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");

@@ -13,6 +13,7 @@
 
 #include "backward/config.cuh"
 #include "backward/epilogue.cuh"
+#include "common/bits.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
@@ -178,6 +179,11 @@ public:
             const Block& block = smem_.blocks[slot];
             apply_mask<true>(scores, block.run, params_.edges, mask_row + row + lane_ / 4,
                              block.first + 2 * (lane_ % 4));
+            if constexpr (Config::kHasBits) {
+                if (has_bits(block.run)) {
+                    apply_bits_to_keys(scores, block.run, params_.bits, mask_row + row, block.first);
+                }
+            }
         }
     }
 

@@ -124,6 +124,12 @@ struct BackwardParams {
     TileList lists[kNumLists];   // of near tiles, of far ones
 };
 
+// Where runs may have bits.
+struct BitsBackwardParams : BackwardParams<1> {
+    const uint32_t* bits;   // [num_blocks, kBitBlock, kWordsOfQuery]
+};
+
+static_assert(sizeof(BitsBackwardParams) == 1152, "packed by magi_compile/kernels/sm90/params.py");
 static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/sm90/params.py");
 

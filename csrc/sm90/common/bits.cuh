@@ -4,6 +4,7 @@
 
 #include "common/mask.cuh"
 #include "common/ptx.cuh"
+#include "common/store.cuh"
 #include "common/tile_plan.cuh"
 
 namespace ffa {
@@ -72,6 +73,45 @@ __device__ __forceinline__ void apply_bits(float (&scores)[kCount], const Run& r
             for (int j = 0; j < 2; ++j) {
                 float& score = scores[4 * i + 2 * half + j];
                 score = word >> (8 * i % kKeysOfWord + j) & 1 ? score : -kInfinity;
+            }
+        }
+    }
+}
+
+// The same of keys by queries, as runs of a walk by keys have them: `key` is the first of a warp's rows, `query` the
+// first column. A lane looks up which of these keys every 32nd query sees, and all lanes ask each other.
+template <int kCount>
+__device__ __forceinline__ void apply_bits_to_keys(float (&scores)[kCount], const Run& run, const uint32_t* bits,
+                                                   int key, int query) {
+    constexpr int kQueries = 2 * kCount;
+    const int lane = threadIdx.x % 32;
+    const int number = (run.bits - 1) / kBitBlock;
+    const int in_block = (run.bits - 1) % kBitBlock + key - run.row_begin;   // or outside, where rows are hidden
+    const int first = min(max(in_block, 0), kBitBlock - kWarpRows);
+    uint32_t seen_by[kQueries / 32];
+#pragma unroll
+    for (int i = 0; i < kQueries / 32; ++i) {
+        const int row = min(max(query - run.col_begin + 32 * i + lane, 0), kBitBlock - 1);
+        const uint32_t* const words = bits + (static_cast<long long>(number) * kBitBlock + row) * kWordsOfQuery;
+        const uint64_t high = words[min(first / kKeysOfWord + 1, kWordsOfQuery - 1)];
+        seen_by[i] = (high << 32 | words[first / kKeysOfWord]) >> first % kKeysOfWord;
+    }
+    uint32_t own[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int place = in_block - first + lane / 4 + 8 * half;
+        own[half] = place >= 0 && place < kWarpRows ? 1u << place : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int from = 8 * i % 32 + 2 * (lane % 4) + j;
+            const uint32_t keys = __shfl_sync(0xffffffff, seen_by[8 * i / 32], from);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float& score = scores[4 * i + 2 * half + j];
+                score = keys & own[half] ? score : -kInfinity;
             }
         }
     }

@@ -1,6 +1,7 @@
 // What the threads of a block of the forward kernel share: its shape, and what lies in shared memory.
 #pragma once
 
+#include "common/choose.cuh"
 #include "common/pipeline.cuh"
 #include "common/ptx.cuh"
 #include "common/store.cuh"
@@ -10,16 +11,6 @@
 namespace ffa {
 
 constexpr int kMaxConsumers = 3;
-
-template <bool kCondition, class Then, class Else>
-struct Choose {
-    using type = Then;
-};
-
-template <class Then, class Else>
-struct Choose<false, Then, Else> {
-    using type = Else;
-};
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
           int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,

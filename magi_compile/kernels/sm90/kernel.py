@@ -50,8 +50,6 @@ class CudaKernel:
             reasons.append(
                 f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
             )
-        if problem.has_bits:
-            reasons.append("has no bit blocks in its backward: it takes masks of intervals")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
@@ -91,13 +89,14 @@ class CudaKernel:
         q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
         walk = Walk(q_tiles, q_runs, q_edges)
-        bits = None if slices is None else slices.bits
+        bits = _bits_of(slices, problem)
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
             return forward_in_parts(q, k, v, walk, parts, problem, bits)
         return forward(q, k, v, walk, problem, bits=bits, prior=prior, out_dtype=out_dtype)
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:
+        _refuse_bits(problem)
         q_tiles, q_runs, q_edges, *_ = self.plan(slices, problem)
         return split_plan(Walk(q_tiles, q_runs, q_edges), plan_tiles(problem), remote_begin)
 
@@ -129,7 +128,9 @@ class CudaKernel:
     ) -> BackwardOutput:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        return backward(grads, saved, _k_walk(plan, problem), problem, deterministic=deterministic)
+        bits = _bits_of(slices, problem)
+        walk = _k_walk(plan, problem)
+        return backward(grads, saved, walk, problem, bits=bits, deterministic=deterministic)
 
     def backward_may_be_early(self) -> bool:
         return not torch.are_deterministic_algorithms_enabled()
@@ -137,6 +138,7 @@ class CudaKernel:
     def early_backward_plan(
         self, plan: list[Tensor], is_local: Tensor, problem: AttnProblem
     ) -> TwoLists:
+        _refuse_bits(problem)
         return two_lists(_k_walk(plan, problem), is_local, plan_tiles(problem))
 
     early_backward = staticmethod(early_backward)
@@ -149,8 +151,25 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
     ) -> BackwardPass:
+        _refuse_bits(problem)
         deterministic = torch.are_deterministic_algorithms_enabled()
         return BackwardPass(grads, saved, _k_walk(plan, problem), problem, deterministic)
+
+
+def _bits_of(slices: AttnSlices | None, problem: AttnProblem) -> Tensor | None:
+    """The bit blocks of a mask, as kernels read them, where `problem` has some."""
+    bits = None if slices is None else slices.bits
+    assert (bits is not None) == problem.has_bits
+    return None if bits is None else bits.contiguous()
+
+
+def _refuse_bits(problem: AttnProblem) -> None:
+    """In passes that overlap communication: nobody divides bit blocks among ranks."""
+    if problem.has_bits:
+        raise NotImplementedError(
+            "`problem` must be without bit blocks where a pass overlaps communication, got has_bits=True; "
+            "masks of intervals have none"
+        )
 
 
 def _k_walk(plan: list[Tensor], problem: AttnProblem) -> Walk:

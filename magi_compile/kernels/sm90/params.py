@@ -120,6 +120,7 @@ def preprocess_params(num_lists: int) -> Struct:
 
 
 BACKWARD = {n: backward_params(n) for n in (1, 2)}
+BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD[1])
 PREPROCESS = {n: preprocess_params(n) for n in (1, 2)}
 POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
 

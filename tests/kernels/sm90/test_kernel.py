@@ -36,6 +36,21 @@ def test_refusals(kernel, change, reason):
     assert any(reason in text for text in reasons), reasons
 
 
+def test_bits_in_one_pass(kernel):
+    """It has bit blocks, but not in passes that overlap communication."""
+    problem = replace(PROBLEM, has_bits=True)
+    assert kernel.refusals(problem) == []
+    for step in (
+        lambda: kernel.early_plan(None, problem, 0),
+        lambda: kernel.early_backward_plan([], None, problem),
+        lambda: kernel.phased_backward(None, None, None, [], problem),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"must be without bit blocks .*, got has_bits=True"
+        ):
+            step()
+
+
 def test_a_variant_does_not_depend_on_heads_or_scale():
     other = replace(PROBLEM, nheads_q=4, nheads_kv=4, softmax_scale=1.0)
     config = forward_config(PROBLEM)

@@ -34,6 +34,7 @@ SOURCES = [
     (params.TILE_PARTS, parts.parts_variant()),
     (params.TILE_PLAN, planner.planner_variant()),
     *((params.BACKWARD[n], BACKWARD) for n in (1, 2)),
+    (params.BITS_BACKWARD, BACKWARD),
     *(
         (params.PREPROCESS[n], backward.backward_variants(PROBLEM, has_far_tiles=n > 1)[0])
         for n in (1, 2)
@@ -91,7 +92,7 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
         (0, ("far_begin", "total_q")),
         (7, ("have_arrived", "are_complete")),
         (7, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
-        (9, ("agendas[1].num_slots", "agendas[1].num_tiles")),
+        (10, ("agendas[1].num_slots", "agendas[1].num_tiles")),
     ],
 )
 def test_a_field_elsewhere_would_be_found(number, names):

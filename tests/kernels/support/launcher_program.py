@@ -16,7 +16,14 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.kernel import CudaKernel
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
-from magi_compile.kernels.sm90.params import BLOCK_LISTS, FORWARD, TILE_PLAN, mask_program_params
+from magi_compile.kernels.sm90.params import (
+    BITS_BACKWARD,
+    BITS_FORWARD,
+    BLOCK_LISTS,
+    FORWARD,
+    TILE_PLAN,
+    mask_program_params,
+)
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import native
 from magi_compile.masks.evaluation import verify
@@ -25,6 +32,7 @@ from magi_compile.ops import library
 from magi_compile.ops import mask_slices as mask_slices_op
 from magi_compile.ops.repeatable import REPEATABLE
 from tests.kernels.support import idle_driver
+from tests.kernels.support.bits import bit_slices
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
 ROWS = 300
@@ -69,8 +77,11 @@ class Setup:
             encode=lambda tensor_map, address: idle_driver.address_map(address),
         )
         native.current_context = lambda: 7
-        library._chosen = lambda device, dtype, heads, scale, softcap, *_: library.Chosen(
-            PlanningKernel(), replace(PROBLEM, softmax_scale=scale, softcap=softcap)
+        library._chosen = lambda device, dtype, heads, scale, softcap, name, has_bits=False: (
+            library.Chosen(
+                PlanningKernel(),
+                replace(PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits),
+            )
         )
         for module in (library, mask_slices_op):
             module.hand_over_to_launcher = lambda: None
@@ -222,6 +233,26 @@ def masks(setup: Setup) -> None:
         RuntimeError, match=r"ValueError: captured tensor in `t0.kv.` must have 1 dim"
     ):
         torch.ops.magi.mask_slices([document[None]], [], text, *sizes, [], [])
+
+
+def bit_blocks(setup: Setup) -> None:
+    """The next call has other bits, elsewhere."""
+    slices = bit_slices(1, ROWS, ROWS)
+    plan = plan_of(slices, replace(PROBLEM, has_bits=True))
+    for repeats in (False, True):
+        q, k, v = tensors()
+        bits = slices.bits.clone()
+        rest = ([*lists(slices), bits], plan, 0.125, 0.0, "cuda")
+        out, lse = torch.ops.magi.ffa_fwd(q, k, v, *rest)
+        torch.ops.magi.ffa_bwd(out, None, q, k, v, out, lse, *rest, False)
+        launched, again = setup.in_python(), setup.repeated()
+        assert (bool(launched), bool(again)) == (not repeats, repeats)
+        forward, _, backward, _ = (params for *_, params in launched or again)
+        for layout, params in ((BITS_FORWARD, forward), (BITS_BACKWARD, backward)):
+            assert idle_driver.fields(layout, params)["bits"] == bits.data_ptr()
+    # Intervals alone take other kernels.
+    torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan_of(AttnSlices.full(ROWS)), *rest[2:])
+    assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
 
 
 def other_shapes(setup: Setup) -> None:

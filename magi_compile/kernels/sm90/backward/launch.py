@@ -27,7 +27,7 @@ from magi_compile.kernels.sm90.backward.variants import (
     rounds_dq,
 )
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS, STATS_BYTES, Scratch
-from magi_compile.kernels.sm90.params import BACKWARD, POSTPROCESS, PREPROCESS
+from magi_compile.kernels.sm90.params import BACKWARD, BITS_BACKWARD, POSTPROCESS, PREPROCESS
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch, addresses_of, allocate
 from magi_compile.kernels.sm90.runtime.driver import (
     INT64_ELEMENTS,
@@ -50,8 +50,8 @@ _BLOCKS_PER_SM = 8  # of the kernel after
 _MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its slot
 
 # The buffers of a backward pass. Far keys and all gradients of keys may come late; what every pass makes comes last.
-_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _FAR_TILES, _RUNS, _EDGES, _TURNS = range(10)
-_HAVE_ARRIVED, _ARE_COMPLETE, _K, _V, _DK, _DV, _DQ, _SCRATCH = range(10, 18)
+_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _FAR_TILES, _RUNS, _EDGES, _BITS, _TURNS = range(11)
+_HAVE_ARRIVED, _ARE_COMPLETE, _K, _V, _DK, _DV, _DQ, _SCRATCH = range(11, 19)
 
 
 class _Shape(NamedTuple):
@@ -214,7 +214,9 @@ class _Prepared:
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
         has_signals = shape.has_signals
-        params = BACKWARD[shape.num_lists].pack(
+        struct = BITS_BACKWARD if problem.has_bits else BACKWARD[shape.num_lists]
+        params = struct.pack(
+            **({"bits": Pointer(_BITS)} if problem.has_bits else {}),
             q=rows_map(Pointer(_Q), *of_q, dtype, cols),
             dout=rows_map(Pointer(_DOUT), *of_dout, dtype, cols),
             k=rows_map(Pointer(_K), *of_k, dtype, rows),
@@ -300,9 +302,10 @@ def backward(
     walk: Walk,
     problem: AttnProblem,
     *,
+    bits: Tensor | None = None,
     deterministic: bool = False,
 ) -> BackwardOutput:
-    """Gradients of attention over the k walk of a plan, on torch's current stream.
+    """Gradients of attention over the k walk of a plan, and the bit blocks of its mask, on torch's current stream.
 
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
     `deterministic` is set.
@@ -311,7 +314,7 @@ def backward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
     with on_device(q.device):
-        given, prepared = _given(grads, (q, out, lse), walk, problem, deterministic)
+        given, prepared = _given(grads, (q, out, lse), walk, problem, deterministic, bits=bits)
         (k, v), call = routed(prepared.whole, (k, v))
         dk, dv, dq, _ = call.run([*given, None, None, k, v], q.device)
     return BackwardOutput(dq, dk, dv)
@@ -325,6 +328,7 @@ def _given(
     deterministic: bool,
     far_tiles: Tensor | None = None,
     has_signals: bool = False,
+    bits: Tensor | None = None,
 ) -> tuple[list[Tensor | None], _Prepared]:
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
@@ -335,7 +339,7 @@ def _given(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     turns = turns_of_tiles(tiles, runs, prepared.row_groups) if deterministic else None
-    return [dout, dlse, q, out, lse, tiles, far_tiles, runs, edges, turns], prepared
+    return [dout, dlse, q, out, lse, tiles, far_tiles, runs, edges, bits, turns], prepared
 
 
 def early_backward(

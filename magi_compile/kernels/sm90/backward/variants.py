@@ -32,6 +32,7 @@ def backward_variants(
         "FFA_DQ_REGISTERS": config.dq_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
+        "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
         "FFA_HAS_FAR_TILES": str(has_far_tiles).lower(),

@@ -98,7 +98,7 @@ def forward(
         v: `[total_k, nheads_kv, head_dim]`.
         walk: the q walk of the plan.
         problem: what `CudaKernel.refusals` finds nothing against.
-        bits: the bit blocks of the mask, where `problem` has some.
+        bits: int32 `[num_blocks, BLOCK, WORDS]`, contiguous: the bit blocks of the mask, where `problem` has some.
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
 
@@ -114,7 +114,6 @@ def forward(
         raise TypeError(f"`prior.out` must be torch.float32, got {prior.out.dtype}")
     if q.shape[0] == 0 or k.shape[0] == 0:
         return merge_prior(nothing_seen(q), prior, out_dtype)
-    bits = None if bits is None else bits.contiguous()
     priors = [x.contiguous() for x in prior] if prior else [None, None]
     shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype)
     with on_device(q.device):

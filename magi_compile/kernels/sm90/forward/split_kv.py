@@ -199,7 +199,6 @@ def forward_in_parts(
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of the q walk of a plan, which are not empty, on
     torch's current stream; see `forward`."""
-    bits = None if bits is None else bits.contiguous()
     tiles, runs, edges = walk
     sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0)
     with on_device(q.device):

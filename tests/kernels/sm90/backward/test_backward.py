@@ -19,8 +19,13 @@ from magi_compile.testing.cases import (
     sliding_window,
     varlen,
 )
-from magi_compile.testing.numerics import AttentionResults, assert_attention_close
+from magi_compile.testing.numerics import (
+    AttentionResults,
+    assert_attention_close,
+    run_kernel,
+)
 from tests.deterministic import deterministic_algorithms
+from tests.kernels.support.bits import BIT_CASES, check_bits
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [
@@ -75,6 +80,8 @@ CASES = [
     *(replace(case, heads=heads) for case in SHORT for heads in HEADS),
     *(replace(case, heads=heads, softcap=5.0) for case in SHORT for heads in (*HEADS[:3], *WIDE)),
     *(replace(case, heads=heads) for case in SHORT for heads in GROUPS),
+    *(replace(case, heads=heads) for case in BIT_CASES for heads in HEADS),
+    *(replace(case, heads=heads, softcap=5.0) for case in BIT_CASES[:2] for heads in HEADS),
     replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
     replace(TINY, heads=Heads(8, 2, 128, 128)),
     replace(TINY, heads=Heads(2, 1, 192, 192)),
@@ -120,6 +127,27 @@ def test_matches_the_oracle(kernel, case, dtype):
     backward = Backward(kernel, case, dtype)
     grads = AttentionResults(None, None, *backward())
     assert_attention_close(grads, backward.inputs, backward.slices, backward.problem)
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=lambda heads: heads.id)
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_bits(kernel, heads, softcap):
+    """Both passes, as other kernels with bit blocks are tested."""
+    check_bits(kernel, torch.bfloat16, "cuda", heads, softcap)
+
+
+def test_bits_in_a_cuda_graph(kernel):
+    """The plan too: nothing waits, and a replay serves other bits."""
+    case = replace(BIT_CASES[1], heads=HEADS[2])
+    slices, problem = case.slices("cuda"), case.problem(torch.bfloat16, "cuda")
+    inputs = case.inputs(torch.bfloat16, "cuda")
+    run_kernel(kernel, inputs, slices, problem)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run_kernel(kernel, inputs, slices, problem)
+    slices.bits.bitwise_not_()
+    graph.replay()
+    assert_attention_close(results, inputs, slices, problem)
 
 
 def test_gradients_handed_on_are_those_of_keys_alone(kernel):
@@ -198,7 +226,7 @@ def test_deterministic_dq_is_bitwise_equal(kernel, case, head_dim):
                 assert torch.equal(expected, actual)
 
 
-@pytest.mark.parametrize("case", SHORT, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*SHORT, BIT_CASES[1]], ids=lambda case: case.id)
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("heads", [HEADS[2], *WIDE], ids=str)
 def test_deterministic_matches_the_oracle(kernel, case, softcap, heads):

@@ -30,10 +30,12 @@ from magi_compile.testing.cases import (
     windows,
 )
 from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.dq_additions import additions_of_tiles
 from tests.kernels.support.on_a_cpu import compile_once, launching
 
 NUM_SMS = 4
+BIT_CASE = {case.name: case for case in BIT_CASES}
 DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 136))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
@@ -138,6 +140,7 @@ def check(launches, case, with_dlse=False, deterministic=False):
         grads = module.backward(
             Grads(dout, dlse if with_dlse else None),
             *(Saved(q, k, v, out, lse), plan.k_walk, problem),
+            bits=slices.bits,
             deterministic=deterministic,
         )
         assert_attention_close((None, None, *grads), inputs, slices, problem, with_dlse)
@@ -255,6 +258,31 @@ def test_stairs(case, head_dim, deterministic, launches):
         replace(case, heads=Heads(2, 1, head_dim, head_dim)),
         deterministic=deterministic,
     )
+
+
+@pytest.mark.parametrize(
+    ("case", "head_dim"),
+    [
+        *((case, 128) for case in BIT_CASES),
+        *((BIT_CASE[name], n) for name in ("ragged", "behind_stairs") for n in (64, 192, 256)),
+    ],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_bits(case, head_dim, launches):
+    """Blocks of bits, alone and beside others in one tile."""
+    check(launches, replace(case, heads=Heads(2, 1, head_dim, head_dim)), with_dlse=True)
+
+
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_bits_where_dq_has_an_order(head_dim, launches):
+    case = replace(BIT_CASE["by_head"], heads=Heads(1, 1, head_dim, head_dim))
+    check(launches, case, deterministic=True)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_bits_of_capped_scores(head_dim, launches):
+    case = replace(BIT_CASE["by_head"], heads=Heads(1, 1, head_dim, head_dim), softcap=5.0)
+    check(launches, case)
 
 
 @pytest.mark.parametrize("head_dim", [64, 192, 256])

@@ -9,6 +9,7 @@ from magi_compile.kernels.base import ForwardOutput
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.support.bits import BIT_CASES
 from tests.kernels.support.prior import check_prior
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -34,6 +35,8 @@ CASES = [
     *(replace(case, heads=heads) for case in MASKS for heads in (HEADS[0], HEADS[2])),
     *(replace(case, heads=heads) for case in SHORT for heads in HEADS),
     *(replace(case, heads=HEADS[2], softcap=5.0) for case in SHORT),
+    *(replace(case, heads=heads) for case in BIT_CASES for heads in HEADS),
+    *(replace(case, heads=heads, softcap=5.0) for case in BIT_CASES[:2] for heads in HEADS),
     *(replace(SHORT[1], heads=Heads(n, m, 128, 128)) for n, m in ((8, 8), (8, 2), (8, 1), (64, 1))),
     replace(one(MaskType.CAUSAL, 4097), heads=Heads(2, 1, 128, 128)),
 ]

@@ -146,6 +146,16 @@ def test_bits(case, shape, launches):
     assert_attention_close(result, inputs, slices, problem)
 
 
+def test_bits_in_turns(launches):
+    """Over so many blocks, some of them hidden from one of two warpgroups, that these take turns."""
+    case = BitCase.of("long", random_table(1, 1, 200, 1200, 7))
+    problem, inputs = prepared(case, "64")
+    slices = case.slices()
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    result = module.forward(*inputs[:3], plan.q_walk, problem, bits=slices.bits)
+    assert_attention_close(result, inputs, slices, problem)
+
+
 @pytest.fixture
 def run_early(compiled, monkeypatch):
     """Attention with far keys that arrive between two launches, or during the first one, of which the blocks from

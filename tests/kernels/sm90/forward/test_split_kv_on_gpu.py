@@ -12,6 +12,7 @@ from magi_compile.kernels.sm90.forward.launch import forward as forward_whole
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
+from tests.kernels.support.bits import BitCase, random_table
 from tests.kernels.support.part_plan import PartPlan
 from tests.kernels.support.prior import check_prior
 
@@ -47,12 +48,14 @@ GLOBAL = Case(
     4000,
     [(0, 3, 0, 4000, FULL), (3, 303, 3, 303, CAUSAL), (303, 4000, 3, 4000, BI_CAUSAL)],
 )
+BITS = BitCase.of("bits", random_table(1, 1, 130, 9000, 0))
 CASES = [
     *(replace(CROSS, heads=heads) for heads in (*HEADS.values(), ALONE)),
     *(replace(case, heads=h) for case in (LONG, HOLES) for h in (*HEADS.values(), ALONE)),
     *(replace(case, heads=HEADS[128]) for case in (DOCUMENTS, GLOBAL)),
     replace(one(FULL, 500, 6000), heads=Heads(64, 8, 128, 128)),
     replace(HOLES, heads=HEADS[128], softcap=5.0),
+    *(replace(BITS, heads=heads) for heads in HEADS.values()),
 ]
 
 
@@ -95,7 +98,9 @@ def test_a_prior(kernel, out_dtype):
     check_prior(kernel, replace(HOLES, heads=HEADS[128]), torch.bfloat16, out_dtype, "cuda")
 
 
-@pytest.mark.parametrize("case", [CASES[2], CASES[6], CASES[-1]], ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case", [CASES[2], CASES[6], CASES[-6], CASES[-3]], ids=lambda case: case.id
+)
 def test_runs_are_bitwise_equal(kernel, case):
     slices, problem, inputs = prepared(case)
     plan = kernel.plan(slices, problem)

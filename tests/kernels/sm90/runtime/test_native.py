@@ -45,6 +45,7 @@ def cache_dir(tmp_path_factory):
     [
         "same_launches",
         "masks",
+        "bit_blocks",
         "other_shapes",
         "same_tensors",
         "other_devices",
