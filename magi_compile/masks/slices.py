@@ -413,18 +413,11 @@ class AttnSlices:
                 dense[begin:end, first:last] = block[: end - begin, : last - first]
             return dense
         # Each row of each slice leaves +1 where its keys begin and -1 behind their end.
-        (q_begin, q_end), (k_begin, k_end) = self.q_ranges.unbind(1), self.k_ranges.unbind(1)
-        rows = torch.where(k_begin < k_end, q_end - q_begin, 0)
-        owner = torch.repeat_interleave(rows)
-        step = torch.arange(len(owner), device=self.device) - (rows.cumsum(0) - rows)[owner]
-        row = q_begin[owner] + step
-        lo = k_begin[owner] + (self.mask_types[owner] >> 1) * step
-        hi = k_end[owner] - (self.mask_types[owner] & 1) * (rows[owner] - 1 - step)
-        sees = (lo < hi).to(torch.int8)
+        row, lo, hi = Rects.from_slices(self).trimmed().by_row()
+        sees = torch.ones_like(row, dtype=torch.int8)
         edges = torch.zeros(self.seqlen_q, self.seqlen_k + 1, dtype=torch.int8, device=self.device)
-        last = self.seqlen_k
-        edges.index_put_((row, lo.clamp(0, last)), sees, accumulate=True)
-        edges.index_put_((row, hi.clamp(0, last)), -sees, accumulate=True)
+        edges.index_put_((row, lo), sees, accumulate=True)
+        edges.index_put_((row, hi), -sees, accumulate=True)
         return edges.cumsum(1, dtype=torch.int8)[:, :-1] > 0
 
     def _blocks(self, is_bits: Tensor) -> Tensor:
