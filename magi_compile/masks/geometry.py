@@ -124,6 +124,20 @@ class Rects(NamedTuple):
         lo = torch.maximum(self.col_begin, row + self.diag_lo)
         return lo, torch.minimum(self.col_end, row + self.diag_hi)
 
+    def by_row(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All rows of trimmed rects, one rect after another: each row, and the columns `[lo, hi)` that it sees.
+
+        Waits for the device.
+
+        Returns:
+            int64 `[num_rows]` of rows, of `lo` and of `hi`.
+        """
+        num_rows = self.row_end - self.row_begin
+        owner = torch.repeat_interleave(num_rows)
+        first = self.row_begin - (num_rows.cumsum(0) - num_rows)
+        row = torch.arange(len(owner), device=owner.device) + first.index_select(0, owner)
+        return row, *self.select(owner).at(row)
+
     def common_begin(self) -> Tensor:
         """The columns `[common_begin(), common_end())` are seen by all rows of a rect, if there are some."""
         return self.at(self.row_end - 1)[0]

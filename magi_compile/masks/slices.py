@@ -20,12 +20,17 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
+from magi_compile.masks.arguments import (
+    MAX_SEQLEN,
+    check_range,
+    int32_on_host,
+    is_int,
+    read_cu_seqlens,
+    read_window,
+)
 from magi_compile.masks.bits import FIRST_BITS, unpack
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import find_overlap, normal_form
-
-# Kernels add row numbers to diagonal offsets in int32 and use +-2**30 for "no diagonal".
-MAX_SEQLEN = 2**30
 
 
 class MaskType(IntEnum):
@@ -171,9 +176,9 @@ class AttnSlices:
         if device is None and isinstance(q_ranges, Tensor):
             device = q_ranges.device
         tensors = (
-            _int32("q_ranges", q_ranges, 2),
-            _int32("k_ranges", k_ranges, 2),
-            _int32("mask_types", mask_types),
+            int32_on_host("q_ranges", q_ranges, 2),
+            int32_on_host("k_ranges", k_ranges, 2),
+            int32_on_host("mask_types", mask_types),
         )
         if seqlen_q is None:
             seqlen_q = int(tensors[0].max()) if tensors[0].numel() else 0
@@ -213,7 +218,7 @@ class AttnSlices:
     ) -> AttnSlices:
         """One document with a window; see `from_cu_seqlens`."""
         for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
-            if seqlen is not None and not (_is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN):
+            if seqlen is not None and not (is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN):
                 raise ValueError(f"`{name}` must be an int in [0, 2**30), got {seqlen!r}")
         cu_seqlens_q = torch.tensor([0, seqlen_q])
         cu_seqlens_k = None if seqlen_k is None else torch.tensor([0, seqlen_k])
@@ -242,13 +247,13 @@ class AttnSlices:
         Returns:
             The slices, in normal form.
         """
-        cu_q = _cu_seqlens("cu_seqlens_q", cu_seqlens_q)
-        cu_k = cu_q if cu_seqlens_k is None else _cu_seqlens("cu_seqlens_k", cu_seqlens_k)
+        cu_q = read_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
+        cu_k = cu_q if cu_seqlens_k is None else read_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
         if cu_q.shape != cu_k.shape:
             raise ValueError(
                 f"`cu_seqlens_k` must have the length of `cu_seqlens_q` ({len(cu_q)}), got {len(cu_k)}"
             )
-        left, right = _window(window)
+        left, right = read_window(window)
         if causal:
             right = 0 if right is None else min(right, 0)
         q_begin, q_end, k_begin, k_end = cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:]
@@ -408,18 +413,11 @@ class AttnSlices:
                 dense[begin:end, first:last] = block[: end - begin, : last - first]
             return dense
         # Each row of each slice leaves +1 where its keys begin and -1 behind their end.
-        (q_begin, q_end), (k_begin, k_end) = self.q_ranges.unbind(1), self.k_ranges.unbind(1)
-        rows = torch.where(k_begin < k_end, q_end - q_begin, 0)
-        owner = torch.repeat_interleave(rows)
-        step = torch.arange(len(owner), device=self.device) - (rows.cumsum(0) - rows)[owner]
-        row = q_begin[owner] + step
-        lo = k_begin[owner] + (self.mask_types[owner] >> 1) * step
-        hi = k_end[owner] - (self.mask_types[owner] & 1) * (rows[owner] - 1 - step)
-        sees = (lo < hi).to(torch.int8)
+        row, lo, hi = Rects.from_slices(self).trimmed().by_row()
+        sees = torch.ones_like(row, dtype=torch.int8)
         edges = torch.zeros(self.seqlen_q, self.seqlen_k + 1, dtype=torch.int8, device=self.device)
-        last = self.seqlen_k
-        edges.index_put_((row, lo.clamp(0, last)), sees, accumulate=True)
-        edges.index_put_((row, hi.clamp(0, last)), -sees, accumulate=True)
+        edges.index_put_((row, lo), sees, accumulate=True)
+        edges.index_put_((row, hi), -sees, accumulate=True)
         return edges.cumsum(1, dtype=torch.int8)[:, :-1] > 0
 
     def _blocks(self, is_bits: Tensor) -> Tensor:
@@ -430,7 +428,7 @@ class AttnSlices:
 
     def restrict_q(self, begin: int, end: int) -> AttnSlices:
         """What the rows `[begin, end)` see, in the same coordinates. Exact; empty slices are dropped."""
-        _check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
+        check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
         return self._with_rects(self.rects().clipped(begin, end).live())
 
     def restrict_k(self, begin: int, end: int) -> AttnSlices:
@@ -438,7 +436,7 @@ class AttnSlices:
 
         A slice with moving edges becomes up to three: where the clip binds, the edge stands still.
         """
-        _check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
+        check_range("begin, end", begin, end, "seqlen_k", self.seqlen_k)
         return self._with_rects(self.rects().clipped_to_columns(begin, end).straight().live())
 
     def normalize(self) -> AttnSlices:
@@ -470,66 +468,5 @@ def _describe(item: AttnSlice) -> str:
     return f"[{q_begin}, {q_end}) x [{k_begin}, {k_end}) {mask_type.name}"
 
 
-def _is_int(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
-
-
 def _is_table(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
-    if isinstance(value, Tensor):
-        tensor = value.cpu()
-    else:
-        try:
-            tensor = torch.tensor(value) if len(value) else torch.zeros(0, dtype=torch.int64)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"`{name}` must be a list of ints: {error}") from None
-    if tensor.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
-    return tensor
-
-
-def _int32(name: str, value: Sequence | Tensor, *dims: int) -> Tensor:
-    """As int32 on the host; an empty list gets the shape `[0, *dims]`."""
-    tensor = _host_ints(name, value)
-    if not tensor.numel() and tensor.dim() == 1:
-        tensor = tensor.reshape(0, *dims)
-    elif tensor.numel() and int(tensor.abs().max()) >= MAX_SEQLEN:
-        raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor.abs().max())}")
-    return tensor.to(torch.int32)
-
-
-def _cu_seqlens(name: str, value: Tensor | Sequence[int]) -> Tensor:
-    tensor = _host_ints(name, value)
-    if tensor.dim() != 1 or len(tensor) < 1:
-        raise ValueError(f"`{name}` must have shape [num_docs + 1], got {list(tensor.shape)}")
-    if int(tensor[0]) != 0:
-        raise ValueError(f"`{name}` must start at 0, got {int(tensor[0])}")
-    drops = (tensor.diff() < 0).nonzero()
-    if len(drops):
-        index = int(drops[0])
-        raise ValueError(
-            f"`{name}` must never decrease, got {tensor[index : index + 2].tolist()} at {index}"
-        )
-    return tensor.long()
-
-
-def _window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise ValueError(f"`window` must be (left, right), got {window!r}")
-    for side in window:
-        if side is not None and (not isinstance(side, int) or side < -1):
-            raise ValueError(f"`window` must hold None, -1 or lengths >= 0, got {window!r}")
-    left, right = (None if side == -1 else side for side in window)
-    return left, right
-
-
-def _check_range(name: str, begin: int, end: int, seqlen_name: str, seqlen: int) -> None:
-    if not (_is_int(begin) and _is_int(end)):
-        raise TypeError(f"`{name}` must be ints, got {begin!r}, {end!r}")
-    if not 0 <= begin <= end <= seqlen:
-        raise ValueError(
-            f"`{name}` must satisfy 0 <= begin <= end <= {seqlen_name} = {seqlen}, got {begin}, {end}"
-        )

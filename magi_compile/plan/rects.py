@@ -1,4 +1,4 @@
-"""The rects of a mask in the order in which tiles meet them, with fewer to walk: those that go on below one another are one."""
+"""Lists of rects as tiles are made of them: sorted, rects that continue each other joined, staircases cut by columns."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ MOST_STEPS = 32  # of stairs that a row meets as many rects of
 
 
 def by_column(rects: Rects) -> Rects:
-    """Trimmed rects that do not overlap, by column and row, those without area behind the others.
+    """Trimmed rects that do not overlap, sorted by column and row; those without area come last.
 
-    What goes on from one rect to another below it is then a chain of neighbours.
+    A rect that continues another one in the rows below it then follows that one directly.
     """
     key = rects.col_begin * (1 << 31) + rects.row_begin
     return rects.select(torch.where(rects.has_area(), key, 1 << 62).argsort(stable=True))
 
 
 def joined(rects: Rects) -> Rects:
-    """The same area, where trimmed rects in a row, each of which goes on below the one before, are one rect.
+    """Joins neighbours of a list of trimmed rects where the second continues the first in the rows below. The area stays the same.
 
-    A sliding window is two or three slices, since a diagonal of a slice begins and ends in its corners. The joined rect is
-    where its first part was, the others are empty.
+    A sliding window is two or three slices, because a diagonal of a slice begins and ends in its corners. The joined rect takes the
+    place of its first piece; the others become empty.
     """
     goes_on = torch.zeros_like(rects.row_begin, dtype=torch.bool)
     above, below = rects.select(slice(0, -1)), rects.select(slice(1, None))
@@ -45,11 +45,19 @@ def joined(rects: Rects) -> Rects:
 
 
 def down_the_steps(rects: Rects, most_steps: int | None = None) -> Rects:
-    """The same area, where trimmed rects in a row that lead down in steps are as many others, each of new columns alone and down
-    to the last row: tiles of rows across a step then see what both have in common as one.
+    """Cuts staircases in a list of trimmed rects by columns instead of rows. The area and the number of rects stay the same.
 
-    Steps are rects without diagonals; each begins below the one before, sees its columns, and more to the right. A column then
-    meets one rect of them, and a row as many as there are steps above it, or `most_steps`; before it was the other way round.
+    The steps of a staircase are rects without diagonals. Each begins where the one before it ends, sees the columns of that one, and
+    more to the right. Afterwards each rect has the columns that its step adds, and reaches down to the last row of the staircase. A
+    column then meets one rect, and a row as many as there are steps above it, at most `most_steps`; before, it was the other way
+    round. A tile across a step walks the columns that both steps share once.
+
+    Args:
+        rects: sorted by `by_column`.
+        most_steps: after how many steps a staircase is cut; None for never.
+
+    Returns:
+        As many rects.
     """
     index = torch.arange(rects.row_begin.numel(), device=rects.row_begin.device)
     is_full = (rects.diag_lo == -NO_DIAG) & (rects.diag_hi == NO_DIAG)
@@ -75,7 +83,7 @@ def least_from_here(values: Tensor) -> Tensor:
 
 
 def _down_to(first: Rects, last: Rects) -> Rects:
-    """Each of the first and all rects below it down to the last, where these go on as the last one does."""
+    """The union of each first rect, the last one, and those between, where each continues the one above."""
     return first._replace(row_end=last.row_end, col_end=last.col_end, diag_lo=last.diag_lo)
 
 

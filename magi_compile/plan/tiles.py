@@ -22,6 +22,7 @@ from magi_compile.masks.geometry import NO_DIAG, Rects
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.bit_runs import BitRects, room_for_bits, split_bits
 from magi_compile.plan.cost import blocks_of, document_costs, longest_first, run_costs, tile_costs
+from magi_compile.plan.padding import MAX_OVERLAP, PaddedSizes, padded_sizes
 from magi_compile.plan.rects import (
     MOST_STEPS,
     by_column,
@@ -31,8 +32,6 @@ from magi_compile.plan.rects import (
 )
 from magi_compile.plan.stairs import find_stairs, has_stairs, neighbours, num_edge_rows
 
-MAX_OVERLAP = 64
-MAX_CROSSINGS = 8
 TILE_FIELDS = ("row_begin", "row_end", "run_begin", "run_end")
 RUN_FIELDS = (*Rects._fields, "first", "num_blocks", "num_lead", "num_trail", "lane", "bits")
 
@@ -159,50 +158,6 @@ class _WalkSizes(NamedTuple):
     edge_rows: int
     tile_rows: int
     block_cols: int
-
-
-class PaddedSizes(NamedTuple):
-    """How much room a walk has whose sizes follow from shapes alone.
-
-    Attributes:
-        num_regions: a region starts at row 0 and where a slice begins or ends, if a tile of rows
-            without another such place follows.
-        num_tiles: a region of n rows has at most `(n + tile_rows - 1) / tile_rows` tiles.
-        num_runs: a slice touches one tile more than it crosses borders between tiles. There is
-            room for `max_overlap` slices across every border (few slices, however long) or for
-            `MAX_CROSSINGS` borders in every slice (many slices, if they are short: block-sparse
-            masks with a mask for each head), both on average, whichever is more.
-        max_overlap: as in `build_tile_plan`.
-    """
-
-    num_regions: int
-    num_tiles: int
-    num_runs: int
-    max_overlap: int
-
-    @property
-    def message(self) -> str:
-        """What has to be so for all pairs to fit."""
-        return (
-            f"the plan has room for {self.max_overlap} slices across the average border between tiles, or for "
-            f"{MAX_CROSSINGS} borders in the average slice, and the mask needs more; a larger `slice_capacity` gives room"
-        )
-
-
-def padded_sizes(
-    num_slices: int, total_rows: int, tile_rows: int, max_overlap: int = MAX_OVERLAP
-) -> PaddedSizes:
-    """The room of a padded walk of at least one slice; ints or SymInts, as in `build_tile_plan`."""
-    num_regions = 1 + torch.sym_min(2 * num_slices + 1, total_rows // tile_rows)
-    num_tiles = (total_rows + num_regions * (tile_rows - 1)) // tile_rows
-    if num_tiles == 0:
-        return PaddedSizes(num_regions, 0, 0, max_overlap)
-    crossings = torch.sym_max(
-        torch.sym_min(max_overlap, num_slices) * (num_tiles - 1),
-        torch.sym_min(MAX_CROSSINGS, num_tiles - 1) * num_slices,
-    )
-    num_runs = num_slices + crossings
-    return PaddedSizes(num_regions, num_tiles, num_runs, max_overlap)
 
 
 def _walk(

@@ -109,6 +109,18 @@ def test_cut_at(rects, rows):
 
 @few
 @given(some_rects())
+def test_by_row(rects):
+    tight = rects.trimmed()
+    row, lo, hi = tight.by_row()
+    counts = torch.zeros(SIZE, SIZE, dtype=torch.int64)
+    for r, begin, end in zip(row.tolist(), lo.tolist(), hi.tolist(), strict=True):
+        assert begin < end
+        counts[r, begin:end] += 1
+    assert torch.equal(counts, shown(rects).sum(0))
+
+
+@few
+@given(some_rects())
 def test_columns_of_a_row(rects):
     live = rects.trimmed().live()
     for row in range(SIZE):

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+from magi_compile.masks.geometry import Rects
+from magi_compile.masks.slices import AttnSlices
 
 
 class Documents(NamedTuple):
@@ -38,50 +39,20 @@ def key_intervals(slices: AttnSlices) -> Tensor:
     Returns:
         int64 `[num_intervals, 2, seqlen_q]` of begins and ends; rows with fewer intervals end in empty ones.
     """
-    rows, begins, ends = [], [], []
-    for item in slices:
-        row = torch.arange(*item.q_range)
-        begin, end = _visible_keys(item, row)
-        rows.append(row)
-        begins.append(begin)
-        ends.append(end)
-    return _merged(rows, begins, ends, slices.seqlen_q, slices.seqlen_k)
+    return _merged(slices.rects(), slices.seqlen_q, slices.seqlen_k)
 
 
 def row_intervals(slices: AttnSlices) -> Tensor:
     """The rows that see each key, likewise: int64 `[num_intervals, 2, seqlen_k]`."""
-    keys, begins, ends = [], [], []
-    for (q_begin, q_end), (k_begin, k_end), kind in slices:
-        key = torch.arange(k_begin, k_end)
-        begin, end = torch.full_like(key, q_begin), torch.full_like(key, q_end)
-        if kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL):
-            begin = torch.maximum(begin, key + q_end - k_end)
-        if kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL):
-            end = torch.minimum(end, key + q_begin - k_begin + 1)
-        keys.append(key)
-        begins.append(begin)
-        ends.append(end)
-    return _merged(keys, begins, ends, slices.seqlen_k, slices.seqlen_q)
+    return _merged(slices.rects().transposed(), slices.seqlen_k, slices.seqlen_q)
 
 
-def _visible_keys(item: AttnSlice, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Begin and end of the keys that each `row` of a slice sees; the end comes first where it sees none."""
-    (q_begin, q_end), (k_begin, k_end), kind = item
-    begin = k_begin + (row - q_begin) * (kind in (MaskType.INV_CAUSAL, MaskType.BI_CAUSAL))
-    end = k_end - (q_end - 1 - row) * (kind in (MaskType.CAUSAL, MaskType.BI_CAUSAL))
-    return begin, end
-
-
-def _merged(
-    of: list[Tensor], begins: list[Tensor], ends: list[Tensor], count: int, size: int
-) -> Tensor:
-    """The intervals `[begins, ends)` of `size` positions, `of` one of `count` each, as the functions above return them."""
-    if not of:
-        return torch.zeros(1, 2, count, dtype=torch.int64)
-    row, begin, end = (torch.cat(parts) for parts in (of, begins, ends))
-    seen = begin < end
-    row, begin, end = row[seen], begin[seen], end[seen]
-    order = torch.argsort(row * (size + 1) + begin)
+def _merged(rects: Rects, num_rows: int, num_columns: int) -> Tensor:
+    """What the rows of trimmed rects see, as the functions above return it."""
+    row, begin, end = rects.by_row()
+    if not len(row):
+        return torch.zeros(1, 2, num_rows, dtype=torch.int64)
+    order = torch.argsort(row * (num_columns + 1) + begin)
     row, begin, end = row[order], begin[order], end[order]
     # An interval that starts where the one before it ends continues it.
     starts = torch.ones_like(row, dtype=torch.bool)
@@ -89,9 +60,9 @@ def _merged(
     stops = torch.ones_like(starts)
     stops[:-1] = starts[1:]
     row, begin, end = row[starts], begin[starts], end[stops]
-    per_row = torch.bincount(row, minlength=count)
+    per_row = torch.bincount(row, minlength=num_rows)
     index = torch.arange(len(row)) - (per_row.cumsum(0) - per_row)[row]
-    intervals = torch.zeros(max(int(per_row.max()), 1), 2, count, dtype=torch.int64)
+    intervals = torch.zeros(int(per_row.max()), 2, num_rows, dtype=torch.int64)
     intervals[index, 0, row] = begin
     intervals[index, 1, row] = end
     return intervals
@@ -142,14 +113,17 @@ def block_areas(slices: AttnSlices, block: int, device: torch.device | str = "cp
     """Visible pairs in every `block x block` tile of the score matrix: int64 `[q blocks, k blocks]` on `device`."""
     num_q, num_k = -(-slices.seqlen_q // block), -(-slices.seqlen_k // block)
     areas = torch.zeros(num_q, num_k, dtype=torch.int64, device=device)
-    for item in slices:
-        row = torch.arange(*item.q_range, device=device)
-        begin, end = _visible_keys(item, row)
-        first, last = item.k_range[0] // block, -(-item.k_range[1] // block)
+    rects = slices.rects().live()
+    bounds = torch.stack(rects[:4], 1).tolist()
+    rects = Rects(*(x.to(device) for x in rects))
+    for number, (row_begin, row_end, col_begin, col_end) in enumerate(bounds):
+        row = torch.arange(row_begin, row_end, device=device)
+        begin, end = rects.select(slice(number, number + 1)).at(row)
+        first, last = col_begin // block, -(-col_end // block)
         # How far an interval reaches into each block is a difference of two clamped ramps.
         edges = torch.arange(first, last + 1, device=device) * block
         reach = (edges.clamp(max=slices.seqlen_k) - begin[:, None]).clamp(min=0)
-        reach = torch.minimum(reach, (end - begin).clamp(min=0)[:, None])
+        reach = torch.minimum(reach, (end - begin)[:, None])
         areas[:, first:last].index_add_(0, row // block, reach.diff(dim=1))
     return areas
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.masks.arguments import MAX_SEQLEN
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
-from magi_compile.masks.slices import MAX_SEQLEN, AttnSlices
+from magi_compile.masks.slices import AttnSlices
 
 
 class _Runs(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from magi_compile.masks.arguments import MAX_SEQLEN
 from magi_compile.masks.evaluation.integers import INT64, bounds_of
 from magi_compile.masks.program.expr import (
     FITS,
@@ -24,7 +25,6 @@ from magi_compile.masks.program.expr import (
     is_le,
     table,
 )
-from magi_compile.masks.slices import MAX_SEQLEN
 
 # A tensor of these is compared with a number of PyTorch's default dtype exactly below this.
 EXACT_FLOAT = 2**24

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
+from magi_compile.masks.arguments import MAX_SEQLEN
 from magi_compile.masks.program.expr import (
     TRUE,
     Expr,
     ExprError,
-    parse,
     unsupported,
     without_marks,
 )
+from magi_compile.masks.program.parse import parse
 from magi_compile.masks.program.source import functions, parameters
-from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solver.key_sets import MAX_INTERVALS, KeySet, Refusal
 from magi_compile.masks.solver.periodic import least_piece, unroll
 from magi_compile.masks.solver.solve import UnsupportedMaskError, solve

@@ -17,7 +17,8 @@ from magi_compile.masks import (
     trace_mask_mod,
 )
 from magi_compile.masks.evaluation import verify
-from magi_compile.masks.program.expr import FALSE, KV, Expr, build, parse, unsupported
+from magi_compile.masks.program.expr import FALSE, KV, Expr, build, unsupported
+from magi_compile.masks.program.parse import parse
 from tests.masks.support.helpers import dense_mask, dynamo_program
 
 S = 60

@@ -1,0 +1,76 @@
+"""What users give for slices, read and checked: lists of ranges, document borders, windows, positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Kernels add row numbers to diagonal offsets in int32 and use +-2**30 for "no diagonal".
+MAX_SEQLEN = 2**30
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is an integer of Python or NumPy; a bool is none."""
+    return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
+
+
+def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
+    if isinstance(value, Tensor):
+        tensor = value.cpu()
+    else:
+        try:
+            tensor = torch.tensor(value) if len(value) else torch.zeros(0, dtype=torch.int64)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{name}` must be a list of ints: {error}") from None
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
+    return tensor
+
+
+def int32_on_host(name: str, value: Sequence | Tensor, *dims: int) -> Tensor:
+    """`value` as int32 on the host; an empty list gets the shape `[0, *dims]`; errors call it `name`."""
+    tensor = _host_ints(name, value)
+    if not tensor.numel() and tensor.dim() == 1:
+        tensor = tensor.reshape(0, *dims)
+    elif tensor.numel() and int(tensor.abs().max()) >= MAX_SEQLEN:
+        raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor.abs().max())}")
+    return tensor.to(torch.int32)
+
+
+def read_cu_seqlens(name: str, value: Tensor | Sequence[int]) -> Tensor:
+    """Document borders as int64 `[num_docs + 1]` on the host; errors call them `name`."""
+    tensor = _host_ints(name, value)
+    if tensor.dim() != 1 or len(tensor) < 1:
+        raise ValueError(f"`{name}` must have shape [num_docs + 1], got {list(tensor.shape)}")
+    if int(tensor[0]) != 0:
+        raise ValueError(f"`{name}` must start at 0, got {int(tensor[0])}")
+    drops = (tensor.diff() < 0).nonzero()
+    if len(drops):
+        index = int(drops[0])
+        raise ValueError(
+            f"`{name}` must never decrease, got {tensor[index : index + 2].tolist()} at {index}"
+        )
+    return tensor.long()
+
+
+def read_window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    """`(left, right)`, None for no limit on that side."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"`window` must be (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or side < -1):
+            raise ValueError(f"`window` must hold None, -1 or lengths >= 0, got {window!r}")
+    left, right = (None if side == -1 else side for side in window)
+    return left, right
+
+
+def check_range(name: str, begin: int, end: int, seqlen_name: str, seqlen: int) -> None:
+    """Raises for what is no range of a sequence of `seqlen` positions; errors call the two `name` and `seqlen_name`."""
+    if not (is_int(begin) and is_int(end)):
+        raise TypeError(f"`{name}` must be ints, got {begin!r}, {end!r}")
+    if not 0 <= begin <= end <= seqlen:
+        raise ValueError(
+            f"`{name}` must satisfy 0 <= begin <= end <= {seqlen_name} = {seqlen}, got {begin}, {end}"
+        )
