@@ -240,6 +240,7 @@ def test_the_command_starts_its_own_ranks(tmp_path):
         (["--tokens", "8000"], "`--tokens` must be multiples of 128, got 8000"),
         (["--heads", "3:2"], "heads must be Q:KV with Q a multiple of KV"),
         (["--masks", "x"], "invalid choice"),
+        (["--model", "--contenders", "one-rank"], "must be among magi, torch-head-tail"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
