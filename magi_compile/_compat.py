@@ -358,6 +358,11 @@ def graph_breaks() -> list[str]:
     return [reason.strip().split("\n")[0].split(". ")[0].rstrip(".") for reason in reasons]
 
 
+def num_graph_breaks() -> int:
+    """How often Dynamo has broken a graph so far in this process."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
 def num_compiled_graphs() -> int:
     """How many graphs Dynamo has compiled so far in this process, recompilations included."""
     from torch._dynamo.utils import counters

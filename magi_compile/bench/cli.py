@@ -1,4 +1,4 @@
-"""The command line: `magi-bench kernel | sparse | step | ranks | masks | report | chart | compare`."""
+"""The command line: `magi-bench kernel | sparse | step | ranks | doors | masks | report | chart | compare`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 
 from magi_compile.bench import arguments, contenders
 from magi_compile.bench.contenders.base import refusals
+from magi_compile.bench.doors import command as doors
 from magi_compile.bench.kernel import interleaved
 from magi_compile.bench.kernel.run import Settings, execute, order
 from magi_compile.bench.kernel.timing import Protocol
@@ -51,6 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     ranks.add_arguments(
         commands.add_parser("ranks", help="attention and training steps across ranks, beside peers")
+    )
+    doors.add_arguments(
+        commands.add_parser("doors", help="training steps of transformers' and torchtitan's models")
     )
     masks = commands.add_parser("masks", help="list the masks, or draw one")
     masks.add_argument("--show", metavar="NAME", help="draw this mask")

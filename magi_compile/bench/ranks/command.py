@@ -10,6 +10,7 @@ import torch
 from magi_compile.bench import arguments
 from magi_compile.bench.ranks import world as ranks
 from magi_compile.bench.ranks.contenders import CONTENDERS
+from magi_compile.bench.ranks.model import TRAININGS
 from magi_compile.bench.ranks.problem import Settings
 from magi_compile.bench.ranks.run import Execution
 from magi_compile.bench.ranks.world import World
@@ -98,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
     gpus = torch.cuda.device_count()
     if args.quick:
         vars(args).update(QUICK)
+    trained = [x.name for x in TRAININGS]
+    if args.model and not set(trained) & set(args.contenders):
+        raise ValueError(f"`--contenders` of --model must be among {', '.join(trained)}")
     wrong = [x for x in args.tokens if x % BLOCK]
     if wrong:
         raise ValueError(f"`--tokens` must be multiples of {BLOCK}, got {wrong[0]}")

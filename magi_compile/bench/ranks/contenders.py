@@ -16,6 +16,7 @@ from magi_compile import _compat
 from magi_compile.bench.contenders.flex import BLOCK, make_block_mask
 from magi_compile.bench.ranks.problem import Problem
 from magi_compile.bench.ranks.world import World
+from magi_compile.bench.step.contenders import NO_BACKWARD
 from magi_compile.bench.step.problem import with_own_code
 from magi_compile.bench.workloads.llama import Attention
 from magi_compile.bench.workloads.workload import Workload
@@ -24,7 +25,6 @@ from magi_compile.kernels.select import problem_on, select
 from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-NO_BACKWARD = "FlexAttention has no backward on a CPU"
 
 
 class Prepared(NamedTuple):

@@ -19,11 +19,11 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from magi_compile import _compat
 from magi_compile.bench.kernel.gate import Check
-from magi_compile.bench.ranks.contenders import NO_BACKWARD
 from magi_compile.bench.ranks.problem import Settings
 from magi_compile.bench.ranks.world import World
-from magi_compile.bench.step.checks import check_step, checked_parameters
+from magi_compile.bench.step.checks import checked_parameters, truth_of_step
 from magi_compile.bench.step.clock import Ready
+from magi_compile.bench.step.contenders import NO_BACKWARD
 from magi_compile.bench.step.problem import with_own_code
 from magi_compile.bench.workloads import lengths
 from magi_compile.bench.workloads.llama import Llama, Shape
@@ -121,7 +121,7 @@ class Training(ABC):
             loss = model(batch.tokens, batch.targets, batch.document, batch.lengths)
             return [loss.detach(), *torch.autograd.grad(loss, checked_parameters(model))]
 
-        return check_step(model, run, results, self.total)
+        return truth_of_step(model, run).check(results, self.total)
 
     def renew(self, calls: int) -> None:
         """Makes the batches of so many calls to come."""

@@ -17,12 +17,14 @@ from magi_compile.bench.contenders.flash_attention import FlashAttention4
 from magi_compile.bench.contenders.flex import BLOCK, FlexFlash
 from magi_compile.bench.kernel.gate import Check
 from magi_compile.bench.step.cases import Case
-from magi_compile.bench.step.checks import check_attention, check_step, checked_parameters
+from magi_compile.bench.step.checks import check_attention, checked_parameters, truth_of_step
 from magi_compile.bench.step.clock import Ready
 from magi_compile.bench.step.problem import MAKERS, Problem
 from magi_compile.bench.workloads.derive import block_areas
 from magi_compile.bench.workloads.llama import Llama, Shape, causal_within
 from magi_compile.ops.attention import flex_flash_attention
+
+NO_BACKWARD = "FlexAttention has no backward on a CPU"
 
 
 class Contender(ABC):
@@ -144,7 +146,7 @@ class Compiled(Contender):
             loss = model(tokens, targets, document, problem.lengths(0))
             return [loss.detach(), *torch.autograd.grad(loss, checked_parameters(model))]
 
-        return check_step(model, run, results, problem.tokens)
+        return truth_of_step(model, run).check(results, problem.tokens)
 
 
 class Flex(Compiled):
@@ -153,7 +155,7 @@ class Flex(Compiled):
 
     def refusals(self, case: Case, device: str) -> list[str]:
         if case.which == "fwdbwd" and device == "cpu":
-            return ["FlexAttention has no backward on a CPU"]
+            return [NO_BACKWARD]
         return super().refusals(case, device)
 
 

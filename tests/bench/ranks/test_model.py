@@ -34,8 +34,8 @@ def run_model(group, trainings):
         return run.Execution(World("cpu"), MODEL, ["magi-bench"], None, print).run()
 
 
-def test_steps_are_held_to_those_of_one_rank(ranks_of):
-    for rows in ranks_of(2).run(run_model, (MagiTraining, TorchTraining)):
+def test_steps_are_held_to_those_of_one_rank(two_ranks):
+    for rows in two_ranks.run(run_model, (MagiTraining, TorchTraining)):
         status = {(row["contender"], row["pass"]): row["status"] for row in rows}
         assert status == {
             ("magi", "fwd"): "ok",
@@ -54,8 +54,8 @@ def test_steps_are_held_to_those_of_one_rank(ranks_of):
         }
 
 
-def test_another_mask_is_caught(ranks_of):
-    for rows in ranks_of(2).run(run_model, (MagiTraining, OwnTokens)):
+def test_another_mask_is_caught(two_ranks):
+    for rows in two_ranks.run(run_model, (MagiTraining, OwnTokens)):
         status = {(row["contender"], row["pass"]): row["status"] for row in rows}
         assert status["magi", "fwdbwd"] == "ok"
         assert status["torch-head-tail", "fwdbwd"] == "wrong"
@@ -74,8 +74,8 @@ def run_spread(group):
     return found
 
 
-def test_ranks_have_every_token_once(ranks_of):
-    for ranks in zip(*ranks_of(2).run(run_spread), strict=True):
+def test_ranks_have_every_token_once(two_ranks):
+    for ranks in zip(*two_ranks.run(run_spread), strict=True):
         batch = ranks[0][0]
         assert len(batch.lengths) > 1
         positions = torch.cat([part[3] for part in ranks])

@@ -27,7 +27,7 @@ SMALL = Settings(
     "seeds",
     ("fwd", "fwdbwd"),
     OURS,
-    Rounds(2, 1.0),
+    Rounds(1, 0.1),
 )
 
 
@@ -43,8 +43,8 @@ def run_small(group, settings):
     return rows_of(settings)
 
 
-def test_every_case_has_a_time_for_everybody(ranks_of):
-    rows, others = ranks_of(2).run(run_small, SMALL)
+def test_every_case_has_a_time_for_everybody(two_ranks):
+    rows, others = two_ranks.run(run_small, SMALL)
     assert [(x["mask"], x["pass"], x["contender"]) for x in rows] == [
         (mask, which, name) for mask in SMALL.masks for which in ("fwd", "fwdbwd") for name in OURS
     ]
@@ -73,9 +73,9 @@ def run_truth(group, mask):
     return problem.check([x[mine] for x in exact], mine)
 
 
-def test_the_truth_is_that_of_the_dense_oracle(ranks_of):
+def test_the_truth_is_that_of_the_dense_oracle(two_ranks):
     for mask in command.ALL_MASKS:
-        for check in ranks_of(2).run(run_truth, mask):
+        for check in two_ranks.run(run_truth, mask):
             assert check.passed
             assert check.seqlen == 640
             assert all(error < 1e-12 for error in check.errors.values())
@@ -127,8 +127,8 @@ def run_wrong(group):
     return rows_of(replace(SMALL, masks=("document_causal",), contenders=names), taking_part)
 
 
-def test_what_is_wrong_on_any_rank_is_not_timed(ranks_of):
-    for rows in ranks_of(2).run(run_wrong):
+def test_what_is_wrong_on_any_rank_is_not_timed(two_ranks):
+    for rows in two_ranks.run(run_wrong):
         found = {(row["contender"], row["pass"]): row for row in rows}
         status = {key: row["status"] for key, row in found.items()}
         assert status["magi", "fwd"] == status["magi", "fwdbwd"] == "ok"
@@ -141,9 +141,9 @@ def test_what_is_wrong_on_any_rank_is_not_timed(ranks_of):
         assert all(("ms" in row) == (row["status"] == "ok") for row in rows)
 
 
-def test_what_has_no_time_left_is_not_begun(ranks_of):
+def test_what_has_no_time_left_is_not_begun(two_ranks):
     settings = replace(SMALL, seconds=1e-9, masks=("causal",), passes=("fwd",))
-    for rows in ranks_of(2).run(run_small, settings):
+    for rows in two_ranks.run(run_small, settings):
         assert {row["status"] for row in rows} == {"timeout"}
         assert rows[0]["reason"] == "not begun: no time left of 1e-09 s"
 
@@ -160,9 +160,9 @@ def run_bytes(group):
     return ours, spread, told.received_rows[world.rank], told.sent_rows[world.rank]
 
 
-def test_bytes_that_a_rank_receives(ranks_of):
+def test_bytes_that_a_rank_receives(two_ranks):
     row = 2 * 2 * 16 * 4  # key and value of 2 heads of 16 floats
-    for ours, spread, received, sent in ranks_of(2).run(run_bytes):
+    for ours, spread, received, sent in two_ranks.run(run_bytes):
         assert 0 < received <= 256
         assert ours == (received * row, (received + sent) * row)
         # Half of q, k, v and of out stay.
@@ -173,8 +173,8 @@ def run_heads(group):
     return rows_of(replace(SMALL, nheads_kv=1, masks=("causal",), passes=("fwd",)))
 
 
-def test_heads_that_do_not_divide_are_a_reason(ranks_of):
-    rows, _ = ranks_of(2).run(run_heads)
+def test_heads_that_do_not_divide_are_a_reason(two_ranks):
+    rows, _ = two_ranks.run(run_heads)
     (row,) = (row for row in rows if row["contender"] == "ulysses-magi")
     assert (row["status"], row["reason"]) == (
         "unsupported",
@@ -191,8 +191,8 @@ def run_refusals(group):
     ]
 
 
-def test_what_peers_cannot_do_on_a_cpu(ranks_of):
-    found, _ = ranks_of(2).run(run_refusals)
+def test_what_peers_cannot_do_on_a_cpu(two_ranks):
+    found, _ = two_ranks.run(run_refusals)
     for name, which, reasons in found:
         is_flex = name.startswith("torch") or name == "ulysses-flex"
         assert (contenders.NO_BACKWARD in reasons) == (is_flex and which == "fwdbwd")
@@ -240,6 +240,7 @@ def test_the_command_starts_its_own_ranks(tmp_path):
         (["--tokens", "8000"], "`--tokens` must be multiples of 128, got 8000"),
         (["--heads", "3:2"], "heads must be Q:KV with Q a multiple of KV"),
         (["--masks", "x"], "invalid choice"),
+        (["--model", "--contenders", "one-rank"], "must be among magi, torch-head-tail"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
