@@ -9,7 +9,7 @@ from magi_compile.kernels.sm90.backward import launch as backward
 from magi_compile.kernels.sm90.forward import launch as forward
 from magi_compile.kernels.sm90.forward import overlap as early
 from magi_compile.kernels.sm90.forward import split_kv as parts
-from magi_compile.kernels.sm90.masks import mask_slices
+from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Struct
@@ -54,6 +54,7 @@ def clear_caches() -> None:
     for cached in (forward._call, parts._call, planner._call, early._call, backward._prepared):
         cached.cache_clear()
     mask_slices._prepared.clear()
+    mask_bits._prepared.clear()
 
 
 def fill_zeros(address: int, num_words: int, stream: int) -> None:
