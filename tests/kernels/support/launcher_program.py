@@ -69,7 +69,7 @@ class Setup:
             encode=lambda tensor_map, address: idle_driver.address_map(address),
         )
         native.current_context = lambda: 7
-        library._chosen = lambda device, dtype, heads, scale, softcap, *_: library.Chosen(
+        library.chosen_for = lambda device, dtype, heads, scale, softcap, *_: library.Chosen(
             PlanningKernel(), replace(PROBLEM, softmax_scale=scale, softcap=softcap)
         )
         for module in (library, mask_slices_op):
