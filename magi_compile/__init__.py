@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         create_block_mask,
     )
     from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
-    from magi_compile.ops.score_mod import UnsupportedScoreModError
+    from magi_compile.score.program import UnsupportedScoreModError
 
 __all__ = [
     "AttnOutput",
@@ -65,7 +65,7 @@ _HOMES = {
     "MaskDataError": "_checks",
     "MaskType": "masks",
     "UnsupportedMaskError": "masks",
-    "UnsupportedScoreModError": "ops.score_mod",
+    "UnsupportedScoreModError": "score.program",
     "create_block_mask": "masks",
     "disable": "lowering.backend",
     "enable": "lowering.backend",

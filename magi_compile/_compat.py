@@ -85,6 +85,38 @@ def without_symbols(value: Any, mode: Any) -> Any:
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 
 
+def symbolic_fake_mode() -> Any:
+    """A FakeTensorMode in which ints may stay unknown, as a context manager; nothing may ask for a tensor's values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sizes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(shape_env=sizes, allow_non_fake_inputs=True)
+
+
+def symbolic_int(mode: Any, name: str) -> Any:
+    """An unknown int of a `symbolic_fake_mode`; it is thought to be 8 where that matters."""
+    from torch._dynamo.source import ConstantSource
+
+    source = ConstantSource(name)
+    symbol = mode.shape_env.create_unspecified_symbol(8, source)
+    return mode.shape_env.create_symintnode(symbol, hint=8, source=source)
+
+
+def traced_to_aten(
+    function: Callable[..., Any], arguments: Sequence[Any], mode: Any, *, decompose: bool = False
+) -> torch.fx.GraphModule:
+    """The operations of ATen that `function` does with `arguments` of a `symbolic_fake_mode`, or those that they consist of; also
+    where a graph is being compiled."""
+    from torch._decomp import core_aten_decompositions
+    from torch._guards import tracing
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    table: Any = core_aten_decompositions() if decompose else None
+    with tracing(None), torch.inference_mode(False), torch.no_grad(), mode:
+        return make_fx(function, decomposition_table=table)(*arguments)
+
+
 def without_fake_tensors() -> Any:
     """A context in which new tensors are real, also where a graph is compiled."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

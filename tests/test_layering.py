@@ -1,4 +1,4 @@
-"""The arrows go one way: masks -> plan -> kernels -> ops -> lowering -> dtensor -> integrations."""
+"""The arrows go one way: masks -> score -> plan -> kernels -> ops -> lowering -> dtensor -> integrations."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
-LAYERS = ["masks", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
+LAYERS = ["masks", "score", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
 # Beside the layers: `_version`, `_compat`, `_checks` and `_warnings` are leaves that anybody may import; nobody imports the others.
 ASIDE = {"testing", "bench"}
 

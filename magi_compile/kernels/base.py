@@ -24,6 +24,7 @@ class AttnProblem:
     `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q.
     `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
     `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
+    `has_score`: whether a score program changes the scores (`kernels/scored.py`).
     """
 
     device_type: str
@@ -36,6 +37,7 @@ class AttnProblem:
     softmax_scale: float
     softcap: float = 0.0
     has_bits: bool = False
+    has_score: bool = False
 
     @property
     def qhead_per_kvhead(self) -> int:

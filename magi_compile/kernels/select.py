@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Kernel
+from magi_compile.kernels.scored import ScoredKernel
 
 # "module:class or factory" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
@@ -29,6 +30,8 @@ NOT_MEASURED = (
     "options={'magi.kernel': 'triton'} asks for one, and 'cuda' for that of Hopper"
 )
 
+SCORES_NOT_MEASURED = "score_mods but a scale and a soft-cap are not measured on a GPU yet, so no kernel is chosen for them"
+
 
 def select(problem: AttnProblem, force: str | None = None) -> Kernel:
     """The kernel that runs `problem`.
@@ -46,6 +49,8 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
     """
     if force is None and problem.has_bits and problem.device_type == "cuda":
         raise NotImplementedError(NOT_MEASURED)
+    if force is None and problem.has_score and problem.device_type == "cuda":
+        raise NotImplementedError(SCORES_NOT_MEASURED)
     if force is None:
         considered = [name for name in KERNELS if name not in ONLY_IF_FORCED]
     elif force in KERNELS:
@@ -147,4 +152,7 @@ def _refusals(name: str, problem: AttnProblem) -> list[str]:
         kernel = load(name)
     except ImportError as error:
         return [f"cannot be imported: {error}"]
-    return kernel.refusals(problem)
+    refusals = kernel.refusals(problem)
+    if problem.has_score and not isinstance(kernel, ScoredKernel):
+        refusals = [*refusals, "has no score_mods but a scale and a soft-cap"]
+    return refusals

@@ -40,6 +40,8 @@ class AttentionCall:
         lines = [f"{decision.shape}" + (f"  ({decision.location})" if decision.location else "")]
         if decision.mask:
             lines.append(f"mask     {decision.mask}")
+        if decision.score:
+            lines.append(f"score    {decision.score}")
         if self.slices is not None:
             types = self.slices.mask_types.tolist()
             kinds = [f"{types.count(t)} {t.name}" for t in MaskType if t in types]
@@ -88,7 +90,9 @@ class Explanation:
         return "\n".join([*blocks, str(self.report)])
 
 
-_SLICES = 3  # which argument of magi::attention they are
+def _place_of_slices(call: LoweredCall) -> int:
+    """Which argument of the op they are."""
+    return 4 if call.node.target is torch.ops.magi.scored_attention.default else 3
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -118,9 +122,10 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         explanation.num_across_ranks += sum(name.startswith("cp_attention") for name in names)
         calls = lower_flex_attention(gm, DEFAULTS, explanation.report)
         for call in calls:
-            call.node.target = _recording(call, explanation)
+            place = _place_of_slices(call)
+            call.node.target = _recording(call, place, explanation)
             if call.slices:
-                call.node.update_arg(_SLICES, list(call.slices))
+                call.node.update_arg(place, list(call.slices))
         for module in gm.modules():
             if isinstance(module, GraphModule):
                 module.recompile()
@@ -132,14 +137,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     return explanation
 
 
-def _recording(call: LoweredCall, explanation: Explanation) -> Callable[..., Any]:
+def _recording(call: LoweredCall, place: int, explanation: Explanation) -> Callable[..., Any]:
     """The target of the call's node, which also writes the call down."""
     target: Any = call.node.target
 
     def attention(*args: Any) -> Any:
         slices = None
         if call.decision.kernel:
-            q, k, _, (q_ranges, k_ranges, mask_types, *bits), *_ = args
+            (q, k), (q_ranges, k_ranges, mask_types, *bits) = args[:2], args[place]
             lists = (q_ranges, k_ranges, mask_types, q.shape[0], k.shape[0])
             slices = AttnSlices.unchecked(*lists, *bits).compact()
         explanation.calls.append(AttentionCall(call.decision, slices))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,8 @@ from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.masks import Mask, Way, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
+from magi_compile.lowering.scores import Scores
 from magi_compile.ops.layout import inverse, memory_order
-from magi_compile.ops.score_mod import ScoreMod, UnsupportedScoreModError, trace_score_mod
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,7 @@ class Analysis:
     reasons: tuple[str, ...]
     problem: AttnProblem
     way: Way
+    scores: Scores
     kernel: str | None
 
 
@@ -62,13 +63,10 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     if k.shape[0] not in (1, q.shape[0]):
         reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
 
-    score = ScoreMod()
-    try:
-        score = trace_score_mod(call.score_mod, len(call.score_buffers))
-    except UnsupportedScoreModError as error:
-        reasons.append(str(error))
+    scores = Scores.of(call, options)
+    reasons += scores.reasons
 
-    way, problem, kernel = Way.of(call, options), _problem(call, score), None
+    way, problem, kernel = Way.of(call, options), _problem(call, scores), None
     if way.may_have_bits:
         with contextlib.suppress(NotImplementedError):
             kernel = select(way.problem(problem), options.kernel).name
@@ -80,13 +78,15 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
             kernel = select(problem, options.kernel).name
         except NotImplementedError as error:
             reasons.append(str(error))
-    return Analysis(tuple(reasons), problem, way, kernel)
+    return Analysis(tuple(reasons), problem, way, scores, kernel)
 
 
-def _problem(call: FlexCall, score: ScoreMod) -> AttnProblem:
+def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
     q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
-    softmax_scale = float(value_of(call.scale)) * score.scale
-    return problem_of(q, k, v, softmax_scale, score.softcap, _out_dtype(call))
+    factors = scores.factors
+    softmax_scale = float(value_of(call.scale)) * factors.scale
+    problem = problem_of(q, k, v, softmax_scale, factors.softcap, _out_dtype(call))
+    return replace(problem, has_score=scores.program is not None)
 
 
 def _out_dtype(call: FlexCall) -> torch.dtype:
@@ -116,38 +116,7 @@ def emit_attention(
         _packed(emit, node, problem.dtype, batch, by_head=by_head)
         for node in (call.q, call.k, call.v)
     )
-    plan: Any = []
-    kernel = load(found.kernel)
-    if kernel.plans_in_graph:
-        key = (kernel.name, kernel.plan_key(problem))
-        if key not in mask.plans:
-            heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
-            totals = (emit.size(q, 0), emit.size(k, 0))
-            lists, bits = mask.slices[:3], mask.slices[3:]
-            ops = torch.ops.magi
-            mask.plans[key] = emit.call(
-                ops.plan_with_bits.default if bits else ops.plan.default,
-                *lists,
-                *totals,
-                problem.dtype,
-                *heads,
-                problem.softcap,
-                kernel.name,
-                *bits,
-            )
-        node = mask.plans[key]
-        plan = [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
-    result = emit.call(
-        torch.ops.magi.attention.default,
-        q,
-        k,
-        v,
-        list(mask.slices) if kernel.needs_slices or not plan or found.problem.has_bits else [],
-        plan,
-        problem.softmax_scale,
-        problem.softcap,
-        kernel.name,
-    )
+    result = _emit_op(emit, call, found, mask, (q, k, v))
     out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
     by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
     if by_head:
@@ -169,6 +138,61 @@ def emit_attention(
         lse = emit.call(torch.clone, lse, memory_format=torch.contiguous_format)
     lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
     return result, out, lse
+
+
+def _emit_op(
+    emit: Emitter, call: FlexCall, found: Analysis, mask: Mask, qkv: tuple[Node, Node, Node]
+) -> Node:
+    """Emits the op of packed tensors."""
+    problem = found.problem
+    assert found.kernel is not None
+    kernel = load(found.kernel)
+    plan = _emit_plan(emit, found, mask, qkv)
+    needs_slices = kernel.needs_slices or not plan or problem.has_bits
+    slices = list(mask.slices) if needs_slices else []
+    ops = torch.ops.magi
+    if found.scores.program is None:
+        options = (problem.softmax_scale, problem.softcap, kernel.name)
+        return emit.call(ops.attention.default, *qkv, slices, plan, *options)
+    tables, symbols = found.scores.emit(emit, call)
+    nheads = int(value_of(call.q).shape[1]) if found.way.is_by_head else 1
+    lengths = [emit.size(call.q, 2), emit.size(call.k, 2), nheads]
+    return emit.call(
+        ops.scored_attention.default,
+        *qkv,
+        *(tables, slices, plan, symbols, found.scores.program.text, lengths),
+        problem.softmax_scale,
+        kernel.name,
+    )
+
+
+def _emit_plan(
+    emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, Node, Node]
+) -> list[Node]:
+    """The plan, which calls of one mask share; nothing where it is found out in each call."""
+    problem = found.problem
+    assert found.kernel is not None
+    kernel = load(found.kernel)
+    if not kernel.plans_in_graph:
+        return []
+    key = (kernel.name, kernel.plan_key(problem))
+    if key not in mask.plans:
+        heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
+        totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
+        lists, bits = mask.slices[:3], mask.slices[3:]
+        ops = torch.ops.magi
+        mask.plans[key] = emit.call(
+            ops.plan_with_bits.default if bits else ops.plan.default,
+            *lists,
+            *totals,
+            problem.dtype,
+            *heads,
+            problem.softcap,
+            kernel.name,
+            *bits,
+        )
+    node = mask.plans[key]
+    return [emit.call(operator.getitem, node, i) for i in range(len(value_of(node)))]
 
 
 def _unpacked(emit: Emitter, out: Node, batch: Any, seqlen_q: Any) -> Node:
@@ -219,8 +243,8 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 
 class LoweredCall(NamedTuple):
-    """A decision, the node that now runs the attention, `magi::attention`, or FlexAttention where it was refused, and the
-    nodes of its slices, which need not be among its arguments."""
+    """A decision, the node that now runs the attention, `magi::attention` or `magi::scored_attention`, or FlexAttention where it was
+    refused, and the nodes of its slices, which need not be among its arguments."""
 
     decision: Decision
     node: Node
@@ -301,6 +325,7 @@ def _decision(call: FlexCall, found: Analysis) -> Decision:
         found.reasons,
         tuple(passed_over),
         (*found.way.notes, *load(kernel).notes(found.problem)) if kernel else (),
+        str(found.scores.program or ""),
     )
 
 

@@ -25,6 +25,7 @@ class Decision:
         reasons: every reason for staying; empty where it was lowered.
         passed_over: the kernels of higher preference and why they refused.
         notes: what the kernel leaves to another one, and why.
+        score: the score_mod as an expression, where it is more than a scale and a soft-cap and could be read; else "".
     """
 
     location: str
@@ -35,6 +36,7 @@ class Decision:
     reasons: tuple[str, ...] = ()
     passed_over: tuple[tuple[str, tuple[str, ...]], ...] = ()
     notes: tuple[str, ...] = ()
+    score: str = ""
 
     @property
     def shape(self) -> str:
@@ -44,7 +46,8 @@ class Decision:
     def __str__(self) -> str:
         where = f" at {self.location}" if self.location else ""
         if self.kernel:
-            return f"lowered to {self.kernel}{where}: {self.shape}, mask {self.mask}"
+            score = f", score {self.score}" if self.score else ""
+            return f"lowered to {self.kernel}{where}: {self.shape}, mask {self.mask}{score}"
         reasons = "".join(f"\n  - {reason}" for reason in self.reasons)
         return f"kept on FlexAttention{where}: {self.shape}{reasons}"
 

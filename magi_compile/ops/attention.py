@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
+from magi_compile.kernels.select import SCORES_NOT_MEASURED
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.bit_blocks import Heads
@@ -27,9 +28,11 @@ from magi_compile.ops.dtensors import (
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
-from magi_compile.ops.score_mod import trace_score_mod
+from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, with_sinks
 from magi_compile.ops.validation import check_options, check_packed, check_padded, check_qkv
+from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
+from magi_compile.score.read import TracedScore, trace_score_program
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -106,6 +109,14 @@ def flex_flash_attention(
     return _attend(q, k, v, slices, softmax_scale, softcap, kernel)
 
 
+class _Scored(NamedTuple):
+    """A score program, the tensors that it takes, and how packed rows are numbered, see `ScoreCall`."""
+
+    program: ScoreProgram
+    tables: list[Tensor]
+    lengths: list[int]
+
+
 def _attend(
     q: Tensor,
     k: Tensor,
@@ -114,6 +125,7 @@ def _attend(
     softmax_scale: float,
     softcap: float,
     kernel: str | None = None,
+    scored: _Scored | None = None,
 ) -> AttnOutput:
     lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
     if not slices.is_checked:
@@ -124,6 +136,13 @@ def _attend(
     if slices.bits is not None:
         lists.append(slices.bits)
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "")
+    if scored is not None:
+        program, tables, lengths = scored
+        out, lse = torch.ops.magi.scored_attention(
+            *(q, k, v, tables, lists, plan, [], program.text, lengths),
+            *(float(softmax_scale), kernel or ""),
+        )
+        return AttnOutput(out, lse)
     out, lse = torch.ops.magi.attention(
         q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel or ""
     )
@@ -218,7 +237,8 @@ def flex_attention(
             dimensions, heads of key and value also replicated. Results are then DTensors too.
         key: `[B, Hkv, S, E]`.
         value: `[B, Hkv, S, Ev]`.
-        score_mod: None, a scale, a soft-cap or a composition of them.
+        score_mod: None, a scale, a soft-cap or a composition of them; on a CPU any pointwise function, whose captured tensors may need
+            gradients.
         block_mask: which keys a query sees; None for all.
         scale: factor of the scores; None stands for `E ** -0.5`.
         enable_gqa: allows Hkv to be a divisor of Hq.
@@ -273,7 +293,7 @@ def flex_attention(
         raise NotImplementedError(
             "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
         )
-    score = trace_score_mod(score_mod)
+    score, program = _read_score_mod(score_mod, query.device)
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -285,7 +305,11 @@ def flex_attention(
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    result = _attend(q, k, v, mask.slices, softmax_scale, score.softcap)
+    scored = None
+    if program is not None:
+        lengths = [seqlen_q, key.shape[2], nheads_q if mask.is_by_head else 1]
+        scored = _Scored(*program, lengths)
+    result = _attend(q, k, v, mask.slices, softmax_scale, score.softcap, scored=scored)
     if mask.is_by_head:
         out = result.out.view(batch, nheads_q, seqlen_q, value.shape[3])
         lse = result.lse.view(batch, nheads_q, seqlen_q)
@@ -298,6 +322,19 @@ def flex_attention(
     if return_aux is not None:
         return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
     return out, lse
+
+
+def _read_score_mod(
+    score_mod: Callable[..., Tensor] | None, device: torch.device
+) -> tuple[ScoreMod, TracedScore | None]:
+    """The scale and the soft-cap of a score_mod, or none of them and its program."""
+    try:
+        return trace_score_mod(score_mod), None
+    except UnsupportedScoreModError as error:
+        assert score_mod is not None
+        if device.type == "cuda":
+            raise UnsupportedScoreModError(f"{error}; {SCORES_NOT_MEASURED}") from None
+        return ScoreMod(), trace_score_program(score_mod, device)
 
 
 def _of_dtensors(

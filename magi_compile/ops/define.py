@@ -32,9 +32,13 @@ def define_differentiable(
     values: Callable[..., Any],
     differentiable: type[torch.autograd.Function],
     register_rules: Callable[[], None],
+    *,
+    takes_tables: bool = False,
 ) -> None:
     """Adds the op `schema`, which becomes, where it is called, the op `values` of the same arguments, or `differentiable`
-    where a gradient of the first three, q, k and v, is wanted. `register_rules` says how those are sharded, for DTensors."""
+    where a gradient of the first three, q, k and v, is wanted. `register_rules` says how those are sharded, for DTensors.
+    With `takes_tables` the fourth argument is a list of tensors, whose gradients may be wanted too: `differentiable` takes how
+    many these are and each of them in its place."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         if are_distributed(q, k, v):
@@ -43,8 +47,19 @@ def define_differentiable(
             return differentiable.apply(q, k, v, *rest)
         return values(q, k, v, *rest)
 
+    def attention_with_tables(
+        q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor] | None, *rest: Any
+    ) -> Any:
+        tables = tables or []  # AOTInductor passes None for an empty list
+        if are_distributed(q, k, v):
+            register_rules()
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables)):
+            return differentiable.apply(q, k, v, len(tables), *tables, *rest)
+        return values(q, k, v, tables, *rest)
+
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(schema.split("(")[0], attention, "CompositeImplicitAutograd")
+    implementation = attention_with_tables if takes_tables else attention
+    library.impl(schema.split("(")[0], implementation, "CompositeImplicitAutograd")
 
 
 def gradients(op: Callable[..., Any], *arguments: Any) -> Any:

@@ -51,7 +51,7 @@ class Chosen(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _chosen(
+def chosen_for(
     device: torch.device,
     dtype: torch.dtype,
     heads: tuple[int, int, int, int],
@@ -59,10 +59,11 @@ def _chosen(
     softcap: float,
     kernel: str | None,
     has_bits: bool = False,
+    has_score: bool = False,
 ) -> Chosen:
     """What runs attention of such tensors: a call is too short to find that out each time."""
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
-    problem = replace(problem, has_bits=True) if has_bits else problem
+    problem = replace(problem, has_bits=has_bits, has_score=has_score)
     return Chosen(select(problem, kernel), problem)
 
 
@@ -84,7 +85,7 @@ def _plan(
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     has_bits = bits is not None
     device = q_ranges.device
-    chosen, problem = _chosen(device, dtype, heads, 1.0, softcap, kernel or None, has_bits)
+    chosen, problem = chosen_for(device, dtype, heads, 1.0, softcap, kernel or None, has_bits)
     if not chosen.plans_in_graph:
         return []
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, bits)
@@ -104,7 +105,7 @@ _by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
 _MOST_BY_CONTENT = 32
 
 
-def _plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> list[Tensor]:
+def plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> list[Tensor]:
     """The plan of a call that brings none, packed."""
     if slices is None:
         raise ValueError("`slices` and `plan` must not both be empty")
@@ -155,21 +156,21 @@ def plan_of_call(
             arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
             return torch.ops.magi.plan_with_bits(*arguments)
         return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
-    chosen, problem = _chosen(q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits)
+    chosen, problem = chosen_for(q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits)
     is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or any(map(_compat.may_change_uncounted, lists)):
-        return _plan_of(chosen, slices, problem)
+        return plan_of(chosen, slices, problem)
     key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
     plans = _kept.setdefault(slices, {})
     if key not in plans or plans[key].versions != versions:
-        plans[key] = _Kept(versions, _plan_of(chosen, slices, problem))
+        plans[key] = _Kept(versions, plan_of(chosen, slices, problem))
     return plans[key].plan
 
 
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
 
 
-def _slices_of(lists: list[Tensor], total_q: int, total_k: int) -> AttnSlices | None:
+def slices_of(lists: list[Tensor], total_q: int, total_k: int) -> AttnSlices | None:
     """Slices as an op takes them: three tensors and their bit blocks, if they may have some, or none where a plan says all."""
     if not lists:
         return None
@@ -194,9 +195,9 @@ def _ffa_fwd(
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
     has_bits = len(slices) > 3
-    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
-    of_lists = _slices_of(slices, total_q, total_k)
-    walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
+    chosen, problem = chosen_for(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
+    of_lists = slices_of(slices, total_q, total_k)
+    walked = chosen.unpack(plan or plan_of(chosen, of_lists, problem))
     if chosen.prepares_calls:
         hand_over_to_launcher()
     out, lse = chosen.forward(scaled.q, k, v, of_lists, walked, problem)
@@ -240,9 +241,9 @@ def _ffa_bwd(
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
     has_bits = len(slices) > 3
-    chosen, problem = _chosen(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
-    of_lists = _slices_of(slices, total_q, total_k)
-    walked = chosen.unpack(plan or _plan_of(chosen, of_lists, problem))
+    chosen, problem = chosen_for(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
+    of_lists = slices_of(slices, total_q, total_k)
+    walked = chosen.unpack(plan or plan_of(chosen, of_lists, problem))
     grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
     dq, dk, dv = chosen.backward(
         grads, saved, of_lists, walked, problem, deterministic=deterministic

@@ -1,4 +1,4 @@
-"""Which score_mods the kernels run: none, a scale, a soft-cap, and their compositions."""
+"""Which score_mods every kernel runs: none, a scale, a soft-cap, and their compositions. Others are score programs (`score/`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from magi_compile.score.program import UnsupportedScoreModError
 
 MAX_FACTOR = 1e15  # of a score; beyond, products of scores and factors may not be finite
 
@@ -17,10 +19,6 @@ class ScoreMod:
 
     scale: float = 1.0
     softcap: float = 0.0
-
-
-class UnsupportedScoreModError(NotImplementedError):
-    """The score_mod is not a scale, a soft-cap or a composition of them."""
 
 
 class _Score:

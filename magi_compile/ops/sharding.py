@@ -47,11 +47,17 @@ def register_rules() -> None:
     def checked(*arguments: Any) -> list[Any]:
         return [([replicated] * 3, [*[replicated] * 3, *[None] * (len(arguments) - 3)])]
 
+    def scored(q: Any, k: Any, v: Any, tables: Any, slices: Any, plan: Any, *options: Any) -> Any:
+        lists = [replicated] * (len(tables) + len(slices) + len(plan))
+        # A score_mod tells heads apart: a shard of them would have other numbers.
+        return [([replicated] * 2, [*[replicated] * 3, *lists, *[None] * len(options)])]
+
     ops: Any = torch.ops.magi
     rules: dict[Any, Callable[..., Sequence[Any]]] = {
         ops.ffa_fwd.default: forward,
         ops.ffa_bwd.default: backward,
         ops.checked_slices.default: checked,
+        ops.scored_fwd.default: scored,
     }
     for op, rule in rules.items():
         register_sharding(op)(rule)

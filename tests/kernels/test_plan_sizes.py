@@ -93,9 +93,9 @@ def test_the_op_plans_for_the_soft_cap(softcap, slices, monkeypatch):
         return AttnProblem("cuda", (9, 0), dtype, *heads, softmax_scale, softcap)
 
     monkeypatch.setattr(library, "problem_on", problem_on)
-    library._chosen.cache_clear()
+    library.chosen_for.cache_clear()
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     plan = torch.ops.magi.plan(*lists, ROWS, ROWS, torch.bfloat16, *HEADS, softcap, "cuda")
-    library._chosen.cache_clear()
+    library.chosen_for.cache_clear()
     *_, sizes, _, _, _ = CudaKernel().unpack(plan)
     check_sizes(sizes, plan_tiles(problem))

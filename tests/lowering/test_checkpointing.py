@@ -89,7 +89,10 @@ def test_a_call_on_the_output_of_another_one_knows_of_gradients():
 
     def attention_of_attention(x, mask):
         x = flex_attention(x, x, x, block_mask=mask)
-        return flex_attention(x, x, x, lambda score, b, h, q, kv: score + (kv - q), mask)
+        return flex_attention(x, x, x, not_pointwise, mask)
+
+    def not_pointwise(score, b, h, q, kv):
+        return score + torch.stack([q, kv]).sum()
 
     causal = block_mask(lambda b, h, q, kv: q >= kv, 96)
     compiled = torch.compile(attention_of_attention, backend=make_backend("eager"))

@@ -18,14 +18,14 @@ def causal(b, h, q, kv):
     return q >= kv
 
 
-def alibi(score, b, h, q, kv):
-    return score + (kv - q) * 0.1
+def not_pointwise(score, b, h, q, kv):
+    return score + 0.1 * torch.stack([q, kv]).sum()
 
 
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.second = Attention(), Attention(alibi)
+        self.first, self.second = Attention(), Attention(not_pointwise)
 
     def forward(self, x, masks):
         return self.second(x + self.first(x, masks[0])[0], masks[1])[0]

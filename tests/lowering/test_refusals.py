@@ -30,8 +30,8 @@ def causal(b, h, q, kv):
 SEQLEN = 130
 
 
-def alibi(score, b, h, q, kv):
-    return score + (kv - q) * 0.1
+def not_pointwise(score, b, h, q, kv):
+    return score + 0.1 * torch.stack([q, kv]).sum()
 
 
 def attend(x, mask, score_mod=None, **options):
@@ -45,8 +45,8 @@ def compiled(strict=False):
 
 CASES = {
     "score_mod": (
-        dict(mask=causal, score_mod=alibi),
-        "score_mod applies `add`|score_mod depends on",
+        dict(mask=causal, score_mod=not_pointwise),
+        "score_mod is no pointwise function: `.*` gives a tensor of shape",
     ),
     "backend": (dict(mask=causal, kernel_options={"BACKEND": "TRITON"}), "BACKEND='TRITON'"),
 }
@@ -81,7 +81,7 @@ def test_all_reasons_are_listed():
     x = torch.randn(BATCH, 2, SEQLEN, 16)
     with torch.no_grad():
         mask = block_mask(causal, SEQLEN)
-        compiled()(x, mask, score_mod=alibi, kernel_options={"BACKEND": "TRITON"})
+        compiled()(x, mask, score_mod=not_pointwise, kernel_options={"BACKEND": "TRITON"})
     (decision,) = REPORT.refused
     wanted = ("BACKEND", "score_mod")
     assert len(decision.reasons) == len(wanted)
@@ -92,7 +92,7 @@ def test_all_reasons_are_listed():
 def test_training_on_a_cpu_cannot_fall_back():
     x = torch.randn(BATCH, 2, SEQLEN, 16, requires_grad=True)
     with pytest.raises(Exception, match="kept on FlexAttention"):
-        compiled()(x, block_mask(causal, SEQLEN), score_mod=alibi)
+        compiled()(x, block_mask(causal, SEQLEN), score_mod=not_pointwise)
 
 
 def test_what_small_pieces_would_cost():
@@ -129,7 +129,7 @@ def test_max_scores_is_refused():
 
 
 def test_lowered_and_refused_calls_mix():
-    lowered, refused = Attention(), Attention(alibi)
+    lowered, refused = Attention(), Attention(not_pointwise)
 
     def model(x, mask):
         return lowered(x, mask)[0] + refused(x, mask)[0]

@@ -7,8 +7,8 @@ and values expanded over the group without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,24 +23,22 @@ from magi_compile.kernels.base import (
     Saved,
     output_like,
 )
-from magi_compile.kernels.cpu.pieces import (
-    Piece,
-    additive_mask,
-    cut,
-    plan_pieces,
-    shown_by_bits,
-)
+from magi_compile.kernels.cpu.piece_mask import PieceMask, has_scores
+from magi_compile.kernels.cpu.pieces import Piece, cut, plan_pieces
+from magi_compile.kernels.cpu.scores import ScoredTiles
 from magi_compile.kernels.merge import merge_partials, merge_prior
+from magi_compile.kernels.scored import ScoredBackwardOutput
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# With a soft-cap the scores exist in memory: at most so many at a time, for each head.
+# With a soft-cap or a score program the scores exist in memory: at most so many at a time, for each head.
 MAX_SCORE_ROWS, MAX_SCORE_KEYS = 256, 4096
 
 
 class CpuKernel:
-    """Any head_dim and head_dim_v, grouped heads, soft-cap; fp32, bf16, fp16."""
+    """Any head_dim and head_dim_v, grouped heads, soft-cap, score programs; fp32, bf16, fp16."""
 
     name = "cpu"
     plans_in_graph = False
@@ -83,10 +81,39 @@ class CpuKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> ForwardOutput:
+        attend = partial(_forward_softcap if problem.softcap else _forward_flash, problem=problem)
+        output = self._forward(q, k, v, slices, plan, problem, attend)
+        return merge_prior(output, prior, out_dtype or q.dtype)
+
+    def scored_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+    ) -> ForwardOutput:
+        attend = ScoredTiles(score, problem).forward
+        out, lse = self._forward(q, k, v, slices, plan, problem, attend)
+        return ForwardOutput(out.to(q.dtype), lse)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+    ) -> ForwardOutput:
+        """The attention of all pieces, each by `attend`, in the dtype of q or in fp32."""
         pieces = _pieces(plan, problem)
         bits = None if slices is None else slices.bits
         merges = not all(piece.is_first for piece in pieces)
-        dtype = torch.float32 if merges or problem.softcap else q.dtype
+        dtype = torch.float32 if merges or has_scores(problem) else q.dtype
         total_q, nheads_q, _ = q.shape
         out = output_like(q, problem.head_dim_v, dtype).zero_()
         lse = torch.full((nheads_q, total_q), -torch.inf)
@@ -94,12 +121,11 @@ class CpuKernel:
         width = max(problem.head_dim, problem.head_dim_v)
         q_heads, k_heads, v_heads = (_by_head(_widen(x, width), problem) for x in (q, k, v))
         out_heads, lse_heads = _by_head(out, problem), _rows_by_head(lse, problem)
-        attend = _forward_softcap if problem.softcap else _forward_flash
         for piece in pieces:
             rows, keys = piece.rows, piece.keys
-            mask = _Mask.of(piece, bits, problem, q.dtype)
+            mask = PieceMask.of(piece, bits, problem, q.dtype)
             part, part_lse = attend(
-                q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], mask, problem
+                q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], mask
             )
             part = part[..., : problem.head_dim_v]
             if piece.has_bits:
@@ -113,7 +139,7 @@ class CpuKernel:
                 )
             out_heads[:, :, rows] = part
             lse_heads[:, :, rows] = part_lse
-        return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
+        return ForwardOutput(out, lse)
 
     def backward(
         self,
@@ -125,6 +151,35 @@ class CpuKernel:
         *,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
+        attend = partial(_backward_softcap if problem.softcap else _backward_flash, problem=problem)
+        return self._backward(grads, saved, slices, plan, problem, attend)
+
+    def scored_backward(
+        self,
+        grads: Grads,
+        saved: Saved,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+        wanted: list[int],
+        *,
+        deterministic: bool,
+    ) -> ScoredBackwardOutput:
+        tiles = ScoredTiles(score, problem, wanted)
+        qkv = self._backward(grads, saved, slices, plan, problem, tiles.backward)
+        return ScoredBackwardOutput(qkv, [tiles.totals[number] for number in wanted])
+
+    def _backward(
+        self,
+        grads: Grads,
+        saved: Saved,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        attend: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    ) -> BackwardOutput:
+        """The gradients of all pieces, each by `attend`."""
         (dout, dlse), (q, k, v, out, lse) = grads, saved
         # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
         dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
@@ -144,7 +199,6 @@ class CpuKernel:
         if bits is not None:  # a row that sees nothing may be among those of a piece
             lse = lse.masked_fill(lse == -torch.inf, 0.0)
         lse_heads = _rows_by_head(lse, problem)
-        attend = _backward_softcap if problem.softcap else _backward_flash
         for piece in _pieces(plan, problem):
             rows, keys = piece.rows, piece.keys
             dq_part, dk_part, dv_part = attend(
@@ -156,8 +210,7 @@ class CpuKernel:
                     out_heads[:, :, rows],
                     lse_heads[:, :, rows],
                 ),
-                _Mask.of(piece, bits, problem, torch.float32),
-                problem,
+                PieceMask.of(piece, bits, problem, torch.float32),
             )
             dq_heads[:, :, rows].add_(dq_part[..., : problem.head_dim])
             dk_heads[:, keys].add_(_sum_group(dk_part[..., : problem.head_dim]))
@@ -167,7 +220,7 @@ class CpuKernel:
 
 def _pieces(plan: list[Tensor], problem: AttnProblem) -> list[Piece]:
     pieces = [Piece(*row) for row in plan[0].tolist()]
-    if problem.softcap:
+    if has_scores(problem):
         return [tile for piece in pieces for tile in _cut_scores(piece)]
     return pieces
 
@@ -200,42 +253,14 @@ def _sum_group(x: Tensor) -> Tensor:
     return x.squeeze(1) if x.shape[1] == 1 else x.sum(1)
 
 
-class _Mask(NamedTuple):
-    """What PyTorch's flash attention takes of a piece: that row r sees the keys up to r, or what is added to the scores."""
-
-    is_causal: bool
-    added: Tensor | None
-
-    @classmethod
-    def of(
-        cls, piece: Piece, bits: Tensor | None, problem: AttnProblem, dtype: torch.dtype
-    ) -> _Mask:
-        if piece.has_bits:
-            assert bits is not None
-            return cls(False, torch.where(shown_by_bits(piece, bits), 0.0, -torch.inf).to(dtype))
-        if piece.is_causal and not problem.softcap:
-            return cls(True, None)
-        return cls(False, _cut_corners(piece, torch.float32 if problem.softcap else dtype))
-
-
-def _cut_corners(piece: Piece, dtype: torch.dtype) -> Tensor | None:
-    if not piece.cuts_lower and not piece.cuts_upper:
-        return None
-    seqlen_q, seqlen_k = piece.q_end - piece.q_begin, piece.k_end - piece.k_begin
-    shift = piece.q_begin - piece.k_begin
-    diag_lo = max(piece.diag_lo + shift, -seqlen_q)
-    diag_hi = min(piece.diag_hi + shift, seqlen_k)
-    return additive_mask(seqlen_q, seqlen_k, diag_lo, diag_hi, dtype)
-
-
 def _forward_flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: _Mask, problem: AttnProblem
+    q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor]:
     return _compat.cpu_flash_forward(q, k, v, mask.added, mask.is_causal, problem.softmax_scale)
 
 
 def _backward_flash(
-    dout: Tensor, saved: Saved, mask: _Mask, problem: AttnProblem
+    dout: Tensor, saved: Saved, mask: PieceMask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _compat.cpu_flash_backward(
         dout, saved, mask.added, mask.is_causal, problem.softmax_scale
@@ -243,7 +268,7 @@ def _backward_flash(
 
 
 def _forward_softcap(
-    q: Tensor, k: Tensor, v: Tensor, mask: _Mask, problem: AttnProblem
+    q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor]:
     scores, _ = _capped_scores(q.float(), k.float(), mask, problem)
     lse = torch.logsumexp(scores, -1)
@@ -252,7 +277,7 @@ def _forward_softcap(
 
 
 def _backward_softcap(
-    dout: Tensor, saved: Saved, mask: _Mask, problem: AttnProblem
+    dout: Tensor, saved: Saved, mask: PieceMask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     scores, dcap = _capped_scores(q, k, mask, problem)
@@ -263,7 +288,7 @@ def _backward_softcap(
 
 
 def _capped_scores(
-    q: Tensor, k: Tensor, mask: _Mask, problem: AttnProblem
+    q: Tensor, k: Tensor, mask: PieceMask, problem: AttnProblem
 ) -> tuple[Tensor, Tensor]:
     """Scores with the soft-cap and the mask, and their derivative by the scores before the cap."""
     tanh = torch.tanh(q @ k.mT * (problem.softmax_scale / problem.softcap))

@@ -6,7 +6,7 @@ import functools
 import inspect
 import operator
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,19 +22,21 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 class Recording(NamedTuple):
-    """What a mask_mod did.
+    """What a mask_mod or a score_mod did.
 
     Attributes:
-        graph: its placeholders are b, h, q, kv, then the captured tensors.
+        graph: its placeholders are its arguments, then the captured tensors.
         captures: the captured tensors.
         names: what the user calls them; None for those without a name.
         watched: every tensor that it looked at, whose change may change the mask.
+        values: the tensors that it captured or computed of those alone, by their nodes.
     """
 
     graph: torch.fx.Graph
     captures: list[Tensor]
     names: list[str | None]
     watched: list[Tensor]
+    values: dict[torch.fx.Node, Tensor]
 
 
 def record_mask_mod(mask_mod: MaskMod, device: torch.device) -> Recording:
@@ -50,20 +52,42 @@ def record_mask_mod(mask_mod: MaskMod, device: torch.device) -> Recording:
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with.
     """
-    recorder = _Recorder(device)
-    arguments = [recorder.index(name) for name in INDICES]
+    index = torch.empty((), dtype=torch.int64, device="meta")
+    return record(mask_mod, dict.fromkeys(INDICES, index), device, "mask_mod")
+
+
+def record(
+    function: Callable[..., Any], arguments: Mapping[str, Tensor], device: torch.device, what: str
+) -> Recording:
+    """Calls `function` once, with symbols that stand for tensors on `device`.
+
+    Args:
+        function: of these arguments.
+        arguments: their names, and tensors without values that are like them.
+        device: what symbols say where they are.
+        what: what the user calls the function, "mask_mod".
+
+    Raises:
+        UnsupportedMaskError: it asks for the value of what it is called with.
+    """
+    recorder = _Recorder(device, what)
+    symbols = [recorder.argument(name, example) for name, example in arguments.items()]
     try:
-        inspect.signature(mask_mod).bind(*arguments)
+        inspect.signature(function).bind(*symbols)
     except TypeError as error:
-        raise TypeError(f"`mask_mod` must be a function of b, h, q and kv: {error}") from None
+        *first, last = arguments
+        raise TypeError(
+            f"`{what}` must be a function of {', '.join(first)} and {last}: {error}"
+        ) from None
     except ValueError:  # of a builtin, which has no signature
         pass
     with recorder:
-        result = mask_mod(*arguments)
+        result = function(*symbols)
     recorder.graph.output(recorder.lower(result))
-    names = _tensor_names(mask_mod)
+    names = _tensor_names(function)
     named = [names.get(id(tensor)) for tensor in recorder.captures]
-    return Recording(recorder.graph, recorder.captures, named, recorder.watched)
+    values = {recorder.nodes[id(x)]: x for x in recorder.kept if id(x) in recorder.nodes}
+    return Recording(recorder.graph, recorder.captures, named, recorder.watched, values)
 
 
 class _Symbol:
@@ -138,7 +162,7 @@ def _needs_value(name: str) -> Callable[..., Any]:
     def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedMaskError(
             [
-                f"`{name}` of `{title_of(self.node, {})}` needs its value: a mask_mod cannot branch on its arguments, "
+                f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot branch on its arguments, "
                 f"use & | ~ and torch.where"
             ]
         )
@@ -153,11 +177,12 @@ for _name in ("item", "tolist"):
 
 
 class _Recorder(TorchFunctionMode):
-    """Writes down the operations of a mask_mod. What is computed from captured tensors alone is computed as well."""
+    """Writes down the operations of a function. What is computed from captured tensors alone is computed as well."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, what: str) -> None:
         super().__init__()
         self.device = device
+        self.what = what
         self.graph = torch.fx.Graph()
         self.captures: list[Tensor] = []
         self.watched: list[Tensor] = []
@@ -166,10 +191,8 @@ class _Recorder(TorchFunctionMode):
         self.kept: list[Tensor] = []  # so that no `id` comes back
         self.is_running = False
 
-    def index(self, name: str) -> _Symbol:
-        return _Symbol(
-            self.graph.placeholder(name), torch.empty((), dtype=torch.int64, device="meta"), self
-        )
+    def argument(self, name: str, example: Tensor) -> _Symbol:
+        return _Symbol(self.graph.placeholder(name), example, self)
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence = (), kwargs: Any = None):
         kwargs = kwargs or {}

@@ -1,0 +1,87 @@
+"""Score programs on tiles of the score matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, Saved
+from magi_compile.kernels.cpu.piece_mask import PieceMask
+from magi_compile.score.evaluate import Tile
+from magi_compile.score.program import ScoreCall
+
+
+class ScoredTiles:
+    """One pass of attention with a score program, tile by tile. Tensors are `[nheads_kv, qhead_per_kvhead, seqlen, head_dim]`.
+
+    `wanted` are the numbers of the captured tensors whose gradients add up in `totals`.
+    """
+
+    def __init__(self, score: ScoreCall, problem: AttnProblem, wanted: list[int] | None = None):
+        self.score, self.problem = score, problem
+        self.tables = [table.detach() for table in score.tables]
+        self.totals = {
+            number: torch.zeros(table.shape, dtype=torch.promote_types(table.dtype, torch.float32))
+            for number, table in enumerate(self.tables)
+            if number in (wanted or ())
+        }
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> tuple[Tensor, Tensor]:
+        """out and lse of a tile."""
+        scores = self._scores(self._tile(q.float(), k.float(), mask))
+        scores = scores.view(*q.shape[:3], -1)
+        lse = torch.logsumexp(scores, -1)
+        p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+        return p @ v.float(), lse
+
+    def backward(
+        self, dout: Tensor, saved: Saved, mask: PieceMask
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk and dv of a tile, whose rows may see more keys than these."""
+        q, k, v, out, lse = saved
+        tile, visible = self._tile(q, k, mask), mask.visible
+        shape = (*q.shape[:3], k.shape[2])
+        lse = lse.masked_fill(lse == -torch.inf, 0.0)[..., None]
+        p = self._shown(torch.exp(self._scores(tile).view(shape) - lse), visible)
+        delta = (dout * out).sum(-1, keepdim=True)
+        gradient = p * (dout @ v.mT - delta)
+        grid = gradient.flatten(0, 1)
+        dscores = torch.zeros_like(gradient)
+        slope = tile.run("d_score", g=grid)
+        if slope is not None:
+            dscores = self._shown(slope.float().expand(grid.shape).view(shape), visible)
+            dscores = dscores * self.problem.softmax_scale
+        for look in self.score.program.looks:
+            part = tile.run(look.derivative, g=grid) if look.table in self.totals else None
+            if part is not None:
+                part = self._shown(part.expand(grid.shape), visible)
+                tile.add_gradient(look, part, self.totals[look.table])
+        return dscores @ k, dscores.mT @ q, p.mT @ dout
+
+    def _tile(self, q: Tensor, k: Tensor, mask: PieceMask) -> Tile:
+        score, nheads, piece = self.score, self.problem.nheads_q, mask.piece
+        rows = torch.arange(piece.q_begin, piece.q_end, dtype=torch.int32)[:, None]
+        keys = torch.arange(piece.k_begin, piece.k_end, dtype=torch.int32)
+        b, head, query = score.entry(rows)
+        if score.nheads == 1:
+            head = torch.arange(nheads, dtype=torch.int32)[:, None, None]
+        index = {"b": b, "h": head, "q": query, "kv": (keys % score.seqlen_k)[None]}
+        values = {
+            "score": (q @ k.mT * self.problem.softmax_scale).flatten(0, 1),
+            **{name: x if x.dim() == 3 else x[None] for name, x in index.items()},
+            **{f"s{i}": symbol for i, symbol in enumerate(score.symbols)},
+        }
+        return Tile(score.program, self.tables, values, mask.visible)
+
+    def _scores(self, tile: Tile) -> Tensor:
+        """The new scores, fp32 `[nheads_q, rows, keys]`, -inf where nothing is visible."""
+        scores = tile.run("score")
+        assert scores is not None
+        scores = scores.float().expand(tile.values["score"].shape)
+        if tile.visible is None:
+            return scores.contiguous()
+        return torch.where(tile.visible, scores, -torch.inf)
+
+    @staticmethod
+    def _shown(x: Tensor, visible: Tensor | None) -> Tensor:
+        return x if visible is None else torch.where(visible, x, 0.0)

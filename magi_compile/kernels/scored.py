@@ -1,0 +1,52 @@
+"""What a kernel offers beside `base.Kernel` if it runs score programs: attention whose scores a score_mod changes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
+from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall
+
+
+class ScoredBackwardOutput(NamedTuple):
+    """Gradients of attention with a score program."""
+
+    qkv: BackwardOutput
+    tables: list[Tensor]  # of the captured tensors that were asked for, fp32 or wider
+
+
+@runtime_checkable
+class ScoredKernel(Protocol):
+    """The scores of a visible pair are `program(softmax_scale * q @ k, b, h, q, kv)`; what a score_mod gives for a hidden pair
+    counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing."""
+
+    def scored_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+    ) -> ForwardOutput:
+        """As `Kernel.forward`."""
+        ...
+
+    def scored_backward(
+        self,
+        grads: Grads,
+        saved: Saved,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+        wanted: list[int],
+        *,
+        deterministic: bool,
+    ) -> ScoredBackwardOutput:
+        """As `Kernel.backward`, with the gradients of the captured tensors whose numbers are `wanted`, added up in fp32 or wider."""
+        ...

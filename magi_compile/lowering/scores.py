@@ -1,0 +1,74 @@
+"""What a FlexAttention call does to its scores: a scale and a soft-cap, which every kernel has, or a score program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from magi_compile import _compat
+from magi_compile.kernels.select import SCORES_NOT_MEASURED
+from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.flex_call import FlexCall, is_tensor
+from magi_compile.lowering.options import LoweringOptions
+from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
+from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
+from magi_compile.score.read import ARGUMENTS, ScoreRead, read_score_graph
+
+NO_FACTORS = ScoreMod()
+ASK_FOR_ONE = "torch.compile with options={'magi.kernel': 'triton'} asks for one"
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the scores.
+
+    Attributes:
+        factors: the scale and the soft-cap.
+        read: the score program in place of these; None where they are all.
+        reasons: why neither is possible; empty where one is.
+    """
+
+    factors: ScoreMod = NO_FACTORS
+    read: ScoreRead | None = None
+    reasons: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, call: FlexCall, options: LoweringOptions) -> Scores:
+        """Those of `call`."""
+        try:
+            return cls(trace_score_mod(call.score_mod, len(call.score_buffers)))
+        except UnsupportedScoreModError as error:
+            device = value_of(call.q).device
+            if device.type == "cuda" and options.kernel is None:
+                return cls(reasons=(f"{error}; {SCORES_NOT_MEASURED}; {ASK_FOR_ONE}",))
+        captures = [value_of(buffer) for buffer in call.score_buffers]
+        names = [_compat.source_name(x) for x in call.score_buffers if is_tensor(x)]
+        try:
+            return cls(read=read_score_graph(call.score_mod, captures, names, device))
+        except UnsupportedScoreModError as error:
+            return cls(reasons=(str(error),))
+
+    @property
+    def program(self) -> ScoreProgram | None:
+        return None if self.read is None else self.read.program
+
+    def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:
+        """The tensors and the ints of the program: captured, or computed of nothing else in front of the call, where autograd sees
+        it."""
+        assert self.read is not None
+        placeholders = call.score_mod.graph.find_nodes(op="placeholder")[len(ARGUMENTS) :]
+        known: dict[Node, Any] = dict(zip(placeholders, call.score_buffers, strict=True))
+
+        def emitted(node: Node) -> Any:
+            if node not in known:
+                args, kwargs = torch.fx.map_arg((node.args, node.kwargs), emitted)
+                target: Any = node.target
+                if node.op == "call_method":
+                    target = getattr(torch.Tensor, target)
+                known[node] = emit.call(target, *args, **kwargs)
+            return known[node]
+
+        return [emitted(node) for node in self.read.tables], [known[x] for x in self.read.symbols]

@@ -1,0 +1,1 @@
+"""What a score_mod computes, as a program that any kernel can read: `program.py`, read from a function by `read.py`."""
