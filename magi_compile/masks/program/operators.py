@@ -51,10 +51,7 @@ class Wraps(ExprError):
 
     Args:
         message: what wraps around, and in which dtype.
-        expr: what the operation is without that.
-
-    Attributes:
-        expr: see above.
+        expr: what the operation is without that; an attribute of this name.
     """
 
     def __init__(self, message: str, expr: Expr):
