@@ -6,6 +6,7 @@ python examples/plot_masks.py [--all] [docs/images/masks.png]
 import argparse
 from pathlib import Path
 
+from magi_compile.masks import plot
 from magi_compile.masks.library import (
     MASKS,
     NamedMask,
@@ -14,7 +15,6 @@ from magi_compile.masks.library import (
     share_question,
     sliding_window_full,
 )
-from magi_compile.masks.plot import plot
 
 DOCUMENTS = [1100, 500, 900, 300, 1296]
 # Sizes that show at 4096 tokens, where the defaults are for longer sequences.

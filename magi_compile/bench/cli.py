@@ -283,7 +283,7 @@ def _masks(args: argparse.Namespace) -> int:
         return 0
     from matplotlib import pyplot
 
-    from magi_compile.masks.plot import plot
+    from magi_compile.masks import plot
 
     figure = pyplot.figure(figsize=(5, 5.4), layout="constrained")
     title = f"{cell.mask_label}, {format_length(cell.seqlen)} tokens"

@@ -9,7 +9,7 @@ from magi_compile.masks.evaluation.to_slices import (  # noqa: F401
     padded_slices_from_intervals,
     slices_from_intervals,
 )
-from magi_compile.masks.plot import plot
+from magi_compile.masks.picture import plot
 from magi_compile.masks.program.program import MaskProgram  # noqa: F401
 from magi_compile.masks.program.trace import TracedMask, trace_graph, trace_mask_mod  # noqa: F401
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType

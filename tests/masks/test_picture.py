@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from magi_compile.masks import AttnSlice, AttnSlices, MaskType
-from magi_compile.masks.plot import plot
+from magi_compile.masks.picture import plot
 
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("Agg")
