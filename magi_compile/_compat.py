@@ -125,6 +125,31 @@ _KEYS_OF_VMAP = (
 )
 
 
+def graph_of(
+    function: Any, tensors: Sequence[Tensor], num_ints: int, indices: tuple[int, torch.device]
+) -> torch.fx.GraphModule:
+    """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without dimensions on
+    the device `indices[1]`, of tensors like `tensors`, and of `num_ints` ints."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    with without_fake_tensors():
+        environment = ShapeEnv()
+        mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+        with mode:
+            points = [
+                torch.empty((), dtype=torch.int64, device=indices[1]) for _ in range(indices[0])
+            ]
+            like = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+                for x in tensors
+            ]
+            ints = [environment.create_unbacked_symint() for _ in range(num_ints)]
+        environment.pending_fresh_unbacked_symbols.clear()
+        return make_fx(function, tracing_mode="fake")(*points, *like, *ints)
+
+
 def source_name(placeholder: torch.fx.Node) -> str:
     """How the user's program calls the value of a placeholder of a Dynamo graph, or the placeholder's own name."""
     source = getattr(placeholder, "_dynamo_source", None)

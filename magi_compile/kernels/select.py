@@ -117,13 +117,23 @@ def problem_of(
 def mask_slices_kernel(arch: tuple[int, int] | None) -> Callable | None:
     """What evaluates mask programs on a GPU of compute capability `arch` in a few launches,
     `magi_compile.kernels.sm90.masks.mask_slices.mask_slices_on_device`; None where tensor operations do."""
+    return _of_masks(arch, "mask_slices")
+
+
+@cache
+def mask_bits_kernel(arch: tuple[int, int] | None) -> Callable | None:
+    """The same of mask_mods that need bit blocks, `magi_compile.kernels.sm90.masks.mask_bits.mask_bits_on_device`."""
+    return _of_masks(arch, "mask_bits")
+
+
+def _of_masks(arch: tuple[int, int] | None, name: str) -> Callable | None:
     if arch != (9, 0):
         return None
     try:
-        module = importlib.import_module("magi_compile.kernels.sm90.masks.mask_slices")
+        module = importlib.import_module(f"magi_compile.kernels.sm90.masks.{name}")
     except ImportError:  # of cuda-bindings, without which there is no kernel called "cuda" either
         return None
-    return module.mask_slices_on_device
+    return getattr(module, f"{name}_on_device")
 
 
 def _refusals(name: str, problem: AttnProblem) -> list[str]:

@@ -131,11 +131,13 @@ def test_import_loads_no_kernel():
     assert done.stdout.strip() == "[]"
 
 
-def test_who_evaluates_mask_programs(monkeypatch):
+@pytest.mark.parametrize("name", ["mask_slices", "mask_bits"])
+def test_who_evaluates_masks(name, monkeypatch):
     """One CUDA source on Hopper, where the kernels of this package can be had; tensor operations elsewhere."""
-    assert select_module.mask_slices_kernel(None) is None
-    assert select_module.mask_slices_kernel((8, 0)) is None
-    select_module.mask_slices_kernel.cache_clear()
-    monkeypatch.setitem(sys.modules, "magi_compile.kernels.sm90.masks.mask_slices", None)
-    assert select_module.mask_slices_kernel((9, 0)) is None
-    select_module.mask_slices_kernel.cache_clear()
+    kernel_of = getattr(select_module, f"{name}_kernel")
+    assert kernel_of(None) is None
+    assert kernel_of((8, 0)) is None
+    kernel_of.cache_clear()
+    monkeypatch.setitem(sys.modules, f"magi_compile.kernels.sm90.masks.{name}", None)
+    assert kernel_of((9, 0)) is None
+    kernel_of.cache_clear()

@@ -6,6 +6,7 @@
 // and wait for one another between the steps.
 #pragma once
 #include "common/block.cuh"
+#include "masks/tables.cuh"
 #include "planner/search.cuh"
 
 namespace ffa {
@@ -28,9 +29,6 @@ static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/sm
 
 // Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
 // masks/evaluation/integers.py; division rounds down.
-using Int = long long;
-using Bits = unsigned long long;
-
 __device__ __forceinline__ Int end(bool is_negative) {
     return static_cast<Int>(~Bits{0} >> 1) ^ (is_negative ? ~Int{0} : 0);
 }
@@ -66,16 +64,6 @@ __device__ __forceinline__ Int floordiv(Int x, Int y) {
         return neg(x);
     }
     return x / y - (x % y != 0 && (x < 0) != (y < 0));
-}
-
-// An entry of a captured tensor; negative indices count from the end.
-__device__ __forceinline__ Int wrapped(Int index, Int size) { return index < 0 ? add(index, size) : index; }
-__device__ __forceinline__ bool is_inside(Int index, Int size) { return index >= 0 && index < size; }
-__device__ __forceinline__ Int clamped(Int index, Int size) { return max(0, min(index, size - 1)); }
-
-template <class Element>
-__device__ __forceinline__ Element load(Int address, Int offset) {
-    return reinterpret_cast<const Element*>(address)[offset];
 }
 
 // The runs of equal values of an expression along the keys of one batch entry.

@@ -122,35 +122,7 @@ BACKWARD = {n: backward_params(n) for n in (1, 2)}
 PREPROCESS = {n: preprocess_params(n) for n in (1, 2)}
 POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
 
-# masks/mask_slices.cuh, masks/block_lists.cu
-
-MASK_SLICES = Struct(
-    "MaskSlicesParams",
-    _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
-    | _addresses("num_arrived")
-    | _ints("batch", "seqlen_q", "seqlen_k", "capacity"),
-)
-BLOCK_LIST = Struct(
-    "BlockList",
-    _addresses("num_blocks", "indices")
-    | {"num_blocks_strides": (LONG, 3), "indices_strides": (LONG, 4)}
-    | _ints("num_heads", "num_columns"),
-)
-BLOCK_LISTS = Struct(
-    "BlockListsParams",
-    _addresses("intervals", "broken", "found", "num_done", "q_ranges", "k_ranges", "mask_types")
-    | {"flags": (ADDRESS, 2), "partial": BLOCK_LIST, "full": BLOCK_LIST}
-    | _ints("num_lanes", "batch", "seqlen_q", "seqlen_k", "block_rows", "block_keys")
-    | _ints("num_checks", "capacity"),
-)
-
-
-def mask_slices_params(num_words: int) -> Struct:
-    """Of the kernel of a program: words of 8 bytes are behind, and some of them are addresses."""
-    return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})
-
-
-# masks/mask_slices.cuh, masks/mask_slices.cu, masks/block_lists.cu
+# masks/mask_slices.cuh, masks/mask_slices.cu, masks/block_lists.cu, masks/mask_bits.cuh, masks/mask_bits.cu
 
 MASK_SLICES = Struct(
     "MaskSlicesParams",
@@ -176,3 +148,17 @@ BLOCK_LISTS = Struct(
 def mask_program_params(num_words: int) -> Struct:
     """Of the kernel of a program: words of 8 bytes are behind what all have, and some of them are addresses."""
     return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})
+
+
+MASK_BITS = Struct(
+    "MaskBitsParams",
+    _addresses("q_ranges", "k_ranges", "mask_types", "bits", "found", "num_done")
+    | _addresses("partial", "full")
+    | _ints("heads_q", "heads_kv", "seqlen_q", "seqlen_k")
+    | _ints("list_batch", "list_heads", "list_rows", "list_keys"),
+)
+
+
+def mask_mod_params(num_words: int) -> Struct:
+    """Of the kernel of a mask_mod; words as for the kernel of a program."""
+    return Struct("MaskModParams", {"fixed": MASK_BITS, "words": (ADDRESS, num_words)})

@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.masks.bits import BLOCK as BIT_BLOCK
+from magi_compile.masks.bits import FIRST_BITS
+from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.program.source import at_points, names_of_captures
+from magi_compile.masks.slices import AttnSlices
 
 # Texts of the programs that were verified: once in a process is enough, unless a user asks for more.
 _verified: set[str] = set()
@@ -155,16 +159,47 @@ def check_intervals(
     return _checks(program, tables, symbols, points, shown)
 
 
+def check_bits(
+    program: MaskProgram,
+    tables: Sequence[Tensor],
+    symbols: Sequence[int],
+    slices: AttnSlices,
+    grid: Grid,
+) -> list[MaskCheck]:
+    """The same of slices of the blocks of `grid`, of which the n-th may have bits."""
+    if not grid.num_blocks or not program.is_verifiable:
+        return []
+    sizes = MaskSizes(grid.batch, grid.seqlen_q, grid.seqlen_k)
+    device = slices.mask_types.device
+    points = random_points(NUM_POINTS, sizes, device)
+    h = _below(NUM_POINTS, grid.heads.q, device)
+    return _checks(program, tables, symbols, points, shown_by_bits(slices, points, h, grid), h)
+
+
+def shown_by_bits(slices: AttnSlices, points: Points, h: Tensor, grid: Grid) -> Tensor:
+    """Which points of the heads `h [num_points]` such slices show, bool `[num_points]`."""
+    assert slices.bits is not None
+    line = (points.b * grid.heads.q + h) * grid.blocks_q + points.q // BIT_BLOCK
+    number = line * grid.blocks_k + points.kv // BIT_BLOCK
+    mask_type, key = slices.mask_types[number].long(), points.kv % BIT_BLOCK
+    block = (mask_type - FIRST_BITS).clamp(min=0)
+    words = slices.bits[block, points.q % BIT_BLOCK, key // 32]
+    is_whole = slices.q_ranges[number, 0] < slices.q_ranges[number, 1]
+    return torch.where(mask_type >= FIRST_BITS, (words >> (key % 32)) & 1 != 0, is_whole)
+
+
 def _checks(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
     points: Points,
     shown: Tensor,
+    h: Tensor | None = None,
 ) -> list[MaskCheck]:
     named = names_of_captures(tables, symbols)
-    arguments = {"b": points.b, "h": torch.zeros_like(points.b), "q": points.q, "kv": points.kv}
-    wanted = at_points(program.functions["mask"], arguments, named).expand_as(shown)
+    h = torch.zeros_like(points.b) if h is None else h
+    arguments = {"b": points.b, "h": h, "q": points.q, "kv": points.kv}
+    wanted = (at_points(program.functions["mask"], arguments, named) != 0).expand_as(shown)
     checks = []
     for is_wrong, mask_mod, slices in (
         (wanted & ~shown, "shows", "hide"),

@@ -14,17 +14,22 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.sm90 import params
 from magi_compile.kernels.sm90.backward import launch as backward
 from magi_compile.kernels.sm90.forward import split_kv as parts
-from magi_compile.kernels.sm90.masks import mask_slices
+from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
+from magi_compile.kernels.sm90.masks.bits_source import bits_source
+from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
 from magi_compile.kernels.sm90.masks.source import mask_source
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import nvrtc
 from magi_compile.masks import MaskProgram
+from magi_compile.masks.program.source import functions
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.125)
 FORWARD = nvrtc.Variant("forward/params.cuh", "")
 BACKWARD = nvrtc.Variant("backward/params.cuh", "")
 _MASK = MaskProgram.parse("(q >= kv) & (t0[q] == t0[kv])")
 PROGRAM = mask_source(_MASK, _MASK.keys(64, []), (torch.int64,))
+_MASK_MOD = functions("def mask(q, kv, t0):\n    return t0[q] & t0[kv] > 0\n")["mask"]
+MASK_MOD = bits_source(mask_graph(_MASK_MOD, [torch.arange(9)], torch.device("cpu")), ())
 # In whose source each struct is.
 SOURCES = [
     (params.FORWARD, FORWARD),
@@ -43,6 +48,10 @@ SOURCES = [
         mask_slices.mask_variant(PROGRAM),
     ),
     (params.BLOCK_LISTS, mask_slices.lists_variant()),
+    (
+        params.mask_mod_params(MASK_MOD.num_words + len(MASK_MOD.checks) + 1),
+        mask_bits.bits_variant(MASK_MOD, None),
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ from magi_compile.kernels.sm90.backward import launch as backward
 from magi_compile.kernels.sm90.forward import launch as forward
 from magi_compile.kernels.sm90.forward import overlap as early
 from magi_compile.kernels.sm90.forward import split_kv as parts
-from magi_compile.kernels.sm90.masks import mask_slices
+from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Struct
@@ -36,7 +36,7 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    for module in (forward, parts, early, backward, planner, mask_slices):
+    for module in (forward, parts, early, backward, planner, mask_slices, mask_bits):
         monkeypatch.setattr(module, "load_function", load_function)
     for module in (forward, parts, early, backward):
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
@@ -54,6 +54,7 @@ def clear_caches() -> None:
     for cached in (forward._call, parts._call, planner._call, early._call, backward._prepared):
         cached.cache_clear()
     mask_slices._prepared.clear()
+    mask_bits._prepared.clear()
 
 
 def fill_zeros(address: int, num_words: int, stream: int) -> None:

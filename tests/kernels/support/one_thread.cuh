@@ -1,6 +1,8 @@
 // What `csrc/sm90/common/block.cuh` offers, and what CUDA does, for one thread of a CPU.
 #pragma once
 
+#include <math.h>
+
 #include <algorithm>
 #include <utility>
 

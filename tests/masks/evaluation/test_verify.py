@@ -3,7 +3,14 @@
 import torch
 
 from magi_compile.masks.evaluation import verify
-from magi_compile.masks.evaluation.verify import MaskSizes, points_of_slices, random_points
+from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
+from magi_compile.masks.evaluation.verify import (
+    MaskSizes,
+    check_bits,
+    points_of_slices,
+    random_points,
+)
+from magi_compile.masks.program.trace import read_mask_mod
 from magi_compile.masks.slices import AttnSlices
 
 CPU = torch.device("cpu")
@@ -30,3 +37,19 @@ def test_other_points_every_time_and_the_numbers_of_the_program_are_its_own():
     assert len(first.unique()) == 1000
     assert not torch.equal(first, second)
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_bits_are_looked_at_again():
+    """Of every head; a block that is not as the mask_mod says is seen."""
+
+    def mask_mod(b, h, q, kv):
+        return (q + h >= kv) & ((q ^ kv) % 4 != b)
+
+    program, grid = read_mask_mod(mask_mod).program, Grid(2, Heads(2, 2), 200, 300)
+    slices = slices_with_bits(mask_mod, grid, None, CPU)
+    assert all(check.ok for check in check_bits(program, [], [], slices, grid))
+    slices.bits[slices.mask_types.max() - 4] ^= -1
+    shows, hides = check_bits(program, [], [], slices, grid)
+    assert not shows.ok
+    assert not hides.ok
+    assert int(shows.values[1]) >= 128

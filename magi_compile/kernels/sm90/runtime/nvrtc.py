@@ -21,13 +21,14 @@ ARCH = "sm_90a"
 @dataclass(frozen=True)
 class Variant:
     """One kernel to compile: a file of `csrc/sm90`, its entry point, the macros that specialise it, and headers that
-    are made for it, by name."""
+    are made for it, by name; `is_exact` floats are those of IEEE 754, each operation rounded by itself."""
 
     source: str
     entry: str
     defines: tuple[tuple[str, str], ...] = ()
     headers: tuple[tuple[str, str], ...] = ()
     may_spill: bool = False
+    is_exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def _options(variant: Variant) -> list[str]:
     return [
         f"--gpu-architecture={ARCH}",
         "-std=c++17",
-        "--use_fast_math",
+        "--fmad=false" if variant.is_exact else "--use_fast_math",
         f"-I{source_dir()}",
         "--ptxas-options=-v",
         "--no-cache",  # what NVRTC takes from its own cache comes without the assembler's report

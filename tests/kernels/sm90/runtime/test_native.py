@@ -45,6 +45,7 @@ def cache_dir(tmp_path_factory):
     [
         "same_launches",
         "masks",
+        "mask_bits",
         "other_shapes",
         "same_tensors",
         "other_devices",

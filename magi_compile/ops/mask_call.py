@@ -1,0 +1,124 @@
+"""What the ops that evaluate masks are given, and what they have in common: their arguments, and the second opinion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile._checks import MaskCheck
+from magi_compile.masks import AttnSlices, MaskProgram
+from magi_compile.masks.block_lists import BlockLists
+from magi_compile.masks.evaluation.bit_blocks import Grid, Heads
+from magi_compile.masks.evaluation.verify import (
+    MaskSizes,
+    check_bits,
+    check_slices,
+    is_verified,
+    remember,
+)
+
+ARGUMENTS = (
+    "Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, SymInt capacity, "
+    "Device device, Tensor[] block_lists, SymInt[] block_size, bool verify"
+)
+
+
+class MaskCall(NamedTuple):
+    """The arguments of such an op.
+
+    Attributes:
+        tables: the captured tensors.
+        symbols: the captured ints.
+        program: the text of the mask program.
+        batch: number of batch entries.
+        seqlen_q: rows of each.
+        seqlen_k: keys of each.
+        capacity: room for slices of intervals.
+        device: where to compute.
+        block_lists: those of a BlockMask, or none.
+        block_size: rows and keys of a block of these.
+        verify: whether each call asks for a second opinion.
+        heads: of q and of keys, whose masks differ; 1 and 1 where all heads have the same mask.
+    """
+
+    tables: Sequence[Tensor]
+    symbols: Sequence[int]
+    program: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    capacity: int
+    device: torch.device
+    block_lists: Sequence[Tensor]
+    block_size: Sequence[int]
+    verify: bool = False
+    heads: Sequence[int] = (1, 1)
+
+    @classmethod
+    def of(cls, *arguments: object) -> MaskCall:
+        """The call of an op; AOTInductor passes None for an empty list."""
+        call = cls(*arguments)  # type: ignore[arg-type]
+        return call._replace(tables=call.tables or [], symbols=call.symbols or [])
+
+    @property
+    def mask(self) -> MaskProgram:
+        return MaskProgram.parse(self.program)
+
+    @property
+    def sizes(self) -> MaskSizes:
+        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The sizes by the names that functions have for them."""
+        return self.sizes._asdict()
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.batch, Heads(*self.heads), self.seqlen_q, self.seqlen_k)
+
+    @property
+    def lists(self) -> BlockLists | None:
+        return BlockLists(*self.block_lists) if self.block_lists else None
+
+    def slices(
+        self, lists: tuple[Tensor, Tensor, Tensor], bits: Tensor | None = None
+    ) -> AttnSlices:
+        """Slices of the mask, from q_ranges, k_ranges and mask_types."""
+        q_ranges, k_ranges, mask_types = lists
+        return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *self.grid.totals, bits)
+
+    def second_opinion(
+        self, slices: AttnSlices, tables: Sequence[Tensor] | None = None
+    ) -> list[MaskCheck]:
+        """That slices show what the mask_mod shows, where a process has not looked yet, or a user asks for it. They are those of
+        intervals, or with bits one for each block of the grid; `tables` are what the program reads, by default the captured tensors."""
+        if not self.verify and is_verified(self.known_as(slices)):
+            return []
+        mask, captured = self.mask, self.tables if tables is None else tables
+        if slices.bits is not None:
+            return check_bits(mask, captured, self.symbols, slices, self.grid)
+        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        return check_slices(mask, captured, self.symbols, lists, self.sizes)
+
+    def passed(self, slices: AttnSlices) -> None:
+        """The slices have passed the second opinion, or a GPU will say so if they have not."""
+        remember(self.known_as(slices))
+
+    def known_as(self, slices: AttnSlices) -> str:
+        return self.program if slices.bits is None else f"bits of {self.program}"
+
+
+def empty_where_broken(
+    lists: tuple[Tensor, Tensor, Tensor], checks: Sequence[MaskCheck]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices, of which nothing remains where a check fails on a GPU: it raises later there, so no kernel may meet the nonsense that
+    the data lead to."""
+    if not checks or lists[0].device.type != "cuda":
+        return lists
+    holds = torch.stack([check.ok for check in checks]).all()
+    q_ranges, k_ranges, mask_types = (x * holds for x in lists)
+    return q_ranges, k_ranges, mask_types
