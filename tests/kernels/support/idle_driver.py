@@ -36,7 +36,7 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    for module in (forward, parts, early, backward, planner, mask_slices):
+    for module in (forward, parts, early, backward, planner, mask_slices, mask_bits):
         monkeypatch.setattr(module, "load_function", load_function)
     for module in (forward, parts, early, backward):
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)

@@ -15,6 +15,7 @@ from magi_compile import _checks
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.kernel import CudaKernel
+from magi_compile.kernels.sm90.masks.mask_bits import mask_bits_on_device
 from magi_compile.kernels.sm90.masks.mask_slices import mask_slices_on_device
 from magi_compile.kernels.sm90.params import (
     BITS_BACKWARD,
@@ -22,6 +23,7 @@ from magi_compile.kernels.sm90.params import (
     BLOCK_LISTS,
     FORWARD,
     TILE_PLAN,
+    mask_mod_params,
     mask_program_params,
 )
 from magi_compile.kernels.sm90.planner import tile_plan as planner
@@ -29,6 +31,7 @@ from magi_compile.kernels.sm90.runtime import native
 from magi_compile.masks.evaluation import verify
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
+from magi_compile.ops import mask_bits as mask_bits_op
 from magi_compile.ops import mask_slices as mask_slices_op
 from magi_compile.ops.repeatable import REPEATABLE
 from tests.kernels.support import idle_driver
@@ -83,9 +86,10 @@ class Setup:
                 replace(PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits),
             )
         )
-        for module in (library, mask_slices_op):
+        for module in (library, mask_slices_op, mask_bits_op):
             module.hand_over_to_launcher = lambda: None
         mask_slices_op.mask_slices_kernel = lambda arch: mask_slices_on_device
+        mask_bits_op.mask_bits_kernel = lambda arch: mask_bits_on_device
         self.driver = ctypes.CDLL(driver)
         self.driver.get.restype = ctypes.POINTER(LaunchRecord)
         self.launcher = native.Launcher(native.build(), driver)
@@ -253,6 +257,28 @@ def bit_blocks(setup: Setup) -> None:
     # Intervals alone take other kernels.
     torch.ops.magi.ffa_fwd(q, k, v, lists(slices), plan_of(AttnSlices.full(ROWS)), *rest[2:])
     assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
+
+
+def mask_bits(setup: Setup) -> None:
+    """The slices of a mask_mod with bit blocks; what PyTorch computes in front of the kernel is computed in each call."""
+    code = "def mask(q, kv, t0):;;     return t0[q] & t0[kv] > 0"
+    whole, in_front = f"mask;; {code}", f"mask;; {code.replace('t0[kv]', 't0.flip(0)[kv]')}"
+    verify._verified.update(f"bits of {text}" for text in (whole, in_front))
+    sizes = (1, ROWS, ROWS, 0, torch.device("cpu"), [], [])
+    for repeats in (False, True):
+        table = torch.zeros(ROWS).long()
+        lists = torch.ops.magi.mask_bits([table], [], whole, *sizes, False, [1, 1])
+        assert [x.shape for x in lists] == [(9, 2), (9, 2), (9,), (10, 128, 4)]
+        launched, again = setup.in_python(), setup.repeated()
+        assert (len(launched), len(again)) == ((0, 1) if repeats else (1, 0))
+        ((*_, params),) = launched or again
+        field = idle_driver.fields(mask_mod_params((len(params) - 96) // 8), params)
+        assert field["words[0]"] == table.data_ptr()
+        assert field["fixed.bits"] == lists[3].data_ptr()
+        assert field["fixed.seqlen_k"] == ROWS
+    for _ in range(2):
+        torch.ops.magi.mask_bits([table], [], in_front, *sizes, False, [1, 1])
+        assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
 
 
 def other_shapes(setup: Setup) -> None:

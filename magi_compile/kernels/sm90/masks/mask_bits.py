@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from magi_compile.kernels.sm90.masks.bits_source import (
     TableWords,
     bits_source,
 )
-from magi_compile.kernels.sm90.masks.mask_graph import MaskGraph, mask_graph
+from magi_compile.kernels.sm90.masks.mask_graph import Values, mask_graph
 from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.params import mask_mod_params
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
@@ -39,13 +39,13 @@ class Prepared(NamedTuple):
     """What a call needs to know besides where tensors are.
 
     Attributes:
-        graph: of the mask_mod.
+        compute: gives the values of the nodes of `source.words`, from the captured tensors and ints.
         source: of the kernel.
         call: its buffers are the tensors of `source.words`, the two grids of block lists where there are some, then what it makes:
             q_ranges, k_ranges, mask_types, the bits, and a workspace. It launches nothing where there is no pair.
     """
 
-    graph: MaskGraph
+    compute: Callable[[Sequence[Tensor], Sequence[int]], Values]
     source: BitsSource
     call: Call
 
@@ -140,15 +140,9 @@ def prepare(
         _prepared[key] = found
     if isinstance(found, UnknownOperation):
         raise found
-    values = _values(found.graph, tables, symbols)
+    values = found.compute(tables, symbols)
     given = [_on(values[x.node], device) for x in found.source.words if isinstance(x, TableWords)]
     return [*given, *_grids(listed)], found
-
-
-def _values(graph: MaskGraph, tables: Sequence[Tensor], symbols: Sequence[int]) -> dict[Any, Any]:
-    """The values of all nodes that are the same for all pairs."""
-    computed = dict(zip(graph.constants, graph.compute(tables, symbols), strict=True))
-    return {**computed, **{node: tables[number] for node, number in graph.tables.items()}}
 
 
 def _on(table: Tensor, device: torch.device) -> Tensor:
@@ -172,7 +166,8 @@ def _prepare(
 ) -> Prepared:
     graph = mask_graph(program.functions["mask"], tables, device)
     source = bits_source(graph, program.names)
-    values = _values(graph, tables, symbols)
+    compute = graph.computing([word.node for word in source.words])
+    values = compute(tables, symbols)
     words: list[int | Pointer] = []
     num_tables = 0
     for word in source.words:
@@ -192,7 +187,7 @@ def _prepare(
     zeros = (0, 0, 0, 0, num_found + 2)
     made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
     if not count:
-        return Prepared(graph, source, Call(tuple(made), ()))
+        return Prepared(compute, source, Call(tuple(made), ()))
     grid.totals  # noqa: B018  (raises where there are too many rows or keys)
     pointers = [Pointer(first_made + i) for i in range(4)]
     fixed = {
@@ -208,7 +203,7 @@ def _prepare(
     params = mask_mod_params(len(words)).pack(fixed=fixed, words=words)
     function = load_function(bits_variant(source, listed), device.index)
     launch = Launch(function, count, _THREADS, params)
-    return Prepared(graph, source, Call(tuple(made), (launch,)))
+    return Prepared(compute, source, Call(tuple(made), (launch,)))
 
 
 def _list_fields(listed: Listed | None, first: int) -> dict[str, Any]:

@@ -18,26 +18,60 @@ from magi_compile import _compat
 from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.masks.program.source import INDICES, in_ops, parameters
 
+Values = dict[Node, Any]
+
 
 class MaskGraph(NamedTuple):
     """The graph of a mask_mod.
 
     Attributes:
+        module: the graph, with the tensors that it makes by itself.
         result: the node of the mask.
         indices: which of b, h, q and kv a node is.
         tables: which captured tensor a node is.
+        symbols: which captured int a node is.
         constants: nodes that are the same for all pairs and no captured tensors, of which others are made.
-        compute: gives their values, from the captured tensors and ints.
     """
 
+    module: GraphModule
     result: Node
     indices: dict[Node, str]
     tables: dict[Node, int]
+    symbols: dict[Node, int]
     constants: list[Node]
-    compute: Callable[..., Sequence[Any]]
 
-    def is_constant(self, node: Node) -> bool:
-        return node in self.tables or node in self.constants
+    def computing(
+        self, nodes: Sequence[Node]
+    ) -> Callable[[Sequence[Tensor], Sequence[int]], Values]:
+        """A function of the captured tensors and ints that gives the values of some constants and captured tensors."""
+        captured, computed = (
+            (*self.tables, *self.symbols),
+            [x for x in nodes if x in self.constants],
+        )
+        graph = Graph()
+        copies = {node: graph.placeholder(node.name) for node in captured}
+        needed, waiting = set(), list(computed)
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += node.all_input_nodes
+        for node in self.module.graph.nodes:
+            if node in needed and node not in copies:
+                copies[node] = graph.node_copy(node, copies.__getitem__)
+        graph.output(tuple(copies[node] for node in computed))
+        compiled = GraphModule(self.module, graph)
+
+        def compute(tables: Sequence[Tensor], numbers: Sequence[int]) -> Values:
+            found: Values = {node: tables[number] for node, number in self.tables.items()}
+            if computed:
+                symbols = [numbers[number] for number in self.symbols.values()]
+                with torch.no_grad():
+                    values = compiled(*found.values(), *symbols)
+                found.update(zip(computed, values, strict=True))
+            return found
+
+        return compute
 
 
 def mask_graph(
@@ -86,7 +120,9 @@ def mask_graph(
     for node in nodes:
         if any(x in moving for x in node.all_input_nodes):
             moving.add(node)
+    of_symbols = [int(name[1:]) for name in captures if name[0] == "s"]
     found = dict(zip(captured, of_tables, strict=False))
+    symbols = dict(zip(captured[len(of_tables) :], of_symbols, strict=True))
     constants = [
         node
         for node in nodes[:-1]
@@ -94,37 +130,4 @@ def mask_graph(
         and node not in found
         and (node is result or any(user in moving for user in node.users))
     ]
-    compute = _constants_of(module, captured, captures, of_tables, constants)
-    return MaskGraph(result, indices, found, constants, compute)
-
-
-def _constants_of(
-    module: GraphModule,
-    captured: Sequence[Node],
-    names: Sequence[str],
-    of_tables: Sequence[int],
-    constants: Sequence[Node],
-) -> Callable[..., Sequence[Any]]:
-    graph = Graph()
-    copies = {node: graph.placeholder(node.name) for node in captured}
-    needed, waiting = set(), list(constants)
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += node.all_input_nodes
-    for node in module.graph.nodes:
-        if node in needed and node not in copies:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-    graph.output(tuple(copies[node] for node in constants))
-    compiled = GraphModule(module, graph)
-    symbols = [int(name[1:]) for name in names if name[0] == "s"]
-
-    def compute(tables: Sequence[Tensor], numbers: Sequence[int]) -> Sequence[Any]:
-        if not constants:
-            return ()
-        given = [tables[i] for i in of_tables]
-        with torch.no_grad():
-            return compiled(*given, *(numbers[i] for i in symbols))
-
-    return compute
+    return MaskGraph(module, result, indices, found, symbols, constants)

@@ -46,6 +46,7 @@ def cache_dir(tmp_path_factory):
         "same_launches",
         "masks",
         "bit_blocks",
+        "mask_bits",
         "other_shapes",
         "same_tensors",
         "other_devices",
