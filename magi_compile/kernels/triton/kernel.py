@@ -204,10 +204,7 @@ class TritonKernel:
                 _scored_device_code().scored_forward_kernel[(len(q_tiles) * nheads_q,)](
                     *_with_strides(q, k, v, out),
                     lse,
-                    q_tiles,
-                    q_runs,
-                    q_edges,
-                    q_runs if bits is None else bits,
+                    *_walk(q_tiles, q_runs, q_edges, bits),
                     total_q,
                     nheads_q,
                     problem.qhead_per_kvhead,
@@ -250,10 +247,7 @@ class TritonKernel:
                 _scored_device_code().scored_dq_kernel[(len(q_tiles) * problem.nheads_q,)](
                     *tensors,
                     *_with_strides(dq),
-                    q_tiles,
-                    q_runs,
-                    q_edges,
-                    q_runs if bits is None else bits,
+                    *_walk(q_tiles, q_runs, q_edges, bits),
                     q.shape[0],
                     problem.nheads_q,
                     *scores,
@@ -270,10 +264,7 @@ class TritonKernel:
                 _scored_device_code().scored_dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
                     *tensors,
                     *_with_strides(dk, dv),
-                    k_tiles,
-                    k_runs,
-                    k_edges,
-                    k_runs if bits is None else bits,
+                    *_walk(k_tiles, k_runs, k_edges, bits),
                     q.shape[0],
                     problem.nheads_kv,
                     *scores,
@@ -302,6 +293,11 @@ def _device_code() -> ModuleType:
     from magi_compile.kernels.triton import device as triton_device
 
     return triton_device
+
+
+def _walk(tiles: Tensor, runs: Tensor, edges: Tensor, bits: Tensor | None) -> tuple[Tensor, ...]:
+    """A walk as the kernels take it; where there are no bits, something that nobody reads is in their place."""
+    return tiles, runs, edges, runs if bits is None else bits
 
 
 def _scored_device_code() -> ModuleType:
