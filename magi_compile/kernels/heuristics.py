@@ -320,11 +320,11 @@ def triton_config(problem: AttnProblem) -> TritonConfig:
         return _TRITON_SMALLEST if is_wide and head_dim > 128 else _TRITON_SMALL
     table = _TRITON_HOPPER if problem.device_arch == (9, 0) else _TRITON
     config = next(config for size, config in table.items() if head_dim <= size)
-    if not problem.has_bits:
+    if not problem.has_bits and not problem.has_score:
         return config
-    # Bits take the shared memory of a stage. Not measured yet.
+    # Bits take the shared memory of a stage, score programs that of all. Not measured yet.
     forward, dq, dkdv = (
-        launch._replace(num_stages=max(1, launch.num_stages - 1))
+        launch._replace(num_stages=1 if problem.has_score else max(1, launch.num_stages - 1))
         for launch in (config.forward, config.dq, config.dkdv)
     )
     return replace(config, forward=forward, dq=dq, dkdv=dkdv)

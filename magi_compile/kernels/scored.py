@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.score.program import ScoreCall
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class ScoredBackwardOutput(NamedTuple):
@@ -22,6 +24,13 @@ class ScoredBackwardOutput(NamedTuple):
 class ScoredKernel(Protocol):
     """The scores of a visible pair are `program(softmax_scale * q @ k, b, h, q, kv)`; what a score_mod gives for a hidden pair
     counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing."""
+
+    def score_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        """Every reason why this kernel can not run the program with captured tensors of these dtypes and numbers of dimensions; empty
+        when it can."""
+        ...
 
     def scored_forward(
         self,

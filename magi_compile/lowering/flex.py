@@ -78,6 +78,8 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
             kernel = select(problem, options.kernel).name
         except NotImplementedError as error:
             reasons.append(str(error))
+    if kernel is not None and scores.read is not None:
+        reasons += scores.refusals(load(kernel))
     return Analysis(tuple(reasons), problem, way, scores, kernel)
 
 

@@ -9,6 +9,8 @@ import torch
 from torch.fx import Node
 
 from magi_compile import _compat
+from magi_compile.kernels.base import Kernel
+from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import SCORES_NOT_MEASURED
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, is_tensor
@@ -54,6 +56,13 @@ class Scores:
     @property
     def program(self) -> ScoreProgram | None:
         return None if self.read is None else self.read.program
+
+    def refusals(self, kernel: Kernel) -> list[str]:
+        """Why a kernel that takes score programs can not run this one."""
+        assert self.read is not None
+        assert isinstance(kernel, ScoredKernel)
+        reasons = kernel.score_refusals(self.read.program, self.read.dtypes, self.read.ranks)
+        return [f"{kernel.name} {reason}" for reason in reasons]
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:
         """The tensors and the ints of the program: captured, or computed of nothing else in front of the call, where autograd sees

@@ -347,8 +347,7 @@ def _of_dtensors(
 ) -> Any:
     """`flex_attention` of DTensors; `others` are its arguments that no rank has to change."""
     shards = shards_of({"query": query, "key": key, "value": value}, PADDED)
-    if torch.compiler.is_dynamo_compiling():
-        score_mod = shifted_score_mod(score_mod, shards)
+    score_mod = shifted_score_mod(score_mod, shards)
     block_mask = block_mask_of(block_mask, shards)
     result = flex_attention(*shards[:3], score_mod, block_mask, **others)
     if isinstance(result, Tensor):

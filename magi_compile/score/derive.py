@@ -147,6 +147,10 @@ def _check_numbers(whole: GraphModule) -> None:
             (result,) = node.all_input_nodes or (None,)
             if result is None or not isinstance(result.meta["val"], Tensor):
                 refuse("it returns no tensor")
+            dtype = result.meta["val"].dtype
+            if dtype not in (torch.float32, torch.float64):
+                # FlexAttention goes on in that dtype in eager code, and in fp32 where it is compiled.
+                refuse(f"it returns {dtype}; convert the new score to torch.float32")
         elif node.op == "placeholder":
             if node.users and node.name.startswith("t"):
                 user = next(iter(node.users))
@@ -181,9 +185,7 @@ def _derivatives(
         by_name = dict(zip((node.name for node in taken), leaves, strict=True))
         with torch.enable_grad():
             out = interpreter.run(*(by_name.get(node.name) for node in inputs))
-            result = out.float() if out.requires_grad and not out.is_complex() else None
-            if out.is_complex():
-                refuse("it returns a complex number")
+            result = out.float() if out.requires_grad else None
         if result is None:
             return [None for _ in wanted]
         leaves = [leaves[i] for i in wanted]

@@ -34,11 +34,15 @@ class ScoreRead(NamedTuple):
         program: what it computes.
         tables: what gives its tensors, in the order of their numbers: nodes of the graph that was read.
         symbols: the same of its ints.
+        dtypes: of the tensors.
+        ranks: how many dimensions these have.
     """
 
     program: ScoreProgram
     tables: list[Node]
     symbols: list[Node]
+    dtypes: list[torch.dtype]
+    ranks: list[int]
 
 
 class _Found(NamedTuple):
@@ -47,6 +51,8 @@ class _Found(NamedTuple):
     program: ScoreProgram
     tables: list[int]
     symbols: list[int]
+    dtypes: list[torch.dtype]
+    ranks: list[int]
 
 
 _known: OrderedDict[Any, _Found] = OrderedDict()  # by what they were made of
@@ -151,9 +157,10 @@ class _Reader:
             _known[key] = self._found(nodes)
             if len(_known) > _MOST_KEPT:
                 _known.popitem(last=False)
-        program, tables, symbols = _known[key]
+        program, tables, symbols, dtypes, ranks = _known[key]
         given = [*self.captured, *nodes]
-        return ScoreRead(program, [given[i] for i in tables], [given[i] for i in symbols])
+        of_tables, of_symbols = ([given[i] for i in numbers] for numbers in (tables, symbols))
+        return ScoreRead(program, of_tables, of_symbols, dtypes, ranks)
 
     def _key(self, nodes: list[Node]) -> Any:
         """What a program is made of."""
@@ -175,7 +182,13 @@ class _Reader:
                 self._title(nodes, symbols), derive(body, given, len(symbols), mode)
             )
         order = [*self.captured, *nodes]
-        return _Found(program, [order.index(x) for x in tables], [order.index(x) for x in symbols])
+        return _Found(
+            program,
+            [order.index(x) for x in tables],
+            [order.index(x) for x in symbols],
+            [examples[x].dtype for x in tables],
+            [examples[x].dim() for x in tables],
+        )
 
     def _examples(self, nodes: list[Node], mode: Any) -> dict[Node, Any]:
         """A tensor without values for each node, with the sizes that are at hand."""

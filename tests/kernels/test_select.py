@@ -141,3 +141,19 @@ def test_who_evaluates_masks(name, monkeypatch):
     monkeypatch.setitem(sys.modules, f"magi_compile.kernels.sm90.masks.{name}", None)
     assert kernel_of((9, 0)) is None
     kernel_of.cache_clear()
+
+
+def test_score_programs_need_a_kernel_that_has_them():
+    problem = replace(PROBLEM, has_score=True)
+    assert select(problem).name == "cpu"
+    with pytest.raises(NotImplementedError, match="has no score_mods but a scale and a soft-cap"):
+        select(problem, "reference")
+
+
+def test_score_programs_on_a_gpu_are_for_those_who_ask():
+    problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), has_score=True)
+    with pytest.raises(NotImplementedError, match="are not measured on a GPU yet"):
+        select(problem)
+    reasons = refusals_by_kernel(problem)
+    assert "has no score_mods but a scale and a soft-cap" in reasons["cuda"]
+    assert not any("score_mods" in reason for reason in reasons["triton"])

@@ -151,7 +151,9 @@ REFUSED = {
     "a row": (lambda s, b, h, q, kv: s + TABLE.expand(4, 3)[h].sum(), "a whole captured tensor"),
     "a constant": (lambda s, b, h, q, kv: torch.ones(()), "the same for all scores"),
     "a number": (lambda s, b, h, q, kv: 1.0, "returns float, not a score"),
-    "complex": (lambda s, *_: torch.complex(s, s), "complex"),
+    "complex": (lambda s, *_: torch.complex(s, s), r"it returns torch.complex64; convert"),
+    "bf16": (lambda s, *_: s.bfloat16(), r"it returns torch.bfloat16; convert the new score to"),
+    "an int": (lambda s, b, h, q, kv: q - kv, r"it returns torch.int32; convert the new score"),
 }
 
 

@@ -7,7 +7,7 @@ and values expanded over the group without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from magi_compile.kernels.cpu.scores import ScoredTiles
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.kernels.scored import ScoredBackwardOutput
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.score.program import ScoreCall
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -84,6 +84,11 @@ class CpuKernel:
         attend = partial(_forward_softcap if problem.softcap else _forward_flash, problem=problem)
         output = self._forward(q, k, v, slices, plan, problem, attend)
         return merge_prior(output, prior, out_dtype or q.dtype)
+
+    def score_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        return []
 
     def scored_forward(
         self,

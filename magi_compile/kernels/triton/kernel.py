@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -26,8 +26,13 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.scored import ScoredBackwardOutput
+from magi_compile.kernels.triton.score_expressions import NoTritonCode
+from magi_compile.kernels.triton.score_source import score_source
+from magi_compile.kernels.triton.scored import ScoreArguments, refuse_atomics, totals_of
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_ARCH = (8, 0)
@@ -176,12 +181,136 @@ class TritonKernel:
                 )
         return BackwardOutput(dq, dk, dv)
 
+    def scored_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+    ) -> ForwardOutput:
+        q_tiles, q_runs, q_edges, sizes, *_ = plan
+        bits = None if slices is None else slices.bits
+        check_sizes(sizes, plan_tiles(problem, self.name))
+        config = triton_config(problem)
+        total_q, nheads_q, _ = q.shape
+        out = output_like(q, problem.head_dim_v)
+        lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
+        given = ScoreArguments.of(score)
+        if out.numel():
+            with torch.cuda.device_of(q):
+                _scored_device_code().scored_forward_kernel[(len(q_tiles) * nheads_q,)](
+                    *_with_strides(q, k, v, out),
+                    lse,
+                    *_walk(q_tiles, q_runs, q_edges, bits),
+                    total_q,
+                    nheads_q,
+                    problem.qhead_per_kvhead,
+                    problem.softmax_scale,
+                    *given.positional(q_runs),
+                    SCORES=given.functions.scores,
+                    TILE_ROWS=config.q_tile_rows,
+                    BLOCK_COLS=config.q_block_cols,
+                    **_scored_sizes(problem, score, bits),
+                    **config.forward._asdict(),
+                )
+        return ForwardOutput(out, lse)
+
+    def scored_backward(
+        self,
+        grads: Grads,
+        saved: Saved,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+        wanted: list[int],
+        *,
+        deterministic: bool,
+    ) -> ScoredBackwardOutput:
+        refuse_atomics(wanted, deterministic)
+        q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
+        bits = None if slices is None else slices.bits
+        check_sizes(sizes, plan_tiles(problem, self.name))
+        config = triton_config(problem)
+        (dout, dlse), (q, k, v, out, lse) = grads, saved
+        lse = lse.contiguous()
+        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+        given, totals = ScoreArguments.of(score, tuple(wanted)), totals_of(score, wanted)
+        functions = {"SCORES": given.functions.scores, "SLOPES": given.functions.slopes}
+        with torch.cuda.device_of(q):
+            tensors = (*_with_strides(q, k, v, dout), lse, _delta(out, dout, dlse))
+            scores = (problem.qhead_per_kvhead, problem.softmax_scale, *given.positional(q_runs))
+            if dq.numel():
+                _scored_device_code().scored_dq_kernel[(len(q_tiles) * problem.nheads_q,)](
+                    *tensors,
+                    *_with_strides(dq),
+                    *_walk(q_tiles, q_runs, q_edges, bits),
+                    q.shape[0],
+                    problem.nheads_q,
+                    *scores,
+                    tuple(totals) or (q_runs,),
+                    ADD_GRADIENTS=given.functions.add_gradients,
+                    HAS_TOTALS=bool(wanted),
+                    TILE_ROWS=config.q_tile_rows,
+                    BLOCK_COLS=config.q_block_cols,
+                    **functions,
+                    **_scored_sizes(problem, score, bits),
+                    **config.dq._asdict(),
+                )
+            if dk.numel():
+                _scored_device_code().scored_dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
+                    *tensors,
+                    *_with_strides(dk, dv),
+                    *_walk(k_tiles, k_runs, k_edges, bits),
+                    q.shape[0],
+                    problem.nheads_kv,
+                    *scores,
+                    TILE_ROWS=config.k_tile_rows,
+                    BLOCK_COLS=config.k_block_cols,
+                    **functions,
+                    **_scored_sizes(problem, score, bits),
+                    **config.dkdv._asdict(),
+                )
+        return ScoredBackwardOutput(
+            BackwardOutput(dq, dk, dv), [totals[number] for number in wanted]
+        )
+
+    def score_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        try:
+            score_source(program.text, dtypes, ranks, program.differentiable_tables)
+        except NoTritonCode as error:
+            return [f"has no code for the score_mod: {error}"]
+        return []
+
 
 def _device_code() -> ModuleType:
     """The module of the Triton functions, imported at first use: it needs Triton."""
     from magi_compile.kernels.triton import device as triton_device
 
     return triton_device
+
+
+def _walk(tiles: Tensor, runs: Tensor, edges: Tensor, bits: Tensor | None) -> tuple[Tensor, ...]:
+    """A walk as the kernels take it; where there are no bits, something that nobody reads is in their place."""
+    return tiles, runs, edges, runs if bits is None else bits
+
+
+def _scored_device_code() -> ModuleType:
+    """The same of attention with a score program."""
+    from magi_compile.kernels.triton import device_scores
+
+    return device_scores
+
+
+def _scored_sizes(problem: AttnProblem, score: ScoreCall, bits: Tensor | None) -> dict[str, Any]:
+    sizes = _sizes(problem)
+    del sizes["HAS_SOFTCAP"]
+    return {**sizes, "HAS_BITS": bits is not None, "BY_ENTRY": score.nheads > 1}
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:

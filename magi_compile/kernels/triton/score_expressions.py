@@ -1,0 +1,262 @@
+"""ATen operations of numbers as expressions of Triton, in the dtypes in which PyTorch computes them."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from magi_compile.masks.program.source import name_of
+
+_DTYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.int64: "tl.int64",
+    torch.int32: "tl.int32",
+    torch.int16: "tl.int16",
+    torch.int8: "tl.int8",
+    torch.uint8: "tl.uint8",
+    torch.bool: "tl.int1",
+}
+
+# Of operands in the dtype that PyTorch computes in.
+_ARITHMETIC = {
+    "add": "({} + {})",
+    "sub": "({} - {})",
+    "mul": "({} * {})",
+    "neg": "(-{})",
+    "abs": "tl.abs({})",
+    "reciprocal": "(1.0 / {})",
+    "exp": "tl.exp({})",
+    "exp2": "tl.exp2({})",
+    "log": "tl.log({})",
+    "log2": "tl.log2({})",
+    "sqrt": "tl.sqrt({})",
+    "rsqrt": "(1.0 / tl.sqrt({}))",
+    "sin": "tl.sin({})",
+    "cos": "tl.cos({})",
+    "erf": "tl.erf({})",
+    "floor": "tl.floor({})",
+    "ceil": "tl.ceil({})",
+    "sigmoid": "tl.sigmoid({})",
+    "tanh": "(2 * tl.sigmoid(2 * {}) - 1)",
+    "maximum": "tl.maximum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": "tl.minimum({}, {}, propagate_nan=tl.PropagateNan.ALL)",
+    "bitwise_and": "({} & {})",
+    "bitwise_or": "({} | {})",
+    "bitwise_xor": "({} ^ {})",
+}
+_COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+_SYMBOLIC = {operator.add: "+", operator.sub: "-", operator.mul: "*"}
+
+
+class NoTritonCode(NotImplementedError):
+    """An operation of a score program that is not written in Triton."""
+
+
+class Operand:
+    """An argument of a node: another node, or a number."""
+
+    def __init__(self, value: Any, known: dict[Node, str]):
+        self.value, self.known = value, known
+
+    def in_dtype(self, dtype: torch.dtype | None) -> str:
+        """Its text, converted to `dtype`, or as it is."""
+        if not isinstance(self.value, Node):
+            return _number(self.value, dtype)
+        text = self.known[self.value]
+        example = self.value.meta["val"]
+        if not isinstance(example, Tensor) or dtype in (None, example.dtype):
+            return text
+        if dtype == torch.bool:
+            return f"({text} != 0)"
+        return f"{text}.to({_DTYPES[dtype]})"  # type: ignore[index]
+
+
+def _number(value: Any, dtype: torch.dtype | None) -> str:
+    if isinstance(value, bool):
+        return repr(value)
+    if isinstance(value, (int, float)):
+        if dtype is not None and dtype.is_floating_point:
+            value = float(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"float('{value}')"
+        return f"({value!r})"
+    raise NoTritonCode(f"the constant {value!r} is not written in Triton")
+
+
+def expression(node: Node, known: dict[Node, str]) -> str:
+    """One ATen operation of numbers, in Triton.
+
+    Args:
+        node: a call of the operation.
+        known: the names of the nodes in front of it.
+
+    Returns:
+        An expression of the dtype that PyTorch gives.
+
+    Raises:
+        NoTritonCode: it is not written in Triton.
+    """
+    name, example = name_of(node.target), node.meta["val"]
+    arguments = [Operand(x, known) for x in node.args]
+    if node.target in _SYMBOLIC:
+        left, right = (x.in_dtype(None) for x in arguments)
+        return f"({left} {_SYMBOLIC[node.target]} {right})"  # type: ignore[index]
+    if not isinstance(example, Tensor):
+        raise NoTritonCode(f"`{name}` of captured ints is not written in Triton")
+    if example.dtype not in _DTYPES:
+        raise NoTritonCode(f"`{name}` in {example.dtype} is not written in Triton")
+    write = _SPECIAL.get(name)
+    if write is not None:
+        return write(node, arguments)
+    tensors = [x.meta["val"] for x in node.all_input_nodes if isinstance(x.meta["val"], Tensor)]
+    if node.kwargs:
+        raise NoTritonCode(f"`{name}` with {', '.join(node.kwargs)} is not written in Triton")
+    if name in _COMPARISONS:
+        dtype = _compared_in(node)
+        left, right = (x.in_dtype(dtype) for x in arguments)
+        return f"({left} {_COMPARISONS[name]} {right})"
+    if name in ("logical_and", "logical_or"):
+        left, right = (x.in_dtype(torch.bool) for x in arguments)
+        return f"({left} {'&' if name == 'logical_and' else '|'} {right})"
+    pattern = _ARITHMETIC.get(name)
+    if pattern is None or pattern.count("{}") != len(arguments) or not tensors:
+        raise NoTritonCode(f"`{name}` is not written in Triton")
+    # In 16 bits PyTorch computes in fp32 and rounds the result.
+    dtype = torch.float32 if _is_short(example.dtype) else example.dtype
+    text = pattern.format(*(x.in_dtype(dtype) for x in arguments))
+    return f"{text}.to({_DTYPES[example.dtype]})"
+
+
+def _is_short(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
+
+
+def _compared_in(node: Node) -> torch.dtype:
+    values: list[Any] = [x.meta["val"] if isinstance(x, Node) else x for x in node.args]
+    values = [x if isinstance(x, (Tensor, bool, int, float)) else 8 for x in values]
+    dtype = torch.result_type(*values)
+    return torch.float32 if _is_short(dtype) else dtype
+
+
+def _where(node: Node, arguments: list[Operand]) -> str:
+    condition, left, right = arguments
+    dtype = node.meta["val"].dtype
+    cond = condition.in_dtype(torch.bool)
+    # Of blocks, so that numbers have a dtype.
+    return f"tl.where({cond}, {left.in_dtype(dtype)}, {right.in_dtype(dtype)}).to({_DTYPES[dtype]})"
+
+
+def _clamp(node: Node, arguments: list[Operand]) -> str:
+    dtype = node.meta["val"].dtype
+    text, *ends = arguments
+    result = text.in_dtype(dtype)
+    for end, function in zip(ends, ("maximum", "minimum"), strict=False):
+        if end.value is not None:
+            result = (
+                f"tl.{function}({result}, {end.in_dtype(dtype)}, propagate_nan=tl.PropagateNan.ALL)"
+            )
+    return f"({result}).to({_DTYPES[dtype]})"
+
+
+def _converted(node: Node, arguments: list[Operand]) -> str:
+    return arguments[0].in_dtype(node.meta["val"].dtype)
+
+
+def _constant(node: Node, arguments: list[Operand]) -> str:
+    dtype = node.meta["val"].dtype
+    value = {"zeros_like": 0, "ones_like": 1, "zeros": 0, "ones": 1}.get(name_of(node.target))
+    if value is None:
+        value = arguments[-1].value
+    if isinstance(value, Node):
+        raise NoTritonCode("a constant of a captured int is not written in Triton")
+    return f"tl.full([1, 1], {_number(value, dtype)}, {_DTYPES[dtype]})"
+
+
+def _not(node: Node, arguments: list[Operand]) -> str:
+    if name_of(node.target) == "logical_not" or node.meta["val"].dtype == torch.bool:
+        return f"({arguments[0].in_dtype(torch.bool)} == 0)"
+    return f"(~{arguments[0].in_dtype(None)})"
+
+
+def _relu(node: Node, arguments: list[Operand]) -> str:
+    text = arguments[0].in_dtype(None)
+    return f"tl.where({text} < 0, {text} * 0, {text})"
+
+
+def _sign(node: Node, arguments: list[Operand]) -> str:
+    text = arguments[0].in_dtype(None)
+    return f"(({text} > 0).to({_DTYPES[node.meta['val'].dtype]}) - ({text} < 0).to({_DTYPES[node.meta['val'].dtype]}))"
+
+
+def _remainder(node: Node, arguments: list[Operand]) -> str:
+    """The sign is that of the divisor."""
+    dtype = node.meta["val"].dtype
+    if dtype.is_floating_point:
+        raise NoTritonCode("`remainder` of floats is not written in Triton")
+    x, y = (argument.in_dtype(dtype) for argument in arguments)
+    return f"((({x} % {y}) + {y}) % {y}).to({_DTYPES[dtype]})"
+
+
+def _divided(node: Node, arguments: list[Operand]) -> str:
+    """Quotients; of ints rounded down where that is asked for."""
+    dtype, mode = node.meta["val"].dtype, node.kwargs.get("rounding_mode")
+    x, y = (
+        argument.in_dtype(torch.float32 if _is_short(dtype) else dtype) for argument in arguments
+    )
+    if mode is None and name_of(node.target) == "div":
+        return f"({x} / {y}).to({_DTYPES[dtype]})"
+    if dtype.is_floating_point:
+        return f"tl.floor({x} / {y}).to({_DTYPES[dtype]})" if mode != "trunc" else _refuse_trunc()
+    if mode == "trunc":
+        return f"({x} // {y}).to({_DTYPES[dtype]})"
+    rest = f"((({x} % {y}) + {y}) % {y})"
+    return f"(({x} - {rest}) // {y}).to({_DTYPES[dtype]})"
+
+
+def _refuse_trunc() -> str:
+    raise NoTritonCode("`div` of floats with rounding_mode='trunc' is not written in Triton")
+
+
+def _power(node: Node, arguments: list[Operand]) -> str:
+    base, exponent = arguments
+    dtype = node.meta["val"].dtype
+    if exponent.value not in (1, 2, 3, 4):
+        raise NoTritonCode(f"`pow` with the exponent {exponent.value} is not written in Triton")
+    text = base.in_dtype(torch.float32 if _is_short(dtype) else dtype)
+    return f"({' * '.join([text] * int(exponent.value))}).to({_DTYPES[dtype]})"
+
+
+_SPECIAL: dict[str, Callable[[Node, list[Operand]], str]] = {
+    "where": _where,
+    "clamp": _clamp,
+    "_to_copy": _converted,
+    "to_copy": _converted,
+    "convert_element_type": _converted,
+    "clone": _converted,
+    "expand": _converted,
+    "scalar_tensor": _constant,
+    "full": _constant,
+    "full_like": _constant,
+    "zeros_like": _constant,
+    "ones_like": _constant,
+    "zeros": _constant,
+    "ones": _constant,
+    "logical_not": _not,
+    "bitwise_not": _not,
+    "relu": _relu,
+    "sign": _sign,
+    "sgn": _sign,
+    "remainder": _remainder,
+    "div": _divided,
+    "floor_divide": _divided,
+    "pow": _power,
+}

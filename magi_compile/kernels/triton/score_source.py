@@ -1,0 +1,203 @@
+"""Triton code of a score program: its ATen operations, each as an expression of Triton's.
+
+Three functions, of blocks of scores `[rows, cols]` and of indices that fit them: `scores` gives the new scores, `slopes` the gradients
+of the old ones, `add_gradients` adds those of the look-ups to fp32 totals. Every look-up stays inside its tensor: what is out of bounds
+reads 0 at hidden pairs, and is an error at visible ones where Triton checks assertions (`TRITON_DEBUG=1`).
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from magi_compile import _compat
+from magi_compile.kernels.triton.score_expressions import NoTritonCode, Operand, expression
+from magi_compile.masks.program.source import INDICES, parameters
+from magi_compile.score.program import Look, ScoreProgram
+
+SCORE_ARGUMENTS = ("score", *INDICES)
+
+
+class ScoreFunctions(NamedTuple):
+    """Triton functions of a program."""
+
+    scores: Any
+    slopes: Any
+    add_gradients: Any
+
+
+@lru_cache(maxsize=256)
+def score_functions(
+    text: str, dtypes: tuple[torch.dtype, ...], ranks: tuple[int, ...], wanted: tuple[int, ...]
+) -> ScoreFunctions:
+    """The functions of a program, for captured tensors of these dtypes and numbers of dimensions, and with the gradients of those that are
+    `wanted`.
+
+    Raises:
+        NoTritonCode: an operation is not written in Triton.
+    """
+    source = score_source(text, dtypes, ranks, wanted)
+    name = f"<score program {abs(hash(source)):x}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    module: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, name, "exec"), module)
+    return ScoreFunctions(*(module[field] for field in ScoreFunctions._fields))
+
+
+def score_source(
+    text: str, dtypes: Sequence[torch.dtype], ranks: Sequence[int], wanted: Sequence[int]
+) -> str:
+    """The text of the functions."""
+    program = ScoreProgram.parse(text)
+    head = "import triton\nimport triton.language as tl\n\n\n"
+    given = f"{', '.join(SCORE_ARGUMENTS)}, shown, tables, sizes, symbols"
+    writer = _Writer(program, dtypes, ranks)
+    gradients = [look for look in program.looks if look.table in wanted]
+    gradients = [look for look in gradients if look.derivative in program.functions]
+    scores = [*writer.look_ups("score"), *writer.result("score")]
+    slopes = [*writer.look_ups("d_score"), *writer.result("d_score")]
+    added = [
+        *writer.look_ups(*(look.derivative for look in gradients), taken=gradients),
+        *(line for look in gradients for line in writer.gradient(look)),
+        "    return\n",
+    ]
+    return head + "\n\n".join(
+        (
+            f"@triton.jit\ndef scores({given}):\n{''.join(scores)}",
+            f"@triton.jit\ndef slopes(g, {given}):\n{''.join(slopes)}",
+            f"@triton.jit\ndef add_gradients(totals, g, {given}):\n{''.join(added)}",
+        )
+    )
+
+
+class _Writer:
+    def __init__(self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]):
+        self.program, self.ranks = program, ranks
+        self.first = [sum(ranks[:i]) for i in range(len(ranks))]  # among the sizes
+        self.mode = _compat.symbolic_fake_mode()
+        with self.mode:
+            kinds = {
+                **dict.fromkeys(("score", "g"), torch.float32),
+                **dict.fromkeys(INDICES, torch.int32),
+                **{look.name: dtypes[look.table] for look in program.looks},
+            }
+            self.examples: dict[str, Any] = {
+                name: torch.empty((), dtype=dtype) for name, dtype in kinds.items()
+            }
+        for i in range(program.num_symbols):
+            self.examples[f"s{i}"] = _compat.symbolic_int(self.mode, f"s{i}")
+        self.count = 0
+
+    def look_ups(self, *names: str, taken: Sequence[Look] = ()) -> list[str]:
+        """Lines that load what these functions take, and all that is `taken`, and say from where."""
+        needed = {look.name for look in taken}
+        for name in names:
+            if name in self.program.functions:
+                needed |= set(parameters(self.program.functions[name]))
+        for look in reversed(self.program.looks):
+            if look.name in needed:
+                for name in look.indices:
+                    needed |= set(parameters(self.program.functions[name]))
+        lines = [f"    s{i} = symbols[{i}]\n" for i in range(self.program.num_symbols)]
+        for look in self.program.looks:
+            if look.name not in needed:
+                continue
+            place, inside = "0", []
+            for dim, name in enumerate(look.indices):
+                result, body = self.body(name)
+                size = f"sizes[{self.first[look.table] + dim}]"
+                index = f"{look.name}_{dim}"
+                lines += body
+                lines.append(f"    {index} = ({result}).to(tl.int64)\n")
+                lines.append(f"    {index} = tl.where({index} < 0, {index} + {size}, {index})\n")
+                inside.append(f"({index} >= 0) & ({index} < {size})")
+                place = f"({place} * {size} + {index})" if dim else index
+            pointer = f"tables[{look.table}]"
+            if not inside:
+                lines.append(f"    {look.name} = tl.load({pointer})\n")
+            else:
+                lines.append(f"    {look.name}_in = {' & '.join(inside)}\n")
+                lines.append(f"    {look.name}_at = {place}\n")
+                lines.append(
+                    f"    tl.device_assert({look.name}_in | (shown == 0), 'a score_mod looks up what is out of bounds')\n"
+                )
+                lines.append(
+                    f"    {look.name} = tl.load({pointer} + {look.name}_at, mask={look.name}_in, other=0)\n"
+                )
+            if self.examples[look.name].dtype == torch.bool:
+                lines.append(f"    {look.name} = {look.name} != 0\n")
+        return lines
+
+    def result(self, name: str) -> list[str]:
+        """Lines that return the value of a function as a block in fp32; one that is not there is zero."""
+        if name not in self.program.functions:
+            return ["    return tl.zeros_like(score)\n"]
+        result, lines = self.body(name)
+        return [*lines, f"    return ({result}).to(tl.float32) + tl.zeros_like(score)\n"]
+
+    def gradient(self, look: Look) -> list[str]:
+        """Lines that add the gradients of a look-up to those of its tensor."""
+        result, lines = self.body(look.derivative)
+        value = f"({result}).to(tl.float32) + tl.zeros_like(score)"
+        lines.append(f"    value = tl.where(shown, {value}, 0.0)\n")
+        total = f"totals[{look.table}]"
+        if not look.indices:
+            added = f"{total}, tl.sum(tl.sum(value, 1), 0)"
+            return [*lines, f"    tl.atomic_add({added}, sem='relaxed')\n"]
+        at, inside = f"{look.name}_at", f"{look.name}_in"
+        axis = self.constant_axis(look)
+        if axis is not None:
+            # Of one place along an axis there is one addition: fewer of them, and rounded less often.
+            lines.append(f"    value = tl.sum(value, {axis}, keep_dims=True)\n")
+            at, inside = (
+                f"{at} + tl.zeros_like(value).to(tl.int64)",
+                f"{inside} & (tl.zeros_like(value) == 0)",
+            )
+        else:
+            at, inside = f"{at} + tl.zeros_like(score).to(tl.int64)", f"{inside} & shown"
+        added = f"{total} + {at}, value, mask={inside}"
+        return [*lines, f"    tl.atomic_add({added}, sem='relaxed')\n"]
+
+    def constant_axis(self, look: Look) -> int | None:
+        """Along which axis of a block, whose rows are queries, a look-up is the same."""
+        names: set[str] = set()
+        waiting = [look]
+        while waiting:
+            taken = [parameters(self.program.functions[f]) for f in waiting.pop().indices]
+            names.update(*taken)
+            waiting += [x for x in self.program.looks if any(x.name in found for found in taken)]
+        if "score" in names:
+            return None
+        if "kv" not in names:
+            return 1
+        return 0 if not names & {"b", "h", "q"} else None
+
+    def body(self, name: str) -> tuple[str, list[str]]:
+        """The value of a function as an expression, behind these lines."""
+        function = self.program.functions[name]
+        names = parameters(function)
+        gm = _compat.traced_to_aten(
+            lambda *args: function(*args),
+            [self.examples[name] for name in names],
+            self.mode,
+            decompose=True,
+        )
+        known: dict[Node, str] = {}
+        lines = []
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                known[node] = names[len(known)]
+            elif node.op == "call_function":
+                self.count += 1
+                known[node] = f"x{self.count}"
+                lines.append(f"    x{self.count} = {expression(node, known)}\n")
+            elif node.op == "output":
+                return Operand(node.args[0], known).in_dtype(None), lines
+            else:
+                raise NoTritonCode(f"`{node.op} {node.target}` is not written in Triton")
+        raise AssertionError(gm.graph)

@@ -1,0 +1,116 @@
+"""Score programs of the Triton kernel in Triton's CPU interpreter, in fp32.
+
+Not collected: `test_scored.py` runs this file in a process of its own with TRITON_INTERPRET=1, because Triton
+chooses its interpreter for good when it is first imported.
+"""
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from magi_compile import AttnSlices
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
+from magi_compile.kernels.triton import TritonKernel
+from magi_compile.masks.block_mask import convert_any_block_mask
+from magi_compile.masks.evaluation.bit_blocks import Heads
+from magi_compile.score.program import ScoreCall
+from magi_compile.score.read import trace_score_program
+from tests.score.score_mods import (
+    BATCH,
+    CASES,
+    DIM,
+    HEADS,
+    HEADS_KV,
+    SEQLEN,
+    assert_as_good_as_plain,
+    causal,
+    qkv,
+    scattered,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
+CPU = torch.device("cpu")
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture(autouse=True)
+def _scalars_are_indices(monkeypatch):
+    """Triton 3.6 calls int() on arrays of one element, which numpy 2.4 refuses."""
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda scalar: scalar.handle.data.item())
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
+
+
+def slices_of(mask_mod):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = create_block_mask(mask_mod, BATCH, None, SEQLEN, SEQLEN, device="cpu")
+    return convert_any_block_mask(mask, BATCH, Heads(HEADS, HEADS_KV)).slices
+
+
+def run(case, slices, deterministic=False):
+    """out, lse and all gradients of the loss of `score_mods.results`, by the kernel."""
+    kernel = TritonKernel()
+    captures, tensors = case.tensors(), qkv()
+    program, tables = trace_score_program(case.make(*captures), CPU)
+    score = ScoreCall(program, [x.detach() for x in tables], [], SEQLEN, SEQLEN)
+    dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
+    assert kernel.score_refusals(program, dtypes, ranks) == []
+    heads = (HEADS, HEADS_KV, DIM, DIM)
+    problem = AttnProblem(
+        "cpu",
+        None,
+        torch.float32,
+        *heads,
+        DIM**-0.5,
+        has_bits=slices.bits is not None,
+        has_score=True,
+    )
+    plan = kernel.plan(slices, problem)
+    q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in tensors)
+    out, lse = kernel.scored_forward(q, k, v, slices, plan, problem, score)
+    whole = out.view(BATCH, SEQLEN, HEADS, DIM).transpose(1, 2).contiguous()
+    whole_lse = lse.view(HEADS, BATCH, SEQLEN).transpose(0, 1)
+    weights = torch.linspace(-1, 1, whole.numel()).view(whole.shape)
+    dout = weights.transpose(1, 2).flatten(0, 1)
+    dlse = lse.masked_fill(lse == -torch.inf, torch.pi / 2).cos()
+    wanted = [i for i in program.differentiable_tables if tables[i].requires_grad]
+    grads, of_tables = kernel.scored_backward(
+        Grads(dout, dlse),
+        *(Saved(q, k, v, out, lse), slices, plan, problem, score, wanted),
+        deterministic=deterministic,
+    )
+    padded = [
+        x.view(BATCH, SEQLEN, heads, DIM).transpose(1, 2)
+        for x, heads in zip(grads, (HEADS, HEADS_KV, HEADS_KV), strict=True)
+    ]
+    roots, inputs = [tables[i] for i in wanted], [x for x in captures if x.requires_grad]
+    captured = torch.autograd.grad(roots, inputs, of_tables) if inputs else ()
+    return [whole, whole_lse, *padded, *captured], tensors, captures
+
+
+def check(case, mask_mod):
+    grid = torch.arange(SEQLEN)
+    visible = mask_mod(None, None, grid[:, None], grid)
+    ours, tensors, captures = run(case, slices_of(mask_mod))
+    assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_values_and_gradients(case):
+    check(case, causal)
+
+
+def test_bit_blocks():
+    check(BY_NAME["relative"], scattered)
+
+
+def test_atomics_under_deterministic_algorithms():
+    slices = AttnSlices.from_lists([(0, 4)], [(0, 4)], [0], BATCH * SEQLEN, BATCH * SEQLEN)
+    with pytest.raises(NotImplementedError, match="are added up in any order by the Triton kernel"):
+        run(BY_NAME["alibi"], slices, deterministic=True)
+    run(BY_NAME["clamp"], slices, deterministic=True)
