@@ -36,12 +36,12 @@ def variants() -> Iterator[Variant]:
         if not softcap:
             yield merge_variant(head_dim, dtype)
         preprocess, main, postprocess = backward_variants(problem)
-        far_preprocess, far_main, _ = backward_variants(problem, has_far_tiles=True)
-        yield from (main, backward_variants(problem, deterministic=True)[1], far_main)
+        remote_preprocess, remote_main, _ = backward_variants(problem, has_remote_tiles=True)
+        yield from (main, backward_variants(problem, deterministic=True)[1], remote_main)
         yield backward_variants(with_bits)[1]
         yield backward_variants(with_bits, deterministic=True)[1]
         if not softcap:  # the others do not depend on it
-            yield from (preprocess, far_preprocess, postprocess)
+            yield from (preprocess, remote_preprocess, postprocess)
     yield planner_variant()
     yield parts_variant()
     yield lists_variant()

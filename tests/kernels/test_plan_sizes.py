@@ -66,10 +66,10 @@ def test_passes_that_begin_early(slices):
     plan = kernel.early_plan(slices, PLAIN, 201)
     with refused():
         kernel.early_forward(q, (k, v), (k, v), plan, CAPPED)
-    is_near, plan = torch.arange(ROWS) < 100, kernel.plan(slices, PLAIN)
+    is_local, plan = torch.arange(ROWS) < 100, kernel.plan(slices, PLAIN)
     with refused():
-        kernel.early_backward_plan(plan, is_near, CAPPED)
-    lists = kernel.early_backward_plan(plan, is_near, PLAIN)
+        kernel.early_backward_plan(plan, is_local, CAPPED)
+    lists = kernel.early_backward_plan(plan, is_local, PLAIN)
     with refused():
         kernel.early_backward(grads, SavedQueries(q, out, lse), Signals(0, 0), lists, CAPPED)
 

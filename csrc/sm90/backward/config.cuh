@@ -22,7 +22,7 @@ struct DqTarget {
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
           int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasBits_,
-          bool kIsDeterministic_, bool kRoundsDq_, bool kHasFarTiles_>
+          bool kIsDeterministic_, bool kRoundsDq_, bool kHasRemoteTiles_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -37,8 +37,8 @@ struct BackwardConfig {
     static constexpr bool kHasBits = kHasBits_;                   // a run may be of a bit block
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
-    static constexpr bool kHasFarTiles = kHasFarTiles_;           // of keys that may not be there at launch
-    using Params = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasFarTiles ? 2 : 1>>::type;
+    static constexpr bool kHasRemoteTiles = kHasRemoteTiles_;     // of keys that may not be there at launch
+    using Params = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasRemoteTiles ? 2 : 1>>::type;
 
     // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see
     // mainloop_wide.cuh.
@@ -77,10 +77,10 @@ struct BackwardConfig {
     static constexpr bool kElects = kIsDeterministic;
 
     // Whether parts of a tile may come one after the other.
-    static constexpr bool kHandsOn = !kHasFarTiles && !kIsDeterministic;
+    static constexpr bool kHandsOn = !kHasRemoteTiles && !kIsDeterministic;
 
-    static_assert(!(kHasFarTiles && kHasBits), "far keys have no bits");
-    static_assert(!(kHasFarTiles && kIsDeterministic), "additions have the order of one list of tiles");
+    static_assert(!(kHasRemoteTiles && kHasBits), "remote keys have no bits");
+    static_assert(!(kHasRemoteTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
@@ -112,7 +112,7 @@ struct alignas(64) TileOfHead {
     int kv_head;
     int tile_index;
     bool is_ascending;   // the walk starts with the first queries
-    bool is_far;
+    bool is_remote;
     int num_visits;       // blocks of queries, over all query heads
     int visits_to_tell;   // after so many, those of a head or all, the warps of dQ tell what they have added
     int wave_in_step;     // whose thread blocks stay together, or kNoWave
@@ -130,7 +130,7 @@ struct alignas(64) TileOfHead {
 
 template <class Config>
 __device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
-    return params.lists[Config::kHasFarTiles && work.is_far ? kFar : kNear];
+    return params.lists[Config::kHasRemoteTiles && work.is_remote ? kRemote : kLocal];
 }
 
 // Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the

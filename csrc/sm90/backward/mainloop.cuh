@@ -316,7 +316,7 @@ private:
                                                   store_end);
         gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work,
                                                   store_end);
-        if constexpr (Config::kHasFarTiles) {
+        if constexpr (Config::kHasRemoteTiles) {
             gradients_.tell(work, store_end);
         }
     }

@@ -400,7 +400,7 @@ private:
             x *= scale;
         }
         gradients_.template store<Walk<Config>::kStagingSlabs>(grad, walk_.staging(), map, rows, work, store_end);
-        if constexpr (Config::kHasFarTiles) {
+        if constexpr (Config::kHasRemoteTiles) {
             gradients_.tell(work, store_end);
         }
     }

@@ -116,12 +116,13 @@ struct BackwardParams {
     DqProgress* dq_progress;
     const Run* runs;           // [num_runs], rows are keys
     const Edges* edges;        // [total_k, kLanes]
-    const int* have_arrived;   // 1 once far keys and values are there; null if they are at launch
-    int* are_complete;   // becomes 1 when all dk and dv of far tiles are there for other GPUs too; null if nobody asks
+    const int* have_arrived;   // 1 once remote keys and values are there; null if they are at launch
+    int* are_complete;   // becomes 1 when all dk and dv of remote tiles are there for other GPUs too; null if nobody
+                         // asks
     int qhead_per_kvhead;
     float scale_log2;            // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;             // softmax_scale / softcap where scores are capped
-    TileList lists[kNumLists];   // of near tiles, of far ones
+    TileList lists[kNumLists];   // of local tiles, of remote ones
 };
 
 // Where runs may have bits.

@@ -29,7 +29,7 @@ struct PreprocessParams {
     long long dout_row_stride, dout_head_stride;
     int total_q;
     float lse_factor;
-    Writer::Params agendas[kNumAgendas];   // of near tiles, and of far ones
+    Writer::Params agendas[kNumAgendas];   // of local tiles, and of remote ones
 };
 
 static_assert(sizeof(PreprocessParams) == 120 + 120 * kNumAgendas, "packed by magi_compile/kernels/sm90/params.py");

@@ -76,8 +76,8 @@ private:
         const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        if constexpr (Config::kHasFarTiles) {
-            work.is_far = items.list() == kFar;
+        if constexpr (Config::kHasRemoteTiles) {
+            work.is_remote = items.list() == kRemote;
         }
         work.tile = tile;
         work.tile_index = entry.tile;
@@ -88,7 +88,7 @@ private:
         work.turn = entry.turn;
         work.is_ascending = entry.is_ascending;
         work.kv_head = entry.first_head + head_in_section;
-        work.slot = entry.slot * params_.lists[kNear].agenda.heads_per_section + head_in_section;
+        work.slot = entry.slot * params_.lists[kLocal].agenda.heads_per_section + head_in_section;
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;

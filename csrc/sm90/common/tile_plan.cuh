@@ -16,9 +16,9 @@ struct alignas(16) Cut {
     int row_begin, row_end, part_row, num_parts;
 };
 
-// What a tile with far keys is beside that: its far runs begin at `run_mid`, its near ones are the part `part`, or no
-// part.
-struct FarTile {
+// What a tile with remote keys is beside that: its remote runs begin at `run_mid`, its local ones are the part `part`,
+// or no part.
+struct RemoteTile {
     int run_mid, part;
 };
 

@@ -13,8 +13,8 @@ namespace ffa {
 constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
-          int kMinBlocksInTurns_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
-          bool kHasBits_, bool kHasFarKeys_, bool kIsEarly_>
+          int kMinBlocksOfPingPong_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_,
+          bool kHasStairs_, bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -23,14 +23,15 @@ struct ForwardConfig {
     static constexpr int kVStages = kVStages_;
     static constexpr int kQBuffers = kQBuffers_;
     static constexpr int kConsumers = kConsumers_;
-    static constexpr int kMinBlocksInTurns = kMinBlocksInTurns_;   // of a tile; 0 if warpgroups take no turns
+    static constexpr int kMinBlocksOfPingPong = kMinBlocksOfPingPong_;   // of a tile; 0 if warpgroups take no turns
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
-    static constexpr bool kHasStairs = kHasStairs_;     // whose rows look up what they see: 1 to 3 % for all others
-    static constexpr bool kHasBits = kHasBits_;         // a run may be of a bit block
-    static constexpr bool kHasFarKeys = kHasFarKeys_;   // in tensors of their own, whose maps the producer chooses
-    static constexpr bool kIsEarly = kIsEarly_;         // begins before they are there
+    static constexpr bool kHasStairs = kHasStairs_;   // whose rows look up what they see: 1 to 3 % for all others
+    static constexpr bool kHasBits = kHasBits_;       // a run may be of a bit block
+    static constexpr bool kHasRemoteKeys =
+        kHasRemoteKeys_;                          // in tensors of their own, whose maps the producer chooses
+    static constexpr bool kIsEarly = kIsEarly_;   // begins before they are there
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
@@ -43,8 +44,8 @@ struct ForwardConfig {
     using WholeParams = typename Choose<kHasBits, BitsForwardParams, ForwardParams>::type;
     using Params = typename Choose<kIsEarly, EarlyForwardParams, WholeParams>::type;
 
-    static_assert(kHasFarKeys || !kIsEarly, "they are what is waited for");
-    static_assert(!(kHasBits && kIsEarly), "far keys have no bits");
+    static_assert(kHasRemoteKeys || !kIsEarly, "they are what is waited for");
+    static_assert(!(kHasBits && kIsEarly), "remote keys have no bits");
     static_assert(kHasStairs || !kHasBits, "where there is room for bits, there is for stairs beside them");
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");

@@ -21,7 +21,7 @@ public:
         : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
-        if (Config::kMinBlocksInTurns > 0 && warpgroup_ == Config::kConsumers - 1) {
+        if (Config::kMinBlocksOfPingPong > 0 && warpgroup_ == Config::kConsumers - 1) {
             give_turn_to(0);
         }
         while (true) {
@@ -31,7 +31,7 @@ public:
             if (left_ == TileOfHead::kNoMoreWork) {
                 break;
             }
-            takes_turns_ = Config::kMinBlocksInTurns > 0 && left_ >= Config::kMinBlocksInTurns;
+            is_ping_pong_ = Config::kMinBlocksOfPingPong > 0 && left_ >= Config::kMinBlocksOfPingPong;
             attend(tile);
             q_phase_ ^= 1;
         }
@@ -154,19 +154,19 @@ private:
         }
     }
 
-    // ---- turns
+    // ---- ping-pong
 
     // Where exponentials take as long as the matmuls, warpgroups that compute scores at the same time also have their
     // exponentials at the same time, and the tensor cores idle meanwhile. One after the other, block by block of the
     // tile, they keep out of each other's way.
     __device__ __forceinline__ void begin_turn() const {
-        if (takes_turns_) {
+        if (is_ping_pong_) {
             barrier_sync(kTurns + warpgroup_, 2 * Config::kWarpgroup);
         }
     }
 
     __device__ __forceinline__ void end_turn() const {
-        if (takes_turns_) {
+        if (is_ping_pong_) {
             give_turn_to(warpgroup_ == Config::kConsumers - 1 ? 0 : warpgroup_ + 1);
         }
     }
@@ -357,7 +357,7 @@ private:
     Position<Config::kKStages> scored_;   // of the block in work
     Position<Config::kVStages> v_;
     int left_ = 0;   // blocks of the tile
-    bool takes_turns_ = false;
+    bool is_ping_pong_ = false;
 };
 
 }   // namespace ffa

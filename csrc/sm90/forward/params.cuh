@@ -17,7 +17,7 @@ struct Schedule {
 
 struct ForwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
-    TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: near and far keys
+    TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: local and remote keys
     TensorMap v[2];    // [nheads_kv, total_k, head_dim], likewise
     TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
     void* out_rows;    // [total_q, nheads_q, head_dim], with the strides below
@@ -34,7 +34,7 @@ struct ForwardParams {
     Schedule schedule;
     int total_q;
     int qhead_per_kvhead;
-    int far_begin;      // columns from here on are far keys
+    int remote_begin;   // columns from here on are remote keys
     float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;    // softmax_scale / softcap where scores are capped
     long long out_row_stride, out_head_stride;   // of `out_rows`, in elements
@@ -49,21 +49,21 @@ struct BitsForwardParams : ForwardParams {
 
 static_assert(sizeof(BitsForwardParams) == 1024, "packed by magi_compile/kernels/sm90/params.py");
 
-// Of two launches, one in front of the arrival of far keys and one behind it, that share all counters; zero in front of
-// both.
+// Of two launches, one in front of the arrival of remote keys and one behind it, that share all counters; zero in front
+// of both.
 struct EarlyForwardParams : ForwardParams {
-    Schedule lists[3];          // see TileList
-    const FarTile* far_tiles;   // [num_tiles of kFar]
-    int* num_begun_parts;       // [1]: one more than that, once no more are begun
-    int* num_stored;            // [items of kParts]: warps that have left their rows of it
-    int part_rows;              // that a part has in `wide_out`: those of part i begin at i times as many
-    int first_behind;           // thread block that begins behind the arrival; all from there on do
+    Schedule lists[3];                // see TileList
+    const RemoteTile* remote_tiles;   // [num_tiles of kRemote]
+    int* num_begun_parts;             // [1]: one more than that, once no more are begun
+    int* num_stored;                  // [items of kParts]: warps that have left their rows of it
+    int part_rows;                    // that a part has in `wide_out`: those of part i begin at i times as many
+    int first_behind;                 // thread block that begins behind the arrival; all from there on do
 };
 
 enum TileList {
-    kFar,     // tiles with far keys
-    kNear,    // tiles without
-    kParts,   // the near runs of tiles with both; all of them are in sections
+    kRemote,   // tiles with remote keys
+    kLocal,    // tiles without
+    kParts,    // the local runs of tiles with both; all of them are in sections
 };
 
 static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");

@@ -150,15 +150,15 @@ private:
         v_.advance();
     }
 
-    // Far keys lie in memory of their own; no run reaches from near ones into them. Each tensor map has a branch of its
-    // own, where its address is known: chosen by an index, it makes all of the thread block 1 to 4 % slower.
+    // Remote keys lie in memory of their own; no run reaches from local ones into them. Each tensor map has a branch of
+    // its own, where its address is known: chosen by an index, it makes all of the thread block 1 to 4 % slower.
     template <class Slabs>
-    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& near, const TensorMap& far, uint64_t& full,
+    __device__ __forceinline__ void load(Slabs& slabs, const TensorMap& local, const TensorMap& remote, uint64_t& full,
                                          int col, int head) const {
-        if (Config::kHasFarKeys && col >= params_.far_begin) {
-            load_slabs<Config>(slabs, far, full, col - params_.far_begin, head);
+        if (Config::kHasRemoteKeys && col >= params_.remote_begin) {
+            load_slabs<Config>(slabs, remote, full, col - params_.remote_begin, head);
         } else {
-            load_slabs<Config>(slabs, near, full, col, head);
+            load_slabs<Config>(slabs, local, full, col, head);
         }
     }
 

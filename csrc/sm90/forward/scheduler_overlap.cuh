@@ -1,11 +1,11 @@
 // What a thread block of the forward kernel works on, item by item: a tile of a head, or a part of it.
 //
-// A launch that begins before far keys are there shares its items with one that is enqueued behind their arrival. Those
-// are tiles without far keys, tiles with some, and as parts the near keys of these. Until a block from behind the
-// arrival runs, and says so, blocks take the tiles without far keys, and then parts. After that no part is begun any
-// more: blocks take tiles with far keys, of which they walk the near ones too unless a part has them, and then what is
-// left without. No block waits for far keys, so that none keeps its SM from what brings them; one that finds nothing to
-// do ends, and one from behind the arrival has its place.
+// A launch that begins before remote keys are there shares its items with one that is enqueued behind their arrival.
+// Those are tiles without remote keys, tiles with some, and as parts the local keys of these. Until a block from behind
+// the arrival runs, and says so, blocks take the tiles without remote keys, and then parts. After that no part is begun
+// any more: blocks take tiles with remote keys, of which they walk the local ones too unless a part has them, and then
+// what is left without. No block waits for remote keys, so that none keeps its SM from what brings them; one that finds
+// nothing to do ends, and one from behind the arrival has its place.
 #pragma once
 
 #include "forward/config.cuh"
@@ -32,7 +32,7 @@ public:
             num_begun_ = look_at_num_begun();
         }
         if (num_begun_ == kUnknown) {
-            if (draw(kNear) || draw(kParts)) {
+            if (draw(kLocal) || draw(kParts)) {
                 return;
             }
             if (item_ < kEnded) {
@@ -41,7 +41,7 @@ public:
             }
             num_begun_ = await_num_begun();
         }
-        if (!draw(kFar) && !draw(kNear)) {
+        if (!draw(kRemote) && !draw(kLocal)) {
             item_ = kNone;
         }
     }
@@ -49,18 +49,18 @@ public:
     // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
     __device__ __forceinline__ void leave_section() { atomicMax(list().ticket, at_item().section_end()); }
 
-    // Without near keys where a part has them.
+    // Without local keys where a part has them.
     __device__ __forceinline__ Tile tile(const WorkItem& item) {
         Tile tile = list().tiles[item.tile];
         part_ = {kNotAPart, 0};
         if (list_ == kParts) {
             part_ = {shift_of(item.tile, tile), item_};
-        } else if (list_ == kFar) {
-            const FarTile far = params_.far_tiles[item.tile];
-            const int part_item = item_of_part(far.part, item.head);
-            if (far.part != kNoPart && part_item < num_begun_) {
-                tile.run_begin = far.run_mid;
-                part_ = {shift_of(far.part, tile), ~part_item};
+        } else if (list_ == kRemote) {
+            const RemoteTile remote = params_.remote_tiles[item.tile];
+            const int part_item = item_of_part(remote.part, item.head);
+            if (remote.part != kNoPart && part_item < num_begun_) {
+                tile.run_begin = remote.run_mid;
+                part_ = {shift_of(remote.part, tile), ~part_item};
             }
         }
         return tile;

@@ -27,7 +27,7 @@ from magi_compile.plan.tiles import Walk, build_tile_plan
 class CudaKernel:
     """Warp-specialised attention for sm_90a; see `Kernel`, `EarlyKernel` and `PhasedKernel` for the interface.
 
-    dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when far keys come. Under
+    dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when remote keys come. Under
     `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
     """
 

@@ -28,14 +28,14 @@ FORWARD = Struct(
     | {"wide_rows": LONG}
     | _addresses("runs", "edges", "part_shifts")
     | {"schedule": SCHEDULE}
-    | _ints("total_q", "qhead_per_kvhead", "far_begin")
+    | _ints("total_q", "qhead_per_kvhead", "remote_begin")
     | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG},
 )
 BITS_FORWARD = Struct("BitsForwardParams", _addresses("bits"), base=FORWARD)
 EARLY_FORWARD = Struct(
     "EarlyForwardParams",
     {"lists": (SCHEDULE, 3)}
-    | _addresses("far_tiles", "num_begun_parts", "num_stored")
+    | _addresses("remote_tiles", "num_begun_parts", "num_stored")
     | _ints("part_rows", "first_behind"),
     base=FORWARD,
 )
@@ -93,7 +93,7 @@ TILE_LIST = Struct("TileList", {"tiles": ADDRESS, "agenda": AGENDA})
 
 
 def backward_params(num_lists: int) -> Struct:
-    """Of the main kernel, for near tiles, or for near and far ones."""
+    """Of the main kernel, for local tiles, or for local and remote ones."""
     return Struct(
         f"BackwardParams<{num_lists}>",
         dict.fromkeys(("q", "dout", "k", "v", "stats", "dk", "dv"), TENSOR_MAP)

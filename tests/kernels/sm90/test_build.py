@@ -22,12 +22,12 @@ def variant_id(variant):
     softcap = "softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else None
     bits = "bits" if defines.get("FFA_HAS_BITS") == "true" else None
     order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
-    has_far = (
-        "true" in (defines.get("FFA_HAS_FAR_TILES"), defines.get("FFA_IS_EARLY"))
+    has_remote = (
+        "true" in (defines.get("FFA_HAS_REMOTE_TILES"), defines.get("FFA_IS_EARLY"))
         or defines.get("FFA_NUM_AGENDAS") == "2"
     )
     names = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"))
-    parts = (*names, softcap, bits, order, "far" if has_far else None)
+    parts = (*names, softcap, bits, order, "remote" if has_remote else None)
     return "-".join(part for part in parts if part)
 
 

@@ -63,7 +63,7 @@ def test_who_chooses_between_tensor_maps(head_dim, chooses):
     config = forward_config(problem)
     for is_early, expected in ((False, chooses), (True, "true")):
         defines = dict(forward_variant(problem, config, is_early=is_early).defines)
-        assert defines["FFA_HAS_FAR_KEYS"] == expected
+        assert defines["FFA_HAS_REMOTE_KEYS"] == expected
         assert defines["FFA_IS_EARLY"] == str(is_early).lower()
 
 

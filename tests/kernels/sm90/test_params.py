@@ -41,7 +41,7 @@ SOURCES = [
     *((params.BACKWARD[n], BACKWARD) for n in (1, 2)),
     (params.BITS_BACKWARD, BACKWARD),
     *(
-        (params.PREPROCESS[n], backward.backward_variants(PROBLEM, has_far_tiles=n > 1)[0])
+        (params.PREPROCESS[n], backward.backward_variants(PROBLEM, has_remote_tiles=n > 1)[0])
         for n in (1, 2)
     ),
     (params.POSTPROCESS, backward.backward_variants(PROBLEM)[2]),
@@ -98,7 +98,7 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
 @pytest.mark.parametrize(
     ("number", "names"),
     [
-        (0, ("far_begin", "total_q")),
+        (0, ("remote_begin", "total_q")),
         (7, ("have_arrived", "are_complete")),
         (7, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
         (10, ("agendas[1].num_slots", "agendas[1].num_tiles")),

@@ -7,8 +7,8 @@
 
 namespace ffa {
 
-// Near tiles have keys that are there at launch; those of far ones may not be.
-enum TilePlace : int { kNear, kFar };
+// Local tiles have keys that are there at launch; those of remote ones may not be.
+enum TilePlace : int { kLocal, kRemote };
 
 constexpr int kNoWave = -1;
 
@@ -31,7 +31,7 @@ static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/sm90/backward/wor
 struct AgendaCounters {
     int ticket;           // zero at launch
     int num_in_step;      // items in front, whole waves of them, whose thread blocks stay together
-    int num_unfinished;   // of far tiles: heads times consumer warps that have not stored their gradients
+    int num_unfinished;   // of remote tiles: heads times consumer warps that have not stored their gradients
 
     // What the thread blocks of a wave have walked, all together; zero at launch. They lie behind.
     __device__ __forceinline__ int* steps(int wave) { return &num_unfinished + 1 + wave; }

@@ -1,9 +1,9 @@
 // Which item of the agenda a thread block takes next. No block waits while another has work left.
 //
-// Tiles with far keys have an agenda of their own. A block that draws looks whether these keys are there: then far
-// tiles come first, so that their gradients can leave while near ones are worked on. If they are not there and no near
-// tile is left, the block ends, and keeps its SM from nobody: the same kernel is launched once more behind their
-// arrival, for what is left.
+// Tiles with remote keys have an agenda of their own. A block that draws looks whether these keys are there: then
+// remote tiles come first, so that their gradients can leave while local ones are worked on. If they are not there and
+// no local tile is left, the block ends, and keeps its SM from nobody: the same kernel is launched once more behind
+// their arrival, for what is left.
 #pragma once
 
 #include "backward/schedule/agenda.cuh"
@@ -12,7 +12,7 @@
 
 namespace ffa {
 
-template <class Config, bool kHasFarTiles = Config::kHasFarTiles>
+template <class Config, bool kHasRemoteTiles = Config::kHasRemoteTiles>
 class Items;
 
 // The first item of a block is its index, the others are drawn from a counter. Where an item waits for those in front
@@ -21,7 +21,7 @@ template <class Config>
 class Items<Config, false> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params)
-        : agenda_(params.lists[kNear].agenda), item_(blockIdx.x / Config::kCtas) {
+        : agenda_(params.lists[kLocal].agenda), item_(blockIdx.x / Config::kCtas) {
         if (has_work() && all_are_drawn() && rank_in_cluster<Config>() == 0) {
             advance();
         }
@@ -35,7 +35,7 @@ public:
 
     __device__ __forceinline__ bool is_all() const { return true; }
 
-    __device__ __forceinline__ int list() const { return kNear; }
+    __device__ __forceinline__ int list() const { return kLocal; }
 
     __device__ __forceinline__ const AgendaEntry& entry() const {
         return agenda_.entries[item_ / agenda_.heads_per_section];
@@ -72,7 +72,7 @@ template <class Config>
 class Items<Config, true> {
 public:
     __device__ __forceinline__ explicit Items(const typename Config::Params& params) : params_(params) {
-        drawn_ = kFar;
+        drawn_ = kRemote;
         if (blockIdx.x == 0 && num_items() == 0 && params_.are_complete != nullptr) {
             store_release_system(params_.are_complete, 1);   // no warp will store what there is none of
         }
@@ -105,15 +105,15 @@ public:
 
     __device__ __forceinline__ void advance() {
         const int are_there = have_arrived() ? kAreThere : 0;
-        draw(are_there ? kFar : kNear, are_there);
-        if (list() == kFar && !has_work()) {
-            draw(kNear, are_there);
+        draw(are_there ? kRemote : kLocal, are_there);
+        if (list() == kRemote && !has_work()) {
+            draw(kLocal, are_there);
         }
     }
 
-    // Waves of near items are torn apart when far keys arrive.
+    // Waves of local items are torn apart when remote keys arrive.
     __device__ __forceinline__ int wave_in_step() const {
-        return list() == kFar && item() < agenda().counters->num_in_step ? item() / num_drawing() : kNoWave;
+        return list() == kRemote && item() < agenda().counters->num_in_step ? item() / num_drawing() : kNoWave;
     }
 
 private:
@@ -135,7 +135,7 @@ private:
         return they_have;
     }
 
-    static constexpr int kAreThere = 2;   // far keys, when this item was drawn
+    static constexpr int kAreThere = 2;   // remote keys, when this item was drawn
 
     const typename Config::Params& params_;
     int drawn_;   // the item and its list, in one register

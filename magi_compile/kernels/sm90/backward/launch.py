@@ -33,7 +33,7 @@ from magi_compile.kernels.sm90.runtime.driver import (
     INT64_ELEMENTS,
     Layout,
     are_tma_layouts,
-    check_far_keys,
+    check_remote_keys,
     current_stream,
     load_function,
     num_sms,
@@ -49,8 +49,8 @@ _STORE_ROWS = 16  # each warp stores its own rows
 _BLOCKS_PER_SM = 8  # of the kernel after
 _MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its slot
 
-# The buffers of a backward pass. Far keys and all gradients of keys may come late; what every pass makes comes last.
-_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _FAR_TILES, _RUNS, _EDGES, _BITS, _TURNS = range(11)
+# The buffers of a backward pass. Remote keys and all gradients of keys may come late; what every pass makes comes last.
+_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _REMOTE_TILES, _RUNS, _EDGES, _BITS, _TURNS = range(11)
 _HAVE_ARRIVED, _ARE_COMPLETE, _K, _V, _DK, _DV, _DQ, _SCRATCH = range(11, 19)
 
 
@@ -96,7 +96,7 @@ class _Prepared:
         self._wanted = _in_scratch(scratch.wanted) if rounds else None
         self.row_groups = padded_q // DQ_GROUP_ROWS
         variants = backward_variants(
-            problem, shape.deterministic, has_far_tiles=shape.num_lists > 1
+            problem, shape.deterministic, has_remote_tiles=shape.num_lists > 1
         )
         self._functions = [load_function(variant, shape.device_index) for variant in variants]
         # dq and scratch memory
@@ -128,7 +128,7 @@ class _Prepared:
         }
 
     def _tile_lists(self) -> list[dict[str, Any]]:
-        """Of near tiles, and of far ones if there are some."""
+        """Of local tiles, and of remote ones if there are some."""
         places = self._scratch
         return [
             {
@@ -143,7 +143,7 @@ class _Prepared:
                     "heads_per_section": self._sections.heads,
                 },
             }
-            for buffer, place in zip((_TILES, _FAR_TILES), places.agendas, strict=False)
+            for buffer, place in zip((_TILES, _REMOTE_TILES), places.agendas, strict=False)
         ]
 
     def _agenda_writers(self) -> list[dict[str, Any]]:
@@ -326,33 +326,33 @@ def _given(
     walk: Walk,
     problem: AttnProblem,
     deterministic: bool,
-    far_tiles: Tensor | None = None,
+    remote_tiles: Tensor | None = None,
     has_signals: bool = False,
     bits: Tensor | None = None,
 ) -> tuple[list[Tensor | None], _Prepared]:
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
     (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk
-    num_lists = 1 if far_tiles is None else 2
+    num_lists = 1 if remote_tiles is None else 2
     sizes = (tiles.shape[0], num_lists, dlse is not None, has_signals)
     (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     turns = turns_of_tiles(tiles, runs, prepared.row_groups) if deterministic else None
-    return [dout, dlse, q, out, lse, tiles, far_tiles, runs, edges, bits, turns], prepared
+    return [dout, dlse, q, out, lse, tiles, remote_tiles, runs, edges, bits, turns], prepared
 
 
 def early_backward(
     grads: Grads, saved: SavedQueries, signals: Signals, plan: TwoLists, problem: AttnProblem
 ) -> BackwardPass:
-    """`backward` with far keys that are still under way, see `EarlyKernel.early_backward`.
+    """`backward` with remote keys that are still under way, see `EarlyKernel.early_backward`.
 
-    Near tiles are worked on until far keys are there, and once more when far tiles are done. The main kernel is launched twice:
+    Local tiles are worked on until remote keys are there, and once more when remote tiles are done. The main kernel is launched twice:
     what the first one finds not there, it leaves to the second, behind their arrival.
     """
     check_sizes(plan.sizes, plan_tiles(problem))
-    walk = Walk(plan.near, plan.runs, plan.edges)
-    return BackwardPass(grads, saved, walk, problem, False, plan.far, signals)
+    walk = Walk(plan.local, plan.runs, plan.edges)
+    return BackwardPass(grads, saved, walk, problem, False, plan.remote, signals)
 
 
 class BackwardPass:
@@ -363,11 +363,11 @@ class BackwardPass:
     Args:
         grads: of the results.
         saved: of the forward pass.
-        walk: of the keys; its tiles are the near ones, where there are far ones.
+        walk: of the keys; its tiles are the local ones, where there are remote ones.
         problem: what `CudaKernel.refusals` finds nothing against.
         deterministic: whether additions to dq have one order.
-        far_tiles: if there are some.
-        signals: of far keys, if there are some.
+        remote_tiles: if there are some.
+        signals: of remote keys, if there are some.
     """
 
     def __init__(
@@ -377,15 +377,15 @@ class BackwardPass:
         walk: Walk,
         problem: AttnProblem,
         deterministic: bool,
-        far_tiles: Tensor | None = None,
+        remote_tiles: Tensor | None = None,
         signals: Signals | None = None,
     ):
         self._device = device = saved.q.device
-        self._has_far_keys = far_tiles is not None
+        self._has_remote_keys = remote_tiles is not None
         with on_device(device):
             self._stream = current_stream(device)
             given, self._prepared = _given(
-                grads, saved, walk, problem, deterministic, far_tiles, signals is not None
+                grads, saved, walk, problem, deterministic, remote_tiles, signals is not None
             )
             self._dq, _ = made = allocate(self._prepared.made, device, self._stream)
         self._held = [*given, *made]  # until all of it is enqueued
@@ -399,8 +399,8 @@ class BackwardPass:
 
     def main(self, keys: KeyTensors) -> None:
         """Launches the main kernel."""
-        if self._has_far_keys:
-            check_far_keys(keys.k, keys.v)
+        if self._has_remote_keys:
+            check_remote_keys(keys.k, keys.v)
         with on_device(self._device):
             (k, v), launch = routed(self._prepared.main, (keys.k, keys.v), False)
             self._held += (k, v)

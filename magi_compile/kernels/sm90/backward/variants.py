@@ -14,7 +14,7 @@ STREAM_THREADS = 256  # of a thread block before and after
 
 @lru_cache(maxsize=1024)
 def backward_variants(
-    problem: AttnProblem, deterministic: bool = False, has_far_tiles: bool = False
+    problem: AttnProblem, deterministic: bool = False, has_remote_tiles: bool = False
 ) -> tuple[Variant, Variant, Variant]:
     """The kernels to compile for `problem`: before, main, after."""
     config = backward_config(problem)
@@ -35,13 +35,13 @@ def backward_variants(
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
-        "FFA_HAS_FAR_TILES": str(has_far_tiles).lower(),
+        "FFA_HAS_REMOTE_TILES": str(has_remote_tiles).lower(),
     }
     return (
         _variant(
             "backward/preprocess.cu",
             "ffa_backward_preprocess",
-            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_far_tiles},
+            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_remote_tiles},
         ),
         _variant("backward/kernel.cu", "ffa_backward", main),
         _variant(

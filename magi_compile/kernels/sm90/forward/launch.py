@@ -33,7 +33,7 @@ from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
 from magi_compile.plan.tiles import Walk
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-NO_FAR_KEYS = 2**31 - 1
+NO_REMOTE_KEYS = 2**31 - 1
 
 _STORE_ROWS = 16  # each warp stores its own rows
 
@@ -55,7 +55,7 @@ def forward_variant(
     has_stairs: bool = False,
     is_early: bool = False,
 ) -> Variant:
-    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before far keys are there,
+    """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before remote keys are there,
     `has_stairs` if a run may have a lane. Runs that may have bits may have lanes."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
@@ -65,13 +65,13 @@ def forward_variant(
         "FFA_V_STAGES": config.v_stages,
         "FFA_Q_BUFFERS": config.q_buffers,
         "FFA_CONSUMERS": config.num_consumers,
-        "FFA_MIN_BLOCKS_IN_TURNS": config.min_blocks_in_turns,
+        "FFA_MIN_BLOCKS_OF_PING_PONG": config.min_blocks_of_ping_pong,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
         "FFA_HAS_STAIRS": str(has_stairs or problem.has_bits).lower(),
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
-        "FFA_HAS_FAR_KEYS": str(is_early or config.always_takes_far_keys).lower(),
+        "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
     }
     return Variant(
@@ -163,7 +163,7 @@ def _call(
         runs=Pointer(RUNS),
         edges=Pointer(EDGES),
         part_shifts=None,
-        far_begin=NO_FAR_KEYS,
+        remote_begin=NO_REMOTE_KEYS,
     )
     return Call((out, lse, *made), (launch,))
 
@@ -214,28 +214,28 @@ def forward_fields(
     problem: AttnProblem,
     config: ForwardConfig,
     out: Buffer | None,
-    far: tuple[int, int] = (0, 0),
+    remote: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """The fields of ForwardParams that follow from shapes.
 
     Args:
-        layouts: of q, k, v, far keys and far values; None for what is not there.
+        layouts: of q, k, v, remote keys and remote values; None for what is not there.
         problem: what to compute.
         config: the shape of the kernel.
         out: the buffer `OUT`, if it is written to in the dtype of q.
-        far: the buffers of far keys and values.
+        remote: the buffers of remote keys and values.
     """
     dtype, cols = problem.dtype, config.block_cols
 
     def mapped(buffer: int, layout: Layout | None, rows: int) -> TensorMap | None:
         return rows_map(Pointer(buffer), *layout, dtype, rows) if layout else None
 
-    of_q, of_k, of_v, of_far_k, of_far_v = layouts
+    of_q, of_k, of_v, of_remote_k, of_remote_v = layouts
     assert of_q is not None
     return {
         "q": mapped(Q, of_q, config.tile_rows),
-        "k": [mapped(K, of_k, cols), mapped(far[0], of_far_k, cols)],
-        "v": [mapped(V, of_v, cols), mapped(far[1], of_far_v, cols)],
+        "k": [mapped(K, of_k, cols), mapped(remote[0], of_remote_k, cols)],
+        "v": [mapped(V, of_v, cols), mapped(remote[1], of_remote_v, cols)],
         "out": mapped(OUT, (out.shape, out.stride), _STORE_ROWS) if out else None,
         "out_row_stride": out.stride[0] if out else 0,
         "out_head_stride": out.stride[1] if out else 0,

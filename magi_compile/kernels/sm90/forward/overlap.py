@@ -1,12 +1,12 @@
 """A forward pass that begins before some of its keys are there: two launches side by side that share the tiles of one plan.
 
-    in front of the arrival    tiles that see near keys alone, then, of others, the near part, which leaves in fp32;
+    in front of the arrival    tiles that see local keys alone, then, of others, the local part, which leaves in fp32;
                                once the other launch runs, what that one takes
-    behind the arrival         tiles that see far keys, merged with their near part if there is one; then what is left
+    behind the arrival         tiles that see remote keys, merged with their local part if there is one; then what is left
 
-Near keys are there from the start, far keys are not. Nothing waits inside a kernel for them, so that thread blocks never hold
-SMs that the far keys need to get here: a block that finds nothing to do ends, and one of the other launch takes its place.
-The first launch leaves at least one SM to the other, which by beginning says that far keys are there. How long they take
+Local keys are there from the start, remote keys are not. Nothing waits inside a kernel for them, so that thread blocks never hold
+SMs that the remote keys need to get here: a block that finds nothing to do ends, and one of the other launch takes its place.
+The first launch leaves at least one SM to the other, which by beginning says that remote keys are there. How long they take
 need not be known; a tile that is cut in two costs another pass over its rows, and no more are than it takes.
 """
 
@@ -39,7 +39,7 @@ from magi_compile.kernels.sm90.runtime.calls import Buffer, Launch, addresses_of
 from magi_compile.kernels.sm90.runtime.driver import (
     Layout,
     are_tma_layouts,
-    check_far_keys,
+    check_remote_keys,
     current_stream,
     load_function,
     num_sms,
@@ -56,8 +56,8 @@ NO_PART = -1
 TILES_OF_A_PART = 2
 
 # More buffers: in place of prior outputs, which are made here, and behind the output and its lse.
-_FAR_K, _FAR_V = 6, 7
-_PART_OUT, _PART_LSE, _COUNTERS, _FAR_PARTS, _NEAR_TILES, _PART_TILES = range(OTHER, OTHER + 6)
+_REMOTE_K, _REMOTE_V = 6, 7
+_PART_OUT, _PART_LSE, _COUNTERS, _REMOTE_PARTS, _LOCAL_TILES, _PART_TILES = range(OTHER, OTHER + 6)
 # In words, the counters of a call: a ticket of each list, then how many parts were begun, then how many warps have stored each.
 _NUM_BEGUN, _NUM_STORED = 3, 4
 _NO_BLOCK = 2**31 - 1  # begins behind the arrival
@@ -68,15 +68,15 @@ _COL_BEGIN, _NUM_BLOCKS, _NUM_LEAD, _NUM_TRAIL = (
 
 
 class SplitPlan(NamedTuple):
-    """The q walk of a plan, by what it needs of far keys. Lists are longest first, with padding behind."""
+    """The q walk of a plan, by what it needs of remote keys. Lists are longest first, with padding behind."""
 
-    far_tiles: Tensor  # int32 [num_tiles, 4]: those that see far keys
-    far_parts: Tensor  # int32 [num_tiles, 2], of these: the first far run, and which part the near runs are, or NO_PART
-    near_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
-    part_tiles: Tensor  # int32 [num_parts, 4]: near runs of tiles that see both
-    runs: Tensor  # int32 [num_runs, 12], the near ones of each tile first
+    remote_tiles: Tensor  # int32 [num_tiles, 4]: those that see remote keys
+    remote_parts: Tensor  # int32 [num_tiles, 2], of these: the first remote run, and which part the local runs are, or NO_PART
+    local_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
+    part_tiles: Tensor  # int32 [num_parts, 4]: local runs of tiles that see both
+    runs: Tensor  # int32 [num_runs, 12], the local ones of each tile first
     edges: Tensor  # int32 [total_q, NUM_LANES, 2]
-    far_begin: int
+    remote_begin: int
     sizes: PlanTiles  # that it was made for
 
     @property
@@ -84,13 +84,13 @@ class SplitPlan(NamedTuple):
         return self.part_tiles.shape[0] * self.sizes.q_tile_rows
 
 
-def split_plan(walk: Walk, sizes: PlanTiles, far_begin: int) -> SplitPlan:
+def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
     """Cuts the q walk of a plan; on a GPU nothing waits for the device.
 
     Args:
-        walk: with at least one tile; no run has both near and far columns.
+        walk: with at least one tile; no run has both local and remote columns.
         sizes: the tile sizes of the plan.
-        far_begin: the first far column.
+        remote_begin: the first remote column.
     """
     q_tiles, q_runs, q_edges = walk
     num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]
@@ -98,89 +98,89 @@ def split_plan(walk: Walk, sizes: PlanTiles, far_begin: int) -> SplitPlan:
     is_padding = row_begin == row_end
     run_begin, run_end = (torch.where(is_padding, 0, x) for x in (run_begin, run_end))
 
-    # The near runs of each tile first. Runs behind the last tile's are padding, and stay there.
+    # The local runs of each tile first. Runs behind the last tile's are padding, and stay there.
     index = torch.arange(num_runs, device=q_runs.device)
     is_first = torch.zeros(num_runs + 1, dtype=torch.int64, device=q_runs.device)
     is_first.index_add_(0, run_begin, (run_end > run_begin).long())
-    is_far = q_runs[:, _COL_BEGIN] >= far_begin
-    key = 2 * is_first.cumsum(0)[:num_runs] + is_far
+    is_remote = q_runs[:, _COL_BEGIN] >= remote_begin
+    key = 2 * is_first.cumsum(0)[:num_runs] + is_remote
     order = torch.where(index < run_end.amax(), key, 2 * num_runs + 2).argsort(stable=True)
     runs = q_runs[order]
-    run_mid = run_begin + sums(~is_far[order], run_begin, run_end)
+    run_mid = run_begin + sums(~is_remote[order], run_begin, run_end)
     cost = run_costs(
         runs[:, _NUM_BLOCKS].long(), runs[:, _NUM_LEAD].long() + runs[:, _NUM_TRAIL].long()
     )
-    near, far = sums(cost, run_begin, run_mid), sums(cost, run_mid, run_end)
+    local, remote = sums(cost, run_begin, run_mid), sums(cost, run_mid, run_end)
 
     def listed(is_in: Tensor, begin: Tensor, end: Tensor, cost: Tensor) -> tuple[Tensor, Tensor]:
         columns = (torch.where(is_in, row_begin, row_end), row_end, begin, end)
         order = longest_first(torch.where(is_in, cost + 1, 0))
         return torch.stack(columns, 1)[order].int(), order
 
-    sees_far = run_end > run_mid
-    is_cut = sees_far & (run_mid > run_begin)
-    part_tiles, part_order = listed(is_cut, run_begin, run_mid, near)
+    sees_remote = run_end > run_mid
+    is_cut = sees_remote & (run_mid > run_begin)
+    part_tiles, part_order = listed(is_cut, run_begin, run_mid, local)
     num_parts = num_tiles // TILES_OF_A_PART + 1
     part = torch.empty_like(part_order)
     part[part_order] = torch.arange(num_tiles, device=part.device)
     part = torch.where(is_cut & (part < num_parts), part, NO_PART)
-    far_tiles, far_order = listed(sees_far, run_begin, run_end, near + far)
-    near_tiles, _ = listed(~is_padding & ~sees_far, run_begin, run_mid, near)
+    remote_tiles, remote_order = listed(sees_remote, run_begin, run_end, local + remote)
+    local_tiles, _ = listed(~is_padding & ~sees_remote, run_begin, run_mid, local)
     return SplitPlan(
-        far_tiles,
-        torch.stack([run_mid, part], 1)[far_order].int(),
-        near_tiles,
+        remote_tiles,
+        torch.stack([run_mid, part], 1)[remote_order].int(),
+        local_tiles,
         part_tiles[:num_parts].contiguous(),
         runs,
         q_edges,
-        far_begin,
+        remote_begin,
         sizes,
     )
 
 
 class EarlyForward:
-    """Attention of `q` over near and far keys, on torch's current stream and on another that it then waits for, in steps: see
+    """Attention of `q` over local and remote keys, on torch's current stream and on another that it then waits for, in steps: see
     `magi_compile.kernels.overlap.ForwardSteps`.
 
     Args:
         q: `[total_q, nheads_q, head_dim]`, not empty.
-        keys: near keys `[total_near, nheads_kv, head_dim]` and their values, not empty.
-        far: far keys and values; not empty.
-        plan: of the mask over near and far keys.
+        keys: local keys `[total_local, nheads_kv, head_dim]` and their values, not empty.
+        remote: remote keys and values; not empty.
+        plan: of the mask over local and remote keys.
         problem: what `CudaKernel.refusals` finds nothing against.
-        free_sms: that are left to what brings far keys; one at least computes.
-        deterministic: no tile is cut in two, so that the result does not depend on when far keys come, bit by bit.
+        free_sms: that are left to what brings remote keys; one at least computes.
+        deterministic: no tile is cut in two, so that the result does not depend on when remote keys come, bit by bit.
 
     Raises:
-        ValueError: if TMA can not read `far` as it lies, or if `plan` is for other tiles than those of `problem`.
+        ValueError: if TMA can not read `remote` as it lies, or if `plan` is for other tiles than those of `problem`.
     """
 
     def __init__(
         self,
         q: Tensor,
         keys: Sequence[Tensor],
-        far: Sequence[Tensor],
+        remote: Sequence[Tensor],
         plan: SplitPlan,
         problem: AttnProblem,
         *,
         free_sms: int = 0,
         deterministic: bool = False,
     ):
-        check_far_keys(*far)
+        check_remote_keys(*remote)
         check_sizes(plan.sizes, plan_tiles(problem))
         if deterministic:
             plan = plan._replace(part_tiles=plan.part_tiles[:0])
-        num_tiles, num_parts = plan.far_tiles.shape[0], plan.part_tiles.shape[0]
-        sizes = (num_tiles, num_parts, plan.far_begin, max(free_sms, 1), plan.edges.shape[0] > 0)
+        num_tiles, num_parts = plan.remote_tiles.shape[0], plan.part_tiles.shape[0]
+        sizes = (num_tiles, num_parts, plan.remote_begin, max(free_sms, 1), plan.edges.shape[0] > 0)
         self._device = q.device
         with on_device(q.device):
-            (q, *near_and_far), self._call = routed(_call, (q, *keys, *far), problem, *sizes)
-            k, v, *far = near_and_far
+            (q, *local_and_remote), self._call = routed(_call, (q, *keys, *remote), problem, *sizes)
+            k, v, *remote = local_and_remote
             self._stream = current_stream(q.device)
             self._made = allocate(self._call.made, q.device, self._stream)
             self._here, self._beside = torch.cuda.current_stream(q.device), _stream(q.device)
-        given = (q, k, v, plan.far_tiles, plan.runs, plan.edges, *far, None)
-        walk = (plan.far_parts, plan.near_tiles, plan.part_tiles)
+        given = (q, k, v, plan.remote_tiles, plan.runs, plan.edges, *remote, None)
+        walk = (plan.remote_parts, plan.local_tiles, plan.part_tiles)
         self._held = (*given, *self._made, *walk)  # until all of it is enqueued
         self._addresses = addresses_of(self._held)
 
@@ -220,15 +220,15 @@ def _call(
     problem: AttnProblem,
     num_tiles: int,
     num_parts: int,
-    far_begin: int,
+    remote_begin: int,
     free_sms: int,
     has_stairs: bool,
     device_index: int,
 ) -> _Call | None:
-    """What tensors q, k, v and far keys and values of such layouts need; None where TMA can not read them."""
+    """What tensors q, k, v and remote keys and values of such layouts need; None where TMA can not read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
-    (q_shape, q_stride), (near_shape, _), _, (far_shape, _), _ = layouts
+    (q_shape, q_stride), (local_shape, _), _, (remote_shape, _), _ = layouts
     total_q, nheads_q, head_dim = q_shape
     config, sms = forward_config(problem), num_sms(device_index)
     part_rows, num_counters = num_parts * config.tile_rows, _NUM_STORED + num_parts * nheads_q
@@ -243,15 +243,15 @@ def _call(
     def counter(number: int) -> Pointer:
         return Pointer(_COUNTERS, 4 * number)
 
-    near, far = near_shape[0], far_shape[0]
+    local, remote = local_shape[0], remote_shape[0]
     lists = [
         {"tiles": Pointer(buffer), "ticket": counter(number)}
         | schedule_of(problem, total_k, num, sms)
         for number, (buffer, num, total_k) in enumerate(
             (
-                (TILES, num_tiles, near + far),
-                (_NEAR_TILES, num_tiles, near),
-                (_PART_TILES, num_parts, near),
+                (TILES, num_tiles, local + remote),
+                (_LOCAL_TILES, num_tiles, local),
+                (_PART_TILES, num_parts, local),
             )
         )
     ]
@@ -261,9 +261,9 @@ def _call(
 
     def launch(num_free: int, first_behind: int) -> Launch:
         grid = min(num_tiles * nheads_q, max(1, sms - num_free))
-        schedule = schedule_of(problem, near + far, num_tiles, max(1, sms - num_free))
+        schedule = schedule_of(problem, local + remote, num_tiles, max(1, sms - num_free))
         params = EARLY_FORWARD.pack(
-            **forward_fields(layouts, problem, config, made[0], (_FAR_K, _FAR_V)),
+            **forward_fields(layouts, problem, config, made[0], (_REMOTE_K, _REMOTE_V)),
             out_rows=Pointer(OUT),
             lse=Pointer(LSE),
             wide_out=Pointer(_PART_OUT),
@@ -275,9 +275,9 @@ def _call(
             edges=Pointer(EDGES),
             part_shifts=None,
             schedule=schedule | {"tiles": Pointer(TILES), "ticket": None},
-            far_begin=far_begin,
+            remote_begin=remote_begin,
             lists=lists,
-            far_tiles=Pointer(_FAR_PARTS),
+            remote_tiles=Pointer(_REMOTE_PARTS),
             num_begun_parts=counter(_NUM_BEGUN),
             num_stored=counter(_NUM_STORED),
             part_rows=config.tile_rows,

@@ -25,7 +25,7 @@ from magi_compile.kernels.sm90.forward.launch import (
     EDGES,
     ELEMENTS,
     LSE,
-    NO_FAR_KEYS,
+    NO_REMOTE_KEYS,
     NO_RESULTS,
     OTHER,
     OUT,
@@ -246,7 +246,7 @@ def _call(
         runs=Pointer(RUNS),
         edges=Pointer(EDGES),
         part_shifts=Pointer(RUNS, 4 * layout.shifts),
-        far_begin=NO_FAR_KEYS,
+        remote_begin=NO_REMOTE_KEYS,
     )
     params = MERGE.pack(
         part_out=at_out,

@@ -90,7 +90,7 @@ def tma_compatible(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.contiguous_format).clone()
 
 
-def check_far_keys(k: Tensor, v: Tensor) -> None:
+def check_remote_keys(k: Tensor, v: Tensor) -> None:
     """Refuses keys and values that TMA cannot read, where they may not be there yet: a copy would be of something else.
 
     Args:

@@ -34,7 +34,7 @@ inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 #include "backward/schedule/queue.cuh"
 
 struct Config {
-    static constexpr bool kHasFarTiles = false, kIsDeterministic = false, kHandsOn = true;
+    static constexpr bool kHasRemoteTiles = false, kIsDeterministic = false, kHandsOn = true;
     static constexpr int kCtas = 1;
     struct Params {
         struct {
@@ -575,7 +575,7 @@ def test_walks_of_different_lengths_do_not(library):
 
 
 def test_what_comes_behind_keeps_the_last_tiles_whole(library):
-    """As near tiles do behind far ones: nobody runs out of work when these are over."""
+    """As local tiles do behind remote ones: nobody runs out of work when these are over."""
     sizes = Sizes(group=8, num_blocks=16)
     plan = plan_of(one(MaskType.FULL, 6400))
     alone = write(library, plan, sizes)

@@ -351,18 +351,18 @@ def test_keys_arrive_and_gradients_leave_between_launches(launches):
         assert torch.equal(found, right)
 
 
-class FarKeys:
-    """Some keys of a case, on their way until `arrive`, or there from the start; the others are near."""
+class RemoteKeys:
+    """Some keys of a case, on their way until `arrive`, or there from the start; the others are local."""
 
-    def __init__(self, keys, is_near, are_there):
-        self._keys, self._is_near = keys, is_near
+    def __init__(self, keys, is_local, are_there):
+        self._keys, self._is_local = keys, is_local
         self.words = torch.zeros(2, dtype=torch.int32)
         at = self.words.data_ptr()
         self.signals = Signals(at, at + 4)
         self.tensors = KeyTensors(*(torch.full_like(x, torch.nan) for x in keys * 2))
-        self._come(is_near)
+        self._come(is_local)
         if are_there:
-            self._come(~is_near)
+            self._come(~is_local)
             self.words[0] = 1
 
     def _come(self, which):
@@ -371,25 +371,25 @@ class FarKeys:
 
     def arrive(self):
         """Behind the first launch."""
-        is_nothing_far = bool(self._is_near.all())
-        assert bool(self.words[1]) == (bool(self.words[0]) or is_nothing_far)
-        # Of a tile with near and far keys, nothing is there either.
-        far_grads = self.tensors.dk[~self._is_near]
-        assert is_nothing_far or bool(self.words[0]) != bool(far_grads.isnan().all())
-        self._come(~self._is_near)
+        is_nothing_remote = bool(self._is_local.all())
+        assert bool(self.words[1]) == (bool(self.words[0]) or is_nothing_remote)
+        # Of a tile with local and remote keys, nothing is there either.
+        remote_grads = self.tensors.dk[~self._is_local]
+        assert is_nothing_remote or bool(self.words[0]) != bool(remote_grads.isnan().all())
+        self._come(~self._is_local)
         self.words[0] = 1
 
 
-def near_keys(block, num_keys):
+def local_keys(block, num_keys):
     """Every other block of keys."""
     if block == NONE:
         return torch.zeros(num_keys, dtype=torch.bool)
     return (torch.arange(num_keys) // block) % 2 == 0
 
 
-ALL, NONE = 1 << 30, 0  # keys are near, as the size of a block
+ALL, NONE = 1 << 30, 0  # keys are local, as the size of a block
 
-FAR_CASES = [
+REMOTE_CASES = [
     (replace(DOCUMENTS, heads=Heads(4, 2, 64, 64)), 128),
     (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128), softcap=5.0), 50),
     (replace(NEIGHBOURS, heads=Heads(2, 1, 128, 128)), 150),
@@ -405,37 +405,37 @@ FAR_CASES = [
 
 
 @pytest.mark.parametrize("are_there", [False, True], ids=["late", "at once"])
-@pytest.mark.parametrize(("case", "block"), FAR_CASES, ids=lambda x: getattr(x, "name", None))
-def test_far_keys(case, block, are_there, launches):
-    """Whoever works on them: the gradients are those of all keys together, and near tiles do not wait."""
+@pytest.mark.parametrize(("case", "block"), REMOTE_CASES, ids=lambda x: getattr(x, "name", None))
+def test_remote_keys(case, block, are_there, launches):
+    """Whoever works on them: the gradients are those of all keys together, and local tiles do not wait."""
     slices, inputs = case.slices(), case.inputs(torch.bfloat16)
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
     q, k, v, dout, dlse = inputs
     forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
     results = forward.out.bfloat16(), forward.lse.float()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    is_near = near_keys(block, slices.seqlen_k)
+    is_local = local_keys(block, slices.seqlen_k)
     sizes = plan_tiles(problem)
     rows = sizes.k_tile_rows
-    lists = two_lists(plan.k_walk, is_near, sizes)
+    lists = two_lists(plan.k_walk, is_local, sizes)
     tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
     assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
-    loaded = [is_near[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]
-    num_near = int((lists.near[:, 0] < lists.near[:, 1]).sum())
-    assert all(near.all() for near in loaded[:num_near])
-    assert not any(near.all() for near in loaded[num_near:])
+    loaded = [is_local[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]
+    num_local = int((lists.local[:, 0] < lists.local[:, 1]).sum())
+    assert all(local.all() for local in loaded[:num_local])
+    assert not any(local.all() for local in loaded[num_local:])
     found = []
     for launches.timing in (LATE, AT_RANDOM):
-        far = FarKeys((k, v), is_near, are_there)
+        remote = RemoteKeys((k, v), is_local, are_there)
         saved = SavedQueries(q, *results)
-        steps = module.early_backward(Grads(dout, dlse), saved, far.signals, lists, problem)
+        steps = module.early_backward(Grads(dout, dlse), saved, remote.signals, lists, problem)
         steps.begin()
-        steps.main(far.tensors)
-        far.arrive()
-        steps.main(far.tensors)
-        assert far.words[1] == 1
+        steps.main(remote.tensors)
+        remote.arrive()
+        steps.main(remote.tensors)
+        assert remote.words[1] == 1
         dq = steps.finish()
-        grads = dq, far.tensors.dk, far.tensors.dv
+        grads = dq, remote.tensors.dk, remote.tensors.dv
         assert_attention_close((None, None, *grads), inputs, slices, problem, True)
         found.append(grads)
     (_, *first), (_, *second) = found

@@ -30,7 +30,7 @@ from magi_compile.testing.cases import (
     windows,
 )
 from magi_compile.testing.numerics import assert_attention_close
-from tests.kernels.sm90.forward.test_overlap import near_and_far
+from tests.kernels.sm90.forward.test_overlap import local_and_remote
 from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
 from tests.kernels.support.on_a_cpu import compile_once, launching
 from tests.kernels.support.part_plan import PartPlan
@@ -158,7 +158,7 @@ def test_bits_in_turns(launches):
 
 @pytest.fixture
 def run_early(compiled, monkeypatch):
-    """Attention with far keys that arrive between two launches, or during the first one, of which the blocks from
+    """Attention with remote keys that arrive between two launches, or during the first one, of which the blocks from
     `first_behind` on begin behind that; `timing` other than 0 is a random one."""
     stream = SimpleNamespace(wait_stream=lambda other: None)
     monkeypatch.setattr(early, "_stream", lambda device: stream)
@@ -167,15 +167,15 @@ def run_early(compiled, monkeypatch):
 
     def run(inputs, slices, problem, cut, first_behind=None, timing=0, **options):
         tiles = plan_tiles(problem)
-        walk = build_tile_plan(near_and_far(slices, cut), **tiles._asdict(), exact=False)
+        walk = build_tile_plan(local_and_remote(slices, cut), **tiles._asdict(), exact=False)
         plan = early.split_plan(walk.q_walk, tiles, cut + 1)
         # As they arrive: side by side, and there are others behind.
         packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
-        far = packed[:-5].unbind(1)
+        remote = packed[:-5].unbind(1)
         grids = []
 
         def arrive():
-            for target, source in zip(far, (inputs.k, inputs.v), strict=True):
+            for target, source in zip(remote, (inputs.k, inputs.v), strict=True):
                 target.copy_(source[cut:])
 
         def launch(function, grid, block, params, stream, options):
@@ -185,12 +185,12 @@ def run_early(compiled, monkeypatch):
             function(grid, block, params, NUM_SMS, timing)
             grids.append(grid)
 
-        near = [
+        local = [
             torch.cat([x[:cut], torch.full_like(x[:9], torch.nan)])[:cut]
             for x in (inputs.k, inputs.v)
         ]
         with launching(monkeypatch, compiled, NUM_SMS, launch):
-            steps = early.EarlyForward(inputs.q, near, far, plan, problem, **options)
+            steps = early.EarlyForward(inputs.q, local, remote, plan, problem, **options)
             steps.begin()
             with steps.beside():
                 arrive()
@@ -210,7 +210,7 @@ EARLY = [
 
 
 @pytest.mark.parametrize(("case", "shape"), EARLY, ids=lambda x: getattr(x, "name", x))
-def test_far_keys_between_two_launches(case, shape, run_early):
+def test_remote_keys_between_two_launches(case, shape, run_early):
     problem, inputs = prepared(case, shape)
     cut = case.seqlen_k // 2 + 3  # not at the end of a block
     result, grids, _ = run_early(inputs, case.slices(), problem, cut)
@@ -221,7 +221,7 @@ def test_far_keys_between_two_launches(case, shape, run_early):
 @pytest.mark.parametrize("first_behind", [0, 1, 2])
 @pytest.mark.parametrize("timing", [0, 1, 2])
 @pytest.mark.parametrize(("case", "shape"), EARLY[-3:], ids=lambda x: getattr(x, "name", x))
-def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
+def test_remote_keys_during_a_launch(case, shape, timing, first_behind, run_early):
     problem, inputs = prepared(case, shape)
     result, _, _ = run_early(
         inputs, case.slices(), problem, case.seqlen_k // 3, first_behind, timing
@@ -230,7 +230,7 @@ def test_far_keys_during_a_launch(case, shape, timing, first_behind, run_early):
 
 
 @pytest.mark.parametrize("timing", [1, 2, 3])
-def test_far_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
+def test_remote_keys_during_a_launch_over_sections_of_heads(timing, run_early, monkeypatch):
     monkeypatch.setattr(module, "heads_per_section", lambda problem, *_: problem.nheads_q // 2)
     case = replace(CASES[0], heads=Heads(4, 2, 64, 64))
     problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
@@ -239,7 +239,7 @@ def test_far_keys_during_a_launch_over_sections_of_heads(timing, run_early, monk
     assert_attention_close(result, inputs, case.slices(), problem)
 
 
-def test_without_parts_far_keys_may_come_whenever_they_want(run_early):
+def test_without_parts_remote_keys_may_come_whenever_they_want(run_early):
     problem, inputs = prepared(CASES[1], "128")
     arguments = (inputs, CASES[1].slices(), problem, 120)
     expected, _, _ = run_early(*arguments, deterministic=True)

@@ -1,4 +1,4 @@
-"""A forward pass that begins early: what its lists hold, and on a GPU that it is right however late the far keys are."""
+"""A forward pass that begins early: what its lists hold, and on a GPU that it is right however late the remote keys are."""
 
 from dataclasses import replace
 
@@ -30,20 +30,22 @@ SPIN_CYCLES = 2_000_000
 FREE_SMS = 32
 
 
-def near_and_far(slices: AttnSlices, cut: int) -> AttnSlices:
+def local_and_remote(slices: AttnSlices, cut: int) -> AttnSlices:
     """The same mask, with the keys from `cut` on a column further on."""
-    near, far = slices.restrict_k(0, cut), slices.restrict_k(cut, slices.seqlen_k)
-    parts = [(x.q_ranges, x.k_ranges + shift, x.mask_types) for x, shift in ((near, 0), (far, 1))]
+    local, remote = slices.restrict_k(0, cut), slices.restrict_k(cut, slices.seqlen_k)
+    parts = [
+        (x.q_ranges, x.k_ranges + shift, x.mask_types) for x, shift in ((local, 0), (remote, 1))
+    ]
     fields = (torch.cat(x) for x in zip(*parts, strict=True))
     return AttnSlices(*fields, slices.seqlen_q, slices.seqlen_k + 1)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_column_between_near_and_far_keys_is_none(case):
+def test_the_column_between_local_and_remote_keys_is_none(case):
     cut, dense = case.seqlen_k // 2, case.slices().to_dense()
     between = dense.new_zeros(case.seqlen_q, 1)
     expected = torch.cat([dense[:, :cut], between, dense[:, cut:]], 1)
-    assert torch.equal(near_and_far(case.slices(), cut).to_dense(), expected)
+    assert torch.equal(local_and_remote(case.slices(), cut).to_dense(), expected)
 
 
 def computed(tiles, runs, edges, seqlen_q, seqlen_k):
@@ -64,30 +66,30 @@ def computed(tiles, runs, edges, seqlen_q, seqlen_k):
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "padded"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_lists_make_up_the_plan(case, exact):
-    slices = near_and_far(case.slices(), case.seqlen_k // 2)
-    far_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
+    slices = local_and_remote(case.slices(), case.seqlen_k // 2)
+    remote_begin, sizes = case.seqlen_k // 2 + 1, (slices.seqlen_q, slices.seqlen_k)
     plan = build_tile_plan(slices, **SIZES._asdict(), exact=exact)
-    split = split_plan(plan.q_walk, SIZES, far_begin)
-    near, near_visits = computed(split.near_tiles, split.runs, split.edges, *sizes)
-    far, far_visits = computed(split.far_tiles, split.runs, split.edges, *sizes)
+    split = split_plan(plan.q_walk, SIZES, remote_begin)
+    local, local_visits = computed(split.local_tiles, split.runs, split.edges, *sizes)
+    remote, remote_visits = computed(split.remote_tiles, split.runs, split.edges, *sizes)
     parts, part_visits = computed(split.part_tiles, split.runs, split.edges, *sizes)
     dense = slices.to_dense().int()
-    assert torch.equal(near + far, dense)
-    assert (near_visits + far_visits == 1).all()
-    assert not near[:, far_begin:].any()
-    # A part is all that its tile sees of near keys, and no tile has two.
-    assert (part_visits <= far_visits).all()
-    assert torch.equal(parts[:, :far_begin], far[:, :far_begin] * part_visits[:, None])
-    assert not parts[:, far_begin:].any()
+    assert torch.equal(local + remote, dense)
+    assert (local_visits + remote_visits == 1).all()
+    assert not local[:, remote_begin:].any()
+    # A part is all that its tile sees of local keys, and no tile has two.
+    assert (part_visits <= remote_visits).all()
+    assert torch.equal(parts[:, :remote_begin], remote[:, :remote_begin] * part_visits[:, None])
+    assert not parts[:, remote_begin:].any()
 
-    # Each tile with a part knows which it is, and from where on it sees far keys.
+    # Each tile with a part knows which it is, and from where on it sees remote keys.
     found = []
-    tiles = zip(split.far_tiles.tolist(), split.far_parts.tolist(), strict=True)
+    tiles = zip(split.remote_tiles.tolist(), split.remote_parts.tolist(), strict=True)
     for (row_begin, row_end, run_begin, run_end), (run_mid, part) in tiles:
         if row_begin == row_end:
             assert part == NO_PART
             continue
-        cols = split.runs[run_begin:run_end, 2] >= far_begin
+        cols = split.runs[run_begin:run_end, 2] >= remote_begin
         assert cols.tolist() == sorted(cols.tolist())
         assert run_mid == run_end - int(cols.sum())
         if part != NO_PART:
@@ -100,7 +102,7 @@ def test_the_lists_make_up_the_plan(case, exact):
 
 
 def test_the_longest_parts_come_first():
-    # The later a row, the more near keys it sees; all see the same far ones.
+    # The later a row, the more local keys it sees; all see the same remote ones.
     slices = AttnSlices.from_lists(
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
@@ -121,14 +123,14 @@ needs_hopper = pytest.mark.skipif(
 
 def late_keys(inputs, cut, spin_cycles):
     """The keys and values from `cut` on, which come after so many cycles, and what waits for them."""
-    far = [torch.full_like(x[cut:], torch.nan) for x in (inputs.k, inputs.v)]
+    remote = [torch.full_like(x[cut:], torch.nan) for x in (inputs.k, inputs.v)]
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(spin_cycles)
-        for x, late in zip((inputs.k, inputs.v), far, strict=True):
+        for x, late in zip((inputs.k, inputs.v), remote, strict=True):
             late.copy_(x[cut:])
-    return far, lambda: torch.cuda.current_stream().wait_stream(stream)
+    return remote, lambda: torch.cuda.current_stream().wait_stream(stream)
 
 
 def in_steps(steps, arrive):
@@ -156,28 +158,28 @@ def test_matches_the_oracle(case, spin_cycles):
     kernel = CudaKernel()
     problem, inputs = case.problem(torch.bfloat16, "cuda"), case.inputs(torch.bfloat16, "cuda")
     cut = case.seqlen_k // 2
-    slices = near_and_far(case.slices(), cut).to("cuda")
+    slices = local_and_remote(case.slices(), cut).to("cuda")
     plan = kernel.early_plan(slices, problem, cut + 1)
-    near, (far, arrive) = (inputs.k[:cut], inputs.v[:cut]), late_keys(inputs, cut, spin_cycles)
-    steps = kernel.early_forward(inputs.q, near, far, plan, problem, free_sms=FREE_SMS)
+    local, (remote, arrive) = (inputs.k[:cut], inputs.v[:cut]), late_keys(inputs, cut, spin_cycles)
+    steps = kernel.early_forward(inputs.q, local, remote, plan, problem, free_sms=FREE_SMS)
     out, lse = in_steps(steps, arrive)
     assert_attention_close((out, lse), inputs, case.slices("cuda"), problem)
 
 
 @pytest.mark.gpu
 @needs_hopper
-def test_deterministic_results_do_not_depend_on_when_far_keys_come():
+def test_deterministic_results_do_not_depend_on_when_remote_keys_come():
     case = replace(one(MaskType.CAUSAL, 4097), heads=Heads(16, 2, 128, 128))
     kernel, problem = CudaKernel(), case.problem(torch.bfloat16, "cuda")
     inputs, cut = case.inputs(torch.bfloat16, "cuda"), 1500
-    slices = near_and_far(case.slices(), cut).to("cuda")
+    slices = local_and_remote(case.slices(), cut).to("cuda")
     plan = kernel.early_plan(slices, problem, cut + 1)
     found = []
     with deterministic_algorithms():
         for step in range(100):
-            far, arrive = late_keys(inputs, cut, 3000 * step)
-            near = (inputs.k[:cut], inputs.v[:cut])
-            steps = kernel.early_forward(inputs.q, near, far, plan, problem)
+            remote, arrive = late_keys(inputs, cut, 3000 * step)
+            local = (inputs.k[:cut], inputs.v[:cut])
+            steps = kernel.early_forward(inputs.q, local, remote, plan, problem)
             found.append(in_steps(steps, arrive))
     assert_attention_close(found[0], inputs, case.slices("cuda"), problem)
     for out, lse in found[1:]:

@@ -21,7 +21,7 @@ from magi_compile.kernels.sm90.params import EARLY_FORWARD, FORWARD, MERGE
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
 from magi_compile.kernels.sm90.runtime import driver as launch
 from magi_compile.kernels.sm90.runtime.driver import (
-    check_far_keys,
+    check_remote_keys,
     is_tma_layout,
     load_function,
 )
@@ -110,11 +110,11 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: here)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(order.append(stream)))
     q, k, v = inputs()
-    far = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
+    remote = [torch.randn(100, 2, 64).to(torch.bfloat16) for _ in range(2)]
     slices = AttnSlices.from_lists([(0, 256), (100, 256)], [(0, 256), (257, 357)], [1, 0])
     walk = build_tile_plan(slices, **plan_tiles(PROBLEM)._asdict())
-    plan = early.split_plan(walk.q_walk, plan_tiles(PROBLEM), far_begin=257)
-    steps = early.EarlyForward(q, (k, v), far, plan, PROBLEM)
+    plan = early.split_plan(walk.q_walk, plan_tiles(PROBLEM), remote_begin=257)
+    steps = early.EarlyForward(q, (k, v), remote, plan, PROBLEM)
     steps.begin()
     with steps.beside():
         order.append(len(launches))
@@ -123,15 +123,15 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     assert order == [("beside", "waits"), beside, 1, ("here", "waits")]
     for params in launches:
         found = fields(EARLY_FORWARD, params)
-        tensors = (q, k, far[0], v, far[1], out)
+        tensors = (q, k, remote[0], v, remote[1], out)
         assert addresses(found, *MAPS) == [x.data_ptr() for x in tensors]
         assert addresses(found, "out_rows", "lse") == [out.data_ptr(), lse.data_ptr()]
-        lists = ("far_tiles", "near_tiles", "part_tiles")
+        lists = ("remote_tiles", "local_tiles", "part_tiles")
         for i, name in enumerate(lists):
             assert found[f"lists[{i}].tiles"] == getattr(plan, name).data_ptr()
-        assert found["schedule.tiles"] == plan.far_tiles.data_ptr()
+        assert found["schedule.tiles"] == plan.remote_tiles.data_ptr()
         assert found["runs"] == plan.runs.data_ptr()
-        assert found["far_tiles"] == plan.far_parts.data_ptr()
+        assert found["remote_tiles"] == plan.remote_parts.data_ptr()
         assert 0 not in addresses(found, "wide_out", "wide_lse")
         assert addresses(found, "wide_out", "wide_lse") == addresses(
             found, "prior_out", "prior_lse"
@@ -147,13 +147,13 @@ def test_two_launches_of_one_output(launches, monkeypatch):
     assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
 
 
-def test_far_keys_that_tma_can_not_read_are_refused():
+def test_remote_keys_that_tma_can_not_read_are_refused():
     x = torch.zeros(101, 2, 72, dtype=torch.bfloat16)
-    check_far_keys(x[..., :64], x[1:, :, 8:])
+    check_remote_keys(x[..., :64], x[1:, :, 8:])
     with pytest.raises(ValueError, match=r"`k` .* got an address of 16 n \+ 2 "):
-        check_far_keys(x[..., 1:65], x)
+        check_remote_keys(x[..., 1:65], x)
     with pytest.raises(ValueError, match=r"`v` .* strides \(65, 65, 1\)"):
-        check_far_keys(x, torch.zeros(101, 1, 65, dtype=torch.bfloat16)[..., :64])
+        check_remote_keys(x, torch.zeros(101, 1, 65, dtype=torch.bfloat16)[..., :64])
 
 
 def test_a_walk_in_parts_and_what_merges_them(launches):
