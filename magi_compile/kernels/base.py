@@ -21,7 +21,7 @@ class AttnProblem:
     """What a kernel is asked to do, without the mask and the lengths: enough to choose one and to compile it.
 
     `device_arch` is the CUDA compute capability as (major, minor), or None on a CPU.
-    `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q.
+    `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q. With a score program it is as it comes.
     `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
     `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
     `has_score`: whether a score program changes the scores (`kernels/scored.py`).

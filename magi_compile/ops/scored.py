@@ -18,7 +18,6 @@ from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.library import chosen_for, plan_of, slices_of
-from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
@@ -30,7 +29,6 @@ class _Prepared(NamedTuple):
 
     kernel: ScoredKernel
     problem: AttnProblem
-    scaled: Scaled
     slices: AttnSlices | None
     plan: list[Tensor]
     score: ScoreCall
@@ -43,9 +41,8 @@ def _prepared(
     slices, plan, symbols, program, lengths, softmax_scale, kernel = options
     q, k, v = qkv
     heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    scaled = Scaled.of(q, softmax_scale)
     chosen, problem = chosen_for(
-        *(q.device, q.dtype, heads, scaled.softmax_scale, 0.0, kernel or None),
+        *(q.device, q.dtype, heads, softmax_scale, 0.0, kernel or None),
         has_bits=len(slices) > 3,
         has_score=True,
     )
@@ -53,15 +50,15 @@ def _prepared(
     of_lists = slices_of(slices, q.shape[0], k.shape[0])
     walked = chosen.unpack(plan or plan_of(chosen, of_lists, problem))
     score = ScoreCall(ScoreProgram.parse(program), tables or [], symbols or [], *lengths)
-    return _Prepared(chosen, problem, scaled, of_lists, walked, score)
+    return _Prepared(chosen, problem, of_lists, walked, score)
 
 
 def _scored_fwd(
     q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], *rest: Any
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
-    kernel, problem, scaled, slices, plan, score = _prepared((q, k, v), tables, *rest)
-    out, lse = kernel.scored_forward(scaled.q, k, v, slices, plan, problem, score)
+    kernel, problem, slices, plan, score = _prepared((q, k, v), tables, *rest)
+    out, lse = kernel.scored_forward(q, k, v, slices, plan, problem, score)
     return in_output_layout(q, out), lse
 
 
@@ -84,15 +81,15 @@ def _scored_bwd(
     raise_pending()
     *options, wanted, deterministic = rest
     tables, wanted = tables or [], wanted or []
-    kernel, problem, scaled, slices, plan, score = _prepared((q, k, v), tables, *options)
-    grads, saved = Grads(dout, dlse), Saved(scaled.q, k, v, out, lse)
+    kernel, problem, slices, plan, score = _prepared((q, k, v), tables, *options)
+    grads, saved = Grads(dout, dlse), Saved(q, k, v, out, lse)
     (dq, dk, dv), of_tables = kernel.scored_backward(
         grads, saved, slices, plan, problem, score, wanted, deterministic=deterministic
     )
     rounded = [
         grad.to(tables[number].dtype) for number, grad in zip(wanted, of_tables, strict=True)
     ]
-    return scaled.gradient(dq), dk, dv, rounded
+    return dq, dk, dv, rounded
 
 
 def _scored_bwd_fake(

@@ -1131,7 +1131,11 @@ def _check_score(module, program, routes, inner):
             unit = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
             slack = 1.0 if name == "out" else max(1.0, *largest)  # weights are as exact as scores
             finite = y.isfinite()
-            if not torch.equal(x.float().isfinite(), z.float().isfinite()) and not torch.equal(
+            # Scores and derivatives of hidden pairs that are inf or nan make gradients nan in PyTorch, and never in ours.
+            spares_hidden = name != "out" and mask is not None and not bool(mask.all())
+            if spares_hidden and not (finite & ~x.float().isfinite()).any():
+                pass
+            elif not torch.equal(x.float().isfinite(), z.float().isfinite()) and not torch.equal(
                 x.float().isfinite(), finite
             ):
                 return f"{name}: {int((~x.float().isfinite()).sum())} not finite, PyTorch has {int((~finite).sum())} of {y.numel()}"
