@@ -12,11 +12,14 @@ from torch import Tensor
 
 
 def kept_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks leave of an output: fp32, the shape of `lse`.
+    """What sinks leave of an output.
 
     Args:
         lse: `[..., nheads_q, rows]`, fp32; -inf for rows that see nothing.
         sinks: `[nheads_q]`; -inf where a head has none.
+
+    Returns:
+        Factors between 0 and 1, fp32, the shape of `lse`.
     """
     lowest = torch.finfo(torch.float32).min  # -inf - -inf is not a number
     return torch.sigmoid(lse - sinks.float().clamp(min=lowest)[:, None])

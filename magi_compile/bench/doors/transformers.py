@@ -43,6 +43,13 @@ def build(settings: Settings) -> nn.Module:
 def with_attention(model: nn.Module, name: str) -> nn.Module:
     """The same model, of the same weights, with another attention.
 
+    Args:
+        model: of transformers.
+        name: what transformers calls the attention, `attn_implementation`.
+
+    Returns:
+        A model that shares all parameters with `model`.
+
     Raises:
         ImportError: transformers says that a package is missing.
     """

@@ -54,6 +54,11 @@ class Spread(NamedTuple):
 class Training(ABC):
     """A way to spread the model's tokens.
 
+    Args:
+        settings: of the run.
+        world: the ranks.
+        tokens: of a rank.
+
     Attributes:
         name: as that of the contender that runs attention alone.
         label: in reports.

@@ -67,6 +67,12 @@ def is_launched() -> bool:
 def start(function: Callable[..., int], num_ranks: int, kind: str, *arguments: Any) -> int:
     """Runs `function(world, *arguments)` on all ranks: those that torchrun has started, or else `num_ranks` new processes.
 
+    Args:
+        function: of the ranks and `arguments`; gives an exit code.
+        num_ranks: how many processes to start, where torchrun has started none.
+        kind: "cuda" or "cpu".
+        *arguments: can be pickled.
+
     Returns:
         The largest number that a rank returned; a rank that raised raises here.
     """

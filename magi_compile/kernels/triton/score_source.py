@@ -35,8 +35,16 @@ class ScoreFunctions(NamedTuple):
 def score_functions(
     text: str, dtypes: tuple[torch.dtype, ...], ranks: tuple[int, ...], wanted: tuple[int, ...]
 ) -> ScoreFunctions:
-    """The functions of a program, for captured tensors of these dtypes and numbers of dimensions, and with the gradients of those that are
-    `wanted`.
+    """The functions of a program, compiled for captured tensors of certain kinds.
+
+    Args:
+        text: of the program.
+        dtypes: of the captured tensors.
+        ranks: their numbers of dimensions.
+        wanted: which of them get gradients.
+
+    Returns:
+        Functions that Triton compiles into its kernels.
 
     Raises:
         NoTritonCode: an operation is not written in Triton.

@@ -66,6 +66,9 @@ def guarded(
     Args:
         mask_mod: the function; torch.vmap may call the result.
         names: what captured tensors are called, by their ids.
+
+    Returns:
+        The function, and the list, which is empty until the function is called.
     """
     known: list[Index | Divisor] = []
 

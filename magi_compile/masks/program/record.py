@@ -67,6 +67,9 @@ def record(
         device: what symbols say where they are.
         what: what the user calls the function, "mask_mod".
 
+    Returns:
+        The graph of the call.
+
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with.
     """
