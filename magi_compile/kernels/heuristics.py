@@ -136,7 +136,7 @@ BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only strea
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache. Under a mask of one document they are to keep the SMs busy about once (0.85 to 1.13 times), or from about twice on, not
 # one and a half times: then thread blocks that start together also end with it. Where all heads together keep them busy less
-# than three times, one section balances better than several; tiles of a single query head can not be in parts, and balance
+# than three times, one section balances better than several; tiles of a single query head cannot be in parts, and balance
 # better where they are many.
 _BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE, _BACKWARD_ENOUGH_WAVES = 0.85, 0.13, 2
 _BACKWARD_MANY_WAVES = 3

@@ -28,7 +28,7 @@ class ScoredKernel(Protocol):
     def score_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
     ) -> list[str]:
-        """Every reason why this kernel can not run the program with captured tensors of these dtypes and numbers of dimensions; empty
+        """Every reason why this kernel cannot run the program with captured tensors of these dtypes and numbers of dimensions; empty
         when it can."""
         ...
 

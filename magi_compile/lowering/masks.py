@@ -138,7 +138,7 @@ class Way:
         reasons: why it takes that of bit blocks; empty where it takes that of intervals.
         heads: of q and of keys, whose masks differ; 1 and 1 where all heads have the same mask.
         decides: whether the data of each run decide between both.
-        obstacles: why it can not take that of bit blocks, if it has to.
+        obstacles: why it cannot take that of bit blocks, if it has to.
     """
 
     program: MaskProgram
@@ -184,7 +184,7 @@ class Way:
     def notes(self) -> tuple[str, ...]:
         """For readers: which way it takes, if not that of intervals alone, and why."""
         if self.decides:
-            return ("by intervals, or by bit blocks in runs whose data intervals can not express",)
+            return ("by intervals, or by bit blocks where the data is out of order",)
         return tuple(f"by bit blocks: {reason}" for reason in self.reasons)
 
 

@@ -58,7 +58,7 @@ class Scores:
         return None if self.read is None else self.read.program
 
     def refusals(self, kernel: Kernel) -> list[str]:
-        """Why a kernel that takes score programs can not run this one."""
+        """Why a kernel that takes score programs cannot run this one."""
         assert self.read is not None
         assert isinstance(kernel, ScoredKernel)
         reasons = kernel.score_refusals(self.read.program, self.read.dtypes, self.read.ranks)

@@ -168,7 +168,7 @@ def test_the_data_of_a_step_decide(inner):
         assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
     assert len(REPORT.lowered) == 1
     (note,) = REPORT.lowered[0].notes
-    assert "by bit blocks in runs whose data" in note
+    assert "by bit blocks where the data is out of order" in note
 
 
 def test_more_slices_than_there_is_room_for():

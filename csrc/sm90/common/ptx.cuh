@@ -390,7 +390,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t address, uint32_t (&rows)[4
 // The same number, which is that of all lanes of the warp: the compiler may keep it in a uniform register.
 __device__ __forceinline__ int uniform(int number) { return __reduce_max_sync(0xffffffff, number); }
 
-// Zero, but the compiler does not know it: the grid has one dimension. What uses it can not run before `value`
+// Zero, but the compiler does not know it: the grid has one dimension. What uses it cannot run before `value`
 // is there.
 __device__ __forceinline__ uint32_t zero_after(float value) { return __float_as_uint(value) & blockIdx.y; }
 

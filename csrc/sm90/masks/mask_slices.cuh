@@ -374,7 +374,7 @@ private:
         return (place + 1) % params_.seqlen_q == 0 ? -1 : change_before(place + 1);
     }
 
-    // Whether a run of at least two rows can not go on behind `place`.
+    // Whether a run of at least two rows cannot go on behind `place`.
     __device__ __forceinline__ bool is_cut(Int place) const {
         const int before = change_before(place), behind = change_behind(place);
         return before >= 0 && behind >= 0 && before != behind;

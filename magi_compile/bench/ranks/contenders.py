@@ -306,7 +306,7 @@ def positions_by(balancer: Any, problem: Problem) -> Tensor:
 
 
 def flex_refusals(problem: Problem, which: str) -> list[str]:
-    """Why FlexAttention can not run it."""
+    """Why FlexAttention cannot run it."""
     return [NO_BACKWARD] if problem.world.kind == "cpu" and which == "fwdbwd" else []
 
 

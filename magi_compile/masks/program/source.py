@@ -36,7 +36,7 @@ MAX_SOUGHT = 1024
 
 
 class SourceError(ValueError):
-    """Nodes that text can not say."""
+    """Nodes that text cannot say."""
 
 
 def sortable(x: Tensor, nan: int) -> Tensor:

@@ -298,7 +298,7 @@ def other_shapes(setup: Setup) -> None:
     by_head = q.transpose(0, 1).contiguous().transpose(0, 1)
     assert launched(by_head, k, v, 0.125, 0.0, "") == (True, False)
     assert launched(by_head, k, v, 0.125, 0.0, "") == (False, True)
-    # A copy is made of what TMA can not read: never repeated.
+    # A copy is made of what TMA cannot read: never repeated.
     odd = torch.empty(q.numel() + 1).bfloat16()[1:].view(q.shape)
     for _ in range(2):
         assert launched(odd, k, v, 0.125, 0.0, "") == (True, False)

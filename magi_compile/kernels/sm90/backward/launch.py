@@ -204,7 +204,7 @@ class _Prepared:
     def _main(
         self, keys: tuple[Layout, ...], may_start_early: bool, device_index: int
     ) -> Launch | None:
-        """The main kernel, over k and v of such layouts; None where TMA can not read them."""
+        """The main kernel, over k and v of such layouts; None where TMA cannot read them."""
         if not are_tma_layouts(keys, self._problem.dtype):
             return None
         problem, config, shape, places = self._problem, self._config, self._shape, self._scratch
@@ -265,7 +265,7 @@ _MAX_KEYS = 64  # layouts of keys that are kept for each of queries
 
 @lru_cache(maxsize=1024)
 def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Prepared | None:
-    """What dout, q and out of such layouts need, see `_Shape`; None where TMA can not read them."""
+    """What dout, q and out of such layouts need, see `_Shape`; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     return _Prepared(_Shape(layouts, problem, *rest))

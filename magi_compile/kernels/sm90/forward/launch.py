@@ -139,7 +139,7 @@ def _call(
     out_dtype: torch.dtype,
     device_index: int,
 ) -> Call | None:
-    """What tensors q, k and v of such layouts need; None where TMA can not read them."""
+    """What tensors q, k and v of such layouts need; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts

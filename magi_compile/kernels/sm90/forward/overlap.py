@@ -152,7 +152,7 @@ class EarlyForward:
         deterministic: no tile is cut in two, so that the result does not depend on when remote keys come, bit by bit.
 
     Raises:
-        ValueError: if TMA can not read `remote` as it lies, or if `plan` is for other tiles than those of `problem`.
+        ValueError: if TMA cannot read `remote` as it lies, or if `plan` is for other tiles than those of `problem`.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ def _call(
     has_stairs: bool,
     device_index: int,
 ) -> _Call | None:
-    """What tensors q, k, v and remote keys and values of such layouts need; None where TMA can not read them."""
+    """What tensors q, k, v and remote keys and values of such layouts need; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), (local_shape, _), _, (remote_shape, _), _ = layouts

@@ -217,7 +217,7 @@ def _call(
     has_stairs: bool,
     device_index: int,
 ) -> Call | None:
-    """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA can not
+    """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA cannot
     read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None

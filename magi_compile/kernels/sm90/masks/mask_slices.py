@@ -127,7 +127,7 @@ def mask_slices_on_device(
         `sizes.capacity` slices, those left over empty.
 
     Raises:
-        UnsupportedMaskError: intervals can not express the mask.
+        UnsupportedMaskError: intervals cannot express the mask.
         TypeError: a table has the wrong dtype.
         ValueError: too few tables or symbols, a table or a list with the wrong device or shape, or too many rows.
     """

@@ -150,7 +150,7 @@ def test_strided_inputs(kernel):
     assert_same(expected, forward(kernel, *qkv.unbind(1), slices, problem))
     heads_first = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv.unbind(1)]
     assert_same(expected, forward(kernel, *heads_first, slices, problem))
-    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in qkv.unbind(1)]  # TMA can not
+    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in qkv.unbind(1)]  # TMA cannot
     assert_same(expected, forward(kernel, *odd, slices, problem))
 
 

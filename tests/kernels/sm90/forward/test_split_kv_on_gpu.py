@@ -115,7 +115,7 @@ def test_strided_inputs(kernel):
     expected = forward(kernel, inputs, slices, problem)
     packed = torch.stack(inputs[:3], 1)
     assert_same(expected, forward(kernel, packed.unbind(1), slices, problem))
-    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in inputs[:3]]  # TMA can not
+    odd = [torch.nn.functional.pad(x, (1, 2))[..., 1:-2] for x in inputs[:3]]  # TMA cannot
     assert_same(expected, forward(kernel, odd, slices, problem))
 
 
