@@ -951,10 +951,15 @@ def run_with_gradients(f, q, k, v, dout):
 
 @contextlib.contextmanager
 def quiet():
+    logger = logging.getLogger("magi_compile")
+    level = logger.level
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logging.getLogger("magi_compile").setLevel(logging.CRITICAL)
-        yield
+        logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
 
 
 def compiled(f, inner="eager"):
