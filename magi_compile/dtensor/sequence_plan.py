@@ -36,7 +36,7 @@ from magi_compile.ops.dtensors import (
     wrapped_lse,
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
-from magi_compile.ops.sinks import check_sinks, with_sinks
+from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -199,8 +199,8 @@ class SequencePlan(SpreadTokens):
             return self.attend(q, k, v, self.meta, scale, softcap, return_lse)
         out, lse = self.attend(q, k, v, self.meta, scale, softcap, True)
         check_sinks(sinks, "q", q, q.shape[1])
-        out, lse = with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
-        return (out, lse) if return_lse else out
+        out = out_with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
+        return (out, lse_with_sinks(lse, sinks)) if return_lse else out
 
     def attend(
         self,

@@ -27,7 +27,7 @@ from magi_compile._warnings import warn_once
 from magi_compile.lowering import regions
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
-from magi_compile.ops.sinks import with_sinks
+from magi_compile.ops.sinks import out_with_sinks
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -249,7 +249,7 @@ def magi_attention(
     out = _flex(query, key, value, score_mod, attention_mask, scaling, aux)
     if s_aux is not None:
         out, statistics = out
-        out, _ = with_sinks(out, statistics.lse, s_aux, heads_first=True)
+        out = out_with_sinks(out, statistics.lse, s_aux, heads_first=True)
     return out.transpose(1, 2).contiguous(), None
 
 

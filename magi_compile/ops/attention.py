@@ -29,7 +29,7 @@ from magi_compile.ops.dtensors import (
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
-from magi_compile.ops.sinks import check_sinks, with_sinks
+from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import check_options, check_packed, check_padded, check_qkv
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
 from magi_compile.score.read import TracedScore, trace_score_program
@@ -87,20 +87,18 @@ def flex_flash_attention(
         ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
+    given: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
     if sinks is not None:
-        given = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
-        out, lse = flex_flash_attention(q, k, v, slices, **given)  # type: ignore[arg-type]
+        out, lse = flex_flash_attention(q, k, v, slices, **given)
         check_sinks(sinks, "q", q, q.shape[1])
-        return AttnOutput(*with_sinks(out, lse, sinks, heads_first=False))
+        out = out_with_sinks(out, lse, sinks, heads_first=False)
+        return AttnOutput(out, lse_with_sinks(lse, sinks))
     if has_torch_function_mode():  # context parallelism
-        given = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
-        return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[arg-type]
+        return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
-        out, lse = flex_flash_attention(
-            *shards[:3], slices, softmax_scale=softmax_scale, softcap=softcap, kernel=kernel
-        )
+        out, lse = flex_flash_attention(*shards[:3], slices, **given)
         return AttnOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)

@@ -11,37 +11,26 @@ import torch
 from torch import Tensor
 
 
-def kept_share(lse: Tensor, sinks: Tensor) -> Tensor:
-    """What sinks leave of an output.
-
-    Args:
-        lse: `[..., nheads_q, rows]`, fp32; -inf for rows that see nothing.
-        sinks: `[nheads_q]`; -inf where a head has none.
-
-    Returns:
-        Factors between 0 and 1, fp32, the shape of `lse`.
-    """
-    lowest = torch.finfo(torch.float32).min  # -inf - -inf is not a number
-    return torch.sigmoid(lse - sinks.float().clamp(min=lowest)[:, None])
-
-
-def with_sinks(
-    out: Tensor, lse: Tensor, sinks: Tensor, *, heads_first: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention with sinks, of attention without.
+def out_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, heads_first: bool) -> Tensor:
+    """The output of attention with sinks, from that of attention without.
 
     Args:
         out: `[rows, nheads_q, head_dim_v]`, or, with `heads_first`, `[..., nheads_q, rows, head_dim_v]`.
-        lse: `[..., nheads_q, rows]`, fp32.
-        sinks: `[nheads_q]`.
+        lse: `[..., nheads_q, rows]`, fp32, without sinks; -inf for rows that see nothing.
+        sinks: `[nheads_q]`; -inf where a head has none.
         heads_first: whether heads come before rows in `out`.
 
     Returns:
-        out, in its dtype, and lse.
+        A tensor like `out`.
     """
-    share = kept_share(lse, sinks)
-    kept = (out * (share if heads_first else share.mT)[..., None]).to(out.dtype)
-    return kept, torch.logaddexp(lse, sinks.float()[:, None])
+    lowest = torch.finfo(torch.float32).min  # -inf - -inf is not a number
+    kept = torch.sigmoid(lse - sinks.float().clamp(min=lowest)[:, None])
+    return (out * (kept if heads_first else kept.mT)[..., None]).to(out.dtype)
+
+
+def lse_with_sinks(lse: Tensor, sinks: Tensor) -> Tensor:
+    """The log-sum-exp of attention with sinks, from that of attention without: `[..., nheads_q, rows]`, fp32."""
+    return torch.logaddexp(lse, sinks.float()[:, None])
 
 
 def check_sinks(sinks: Any, name: str, q: Tensor, nheads_q: int) -> None:
