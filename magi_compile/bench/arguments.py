@@ -1,8 +1,12 @@
-"""What the values of command-line options must be; argparse prints the message."""
+"""What the values of command-line options must be, and what commands share of their use; argparse prints the message."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
 
 from magi_compile.bench.workloads.cells import parse_length
 
@@ -49,3 +53,22 @@ def heads(text: str) -> str:
     if int(nheads_q) % int(nheads_kv) or not int(nheads_q):
         raise argparse.ArgumentTypeError(f"heads must be Q:KV with Q a multiple of KV, got {text}")
     return f"{int(nheads_q)}:{int(nheads_kv)}"
+
+
+def device_of(asked: str | None) -> str:
+    """What `--device` asks for, by default "cuda" if there is a GPU; raises ValueError if there is none."""
+    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("`--device cuda` needs a GPU, and PyTorch sees none")
+    return device
+
+
+def check_out(out: Path | None) -> None:
+    """Raises FileNotFoundError if `--out` lies in a folder that does not exist."""
+    if out and not out.parent.is_dir():
+        raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {out}")
+
+
+def as_typed(command_line: Sequence[str], out: Path | None) -> list[str]:
+    """A command without the folder of its output, which is the machine's own."""
+    return [out.name if out and part == str(out) else part for part in command_line]

@@ -162,10 +162,7 @@ def _run(args: argparse.Namespace) -> int:
         raise FileExistsError(f"`{args.output}` exists: add --resume, or choose another --output")
     settings = Settings(
         device=device,
-        command=[
-            shlex.quote(args.output.name if part == str(args.output) else part)
-            for part in args.command_line
-        ],
+        command=list(map(shlex.quote, arguments.as_typed(args.command_line, args.output))),
         passes=tuple(args.passes),
         protocol=Protocol(
             budget_ms=args.budget_ms or preset.budget_ms,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from magi_compile.bench import arguments
 from magi_compile.bench.doors.run import Execution
 from magi_compile.bench.doors.settings import ATTENTIONS, FRAMEWORKS, MODES, Settings
@@ -71,14 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device cuda` needs a GPU, and PyTorch sees none")
+    device = arguments.device_of(args.device)
     if args.quick:
         vars(args).update(QUICK)
-    if args.out and not args.out.parent.is_dir():
-        raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {args.out}")
-    command = [args.out.name if x == str(args.out) else x for x in args.command_line]
+    arguments.check_out(args.out)
+    command = arguments.as_typed(args.command_line, args.out)
     rows = Execution(settings_of(args, device), command, args.out, _say).run()
     for row in rows:
         if row["status"] in FAULTS:

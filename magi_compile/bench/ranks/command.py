@@ -110,9 +110,8 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = args.ranks or (gpus if kind == "cuda" else 2)
     if kind == "cuda" and not ranks.is_launched() and not 0 < num_ranks <= gpus:
         raise ValueError(f"`--ranks` must be at most the number of GPUs, {gpus}, got {num_ranks}")
-    if args.out and not args.out.parent.is_dir():
-        raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {args.out}")
-    command = [args.out.name if x == str(args.out) else x for x in args.command_line]
+    arguments.check_out(args.out)
+    command = arguments.as_typed(args.command_line, args.out)
     return ranks.start(measure, num_ranks, kind, settings_of(args, kind), command, args.out)
 
 

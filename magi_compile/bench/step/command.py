@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from magi_compile.bench import arguments
 from magi_compile.bench.step.cases import GROUPS, PASSES, ROWS, Settings
 from magi_compile.bench.step.clock import Rounds
@@ -70,14 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("`--device cuda` needs a GPU, and PyTorch sees none")
+    device = arguments.device_of(args.device)
     if args.quick:
         vars(args).update(QUICK, rows=args.rows or QUICK_ROWS)
-    if args.out and not args.out.parent.is_dir():
-        raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {args.out}")
-    rows = execute(_settings(args, device), _command(args), args.out, _say)
+    arguments.check_out(args.out)
+    command = arguments.as_typed(args.command_line, args.out)
+    rows = execute(_settings(args, device), command, args.out, _say)
     for row in rows:
         if row["status"] in FAULTS or row.get("recompiles"):
             _say(fault(row))
@@ -111,11 +107,6 @@ def _settings(args: argparse.Namespace, device: str) -> Settings:
         has_optimizer=args.optimizer,
         seed=args.seed,
     )
-
-
-def _command(args: argparse.Namespace) -> list[str]:
-    """As it was typed, but for the folder of `--out`, which is nobody's but the machine's."""
-    return [args.out.name if part == str(args.out) else part for part in args.command_line]
 
 
 def _say(line: str) -> None:
