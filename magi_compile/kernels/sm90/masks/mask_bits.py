@@ -202,7 +202,7 @@ def _prepare(
     }
     params = mask_mod_params(len(words)).pack(fixed=fixed, words=words)
     function = load_function(bits_variant(source, listed), device.index)
-    launch = Launch(function, count, _THREADS, params)
+    launch = Launch(function, count, _THREADS, params, shared_bytes=0)
     return Prepared(compute, source, Call(tuple(made), (launch,)))
 
 
