@@ -62,7 +62,8 @@ _FORWARD = {
     256: ForwardConfig(2, 64, 3, 2, 1, 40, 232),
 }
 
-# With bit blocks, of which a tile is as high as one and a block as wide, or half of one. Not measured yet.
+# With bit blocks, of which a tile is as high as one and a block as wide, or half of one; and with score programs, which need
+# registers. Not measured yet.
 _FORWARD_BITS = {
     64: ForwardConfig(2, 128, 4, 4, 2, 40, 232, min_blocks_of_ping_pong=9),
     96: ForwardConfig(2, 128, 3, 2, 2, 40, 232),
@@ -85,7 +86,8 @@ CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
 def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
-    return (_FORWARD_BITS if problem.has_bits else _FORWARD)[problem.head_dim]
+    is_larger = problem.has_bits or problem.has_score
+    return (_FORWARD_BITS if is_larger else _FORWARD)[problem.head_dim]
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ _BACKWARD = {
     192: BackwardConfig(64, 3, 2, 2, 32, 64, 208, True, num_ctas=2),
     256: BackwardConfig(64, 2, 2, 2, 32, 64, 208, True, num_ctas=2),
 }
-_BACKWARD_CAPPED = {  # with soft-cap
+_BACKWARD_CAPPED = {  # with soft-cap, or a score program
     **_BACKWARD,
     64: BackwardConfig(64, 3, 3, 2, 32, 64, 208, False),
 }
@@ -148,7 +150,8 @@ _LEAST_VISITS_OF_PASS = 160  # less does not pay for handing dk and dv on
 
 def backward_config(problem: AttnProblem) -> BackwardConfig:
     """The Hopper backward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
-    return (_BACKWARD_CAPPED if problem.softcap else _BACKWARD)[problem.head_dim]
+    is_changed = problem.softcap or problem.has_score
+    return (_BACKWARD_CAPPED if is_changed else _BACKWARD)[problem.head_dim]
 
 
 class BackwardSections(NamedTuple):

@@ -183,8 +183,11 @@ def _emit_plan(
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
         lists, bits = mask.slices[:3], mask.slices[3:]
         ops = torch.ops.magi
+        op = ops.plan_with_bits.default if bits else ops.plan.default
+        if problem.has_score:
+            op, bits = ops.plan_for_scores.default, bits or [None]
         mask.plans[key] = emit.call(
-            ops.plan_with_bits.default if bits else ops.plan.default,
+            op,
             *lists,
             *totals,
             problem.dtype,

@@ -32,7 +32,11 @@ from magi_compile.ops import library, mask_bits, mask_slices  # noqa: F401  (def
 MAX_KEPT = 64  # masks, the least recently used goes
 
 _MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default)
-_PLANS = (torch.ops.magi.plan.default, torch.ops.magi.plan_with_bits.default)
+_PLANS = (
+    torch.ops.magi.plan.default,
+    torch.ops.magi.plan_with_bits.default,
+    torch.ops.magi.plan_for_scores.default,
+)
 _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)

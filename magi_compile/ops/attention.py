@@ -133,7 +133,8 @@ def _attend(
         slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
     if slices.bits is not None:
         lists.append(slices.bits)
-    plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "")
+    has_score = scored is not None
+    plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "", has_score=has_score)
     if scored is not None:
         program, tables, lengths = scored
         out, lse = torch.ops.magi.scored_attention(

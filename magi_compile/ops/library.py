@@ -81,11 +81,14 @@ def _plan(
     softcap: float,
     kernel: str,
     bits: Tensor | None = None,
+    has_score: bool = False,
 ) -> list[Tensor]:
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     has_bits = bits is not None
     device = q_ranges.device
-    chosen, problem = chosen_for(device, dtype, heads, 1.0, softcap, kernel or None, has_bits)
+    chosen, problem = chosen_for(
+        device, dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
+    )
     if not chosen.plans_in_graph:
         return []
     slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, total_q, total_k, bits)
@@ -99,6 +102,20 @@ _PLAN = (
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
 define_repeatable(_lib, f"plan({_PLAN}) -> Tensor[]", _plan, _plan)
 define(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
+
+
+def _plan_for_scores(*arguments: Any) -> list[Tensor]:
+    *rest, bits = arguments
+    return _plan(*rest, bits, has_score=True)
+
+
+# Of attention with a score program.
+define(
+    _lib,
+    f"plan_for_scores({_PLAN}, Tensor? bits) -> Tensor[]",
+    _plan_for_scores,
+    _plan_for_scores,
+)
 
 # Plans of slices on a CPU, by what the slices are: comparing them costs little there.
 _by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
@@ -141,9 +158,16 @@ _kept: WeakKeyDictionary[AttnSlices, dict[Hashable, _Kept]] = WeakKeyDictionary(
 
 
 def plan_of_call(
-    q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices, softcap: float, kernel: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    softcap: float,
+    kernel: str,
+    *,
+    has_score: bool = False,
 ) -> list[Tensor]:
-    """The plan that a call of `magi::attention` takes along: forward and backward then walk the same one.
+    """The plan that a call of `magi::attention` or `magi::scored_attention` takes along: forward and backward then walk the same one.
 
     In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it is kept
     until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
@@ -152,11 +176,16 @@ def plan_of_call(
     has_bits = slices.bits is not None
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
     if torch.compiler.is_compiling() or _compat.is_traced(slices.q_ranges):
+        if has_score:
+            arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
+            return torch.ops.magi.plan_for_scores(*arguments)
         if slices.bits is not None:
             arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
             return torch.ops.magi.plan_with_bits(*arguments)
         return torch.ops.magi.plan(*lists, *totals, q.dtype, *heads, softcap, kernel)
-    chosen, problem = chosen_for(q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits)
+    chosen, problem = chosen_for(
+        q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
+    )
     is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured or any(map(_compat.may_change_uncounted, lists)):
         return plan_of(chosen, slices, problem)

@@ -9,6 +9,7 @@
 #include "common/ptx.cuh"
 #include "common/store.cuh"
 #include "common/tile_plan.cuh"
+#include "scores/none.cuh"
 
 namespace ffa {
 
@@ -22,7 +23,7 @@ struct DqTarget {
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
           int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasBits_,
-          bool kIsDeterministic_, bool kRoundsDq_, bool kHasRemoteTiles_>
+          bool kIsDeterministic_, bool kRoundsDq_, bool kHasRemoteTiles_, class Score_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -38,7 +39,12 @@ struct BackwardConfig {
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
     static constexpr bool kHasRemoteTiles = kHasRemoteTiles_;     // of keys that may not be there at launch
-    using Params = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasRemoteTiles ? 2 : 1>>::type;
+    using Score = Score_;                                         // made from a score program, or NoScore
+    static constexpr bool kHasScore = Score::kIsThere;
+    // Whether scores start from -lse / scale: where nothing is made of them but what is added to them.
+    static constexpr bool kBeginsWithLse = !kHasSoftcap && (!kHasScore || Score::kIsShift);
+    using WholeParams = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasRemoteTiles ? 2 : 1>>::type;
+    using Params = typename Choose<kHasScore, ScoredBackwardParams<Score::kNumWords + 1>, WholeParams>::type;
 
     // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see
     // mainloop_wide.cuh.
@@ -49,7 +55,7 @@ struct BackwardConfig {
     // so half as much is added up in global memory, which would limit them.
     static constexpr bool kSharesDq = kIsWide && kHeadDim <= 192;
     // S and dP then read half as much of shared memory, where there are registers for it.
-    static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap;
+    static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap && !kHasScore;
     // And dK takes dS from there, so that it is computed beside the next dS. (Where dq has an order, that loses.)
     static constexpr bool kHasDscoresOfDkInShared = kHasKeysInRegisters && !kIsDeterministic;
     static constexpr int kWarpgroup = 128;
@@ -80,6 +86,7 @@ struct BackwardConfig {
     static constexpr bool kHandsOn = !kHasRemoteTiles && !kIsDeterministic;
 
     static_assert(!(kHasRemoteTiles && kHasBits), "remote keys have no bits");
+    static_assert(!(kHasScore && (kHasSoftcap || kHasRemoteTiles)), "a score program has the caps, and no remote keys");
     static_assert(!(kHasRemoteTiles && kIsDeterministic), "additions have the order of one list of tiles");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");

@@ -13,6 +13,7 @@
 
 #include "backward/config.cuh"
 #include "backward/epilogue.cuh"
+#include "backward/scores.cuh"
 #include "common/bits.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
@@ -60,9 +61,9 @@ public:
         return keys;
     }
 
-    // S^T = K Q^T, from -lse / scale on, unless scores are capped.
+    // S^T = K Q^T, from -lse / scale on, where it may be.
     __device__ __forceinline__ void issue_scores(Scores& scores, const Keys& k, int slot) const {
-        issue_rows<!Config::kHasSoftcap>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
+        issue_rows<Config::kBeginsWithLse>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
     }
 
     // dP^T = V dO^T, from -delta on, which travels with Q.
@@ -168,6 +169,7 @@ public:
     static constexpr int kScores = Matmuls<Config>::kScores;
     using Scores = typename Matmuls<Config>::Scores;
     using Operand = typename Matmuls<Config>::Operand;
+    static constexpr int kLoadsAhead = 2;   // of statistics
 
     __device__ __forceinline__ ScoreMath(const typename Config::Params& params, const SharedStorage<Config>& smem,
                                          int lane)
@@ -217,6 +219,33 @@ public:
 
     // Of the cap. Hidden scores are -inf, and their slope must not be.
     __device__ __forceinline__ static float slope(float capped) { return fmaxf(1.f - capped * capped, 0.f); }
+
+    // From products of queries and keys, -inf where they are hidden, P by a score program, and P times its slopes.
+    __device__ __forceinline__ void exponentiate_changed(const Scores& products, Operand& probs, Operand& factors,
+                                                         const TileScores<Config>& program, const Stats* stats) const {
+        program.for_each_pair([&](int i, const typename TileScores<Config>::Query(&queries)[2]) {
+            // A load waits for what an earlier one was for: registers are short.
+            const uint32_t zero = i < kLoadsAhead ? 0 : zero_after(__uint_as_float(probs[2 * (i - kLoadsAhead)]));
+            const float2 minus_lse = this->minus_lse(stats[i + zero]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const float* const pair = products + 4 * i + 2 * half;
+                const float2 left = changed(pair[0], program, queries[0], half, minus_lse.x);
+                const float2 right = changed(pair[1], program, queries[1], half, minus_lse.y);
+                probs[2 * i + half] = pack<Element>(left.x, right.x);
+                factors[2 * i + half] = pack<Element>(left.y, right.y);
+            }
+        });
+    }
+
+    // A probability, and the same times the slope of the program; both are 0 where the score is hidden.
+    template <class Query>
+    __device__ __forceinline__ float2 changed(float product, const TileScores<Config>& program, const Query& query,
+                                              int half, float minus_lse) const {
+        const auto [score, slope] = program.score_and_slope(product, query, half);
+        const float p = ex2(score * params_.scale_log2 + minus_lse);
+        return product == -kInfinity ? float2{0.f, 0.f} : float2{p, p * slope};
+    }
 
     // Of this lane's queries among the next 8.
     __device__ __forceinline__ float2 minus_lse(const Stats& stats) const {
@@ -284,10 +313,13 @@ private:
     using Grad = typename Matmuls<Config>::Grad;
 
     // Measured: it pays where products are short beside the exponentials.
-    static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && !Config::kHasSoftcap;
+    static constexpr bool kExponentialsBesideDprobs = Config::kHeadDim <= 64 && Config::kBeginsWithLse;
     // A wait amid the arithmetic that makes operands: the assembler orders what is in front and behind for itself, and
     // needs fewer registers.
     static constexpr bool kBufferIsAwaitedBefore = kExponentialsBesideDprobs;
+    // Probabilities of a score program are rounded, times its slopes too, before there are their gradients: that takes as
+    // few registers as the scores.
+    static constexpr bool kHasFactors = Config::kHasScore && !Config::kBeginsWithLse;
     // dS of a block then has the slot of its queries, which saves registers.
     static constexpr bool kScoresGoWithBlocks = Config::kScoreStages == Config::kStages;
 
@@ -323,7 +355,8 @@ private:
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {
         Operand probs, dscores;
-        differentiate_scores(probs, dscores, [] {});
+        TileScores<Config> program(params_, first_key_of_thread());
+        differentiate_scores(probs, dscores, program, [] {});
 
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (true) {
@@ -343,7 +376,7 @@ private:
             wgmma_wait_group<1>();
             pin(dv);
             release(smem_.dout_empty[done.slot], lane_);
-            differentiate_scores(probs, dscores, [&] {
+            differentiate_scores(probs, dscores, program, [&] {
                 wgmma_wait_group<1>();
                 pin(dk);
                 release(smem_.q_empty[done.slot], lane_);
@@ -382,22 +415,36 @@ private:
 
     // P and dS of the present block. `meanwhile` is done while the scores are computed.
     template <class Meanwhile>
-    __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, Meanwhile meanwhile) {
+    __device__ __forceinline__ void differentiate_scores(Operand& probs, Operand& dscores, TileScores<Config>& program,
+                                                         Meanwhile meanwhile) {
         Scores scores, dprobs;
         mbarrier_wait_together(smem_.q_full[block_.slot], block_.phase);
         matmuls_.issue_scores(scores, matmuls_.keys(smem_.k[0] + first_key(), 0), block_.slot);
         meanwhile();
         const int mask_row = smem_.blocks[block_.slot].mask_row;
+        if constexpr (Config::kHasScore) {
+            const Block& block = smem_.blocks[block_.slot];
+            program.move_to(uniform(block.first), uniform(block.head));
+        }
         wgmma_wait_group<0>();
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
             math_.cap(scores);
+        }
+        if constexpr (!Config::kBeginsWithLse) {
             math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+        } else if constexpr (Config::kHasScore) {
+            program.shift(scores);
+            math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
+            pin(scores);
         } else {
             math_.mask(scores, block_.slot, mask_row, gradients_.row_in_tile());
             math_.scale(scores);
         }
-        if constexpr (!Config::kHasSoftcap && !kExponentialsBesideDprobs) {
+        Operand factors;
+        if constexpr (kHasFactors) {
+            math_.exponentiate_changed(scores, probs, factors, program, smem_.stats[block_.slot]);
+        } else if constexpr (Config::kBeginsWithLse && !kExponentialsBesideDprobs) {
             math_.exponentiate(scores);
         }
         mbarrier_wait_together(smem_.dout_full[block_.slot], block_.phase);
@@ -410,9 +457,19 @@ private:
         pin(dprobs);
         if constexpr (Config::kHasSoftcap) {
             capped_to_operands(dprobs, scores, probs, dscores);
+        } else if constexpr (kHasFactors) {
+            factors_to_operands(dprobs, factors, dscores);
         } else {
             to_operands(dprobs, scores, probs, dscores);
         }
+    }
+
+    // Where a score program asks.
+    __device__ __forceinline__ int first_key_of_thread() const {
+        if constexpr (Config::kHasScore) {
+            return work().tile.row_begin + gradients_.row_in_tile() + lane_ / 4;
+        }
+        return 0;
     }
 
     __device__ __forceinline__ int first_key() const { return warpgroup_ * Config::kRows * Config::kSlabCols; }
@@ -450,7 +507,7 @@ private:
     // from them: a load waits for what an earlier one was for.
     __device__ __forceinline__ void capped_to_operands(const Scores& dprobs, const Scores& capped, Operand& probs,
                                                        Operand& dscores) const {
-        constexpr int kLoadsAhead = 2;
+        constexpr int kLoadsAhead = ScoreMath<Config>::kLoadsAhead;
         const Stats* const stats = smem_.stats[block_.slot];
 #pragma unroll
         for (int i = 0; i < kScores / 4; ++i) {
@@ -465,6 +522,16 @@ private:
                 dscores[2 * i + half] =
                     pack<Element>(p.x * math_.slope(pair[0]) * dp[0], p.y * math_.slope(pair[1]) * dp[1]);
             }
+        }
+    }
+
+    // Likewise from what gradients of probabilities are multiplied with, rounded: there are no registers for more.
+    __device__ __forceinline__ static void factors_to_operands(const Scores& dprobs, const Operand& factors,
+                                                               Operand& dscores) {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) {
+            const float2 pair = unpack<Element>(factors[i]);
+            dscores[i] = pack<Element>(pair.x * dprobs[2 * i], pair.y * dprobs[2 * i + 1]);
         }
     }
 

@@ -109,17 +109,24 @@ public:
 
     __device__ __forceinline__ DvWalk(const typename Config::Params& params, SharedStorage<Config>& smem, int lane,
                                       int row)
-        : smem_(smem), lane_(lane), row_(row), matmuls_(smem), math_(params, smem, lane), factors_(smem) {}
+        : params_(params),
+          smem_(smem),
+          lane_(lane),
+          row_(row),
+          matmuls_(smem),
+          math_(params, smem, lane),
+          factors_(smem) {}
 
     // Over so many blocks, one at least.
-    __device__ __forceinline__ void walk(Grad& dv, int left) {
+    __device__ __forceinline__ void walk(Grad& dv, int left, int first_key) {
         Scores scores;
         Operand probs;
+        TileScores<Config> program(params_, first_key);
         const auto keys = matmuls_.keys(smem_.k[0], row_);
         mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
         matmuls_.issue_scores(scores, keys, block_.q().slot);
         wgmma_wait_group<0>();
-        exponentiate(scores, probs);
+        exponentiate(scores, probs, program);
         // No matmul is in flight where the loop closes: the compiler moves registers there.
         while (--left > 0) {
             const auto done = block_.dout();
@@ -131,7 +138,7 @@ public:
             mbarrier_wait_together(smem_.q_full[block_.q().slot], block_.q().phase);
             matmuls_.issue_scores(scores, keys, block_.q().slot);
             wgmma_wait_group<0>();
-            exponentiate(scores, probs);
+            exponentiate(scores, probs, program);
         }
         issue_dv(dv, probs, block_.dout());
         release(smem_.kv_empty, lane_);   // the next ones may come while the gradient leaves
@@ -159,7 +166,7 @@ private:
     }
 
     // P of the present block, and what others need of it.
-    __device__ __forceinline__ void exponentiate(Scores& scores, Operand& probs) const {
+    __device__ __forceinline__ void exponentiate(Scores& scores, Operand& probs, TileScores<Config>& program) const {
         const int mask_row = smem_.blocks[block_.q().slot].mask_row;
         pin(scores);
         if constexpr (Config::kHasSoftcap) {
@@ -169,9 +176,24 @@ private:
             exponentiate_capped(scores, probs, factors);
             release_in_all<Config::kCtas>(smem_.q_empty[block_.q().slot], lane_);
             factors_.leave(factors, lane_);
-        } else {
+        } else if constexpr (!Config::kBeginsWithLse) {
+            const Block& block = smem_.blocks[block_.q().slot];
+            program.move_to(uniform(block.first), uniform(block.head));
             math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
-            math_.scale(scores);
+            Operand factors;
+            math_.exponentiate_changed(scores, probs, factors, program, smem_.stats[block_.q().slot]);
+            release_in_all<Config::kCtas>(smem_.q_empty[block_.q().slot], lane_);
+            factors_.leave(factors, lane_);
+        } else {
+            if constexpr (Config::kHasScore) {
+                const Block& block = smem_.blocks[block_.q().slot];
+                program.move_to(uniform(block.first), uniform(block.head));
+                program.shift(scores);
+                math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
+            } else {
+                math_.mask(scores, block_.q().slot, mask_row, first_row_of_block<Config>() + row_);
+                math_.scale(scores);
+            }
             math_.exponentiate(scores);
             round(scores, probs);
             release_in_all<Config::kCtas>(smem_.q_empty[block_.q().slot], lane_);
@@ -204,6 +226,7 @@ private:
 
     static constexpr int kScores = Matmuls<Config>::kScores;
 
+    const typename Config::Params& params_;
     SharedStorage<Config>& smem_;
     const int lane_;
     const int row_;   // the first of the warp, of those of its thread block
@@ -233,7 +256,7 @@ public:
     }
 
     // Over so many blocks, one at least.
-    __device__ __forceinline__ void walk(Grad& dk, int left) {
+    __device__ __forceinline__ void walk(Grad& dk, int left, int) {
         Scores dprobs;
         Operand dscores;
         const auto values = matmuls_.keys(smem_.v[0], row_);
@@ -385,7 +408,7 @@ private:
             x = 0.f;
         }
         if (num_visits > 0) {
-            walk_.walk(grad, num_visits);
+            walk_.walk(grad, num_visits, first_key_of_thread());
             barrier_sync(kScoresAreRead, (Config::kConsumers + 1) * Config::kWarpgroup);
         } else {
             mbarrier_arrive_if(lane_ == 0, smem_.kv_empty);
@@ -403,6 +426,14 @@ private:
         if constexpr (Config::kHasRemoteTiles) {
             gradients_.tell(work, store_end);
         }
+    }
+
+    // Where a score program asks.
+    __device__ __forceinline__ int first_key_of_thread() const {
+        if constexpr (Config::kHasScore) {
+            return work().tile.row_begin + gradients_.row_in_tile() + lane_ / 4;
+        }
+        return 0;
     }
 
     // No register keeps the address.

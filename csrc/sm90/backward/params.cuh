@@ -4,6 +4,7 @@
 #include "backward/schedule/agenda.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
+#include "scores/params.cuh"
 
 namespace ffa {
 
@@ -128,6 +129,13 @@ struct BackwardParams {
 // Where runs may have bits.
 struct BitsBackwardParams : BackwardParams<1> {
     const uint32_t* bits;   // [num_blocks, kBitBlock, kWordsOfQuery]
+};
+
+// Where a score program changes the scores: `scale_log2` is log2(e) then, and `cap_scale` the softmax_scale.
+template <int kNumWords>
+struct ScoredBackwardParams : BackwardParams<1> {
+    const uint32_t* bits;   // as above, or null
+    ScoreParams<kNumWords> score;
 };
 
 static_assert(sizeof(BitsBackwardParams) == 1152, "packed by magi_compile/kernels/sm90/params.py");

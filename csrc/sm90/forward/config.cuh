@@ -7,6 +7,7 @@
 #include "common/store.cuh"
 #include "common/tile_plan.cuh"
 #include "forward/params.cuh"
+#include "scores/none.cuh"
 
 namespace ffa {
 
@@ -14,7 +15,7 @@ constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
           int kMinBlocksOfPingPong_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_,
-          bool kHasStairs_, bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_>
+          bool kHasStairs_, bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -32,6 +33,8 @@ struct ForwardConfig {
     static constexpr bool kHasRemoteKeys =
         kHasRemoteKeys_;                          // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;   // begins before they are there
+    using Score = Score_;                         // made from a score program, or NoScore
+    static constexpr bool kHasScore = Score::kIsThere;
 
     static constexpr int kWarpgroup = 128;
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
@@ -42,10 +45,12 @@ struct ForwardConfig {
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
     using WholeParams = typename Choose<kHasBits, BitsForwardParams, ForwardParams>::type;
-    using Params = typename Choose<kIsEarly, EarlyForwardParams, WholeParams>::type;
+    using ScoredParams = typename Choose<kHasScore, ScoredForwardParams<Score::kNumWords + 1>, WholeParams>::type;
+    using Params = typename Choose<kIsEarly, EarlyForwardParams, ScoredParams>::type;
 
     static_assert(kHasRemoteKeys || !kIsEarly, "they are what is waited for");
     static_assert(!(kHasBits && kIsEarly), "remote keys have no bits");
+    static_assert(!(kHasScore && (kHasSoftcap || kIsEarly)), "a score program has the caps, and no remote keys");
     static_assert(kHasStairs || !kHasBits, "where there is room for bits, there is for stairs beside them");
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");

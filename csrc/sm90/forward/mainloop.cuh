@@ -8,6 +8,7 @@
 #include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 #include "forward/config.cuh"
+#include "forward/scores.cuh"
 
 namespace ffa {
 
@@ -52,6 +53,7 @@ private:
         Probs probs;
         Out out;
         OnlineSoftmax softmax(params_.scale_log2);
+        TileScores<Config> program(params_, first_row(tile), tile.head);
 #pragma unroll
         for (int i = 0; i < kOut; ++i) {
             out[i] = 0.f;
@@ -82,7 +84,7 @@ private:
             wgmma_wait_group<0>();
             pin(scores);
             end_turn();
-            cap_and_mask(scores, sees, tile);
+            change_and_mask(scores, sees, tile, program);
             release_k();
             bool is_v_there = test_v();
             float sum[2];
@@ -101,7 +103,7 @@ private:
                 wgmma_wait_group<2>();
                 pin(scores);
                 end_turn();
-                cap_and_mask(scores, sees, tile);
+                change_and_mask(scores, sees, tile, program);
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
                 softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
@@ -218,12 +220,16 @@ private:
 
     // ---- scores to probabilities
 
-    __device__ __forceinline__ void cap_and_mask(Scores& scores, Visibility sees, const TileOfHead& tile) {
+    __device__ __forceinline__ void change_and_mask(Scores& scores, Visibility sees, const TileOfHead& tile,
+                                                    TileScores<Config>& program) {
         if constexpr (Config::kHasSoftcap) {
 #pragma unroll
             for (int i = 0; i < kScores; ++i) {
                 scores[i] = tanh_approx(scores[i] * params_.cap_scale);
             }
+        }
+        if constexpr (Config::kHasScore) {
+            program.change(scores, uniform(smem_.blocks[scored_.slot].first));
         }
         if (sees == kPart) {
             const Block& block = smem_.blocks[scored_.slot];

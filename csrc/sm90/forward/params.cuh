@@ -3,6 +3,7 @@
 
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
+#include "scores/params.cuh"
 
 namespace ffa {
 
@@ -48,6 +49,13 @@ struct BitsForwardParams : ForwardParams {
 };
 
 static_assert(sizeof(BitsForwardParams) == 1024, "packed by magi_compile/kernels/sm90/params.py");
+
+// Where a score program changes the scores: `scale_log2` is log2(e) then, and `cap_scale` the softmax_scale.
+template <int kNumWords>
+struct ScoredForwardParams : ForwardParams {
+    const uint32_t* bits;   // as above, or null
+    ScoreParams<kNumWords> score;
+};
 
 // Of two launches, one in front of the arrival of remote keys and one behind it, that share all counters; zero in front
 // of both.

@@ -13,19 +13,23 @@ from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.padded import PaddedKernel
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
+from magi_compile.kernels.scored import ScoredBackwardOutput
 from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward, early_backward
 from magi_compile.kernels.sm90.backward.order import TwoLists, two_lists
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
 from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_parts
+from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
+from magi_compile.kernels.sm90.scores.source import score_source
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import Walk, build_tile_plan
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 
 class CudaKernel:
-    """Warp-specialised attention for sm_90a; see `Kernel`, `EarlyKernel` and `PhasedKernel` for the interface.
+    """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`, `EarlyKernel` and `PhasedKernel` for the interface.
 
     dq is summed up in any order, and which tiles a forward that begins early cuts in two depends on when remote keys come. Under
     `torch.use_deterministic_algorithms(True)` dq has one order, and no tile is cut.
@@ -94,6 +98,56 @@ class CudaKernel:
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
             return forward_in_parts(q, k, v, walk, parts, problem, bits)
         return forward(q, k, v, walk, problem, bits=bits, prior=prior, out_dtype=out_dtype)
+
+    def scored_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+    ) -> ForwardOutput:
+        q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
+        check_sizes(sizes, plan_tiles(problem))
+        walk = Walk(q_tiles, q_runs, q_edges)
+        bits = _bits_of(slices, problem)
+        if parts.shape[0] > 0:
+            return forward_in_parts(q, k, v, walk, parts, problem, bits, score)
+        return forward(q, k, v, walk, problem, bits=bits, score=score)
+
+    def scored_backward(
+        self,
+        grads: Grads,
+        saved: Saved,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+        wanted: list[int],
+        *,
+        deterministic: bool,
+    ) -> ScoredBackwardOutput:
+        if wanted:
+            raise NotImplementedError(
+                f"gradients of tensors that a score_mod captures are not written in CUDA, got {len(wanted)} that need one; "
+                "the triton kernel has them"
+            )
+        walk, bits = _k_walk(plan, problem), _bits_of(slices, problem)
+        found = backward(
+            grads, saved, walk, problem, bits=bits, score=score, deterministic=deterministic
+        )
+        return ScoredBackwardOutput(found, [])
+
+    def score_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        try:
+            score_source(program.text, tuple(dtypes), tuple(ranks))
+        except UnknownOperation as unknown:
+            return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
+        return []
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:
         _refuse_bits(problem)

@@ -3,6 +3,8 @@ the compiler whether they are."""
 
 from __future__ import annotations
 
+from functools import cache
+
 from magi_compile.kernels.sm90.runtime.structs import ADDRESS, FLOAT, INT, LONG, TENSOR_MAP, Struct
 
 
@@ -32,6 +34,24 @@ FORWARD = Struct(
     | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG},
 )
 BITS_FORWARD = Struct("BitsForwardParams", _addresses("bits"), base=FORWARD)
+SEQUENCES = Struct("Sequences", _ints("length", "heads"))
+
+
+def _score_params(num_words: int) -> dict[str, object]:
+    """What is behind the parameters of a kernel with a score program; words of 8 bytes, some of them addresses."""
+    score = Struct(
+        f"ScoreParams<{num_words}>",
+        {"queries": SEQUENCES, "keys": SEQUENCES, "words": (ADDRESS, num_words)},
+    )
+    return {"bits": ADDRESS, "score": score}
+
+
+@cache
+def scored_forward_params(num_words: int) -> Struct:
+    """Of the forward kernel with a score program."""
+    return Struct(f"ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD)
+
+
 EARLY_FORWARD = Struct(
     "EarlyForwardParams",
     {"lists": (SCHEDULE, 3)}
@@ -121,6 +141,14 @@ def preprocess_params(num_lists: int) -> Struct:
 
 BACKWARD = {n: backward_params(n) for n in (1, 2)}
 BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD[1])
+
+
+@cache
+def scored_backward_params(num_words: int) -> Struct:
+    """Of the main kernel with a score program."""
+    return Struct(f"ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD[1])
+
+
 PREPROCESS = {n: preprocess_params(n) for n in (1, 2)}
 POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
 

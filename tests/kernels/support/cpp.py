@@ -31,6 +31,7 @@ class Library:
             these headers.
         options: of the compiler.
         replaced: headers of this directory by those that they replace.
+        headers: the texts of others, by name.
     """
 
     def __init__(
@@ -39,27 +40,32 @@ class Library:
         main: str,
         options: str,
         replaced: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
         root = directories.getbasetemp()
         if "PYTEST_XDIST_WORKER" in os.environ:
             root = root.parent  # the same for all workers of this run
-        key = repr((main, options, sorted((replaced or {}).items())))
+        headers = headers or {}
+        key = repr((main, options, sorted((replaced or {}).items()), sorted(headers.items())))
         self._directory = root / f"library-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
         self._compiler: subprocess.Popen | None = None
         try:
             self._directory.mkdir()
         except FileExistsError:
             return
-        self._compiler = self._start(main, options, replaced or {})
+        self._compiler = self._start(main, options, replaced or {}, headers)
 
-    def _start(self, main: str, options: str, replaced: Mapping[str, str]) -> subprocess.Popen:
+    def _start(
+        self, main: str, options: str, replaced: Mapping[str, str], headers: Mapping[str, str]
+    ) -> subprocess.Popen:
         here, path = Path(__file__).parent, self._directory
         shutil.copytree(source_dir(), path, dirs_exist_ok=True)
         for name, header in replaced.items():
             shutil.copy(here / header, path / name)
-        (path / "main.cpp").write_text(main)
+        for name, text in {**headers, "main.cpp": main}.items():
+            (path / name).write_text(text)
         command = f"g++ -std=c++17 -shared -fPIC -w -I. -I{here} {options} main.cpp -o part.so"
         command = f"{command} && mv part.so {_DONE} || touch {_FAILED}"
         return subprocess.Popen(command, shell=True, cwd=path)

@@ -42,7 +42,7 @@ class CompiledKernel:
     def __init__(self, variant: Variant, directories: pytest.TempPathFactory):
         main = _MAIN.format(source=variant.source, entry=variant.entry)
         options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-        self._library = Library(directories, main, options, ON_A_CPU)
+        self._library = Library(directories, main, options, ON_A_CPU, dict(variant.headers))
 
     @cached_property
     def _run(self) -> Callable[..., bool]:

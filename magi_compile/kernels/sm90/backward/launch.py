@@ -27,7 +27,14 @@ from magi_compile.kernels.sm90.backward.variants import (
     rounds_dq,
 )
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS, STATS_BYTES, Scratch
-from magi_compile.kernels.sm90.params import BACKWARD, BITS_BACKWARD, POSTPROCESS, PREPROCESS
+from magi_compile.kernels.sm90.forward.launch import given_score, scale_fields
+from magi_compile.kernels.sm90.params import (
+    BACKWARD,
+    BITS_BACKWARD,
+    POSTPROCESS,
+    PREPROCESS,
+    scored_backward_params,
+)
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch, addresses_of, allocate
 from magi_compile.kernels.sm90.runtime.driver import (
     INT64_ELEMENTS,
@@ -42,7 +49,9 @@ from magi_compile.kernels.sm90.runtime.driver import (
     rows_map,
 )
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
+from magi_compile.kernels.sm90.scores.arguments import ScoreArguments
 from magi_compile.plan.tiles import Walk
+from magi_compile.score.program import ScoreCall
 
 _ROWS = torch.contiguous_format
 _STORE_ROWS = 16  # each warp stores its own rows
@@ -64,6 +73,7 @@ class _Shape(NamedTuple):
     num_lists: int
     has_dlse: bool
     has_signals: bool
+    score: ScoreArguments | None
     device_index: int
 
     @property
@@ -96,7 +106,10 @@ class _Prepared:
         self._wanted = _in_scratch(scratch.wanted) if rounds else None
         self.row_groups = padded_q // DQ_GROUP_ROWS
         variants = backward_variants(
-            problem, shape.deterministic, has_remote_tiles=shape.num_lists > 1
+            problem,
+            shape.deterministic,
+            has_remote_tiles=shape.num_lists > 1,
+            score=None if shape.score is None else shape.score.source,
         )
         self._functions = [load_function(variant, shape.device_index) for variant in variants]
         # dq and scratch memory
@@ -190,7 +203,7 @@ class _Prepared:
             dout_row_stride=dout_stride[0],
             dout_head_stride=dout_stride[1],
             total_q=shape.total_q,
-            lse_factor=-math.log2(math.e) if problem.softcap else -1 / problem.softmax_scale,
+            lse_factor=self._lse_factor(),
             agendas=self._agenda_writers(),
         )
         # One for each agenda at least, and one for what else is counted.
@@ -200,6 +213,12 @@ class _Prepared:
             *(self._functions[0], grid, STREAM_THREADS, params),
             shared_bytes=STREAM_THREADS // 32 * 4,
         )
+
+    def _lse_factor(self) -> float:
+        """What makes of lse what scores begin with, or, where these are changed, what exponents of base 2 do."""
+        score = self._shape.score
+        is_changed = self._problem.softcap if score is None else not score.source.is_shift
+        return -math.log2(math.e) if is_changed else -1 / self._problem.softmax_scale
 
     def _main(
         self, keys: tuple[Layout, ...], may_start_early: bool, device_index: int
@@ -214,9 +233,14 @@ class _Prepared:
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
         has_signals = shape.has_signals
-        struct = BITS_BACKWARD if problem.has_bits else BACKWARD[shape.num_lists]
+        struct, fields = BACKWARD[shape.num_lists], {}
+        if problem.has_bits or shape.score is not None:
+            struct, fields = BITS_BACKWARD, {"bits": Pointer(_BITS) if problem.has_bits else None}
+        if shape.score is not None:
+            struct = scored_backward_params(len(shape.score.words) + 1)
+            fields["score"] = shape.score.fields
         params = struct.pack(
-            **({"bits": Pointer(_BITS)} if problem.has_bits else {}),
+            **fields,
             q=rows_map(Pointer(_Q), *of_q, dtype, cols),
             dout=rows_map(Pointer(_DOUT), *of_dout, dtype, cols),
             k=rows_map(Pointer(_K), *of_k, dtype, rows),
@@ -238,8 +262,7 @@ class _Prepared:
             have_arrived=Pointer(_HAVE_ARRIVED) if has_signals else None,
             are_complete=Pointer(_ARE_COMPLETE) if has_signals else None,
             qhead_per_kvhead=problem.qhead_per_kvhead,
-            scale_log2=(problem.softcap or problem.softmax_scale) * math.log2(math.e),
-            cap_scale=problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+            **scale_fields(problem),
             lists=self._tile_lists(),
         )
         return Launch(
@@ -303,9 +326,11 @@ def backward(
     problem: AttnProblem,
     *,
     bits: Tensor | None = None,
+    score: ScoreCall | None = None,
     deterministic: bool = False,
 ) -> BackwardOutput:
-    """Gradients of attention over the k walk of a plan, and the bit blocks of its mask, on torch's current stream.
+    """Gradients of attention over the k walk of a plan, and the bit blocks of its mask, on torch's current stream; with a `score`
+    program where `problem` has one.
 
     dk and dv repeat bit for bit. dq is summed up by many thread blocks, in any order, or in that of the tiles where
     `deterministic` is set.
@@ -314,9 +339,12 @@ def backward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         return BackwardOutput(*(torch.zeros_like(x, memory_format=_ROWS) for x in (q, k, v)))
     with on_device(q.device):
-        given, prepared = _given(grads, (q, out, lse), walk, problem, deterministic, bits=bits)
+        program, tables = given_score(score, problem, q, k)
+        given, prepared = _given(
+            grads, (q, out, lse), walk, problem, deterministic, bits=bits, score=program
+        )
         (k, v), call = routed(prepared.whole, (k, v))
-        dk, dv, dq, _ = call.run([*given, None, None, k, v], q.device)
+        dk, dv, dq, _ = call.run([*given, None, None, k, v], q.device, tables)
     return BackwardOutput(dq, dk, dv)
 
 
@@ -329,12 +357,13 @@ def _given(
     remote_tiles: Tensor | None = None,
     has_signals: bool = False,
     bits: Tensor | None = None,
+    score: ScoreArguments | None = None,
 ) -> tuple[list[Tensor | None], _Prepared]:
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
     (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk
     num_lists = 1 if remote_tiles is None else 2
-    sizes = (tiles.shape[0], num_lists, dlse is not None, has_signals)
+    sizes = (tiles.shape[0], num_lists, dlse is not None, has_signals, score)
     (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import BACKWARD_ROWS, BackwardConfig, backward_config
-from magi_compile.kernels.sm90.forward.launch import ELEMENTS
+from magi_compile.kernels.sm90.forward.launch import ELEMENTS, score_defines, score_headers
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
+from magi_compile.kernels.sm90.scores.source import ScoreSource
 
 STREAM_THREADS = 256  # of a thread block before and after
 
 
 @lru_cache(maxsize=1024)
 def backward_variants(
-    problem: AttnProblem, deterministic: bool = False, has_remote_tiles: bool = False
+    problem: AttnProblem,
+    deterministic: bool = False,
+    has_remote_tiles: bool = False,
+    score: ScoreSource | None = None,
 ) -> tuple[Variant, Variant, Variant]:
-    """The kernels to compile for `problem`: before, main, after."""
+    """The kernels to compile for `problem`: before, main, after; main with a `score` program where `problem` has one."""
+    assert problem.has_score == (score is not None)
     config = backward_config(problem)
     element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
     rows = {**element, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
@@ -36,14 +42,16 @@ def backward_variants(
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
         "FFA_HAS_REMOTE_TILES": str(has_remote_tiles).lower(),
+        **score_defines(score),
     }
+    main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
     return (
         _variant(
             "backward/preprocess.cu",
             "ffa_backward_preprocess",
             {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_remote_tiles},
         ),
-        _variant("backward/kernel.cu", "ffa_backward", main),
+        replace(main_variant, headers=score_headers(score), may_spill=score is not None),
         _variant(
             "backward/postprocess.cu",
             "ffa_backward_postprocess",

@@ -17,7 +17,7 @@ from magi_compile.kernels.heuristics import (
     tiles_in_sections,
 )
 from magi_compile.kernels.merge import merge_prior
-from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD
+from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD, scored_forward_params
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import (
     Layout,
@@ -30,7 +30,10 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
+from magi_compile.kernels.sm90.scores.arguments import ScoreArguments, score_arguments
+from magi_compile.kernels.sm90.scores.source import ScoreSource
 from magi_compile.plan.tiles import Walk
+from magi_compile.score.program import ScoreCall
 
 ELEMENTS = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 NO_REMOTE_KEYS = 2**31 - 1
@@ -54,9 +57,11 @@ def forward_variant(
     *,
     has_stairs: bool = False,
     is_early: bool = False,
+    score: ScoreSource | None = None,
 ) -> Variant:
     """The kernel to compile for `problem` in the shape of `config`; `is_early` if it begins before remote keys are there,
-    `has_stairs` if a run may have a lane. Runs that may have bits may have lanes."""
+    `has_stairs` if a run may have a lane, with a `score` program where `problem` has one. Runs that may have bits may have lanes."""
+    assert problem.has_score == (score is not None)
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
         "FFA_HEAD_DIM": problem.head_dim,
@@ -73,10 +78,26 @@ def forward_variant(
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
+        **score_defines(score),
     }
     return Variant(
-        "forward/kernel.cu", "ffa_forward", tuple((k, str(v)) for k, v in defines.items())
+        "forward/kernel.cu",
+        "ffa_forward",
+        tuple((k, str(v)) for k, v in defines.items()),
+        score_headers(score),
+        may_spill=score is not None,
     )
+
+
+def score_defines(score: ScoreSource | None) -> dict[str, str]:
+    """The macros that say which score program a kernel has."""
+    is_there = score is not None
+    return {"FFA_HAS_SCORE": str(is_there).lower(), "FFA_SCORE": "Score" if is_there else "NoScore"}
+
+
+def score_headers(score: ScoreSource | None) -> tuple[tuple[str, str], ...]:
+    """The headers of a variant; of what a user's program makes, nobody can say how many registers it needs."""
+    return () if score is None else (("score_mod.cuh", score.text),)
 
 
 def forward(
@@ -89,6 +110,7 @@ def forward(
     bits: Tensor | None = None,
     prior: ForwardOutput | None = None,
     out_dtype: torch.dtype | None = None,
+    score: ScoreCall | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the q walk of a plan, on torch's current stream.
 
@@ -101,6 +123,7 @@ def forward(
         bits: int32 `[num_blocks, BLOCK, WORDS]`, contiguous: the bit blocks of the mask, where `problem` has some.
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
+        score: what becomes of the scores, where `problem` has a score program.
 
     Raises:
         TypeError: if `prior` or `out_dtype` has another dtype.
@@ -115,11 +138,21 @@ def forward(
     if q.shape[0] == 0 or k.shape[0] == 0:
         return merge_prior(nothing_seen(q), prior, out_dtype)
     priors = [x.contiguous() for x in prior] if prior else [None, None]
-    shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype)
+    program, tables = given_score(score, problem, q, k)
+    shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype, program)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *shapes)
-        out, lse, *_ = call.run([q, k, v, *walk, *priors, bits], q.device)
+        out, lse, *_ = call.run([q, k, v, *walk, *priors, bits], q.device, tables)
     return ForwardOutput(out, lse)
+
+
+def given_score(
+    score: ScoreCall | None, problem: AttnProblem, q: Tensor, k: Tensor
+) -> tuple[ScoreArguments | None, list[Tensor]]:
+    """What kernels are handed of a score program, if there is one, and the tensors behind those of the call."""
+    if score is None:
+        return None, []
+    return score_arguments(score, problem, q.shape[0], k.shape[0])
 
 
 def nothing_seen(q: Tensor) -> ForwardOutput:
@@ -137,6 +170,7 @@ def _call(
     has_stairs: bool,
     has_prior: bool,
     out_dtype: torch.dtype,
+    score: ScoreArguments | None,
     device_index: int,
 ) -> Call | None:
     """What tensors q, k and v of such layouts need; None where TMA cannot read them."""
@@ -155,7 +189,7 @@ def _call(
     is_wide = has_prior or out_dtype != problem.dtype
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     made, launch = forward_launch(
-        ForwardShape(layouts, problem, num_tiles, has_stairs, device_index),
+        ForwardShape(layouts, problem, num_tiles, has_stairs, score, device_index),
         out if out_dtype == problem.dtype else None,
         **results,
         wide_rows=total_q if is_wide else 0,
@@ -175,6 +209,7 @@ class ForwardShape(NamedTuple):
     problem: AttnProblem
     num_tiles: int
     has_stairs: bool  # whether rows have edges
+    score: ScoreArguments | None
     device_index: int
 
 
@@ -189,7 +224,7 @@ def forward_launch(
         ticket: which buffer the ticket will be.
         fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
     """
-    layouts, problem, num_tiles, has_stairs, device_index = shape
+    layouts, problem, num_tiles, has_stairs, score, device_index = shape
     config = forward_config(problem)
     num_items = num_tiles * problem.nheads_q
     sms = num_sms(device_index)
@@ -199,12 +234,17 @@ def forward_launch(
         "tiles": fields.pop("tiles"),
         "ticket": Pointer(ticket) if has_ticket else None,
     }
-    if problem.has_bits:
-        fields["bits"] = Pointer(BITS)
-    params = (BITS_FORWARD if problem.has_bits else FORWARD).pack(
+    struct = BITS_FORWARD if problem.has_bits else FORWARD
+    if problem.has_bits or score is not None:
+        fields["bits"] = Pointer(BITS) if problem.has_bits else None
+    if score is not None:
+        struct = scored_forward_params(len(score.words) + 1)
+        fields["score"] = score.fields
+    params = struct.pack(
         **forward_fields((*layouts, None, None), problem, config, out), schedule=schedule, **fields
     )
-    variant = forward_variant(problem, config, has_stairs=has_stairs)
+    source = None if score is None else score.source
+    variant = forward_variant(problem, config, has_stairs=has_stairs, score=source)
     made = (Buffer.of((1,), torch.int32, zeros=1),) if has_ticket else ()
     return made, Launch(load_function(variant, device_index), grid, config.num_threads, params)
 
@@ -241,8 +281,16 @@ def forward_fields(
         "out_head_stride": out.stride[1] if out else 0,
         "total_q": of_q[0][0],
         "qhead_per_kvhead": problem.qhead_per_kvhead,
-        "scale_log2": (problem.softcap or problem.softmax_scale) * math.log2(math.e),
-        "cap_scale": problem.softmax_scale / problem.softcap if problem.softcap else 0.0,
+        **scale_fields(problem),
+    }
+
+
+def scale_fields(problem: AttnProblem) -> dict[str, float]:
+    """What scores are multiplied with, in front of what changes them, if something does, and behind it, to be in base 2."""
+    cap = 1.0 if problem.has_score else problem.softcap
+    return {
+        "scale_log2": (cap or problem.softmax_scale) * math.log2(math.e),
+        "cap_scale": problem.softmax_scale / cap if cap else 0.0,
     }
 
 

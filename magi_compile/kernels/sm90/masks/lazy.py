@@ -43,11 +43,20 @@ class Lazy(NamedTuple):
 
 
 class Body:
-    """Statements that compute numbers, each once. `home` says in which body that is, for queries, keys or pairs."""
+    """Statements that compute numbers, each once. `home` says in which body that is, for queries, keys or pairs; `outer` are the kinds
+    of bodies whose results this one is given, `type_of` says how C++ calls the numbers of a dtype."""
 
-    def __init__(self, kind: str, home: Callable[[Number], Body]):
+    def __init__(
+        self,
+        kind: str,
+        home: Callable[[Number], Body],
+        outer: Sequence[str] = (),
+        type_of: Callable[[torch.dtype], str] = element,
+    ):
         self.home = home
         self.kind = kind
+        self.outer = outer
+        self.type_of = type_of
         self.lines: list[str] = []
         self.known: dict[Number, str] = {}
         self.fields: dict[str, str] = {}  # C++ types by names
@@ -58,27 +67,24 @@ class Body:
             return number.text(self)
         if number not in self.known:
             home = self.home(number)
-            if self.kind == "pair" and home.kind != "pair":
+            if home.kind in self.outer:
                 name = home.text(number)
-                home.fields[name] = element(number.dtype)
+                home.fields[name] = self.type_of(number.dtype)
                 self.known[number] = f"{home.kind}.{name}"
             else:
                 text = number.text(self)
                 name = f"v{len(self.lines)}"
-                self.lines.append(f"const {element(number.dtype)} {name} = {text};")
+                self.lines.append(f"const {self.type_of(number.dtype)} {name} = {text};")
                 self.known[number] = name
         return self.known[number]
 
     def require(self, check: int, holds: str, found: str) -> None:
         self.lines.append(f"c.require({check}, {holds}, {found});")
 
-    def result(self, name: str) -> list[str]:
-        """The struct of this body, and the function that makes it."""
+    def result(self, name: str, arguments: str) -> list[str]:
+        """The struct of this body, and the function of such arguments that makes it."""
         fields = [f"    {kind} {name};" for name, kind in self.fields.items()]
-        variable = "q" if self.kind == "row" else "kv"
-        head = (
-            f"static __device__ {name} {self.kind}(const Context& c, Int b, Int h, Int {variable})"
-        )
+        head = f"static __device__ {name} {self.kind}({arguments})"
         lines = [*self.lines, f"return {{{', '.join(self.fields)}}};"]
         return [f"struct {name} {{", *fields, "};", *function(head, lines)]
 

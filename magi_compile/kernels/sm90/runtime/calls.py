@@ -115,7 +115,8 @@ class Launch:
 class Call(NamedTuple):
     """What tensors of one layout need.
 
-    Buffers are numbered: first the tensors that `run` is given, then those that it allocates.
+    Buffers are numbered: first the tensors that `run` is given, then those that it allocates. Negative numbers count from the end of
+    what is behind these.
 
     Attributes:
         made: what is allocated.
@@ -125,15 +126,18 @@ class Call(NamedTuple):
     made: tuple[Buffer, ...]
     launches: tuple[Launch, ...]
 
-    def run(self, given: Sequence[Tensor | None], device: torch.device) -> list[Tensor]:
+    def run(
+        self, given: Sequence[Tensor | None], device: torch.device, behind: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
         """Launches everything on torch's current stream and device; the tensors made."""
         stream = current_stream(device)
         made = allocate(self.made, device, stream)
         addresses = addresses_of(given)
         addresses += addresses_of(made)
+        addresses += addresses_of(behind)
         for one in self.launches:
             one(addresses, stream)
-        if (runs := getattr(_recording, "runs", None)) is not None:
+        if (runs := getattr(_recording, "runs", None)) is not None and not behind:
             runs.append(Run(self, tuple(given), tuple(made)))
         return made
 

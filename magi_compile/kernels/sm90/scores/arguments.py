@@ -1,0 +1,88 @@
+"""What the kernels are handed of a score program: its source, and what that reads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.sm90.runtime.structs import Pointer
+from magi_compile.kernels.sm90.scores.source import MOST_POSITIONS, ScoreSource, score_source
+from magi_compile.score.program import ScoreCall
+
+_MOST_ELEMENTS = 2**31 - 1  # of a captured tensor: places in it are int32
+
+
+class ScoreArguments(NamedTuple):
+    """A score program as calls are prepared for it: all but the addresses of tensors.
+
+    Attributes:
+        source: of the program.
+        queries: how many rows of the packed queries a sequence has, and how many heads of an entry of the batch are sequences of their
+            own, or 1.
+        keys: the same of keys.
+        words: what the source reads; a `Pointer` leads into a tensor behind those of the call, counted from the end.
+    """
+
+    source: ScoreSource
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    words: tuple[int | Pointer, ...]
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The field `score` of the parameters."""
+        return {
+            "queries": _sequences(self.queries),
+            "keys": _sequences(self.keys),
+            "words": [*self.words, 0],
+        }
+
+
+def _sequences(of: tuple[int, int]) -> dict[str, int]:
+    return dict(zip(("length", "heads"), of, strict=True))
+
+
+def score_arguments(
+    score: ScoreCall, problem: AttnProblem, total_q: int, total_k: int
+) -> tuple[ScoreArguments, list[Tensor]]:
+    """What the kernels are handed, and the captured tensors that they read, contiguous.
+
+    Args:
+        score: the program and what it is run on.
+        problem: what to compute.
+        total_q: rows of the packed queries.
+        total_k: rows of the packed keys.
+
+    Raises:
+        NotImplementedError: a captured tensor has 2**31 elements or more.
+    """
+    tables = [table.detach().contiguous() for table in score.tables]
+    source = score_source(
+        score.program.text,
+        tuple(table.dtype for table in tables),
+        tuple(table.dim() for table in tables),
+        has_short_sequences=max(score.seqlen_q, score.seqlen_k) <= MOST_POSITIONS,
+        may_shift=problem.softmax_scale > 0,
+    )
+    used = [tables[number] for number in source.tables]
+    words: list[int | Pointer] = []
+    for i, table in enumerate(used):
+        if table.numel() > _MOST_ELEMENTS:
+            raise NotImplementedError(
+                f"a score_mod must capture tensors of fewer than 2**31 elements in the cuda kernel, got {list(table.shape)}; "
+                "the triton kernel takes it"
+            )
+        # Of a tensor without elements nothing is read.
+        address = Pointer(i - len(used)) if table.numel() else 0
+        words += [address, *table.shape, *table.stride()]
+    words += [int(symbol) % 2**64 for symbol in score.symbols]
+    seqlen_q, seqlen_k = max(1, score.seqlen_q), max(1, score.seqlen_k)
+    sequences_q, sequences_k = total_q // seqlen_q, total_k // seqlen_k
+    heads_k = max(1, score.nheads * sequences_k // max(1, sequences_q))
+    found = ScoreArguments(
+        source, (seqlen_q, score.nheads), (seqlen_k, heads_k), tuple(words[: source.num_words])
+    )
+    return found, [x if x.numel() else torch.zeros_like(x) for x in used]
