@@ -22,6 +22,20 @@ class MaskDataError(ValueError):
     """The data of a mask (a captured tensor, its number of slices) breaks what its slices rely on."""
 
 
+# Messages about what intervals alone take for granted, and what a user can do on a GPU, where the data of the first call decide.
+_OF_INTERVALS: set[str] = set()
+_FOR_ANY_DATA = (
+    "; torch.compile with options={'magi.bits': True} evaluates the mask by bit blocks, whatever its data, and so does a call that is "
+    "compiled with these data, after torch.compiler.reset()"
+)
+
+
+def of_intervals(message: str) -> str:
+    """`message`, of what intervals alone take for granted, which the mask_mod does not: a GPU's failure then says what to do."""
+    _OF_INTERVALS.add(message)
+    return message
+
+
 def as_raised(error: RuntimeError) -> RuntimeError | MaskDataError:
     """The exception that an op of ours has raised, where the launcher of `csrc/host` has made a `RuntimeError` of it."""
     name, _, text = str(error).partition(": ")
@@ -114,6 +128,7 @@ class _DeviceFlags:
         ctypes.memset(self.memory, 0, ctypes.sizeof(self.memory))
         return [
             _describe(message, self.details[message], rows[slot][1:])
+            + (_FOR_ANY_DATA if message in _OF_INTERVALS else "")
             for message, slot in self.slots.items()
             if rows[slot][0]
         ]

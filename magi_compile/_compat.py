@@ -198,6 +198,13 @@ def source_name(placeholder: torch.fx.Node) -> str:
     return re.sub(r"^___from_numpy\((.*)\)$", r"\1", name)
 
 
+def example_of_input(placeholder: torch.fx.Node) -> Tensor | None:
+    """The tensor that Dynamo was called with for a placeholder of its graph, while it compiles; None for other inputs, and where it
+    traces tensors that have no values."""
+    example = getattr(placeholder.meta.get("grapharg"), "example", None)
+    return example if isinstance(example, Tensor) and not is_fake(example) else None
+
+
 #: What PyTorch calls the permutation of a load balancer, through which a mask_mod of its context parallelism looks up tokens.
 PERMUTED_TOKENS = "qkv_rearrange_indices"
 

@@ -98,7 +98,7 @@ _PLAN = (
 )
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
 define_repeatable(_lib, f"plan({_PLAN}) -> Tensor[]", _plan, _plan)
-define(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
+define_repeatable(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
 
 # Plans of slices on a CPU, by what the slices are: comparing them costs little there.
 _by_content: OrderedDict[Hashable, list[Tensor]] = OrderedDict()
