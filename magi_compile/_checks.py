@@ -24,8 +24,8 @@ class MaskDataError(ValueError):
 
 # Messages about what intervals alone take for granted, and what a user can do on a GPU, where the data of the first call decide.
 _OF_INTERVALS: set[str] = set()
-_FOR_ANY_DATA = (
-    "; torch.compile with options={'magi.bits': True} evaluates the mask by bit blocks, whatever its data, and so does a call that is "
+FOR_ANY_DATA = (
+    ". torch.compile with options={'magi.bits': True} evaluates the mask by bit blocks, whatever its data, and so does a call that is "
     "compiled with these data, after torch.compiler.reset()"
 )
 
@@ -118,20 +118,19 @@ class _DeviceFlags:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def take_failures(self) -> list[str]:
-        """What failed since the last call, in words."""
+    def take_failures(self) -> dict[str, str]:
+        """What failed since the last call: its message, and in words what was found."""
         if 1 not in bytes(self.memory):
-            return []
+            return {}
         self.synchronize()  # or a check under way would set its flag again
         width = 1 + self.MAX_VALUES
         rows = [self.memory[i : i + width] for i in range(0, len(self.memory), width)]
         ctypes.memset(self.memory, 0, ctypes.sizeof(self.memory))
-        return [
-            _describe(message, self.details[message], rows[slot][1:])
-            + (_FOR_ANY_DATA if message in _OF_INTERVALS else "")
+        return {
+            message: _describe(message, self.details[message], rows[slot][1:])
             for message, slot in self.slots.items()
             if rows[slot][0]
-        ]
+        }
 
 
 class _Int64:
@@ -200,7 +199,8 @@ def raise_pending() -> None:
     for flags in _flags.values():
         failures = flags.take_failures()
         if failures:
-            raise MaskDataError("; ".join(failures))
+            advice = FOR_ANY_DATA if _OF_INTERVALS & set(failures) else ""
+            raise MaskDataError("; ".join(failures.values()) + advice)
 
 
 def synchronize_checks() -> None:

@@ -15,9 +15,9 @@ constexpr int kMovesLeftEdge = 2;
 constexpr int kBlockCost = FFA_BLOCK_COST;
 constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
-constexpr int kThreads = 1024;
 constexpr int kMostSteps = 32;                             // of stairs that a row meets as many rectangles of
 constexpr bool kHasBits = FFA_HAS_BITS;                    // whether a slice may have a bit block
+constexpr int kThreads = kHasBits ? 512 : 1024;            // more have too few registers
 constexpr unsigned long long kBehindSlices = 1ull << 62;   // keys of slices with bits, and of pairs with them
 constexpr unsigned long long kBehindAll = 1ull << 63;
 
@@ -29,13 +29,13 @@ struct Walk {
     int* scratch;    // [scratch_words], 8-byte aligned
     int num_tiles;   // those left over become tiles without rows
     int max_runs;    // with max_bit_runs
-    int max_bit_runs;
     int max_regions;
     int total_rows;
     int tile_rows;
     int block_cols;
     int num_sorted;   // the power of two from num_tiles up
     int num_slices;
+    int max_bit_runs;
 };
 
 struct TilePlanParams {
@@ -75,7 +75,6 @@ public:
         run_count_ = take(walk_.num_tiles);
         run_begin_ = take(walk_.num_tiles);
         step_count_ = take(walk_.num_tiles);
-        bit_count_ = take(walk_.num_tiles);
         cost_ = take(walk_.num_tiles);
         document_of_ = take(walk_.num_tiles);
         document_cost_ = reinterpret_cast<unsigned*>(take(walk_.num_tiles));
@@ -303,7 +302,6 @@ private:
             tile_begin_[tile] = begin;
             tile_end_[tile] = end;
             pair_count_[tile] = 0;
-            bit_count_[tile] = 0;
         });
     }
 
@@ -353,9 +351,6 @@ private:
             pair_slice_[pair] = slice;
             pair_tile_[pair] = tile;
             atomicAdd(&pair_count_[tile], 1);
-            if (is_of_bits(slice)) {
-                atomicAdd(&bit_count_[tile], 1);
-            }
         });
         compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return pair_count_[tile]; },
@@ -403,19 +398,22 @@ private:
 
     // What a tile sees of its rectangles, and which of that are stairs; how many runs that makes.
     __device__ int find_stairs(int tile) const {
-        Stairs stairs(steps_of(tile), pairs_without_bits(tile), walk_.block_cols, has_stairs());
+        Stairs stairs(steps_of(tile), kHasBits ? pairs_without_bits(tile) : num_pairs(tile), walk_.block_cols,
+                      has_stairs());
         for (int i = 0; i < stairs.count(); ++i) {
             stairs.put(i, rect_in_tile(pair_slice_[pair_begin_[tile] + i], tile));
         }
         stairs.join_neighbours();
         step_count_[tile] = stairs.count();
-        return stairs.find() + pairs_with_bits(tile);
+        return stairs.find();
     }
 
-    __device__ __forceinline__ int pairs_with_bits(int tile) const { return num_pairs_ > 0 ? bit_count_[tile] : 0; }
+    // Those with bits are behind them.
     __device__ __forceinline__ int pairs_without_bits(int tile) const {
-        return num_pairs_ > 0 ? pair_count_[tile] - bit_count_[tile] : 0;
+        const int* const slices = pair_slice_ + pair_begin_[tile];
+        return partition_point(num_pairs(tile), [&](int i) { return !is_of_bits(slices[i]); });
     }
+    __device__ __forceinline__ int num_pairs(int tile) const { return num_pairs_ > 0 ? pair_count_[tile] : 0; }
 
     __device__ __forceinline__ Step* steps_of(int tile) const { return steps_ + pair_begin_[tile]; }
 
@@ -426,7 +424,12 @@ private:
     }
 
     __device__ void merge() {
-        for_each(walk_.num_tiles, [&](int tile) { run_count_[tile] = find_stairs(tile); });
+        for_each(walk_.num_tiles, [&](int tile) {
+            run_count_[tile] = find_stairs(tile);
+            if constexpr (kHasBits) {
+                run_count_[tile] += num_pairs(tile) - pairs_without_bits(tile);
+            }
+        });
         compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return run_count_[tile]; },
             [&](int tile, int begin) { run_begin_[tile] = begin; });
@@ -448,10 +451,12 @@ private:
                 cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
                 *next++ = run;
             }
-            for (int i = 0; i < pairs_with_bits(tile); ++i) {
-                *next = bit_run(tile, pair_slice_[pair_begin_[tile] + pairs_without_bits(tile) + i]);
-                cost += (kBlockCost + kMaskCost) * next->num_blocks;
-                ++next;
+            if constexpr (kHasBits) {
+                for (int i = pairs_without_bits(tile); i < num_pairs(tile); ++i) {
+                    *next = bit_run(tile, pair_slice_[pair_begin_[tile] + i]);
+                    cost += (kBlockCost + kMaskCost) * next->num_blocks;
+                    ++next;
+                }
             }
             cost_[tile] = cost;
         });
@@ -523,7 +528,6 @@ private:
     int *candidate_begin_, *reached_, *begun_;   // of regions; blocks of rectangles
     int *region_begin_, *region_tile_;
     int *tile_begin_, *tile_end_, *pair_count_, *pair_begin_, *run_count_, *run_begin_, *step_count_, *cost_;
-    int* bit_count_;   // of the pairs of a tile, those with bits
     int* document_of_;
     unsigned* document_cost_;   // of its most expensive tile
     int *pair_slice_, *pair_tile_, *slice_at_;

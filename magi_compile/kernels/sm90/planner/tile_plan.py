@@ -25,7 +25,7 @@ from magi_compile.plan.bit_runs import room_for_bits
 from magi_compile.plan.stairs import num_edge_rows
 from magi_compile.plan.tiles import PaddedSizes, padded_sizes
 
-_THREADS = 1024
+_THREADS, _THREADS_WITH_BITS = 1024, 512
 
 
 @cache
@@ -102,7 +102,8 @@ def _call(
         walks=walks,
     )
     function = load_function(planner_variant(has_bits), device.index)
-    launches = [Launch(function, 2, _THREADS, params, shared_bytes=_THREADS // 32 * 4)]
+    num_threads = _THREADS_WITH_BITS if has_bits else _THREADS
+    launches = [Launch(function, 2, num_threads, params, shared_bytes=num_threads // 32 * 4)]
     if num_parts:
         assert problem is not None
         tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
@@ -144,7 +145,7 @@ class _Room(NamedTuple):
             + 2 * (self.total_rows // 32 + 1)
             + 5 * self.padded.num_regions
             + 2
-            + 11 * self.padded.num_tiles
+            + 10 * self.padded.num_tiles
             + 17 * num_slices
             + num_slices // 32
             + 3
