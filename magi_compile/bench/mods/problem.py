@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,14 @@ class Settings:
     seed: int = 42
 
 
+@lru_cache(maxsize=2)
+def inputs_of(settings: Settings, tokens: int) -> Inputs:
+    """The same q, k, v and dout for all mods and contenders."""
+    heads = settings.nheads_q, settings.nheads_kv, settings.head_dim
+    cell = Cell("kernel", "full", tokens, *heads, settings.dtype, seed=settings.seed)
+    return workload.build(cell, settings.device).inputs(settings.device)
+
+
 class Leaves(NamedTuple):
     """What a call takes, with or without gradients, and the gradient of its out; attention's `[1, heads, tokens, head_dim]`.
 
@@ -95,17 +103,9 @@ class Problem:
         place = Place(self.tokens, settings.nheads_q, settings.device, settings.seed)
         return self.mod.build(place)
 
-    @cached_property
-    def inputs(self) -> Inputs:
-        """The same for every contender."""
-        settings = self.settings
-        heads = settings.nheads_q, settings.nheads_kv, settings.head_dim
-        cell = Cell("kernel", "full", self.tokens, *heads, settings.dtype, seed=settings.seed)
-        return workload.build(cell, settings.device).inputs(settings.device)
-
     def leaves(self, needs_grad: bool, dtype: torch.dtype | None = None) -> Leaves:
         """Fresh ones. With a `dtype`, all floats have it; else learned tensors are fp32."""
-        *qkv, dout = (Layout.HEADS_FIRST.of(x) for x in self.inputs)
+        *qkv, dout = (Layout.HEADS_FIRST.of(x) for x in inputs_of(self.settings, self.tokens))
 
         def leaf(x: Tensor) -> Tensor:
             return x.detach().to(dtype or x.dtype).requires_grad_(needs_grad)
