@@ -121,38 +121,43 @@ class Problem:
 
     @cached_property
     def plain(self) -> list[Tensor]:
-        """The same by plain PyTorch in the dtype of q, with scores in fp32, where score_mods compute."""
+        """The same by plain PyTorch in the dtype of q, but for scores, which FlexAttention has in fp32."""
         return self._dense(None)
 
     def _dense(self, dtype: torch.dtype | None) -> list[Tensor]:
         """One query head after the other."""
         q, k, v, learned, dout = leaves = self.leaves(True, dtype)
         group = self.settings.nheads_q // self.settings.nheads_kv
-        out, gradients = torch.empty_like(q), [torch.zeros_like(x) for x in leaves.differentiable]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q)
+        gradients = [torch.zeros_like(x, dtype=wide) for x in leaves.differentiable]
         score_mod = self.made.score_mod(learned)
         for head in range(self.settings.nheads_q):
             mine, theirs = (0, head), (0, head // group)
-            parts = [
-                x[at].detach().requires_grad_() for x, at in ((q, mine), (k, theirs), (v, theirs))
-            ]
-            found = self._dense_head(*parts, head, score_mod)
+            places = [mine, theirs, theirs]
+            tensors = zip((q, k, v), places, strict=True)
+            parts = [x[at].detach().requires_grad_() for x, at in tensors]
+            found = self._dense_head(head, parts, score_mod)
             out[mine] = found.detach()
             of_head = torch.autograd.grad(found, [*parts, *learned], dout[mine])
-            places = [mine, theirs, theirs, *[()] * len(learned)]
-            for total, place, part in zip(gradients, places, of_head, strict=True):
+            for total, place, part in zip(gradients[:3], places, of_head[:3], strict=True):
                 total[place] += part
-        packed = [Layout.HEADS_FIRST.to_packed(x) for x in (out, *gradients[:3])]
-        return [*packed, *gradients[3:]]
+            for total, part in zip(gradients[3:], of_head[3:], strict=True):
+                total += part
+        rounded = [
+            x.to(like.dtype) for x, like in zip(gradients, leaves.differentiable, strict=True)
+        ]
+        return results_of(out, rounded)
 
-    def _dense_head(
-        self, q: Tensor, k: Tensor, v: Tensor, head: int, score_mod: ScoreMod | None
-    ) -> Tensor:
-        """One head of `[tokens, head_dim]`. Masks and scores are those of tensors that have all pairs."""
+    def _dense_head(self, head: int, qkv: Sequence[Tensor], score_mod: ScoreMod | None) -> Tensor:
+        """One head, of q, k and v `[tokens, head_dim]`. Masks and scores are those of tensors that have all pairs."""
+        q, k, v = qkv
         device = self.settings.device
         index = torch.arange(self.tokens, dtype=torch.int32, device=device)
         entry, number = (torch.tensor(x, dtype=torch.int32, device=device) for x in (0, head))
         place = entry, number, index[:, None], index
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
+        wide = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(wide) @ k.to(wide).mT * q.shape[-1] ** -0.5
         if score_mod is not None:
             scores = score_mod(scores, *place)
         if self.made.block_mask is not None:

@@ -12,6 +12,7 @@ from magi_compile.bench.mods.mod import Made, Place, ScoreMod
 
 BUCKETS, FARTHEST = 32, 128  # of T5, in one direction
 ROPE_DIM = 16
+DOCUMENTS = 8
 
 
 def alibi(place: Place) -> Made:
@@ -65,17 +66,16 @@ def tanh_softcap(place: Place) -> Made:
 
 
 def document_bias(place: Place) -> Made:
-    """A learned bias of each head and of how many documents lie between two tokens, up to 7; causal."""
-    document = place.documents().to(place.device)
+    """A learned bias of each head and of the distance between two of eight documents; causal."""
+    document = torch.arange(place.seqlen, device=place.device) * DOCUMENTS // place.seqlen
 
     def of(bias: Tensor) -> ScoreMod:
         def score_mod(score, b, h, q, kv):
-            apart = (document[q] - document[kv]).abs().clamp(max=7)
-            return score + bias[h, apart]
+            return score + bias[h, (document[q] - document[kv]).abs()]
 
         return score_mod
 
-    return Made(masks.causal(place), of, {"bias": place.normal(place.nheads, 8)})
+    return Made(masks.causal(place), of, {"bias": place.normal(place.nheads, DOCUMENTS)})
 
 
 def head_temperature(place: Place) -> Made:
