@@ -11,7 +11,8 @@ from magi_compile.bench.workloads.cells import format_length
 
 Row = dict[str, Any]
 NOTES = (
-    "Times are of a call, host included: medians over rounds in which contenders take turns. BlockMasks are made before, by PyTorch. "
+    "Times are of a call, host included: medians over rounds in which contenders take turns. BlockMasks are made before, by PyTorch, "
+    "and ours is derived from them in the first call. "
     "Ratios are FlexAttention's time over that of ours, above 1 where ours is faster. Several numbers in a cell are in the order of "
     "the times: what the kernels of a GPU take in a call, launches by the host, and seconds of the first call, which compiles. A mask "
     "goes to kernels by intervals of keys, by blocks of bits, or, on a CPU, as its data decide."

@@ -85,9 +85,18 @@ class Execution:
             self._add(self._rows(full, gated, which))
             took = time.monotonic() - began
             self.longest_s[which] = max(self.longest_s.get(which, 0.0), took)
-            gc.collect()
-            if self.settings.device == "cuda":
-                torch.cuda.empty_cache()  # what one mod held must not be missing in the next
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Gives memory back: what one mod held must not be missing in the next."""
+        gc.collect()
+        if self.settings.device == "cuda":
+            try:
+                torch.cuda.empty_cache()
+            except (
+                RuntimeError
+            ) as error:  # a kernel has ended the CUDA context: the rows to come say so, too
+                self.say(first_line(error))
 
     def _rows(self, full: Problem, gated: Problem, which: str) -> list[Row]:
         rows, ready = {}, {}
