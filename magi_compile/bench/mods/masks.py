@@ -229,7 +229,7 @@ def neighbourhood(place: Place) -> BlockMask:
 
 
 def tiled_neighbourhood(place: Place) -> BlockMask:
-    """The same of pixels that lie tile by tile, 8 by 8."""
+    """Pixels tile by tile, 8 by 8: 13 by 13 around each."""
     across = canvas(place.seqlen)[0] // TILE
 
     def pixel(index):
@@ -243,7 +243,7 @@ def tiled_neighbourhood(place: Place) -> BlockMask:
 
 
 def morton_neighbourhood(place: Place) -> BlockMask:
-    """The same of pixels along a Morton curve, by operations on bits."""
+    """Pixels along a Morton curve, by operations on bits: 13 by 13 around each."""
     digits = ((place.seqlen - 1).bit_length() + 1) // 2
 
     def every_second_bit(index):
@@ -320,12 +320,12 @@ def _listed(place: Place, nheads: int) -> BlockMask:
 
 
 def block_lists(place: Place) -> BlockMask:
-    """Lists of a quarter of all blocks of 128 decide, under a mask_mod that shows everything."""
+    """Lists of a quarter of all blocks of 128, under a mask_mod that shows everything."""
     return _listed(place, 1)
 
 
 def block_lists_by_head(place: Place) -> BlockMask:
-    """The same, with lists of each head."""
+    """Lists of each head, of a quarter of all blocks of 128, under a mask_mod that shows everything."""
     return _listed(place, place.nheads)
 
 

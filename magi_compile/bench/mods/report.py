@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from magi_compile.bench.report.markdown import table
 from magi_compile.bench.step.report import PASS_LABELS
@@ -16,6 +16,21 @@ NOTES = (
     "Ratios are FlexAttention's time over that of ours, above 1 where ours is faster. Several numbers in a cell are in the order of "
     "the times: what the kernels of a GPU take in a call, launches by the host, and seconds of the first call, which compiles. A mask "
     "goes to kernels by intervals of keys, by blocks of bits, or, on a CPU, as its data decide."
+)
+
+
+class Counted(NamedTuple):
+    """A column of what a row has beside its time."""
+
+    field: str
+    title: str
+    form: str
+
+
+COUNTED = (
+    Counted("kernel_ms", "on the GPU, ms", ".3f"),
+    Counted("launches", "launches", "g"),
+    Counted("first_s", "first call, s", ".1f"),
 )
 
 
@@ -44,7 +59,8 @@ def times_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     ours = [name for name in labels if _is_ours(name, rows)]
     header = ["mod", "way", *(f"{label}, ms" for label in labels.values())]
     header += [f"{labels[name]}, ratio" for name in ours]
-    header += ["on the GPU, ms", "launches", "first call, s"]
+    counted = [x for x in COUNTED if any(x.field in row for row in rows)]
+    header += [x.title for x in counted]
     lines = []
     for mod, of_mod in _by_mod(rows).items():
         by_name = {row["contender"]: row for row in of_mod}
@@ -52,8 +68,8 @@ def times_table(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
         line = [mod, next((row["way"] for row in of_mod if "way" in row), "-")]
         line += [_time(by_name[name]) for name in labels]
         line += [_number(by_name[name], "ratio", ".2f") for name in ours]
-        for field, form in (("kernel_ms", ".3f"), ("launches", "g"), ("first_s", ".1f")):
-            line.append(", ".join(_number(row, field, form) for row in timed) or "-")
+        for x in counted:
+            line.append(", ".join(_number(row, x.field, x.form) for row in timed) or "-")
         lines.append(line)
     return header, lines
 

@@ -259,6 +259,10 @@ def test_report():
     why = "stays on FlexAttention: why; by bit blocks: a | b"
     line = ["causal", "mask", "Half.", "unsupported", "bits: cuda", why]
     assert coverage_table(rows)[1] == [line]
+    on_a_cpu = [
+        {k: x for k, x in row.items() if k not in ("kernel_ms", "launches")} for row in rows
+    ]
+    assert times_table(on_a_cpu)[0] == [name for name in header if name not in header[-3:-1]]
     assert without_number(rows) == [
         ["MAGI", "unsupported", "stays on FlexAttention: why", "forward: causal"]
     ]
