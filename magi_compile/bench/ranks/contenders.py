@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_compile import _compat
 from magi_compile.bench.contenders.flex import BLOCK, make_block_mask
+from magi_compile.bench.own_code import with_own_code
 from magi_compile.bench.ranks.problem import Problem
 from magi_compile.bench.ranks.world import World
 from magi_compile.bench.step.contenders import NO_BACKWARD
-from magi_compile.bench.step.problem import with_own_code
 from magi_compile.bench.workloads.llama import Attention
 from magi_compile.bench.workloads.workload import Workload
 from magi_compile.dtensor import plan
