@@ -202,7 +202,8 @@ class Execution:
     def _add(self, rows: list[Row]) -> None:
         if rows and self.settings.device == "cuda":
             state = provenance.gpu_state()
-            rows = [row | {"gpu_state": state} for row in rows]
+            for row in rows:
+                row["gpu_state"] = state
         self.rows += rows
         times = [
             f"{row['contender']} " + (f"{row['ms']:.3f} ms" if "ms" in row else row["status"])
@@ -228,8 +229,8 @@ def decided(contender: Contender, decisions: Sequence[Decision]) -> Row:
         return {}
     refused = [decision for decision in decisions if not decision.kernel]
     if refused:
-        reason = f"stays on FlexAttention: {'; '.join(refused[0].reasons)}"
-        return {"status": "unsupported", "reason": reason}
+        reasons = "; ".join(" ".join(reason.split()) for reason in refused[0].reasons)
+        return {"status": "unsupported", "reason": f"stays on FlexAttention: {reasons}"}
     last = decisions[-1]
     return {
         "way": way_of(last),

@@ -17,7 +17,7 @@ from magi_compile.bench.mods.mod import BLOCK, Mod, Place
 from magi_compile.bench.mods.problem import Problem, Settings, results_of
 from magi_compile.bench.mods.report import coverage_table, times_table, to_markdown, without_number
 from magi_compile.bench.mods.run import Execution
-from magi_compile.bench.step.clock import Rounds
+from magi_compile.bench.step.clock import Rounds, Work
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.report import REPORT, Decision
 
@@ -212,6 +212,18 @@ def test_a_mod_that_cannot_be_made_has_rows_too(monkeypatch):
     assert [row["reason"] for row in rows] == ["ValueError: no mask"] * 2
 
 
+def test_kernels_are_counted_after_everything_that_is_timed(monkeypatch):
+    monkeypatch.setattr(run, "contenders", lambda kernels: [OURS])
+    done = Execution(replace(SMALL, mods=("causal",)), [], None, lambda line: None)
+    rows = done.run()
+    monkeypatch.setattr(run, "work_of", lambda ready: Work(3.0, 2.0, len(ready.call())))
+    done._count_work()
+    assert [(row["kernels"], row["launches"], row["kernel_ms"]) for row in rows] == [
+        (3.0, 2.0, 1),
+        (3.0, 2.0, 4),
+    ]
+
+
 NOTES = {
     "intervals": (),
     "bits": ("by bit blocks: a reason",),
@@ -224,6 +236,12 @@ def test_ways_are_those_of_the_lowering(way):
     decision = Decision("", (), (), "mask", "cpu", notes=NOTES[way])
     assert run.decided(OURS, [decision])["way"] == way
     assert run.decided(FLEX, [decision]) == {}
+
+
+def test_reasons_are_one_line():
+    decision = Decision("", (), (), "mask", None, reasons=("no kernel:\n  cuda: why", "b"))
+    kept = run.decided(OURS, [decision])
+    assert kept["reason"] == "stays on FlexAttention: no kernel: cuda: why; b"
 
 
 def made_row(contender, **more):
