@@ -285,7 +285,7 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     sizes = (heads[0], heads[1], cell.head_dim, cell.head_dim)
     asked = problem_on(world.device, getattr(torch, cell.dtype), sizes, cell.head_dim**-0.5)
     kernel = select(asked)
-    made = kernel.plan(slices, asked)
+    made = kernel.pack(kernel.plan(slices, asked))
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
