@@ -22,6 +22,20 @@ class MaskDataError(ValueError):
     """The data of a mask (a captured tensor, its number of slices) breaks what its slices rely on."""
 
 
+# Messages about what intervals alone take for granted, and what a user can do on a GPU, where the data of the first call decide.
+_OF_INTERVALS: set[str] = set()
+FOR_ANY_DATA = (
+    ". torch.compile with options={'magi.bits': True} evaluates the mask by bit blocks, whatever its data, and so does a call that is "
+    "compiled with these data, after torch.compiler.reset()"
+)
+
+
+def of_intervals(message: str) -> str:
+    """`message`, of what intervals alone take for granted, which the mask_mod does not: a GPU's failure then says what to do."""
+    _OF_INTERVALS.add(message)
+    return message
+
+
 def as_raised(error: RuntimeError) -> RuntimeError | MaskDataError:
     """The exception that an op of ours has raised, where the launcher of `csrc/host` has made a `RuntimeError` of it."""
     name, _, text = str(error).partition(": ")
@@ -104,19 +118,19 @@ class _DeviceFlags:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def take_failures(self) -> list[str]:
-        """What failed since the last call, in words."""
+    def take_failures(self) -> dict[str, str]:
+        """What failed since the last call: its message, and in words what was found."""
         if 1 not in bytes(self.memory):
-            return []
+            return {}
         self.synchronize()  # or a check under way would set its flag again
         width = 1 + self.MAX_VALUES
         rows = [self.memory[i : i + width] for i in range(0, len(self.memory), width)]
         ctypes.memset(self.memory, 0, ctypes.sizeof(self.memory))
-        return [
-            _describe(message, self.details[message], rows[slot][1:])
+        return {
+            message: _describe(message, self.details[message], rows[slot][1:])
             for message, slot in self.slots.items()
             if rows[slot][0]
-        ]
+        }
 
 
 class _Int64:
@@ -185,7 +199,8 @@ def raise_pending() -> None:
     for flags in _flags.values():
         failures = flags.take_failures()
         if failures:
-            raise MaskDataError("; ".join(failures))
+            advice = FOR_ANY_DATA if _OF_INTERVALS & set(failures) else ""
+            raise MaskDataError("; ".join(failures.values()) + advice)
 
 
 def synchronize_checks() -> None:

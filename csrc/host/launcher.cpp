@@ -285,7 +285,7 @@ struct Op {
     std::string results;     // T for each tensor, or L: a list of them
 };
 
-constexpr int kMostOps = 5;
+constexpr int kMostOps = 6;
 Op ops[kMostOps];
 int num_ops = 0;
 
@@ -557,7 +557,7 @@ void run_op(Value* stack, uint64_t, uint64_t) {
     run(ops[kOp], stack);
 }
 
-constexpr Kernel kKernels[kMostOps] = {run_op<0>, run_op<1>, run_op<2>, run_op<3>, run_op<4>};
+constexpr Kernel kKernels[kMostOps] = {run_op<0>, run_op<1>, run_op<2>, run_op<3>, run_op<4>, run_op<5>};
 
 template <class Function>
 bool look_up(Function& function, const char* name, void* first, void* second) {

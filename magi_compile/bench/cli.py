@@ -1,4 +1,4 @@
-"""The command line: `magi-bench kernel | sparse | step | ranks | doors | masks | report | chart | compare`."""
+"""The command line: `magi-bench kernel | sparse | step | mods | ranks | doors | masks | report | chart | compare`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from magi_compile.bench.doors import command as doors
 from magi_compile.bench.kernel import interleaved
 from magi_compile.bench.kernel.run import Settings, execute, order
 from magi_compile.bench.kernel.timing import Protocol
+from magi_compile.bench.mods import command as mods
 from magi_compile.bench.ranks import command as ranks
 from magi_compile.bench.results import rows
 from magi_compile.bench.results.compare import compare, to_text
@@ -49,6 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_run_arguments(commands.add_parser(level, help=summary), level)
     step.add_arguments(
         commands.add_parser("step", help="wall time of calls and of training steps, beside peers")
+    )
+    mods.add_arguments(
+        commands.add_parser("mods", help="mask_mods and score_mods of users, beside FlexAttention")
     )
     ranks.add_arguments(
         commands.add_parser("ranks", help="attention and training steps across ranks, beside peers")

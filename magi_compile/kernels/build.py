@@ -43,6 +43,7 @@ def variants() -> Iterator[Variant]:
         if not softcap:  # the others do not depend on it
             yield from (preprocess, remote_preprocess, postprocess)
     yield planner_variant()
+    yield planner_variant(has_bits=True)
     yield parts_variant()
     yield lists_variant()
 

@@ -12,7 +12,6 @@ a new document layout each step compiles nothing.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 from dataclasses import dataclass, replace
@@ -63,16 +62,19 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     if k.shape[0] not in (1, q.shape[0]):
         reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
 
-    scores = Scores.of(call, options)
+    scores = Scores.of(call)
     reasons += scores.reasons
 
     way, problem, kernel = Way.of(call, options), _problem(call, scores), None
+    obstacles = way.obstacles
     if way.may_have_bits:
-        with contextlib.suppress(NotImplementedError):
+        try:
             kernel = select(way.problem(problem), options.kernel).name
             problem = way.problem(problem)
+        except NotImplementedError as error:
+            obstacles = (str(error),)
     if way.reasons and kernel is None:
-        reasons += (*way.reasons, *way.obstacles)
+        reasons += (*way.reasons, *obstacles)
     if kernel is None:
         try:
             kernel = select(problem, options.kernel).name

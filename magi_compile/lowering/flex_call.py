@@ -34,6 +34,8 @@ class FlexCall:
     mask_buffers: tuple[Any, ...]
     #: The block lists that the mask_mod has to agree with: none where there are none or they were made from it.
     block_lists: tuple[Node, ...]
+    #: What the captured tensors of the mask are in the graph that the graph of the call is called by.
+    table_sources: tuple[Node, ...] = ()
 
     @classmethod
     def parse(cls, gm: GraphModule, node: Node, root: GraphModule) -> FlexCall:
@@ -54,6 +56,7 @@ class FlexCall:
             score_buffers=tuple(score_buffers),
             mask_buffers=tuple(mask_buffers),
             block_lists=_given_block_lists(block_mask, gm, root),
+            table_sources=tuple(_outer(x, gm, root) for x in mask_buffers if is_tensor(x)),
         )
 
     @property

@@ -1,7 +1,8 @@
 """Which way the mask of a FlexAttention call takes, and why: by intervals or by bit blocks.
 
 A mask has intervals, from which slices follow (`magi::mask_slices`), or it has none, and its mask_mod is evaluated for all
-queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide in each run.
+queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide in each run, on
+a GPU in the call that is compiled.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from torch.fx import Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import NOT_MEASURED
 from magi_compile.lowering.emit import Emitter, value_of
+from magi_compile.lowering.example_data import order_reasons
 from magi_compile.lowering.flex_call import FlexCall
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.masks import (
@@ -154,16 +155,16 @@ class Way:
         captures = [value_of(buffer) for buffer in call.mask_buffers]
         program = read_graph(call.mask_mod, captures, names)
         reasons = reasons_for_bits(call, program)
-        heads = (1, 1)
-        if reasons and program.is_verifiable and _is_by_head(call, program):
-            heads = (int(value_of(call.q).shape[1]), int(value_of(call.k).shape[1]))
         # An op on a GPU would wait for the data.
         is_on_cpu = value_of(call.q).device.type == "cpu"
         varies = program.reads_tensors or bool(program.columns) or program.num_symbols > 0
+        if not reasons and varies and program.is_verifiable:
+            reasons = _data_reasons(call, program, options)
+        heads = (1, 1)
+        if reasons and program.is_verifiable and _is_by_head(call, program):
+            heads = (int(value_of(call.q).shape[1]), int(value_of(call.k).shape[1]))
         decides = not reasons and varies and is_on_cpu and program.is_verifiable
-        obstacles: tuple[str, ...] = ()
-        if reasons and not is_on_cpu:
-            obstacles = _room_reasons(call, heads) if options.kernel else (NOT_MEASURED,)
+        obstacles = _room_reasons(call, heads) if reasons and not is_on_cpu else ()
         return cls(program, reasons, heads, decides, obstacles)
 
     @property
@@ -186,6 +187,26 @@ class Way:
         if self.decides:
             return ("by intervals, or by bit blocks where the data is out of order",)
         return tuple(f"by bit blocks: {reason}" for reason in self.reasons)
+
+
+def _data_reasons(
+    call: FlexCall, program: MaskProgram, options: LoweringOptions
+) -> tuple[str, ...]:
+    """Why a mask that has intervals for data in some order has bit blocks all the same, whatever the data of later runs."""
+    if options.bits:
+        return ("options={'magi.bits': True} asks for them",)
+    if value_of(call.q).device.type == "cpu":  # where they decide again in each run
+        return ()
+    batch, _, seqlen_q, _ = value_of(call.q).shape
+    sizes = (batch, seqlen_q, value_of(call.k).shape[2])
+    return order_reasons(
+        program,
+        call.table_sources,
+        [value_of(x) for x in call.mask_symbols],
+        sizes,
+        _room(call, program, options),
+        value_of(call.q).device,
+    )
 
 
 def _room_reasons(call: FlexCall, heads: tuple[int, int]) -> tuple[str, ...]:
@@ -236,8 +257,24 @@ def emit_mask(emit: Emitter, call: FlexCall, way: Way, options: LoweringOptions)
     return Mask(tuple(emit.call(operator.getitem, slices, i) for i in range(3 + has_bits)))
 
 
+def _room(call: FlexCall, program: MaskProgram, options: LoweringOptions) -> int | None:
+    """The same as `_capacity`; None where a graph is to serve several lengths."""
+    batch, _, seqlen_q, _ = value_of(call.q).shape
+    if not isinstance(batch, int) or not isinstance(seqlen_q, int):
+        return None
+    capacity = options.slice_capacity
+    if capacity is None:
+        capacity = seqlen_q // ROWS_PER_SLICE + MIN_CAPACITY
+        capacity *= max(1, program.max_intervals(*sizes_of(call)))
+        capacity = max(capacity, least_capacity(call, program))
+    return capacity * batch
+
+
 def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions) -> Any:
     """Room for the slices of intervals."""
+    known = _room(call, program, options)
+    if known is not None:
+        return known
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     if options.slice_capacity is not None:
         capacity: Any = options.slice_capacity
@@ -247,6 +284,4 @@ def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: Lowe
         capacity = emit.arithmetic(
             operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
         )
-        if isinstance(capacity, int):
-            capacity = max(capacity, least_capacity(call, program))
     return emit.arithmetic(operator.mul, capacity, batch)

@@ -18,7 +18,11 @@ class LoweringOptions:
         kernel: the only kernel to use ("cuda", "cuda_padded", "triton", "cpu", "reference"); None chooses by device and problem.
         slice_capacity: the most slices of a mask that is derived in a graph, per batch entry. None stands for one slice for every 16
             query rows and every interval of the mask, and at least 256. A mask that needs more has
-            bit blocks on a CPU, and raises `MaskDataError` on a GPU when it runs.
+            bit blocks on a CPU. On a GPU it has them if the data of the call that is compiled need more; where later data do, it
+            raises `MaskDataError`.
+        bits: evaluate masks that have intervals for data in some order alone by bit blocks, whatever their data. Otherwise the data
+            decide, on a CPU in every run and on a GPU in the call that is compiled; there `MaskDataError` is raised where the data of a
+            later call are in another order.
         verify: compare the slices with the mask_mod, at a few thousand points, in every run. Otherwise only the first run of a mask in a
             process is compared.
     """
@@ -26,13 +30,14 @@ class LoweringOptions:
     strict: bool = False
     kernel: str | None = None
     slice_capacity: int | None = None
+    bits: bool = False
     verify: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strict, bool):
-            raise TypeError(f"`strict` must be True or False, got {self.strict!r}")
-        if not isinstance(self.verify, bool):
-            raise TypeError(f"`verify` must be True or False, got {self.verify!r}")
+        for name in ("strict", "bits", "verify"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"`{name}` must be True or False, got {value!r}")
         capacity = self.slice_capacity
         if isinstance(capacity, bool) or not isinstance(capacity, (int, type(None))):
             raise TypeError(f"`slice_capacity` must be an int or None, got {self.slice_capacity!r}")
@@ -54,6 +59,7 @@ class OptionsByName(TypedDict, total=False):
     strict: bool
     kernel: str | None
     slice_capacity: int | None
+    bits: bool
     verify: bool
 
 

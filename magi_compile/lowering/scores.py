@@ -11,16 +11,13 @@ from torch.fx import Node
 from magi_compile import _compat
 from magi_compile.kernels.base import Kernel
 from magi_compile.kernels.scored import ScoredKernel
-from magi_compile.kernels.select import SCORES_NOT_MEASURED
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, is_tensor
-from magi_compile.lowering.options import LoweringOptions
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
 from magi_compile.score.read import ARGUMENTS, ScoreRead, read_score_graph
 
 NO_FACTORS = ScoreMod()
-ASK_FOR_ONE = "torch.compile with options={'magi.kernel': 'triton'} asks for one"
 
 
 @dataclass(frozen=True)
@@ -38,14 +35,12 @@ class Scores:
     reasons: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, call: FlexCall, options: LoweringOptions) -> Scores:
+    def of(cls, call: FlexCall) -> Scores:
         """Those of `call`."""
         try:
             return cls(trace_score_mod(call.score_mod, len(call.score_buffers)))
-        except UnsupportedScoreModError as error:
+        except UnsupportedScoreModError:
             device = value_of(call.q).device
-            if device.type == "cuda" and options.kernel is None:
-                return cls(reasons=(f"{error}; {SCORES_NOT_MEASURED}; {ASK_FOR_ONE}",))
         captures = [value_of(buffer) for buffer in call.score_buffers]
         names = [_compat.source_name(x) for x in call.score_buffers if is_tensor(x)]
         try:

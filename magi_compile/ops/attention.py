@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
-from magi_compile.kernels.select import SCORES_NOT_MEASURED
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.bit_blocks import Heads
@@ -329,10 +328,8 @@ def _read_score_mod(
     """The scale and the soft-cap of a score_mod, or none of them and its program."""
     try:
         return trace_score_mod(score_mod), None
-    except UnsupportedScoreModError as error:
+    except UnsupportedScoreModError:
         assert score_mod is not None
-        if device.type == "cuda":
-            raise UnsupportedScoreModError(f"{error}; {SCORES_NOT_MEASURED}") from None
         return ScoreMod(), trace_score_program(score_mod, device)
 
 

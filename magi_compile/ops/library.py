@@ -32,7 +32,7 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.define import define_differentiable, gradients
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules
@@ -101,7 +101,7 @@ _PLAN = (
 )
 # Shapes depend on shapes alone, so the plan of fake slices is the fake plan.
 define_repeatable(_lib, f"plan({_PLAN}) -> Tensor[]", _plan, _plan)
-define(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
+define_repeatable(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _plan, _plan)
 
 
 def _plan_for_scores(*arguments: Any) -> list[Tensor]:

@@ -72,18 +72,18 @@ def test_the_oracle_runs_only_if_forced(registry):
     assert select(PROBLEM, force="reference").name == "reference"
 
 
-def test_bit_blocks_on_a_gpu_run_only_if_forced(registry):
-    """Kernels that nobody has measured there."""
+def test_triton_runs_bit_blocks_on_a_gpu_only_if_forced(registry):
+    """Of the kernel that is slower than FlexAttention with them."""
     registry(
         triton="tests.kernels.test_select:AcceptsAll", cpu="tests.kernels.test_select:AcceptsAll"
     )
     problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), has_bits=True)
-    with pytest.raises(NotImplementedError, match="bit blocks are not measured on a GPU yet"):
-        select(problem)
+    assert select(problem) is load("cpu")  # which accepts all here
     assert select(problem, "triton") is load("triton")
-    assert select(replace(PROBLEM, has_bits=True)) is load(
-        "triton"
-    )  # what the registry holds first
+    assert select(replace(problem, has_bits=False)) is load("triton")
+    registry(triton="tests.kernels.test_select:AcceptsAll")
+    with pytest.raises(NotImplementedError, match="triton: runs bit blocks for those who ask"):
+        select(problem)
 
 
 def test_all_reasons_are_listed(registry):
@@ -152,7 +152,7 @@ def test_score_programs_need_a_kernel_that_has_them():
 
 def test_score_programs_on_a_gpu_are_for_those_who_ask():
     problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), has_score=True)
-    with pytest.raises(NotImplementedError, match="are not measured on a GPU yet"):
+    with pytest.raises(NotImplementedError, match="triton: runs score_mods for those who ask"):
         select(problem)
     reasons = refusals_by_kernel(problem)
     assert "has no score_mods but a scale and a soft-cap" in reasons["cuda"]

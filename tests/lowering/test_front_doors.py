@@ -138,7 +138,7 @@ def test_values_of_the_wrong_type(options, message):
 
 
 def test_unknown_options():
-    message = "takes only the options strict, kernel, slice_capacity, verify, got unknown=1"
+    message = "takes only the options strict, kernel, slice_capacity, bits, verify, got unknown=1"
     with pytest.raises(TypeError, match=f"`enable` {message}"):
         magi_compile.enable(unknown=1)
     with pytest.raises(TypeError, match=f"`enabled` {message}"), magi_compile.enabled(unknown=1):

@@ -127,9 +127,11 @@ def test_inference_in_a_cuda_graph():
             )
 
 
-def test_failed_check_is_an_exception_and_the_context_survives():
+def test_data_of_a_later_call_are_an_exception_and_the_context_survives():
+    """Those of the call that was compiled had intervals."""
     compiled = torch.compile(attend, backend="magi", fullgraph=True)
     tensors = inputs()
+    assert torch.isfinite(compiled(*tensors, document_mask((1521,)))).all()
     broken = document_mask((761, 760))
     document = broken.mask_mod.__closure__[0].cell_contents
     document.copy_(torch.arange(SEQLEN, device="cuda") // 10 % 2)
@@ -140,8 +142,45 @@ def test_failed_check_is_an_exception_and_the_context_survives():
 
     with pytest.raises(
         magi_compile.MaskDataError,
-        match=r"`document\[kv\]` must hold.*, but the value \d+ that row",
+        match=r"`document\[kv\]` must hold.*, but the value \d+ that row.*'magi.bits': True",
     ):
         attend_and_wait()
     assert torch.isfinite(compiled(*tensors, document_mask((1521,)))).all()
+    magi_compile.synchronize_checks()
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+@pytest.mark.parametrize("is_asked", [False, True], ids=["by_data", "asked_for"])
+def test_data_without_intervals(place, is_asked):
+    """They have bit blocks, in the call that is compiled and in later ones."""
+
+    def made(document):
+        def mask_mod(b, h, q, kv):
+            return (document[q] == document[kv]) & (q >= kv)
+
+        return create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, device="cuda")
+
+    def attention(q, k, v, document):
+        return flex_attention(q, k, v, block_mask=made(document), enable_gqa=True)
+
+    in_order = torch.arange(SEQLEN, device="cuda") // 100
+    documents = [torch.randint(0, 9, (SEQLEN,), device="cuda"), in_order % 4, in_order]
+    if is_asked:
+        documents.reverse()
+    options = {"magi.bits": is_asked, "magi.strict": True}
+    torch._dynamo.reset()
+    function = attention if place == "inside" else attend
+    compiled = torch.compile(function, backend="magi", options=options, fullgraph=True)
+    tensors = inputs()
+    for document in documents:
+        out = compiled(*tensors, document if place == "inside" else made(document))
+        exact = [x.detach().float().requires_grad_() for x in tensors]
+        seen = (document[:, None] == document).tril()
+        k, v = (x.repeat_interleave(HEADS_Q // HEADS_KV, 1) for x in exact[1:])
+        wanted = torch.nn.functional.scaled_dot_product_attention(exact[0], k, v, attn_mask=seen)
+        dout = torch.randn_like(wanted)
+        ours = [out, *torch.autograd.grad(out, tensors, dout.to(out.dtype))]
+        truth = [wanted, *torch.autograd.grad(wanted, exact, dout)]
+        for x, y in zip(ours, truth, strict=True):
+            assert (x.float() - y).norm() / y.norm() < 1e-2
     magi_compile.synchronize_checks()

@@ -9,7 +9,6 @@
 
 namespace ffa {
 
-constexpr int kBitBlock = 128;   // queries and keys
 constexpr int kKeysOfWord = 32;
 constexpr int kWordsOfQuery = kBitBlock / kKeysOfWord;
 constexpr int kRowsOfWarpgroup = 64;

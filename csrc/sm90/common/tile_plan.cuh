@@ -27,6 +27,10 @@ constexpr int kNoPart = -1;
 // A diag_hi that cuts nothing, and the negative of such a diag_lo.
 constexpr int kNoDiagonal = 1 << 30;
 
+// A slice of this type has the first bit block, one of the next type the second; a block is so many queries and keys.
+constexpr int kFirstBits = 4;
+constexpr int kBitBlock = 128;
+
 // The columns that a row sees.
 struct alignas(8) Edges {
     int begin, end;

@@ -5,14 +5,14 @@
 // `Mask` is made by magi_compile/kernels/sm90/masks/bits_source.py. The last thread block to end reports what is wrong.
 #pragma once
 #include "common/block.cuh"
+#include "common/tile_plan.cuh"
 #include "masks/lanes.cuh"
 #include "masks/tables.cuh"
 
 namespace ffa {
 
-constexpr int kBlock = 128;   // queries and keys
+constexpr int kBlock = kBitBlock;
 constexpr int kWords = kBlock / 32;
-constexpr int kFirstBits = 4;   // behind the values of mask types
 constexpr int kRowsOfWarp = 16;
 constexpr int kBitsThreads = kBlock / kRowsOfWarp * 32;
 

@@ -15,8 +15,11 @@ constexpr int kMovesLeftEdge = 2;
 constexpr int kBlockCost = FFA_BLOCK_COST;
 constexpr int kMaskCost = FFA_MASK_COST;
 constexpr int kTileCost = FFA_TILE_COST;
-constexpr int kThreads = 1024;
-constexpr int kMostSteps = 32;   // of stairs that a row meets as many rectangles of
+constexpr int kMostSteps = 32;                             // of stairs that a row meets as many rectangles of
+constexpr bool kHasBits = FFA_HAS_BITS;                    // whether a slice may have a bit block
+constexpr int kThreads = kHasBits ? 512 : 1024;            // more have too few registers
+constexpr unsigned long long kBehindSlices = 1ull << 62;   // keys of slices with bits, and of pairs with them
+constexpr unsigned long long kBehindAll = 1ull << 63;
 
 // One walk: its sizes, and where its result goes. Rows are queries in the first, keys in the second.
 struct Walk {
@@ -25,13 +28,14 @@ struct Walk {
     Edges* edges;    // [total_rows, kLanes], or null, and then there are no stairs
     int* scratch;    // [scratch_words], 8-byte aligned
     int num_tiles;   // those left over become tiles without rows
-    int max_runs;
+    int max_runs;    // with max_bit_runs
     int max_regions;
     int total_rows;
     int tile_rows;
     int block_cols;
     int num_sorted;   // the power of two from num_tiles up
     int num_slices;
+    int max_bit_runs;
 };
 
 struct TilePlanParams {
@@ -42,7 +46,7 @@ struct TilePlanParams {
     Walk walks[2];
 };
 
-static_assert(sizeof(Walk) == 64 && sizeof(TilePlanParams) == 160, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(Walk) == 72 && sizeof(TilePlanParams) == 176, "packed by magi_compile/kernels/sm90/params.py");
 
 class Planner {
 public:
@@ -105,10 +109,11 @@ public:
 
 private:
     __device__ __forceinline__ int num_slices() const { return *num_slices_; }
+    __device__ __forceinline__ bool has_bits(int i) const { return kHasBits && params_.mask_types[i] >= kFirstBits; }
     __device__ __forceinline__ Rect rect_of_slice(int i) const {
         const int q_begin = params_.q_ranges[2 * i], q_end = params_.q_ranges[2 * i + 1];
         const int k_begin = params_.k_ranges[2 * i], k_end = params_.k_ranges[2 * i + 1];
-        const int mask_type = params_.mask_types[i];
+        const int mask_type = has_bits(i) ? 0 : params_.mask_types[i];
         return Rect{q_begin,
                     q_end,
                     k_begin,
@@ -147,14 +152,17 @@ private:
         return 32 * word + __ffs(ends) - 1;
     }
 
-    // By column and row, those without area behind the others. Often they are.
+    // By column and row, behind them those with bits in their order, and those without area last. Often they are.
     __device__ void sort_slices() {
         const int count = num_slices();
         for_each(count, [&](int i) {
             const Rect r = rect_of_slice(i);
             const unsigned long long place =
                 static_cast<unsigned long long>(r.col_begin) << 32 | static_cast<unsigned>(r.row_begin);
-            slice_keys_[i] = r.row_begin < r.row_end ? place : 1ull << 63 | static_cast<unsigned>(i);
+            const unsigned long long number = static_cast<unsigned>(i);
+            slice_keys_[i] = r.row_begin >= r.row_end ? kBehindAll | number
+                             : has_bits(i)            ? kBehindSlices | number
+                                                      : place;
             slice_order_[i] = i;
         });
         for_each(1, [&](int) { *most_pairs_ = 0; });
@@ -169,11 +177,14 @@ private:
         }
     }
 
+    // Of a slice in its order now.
+    __device__ __forceinline__ bool is_of_bits(int i) const { return has_bits(slice_order_[i]); }
+
     // Neighbours of which each goes on below the one before are one rectangle, where the first of them was; a sliding
     // window is two or three slices. The others are empty.
     __device__ void join_slices() {
         const auto rect_at = [&](int i) { return rect_of_slice(slice_order_[i]); };
-        find_chains([&](int i) { return rect_at(i).goes_on(rect_at(i + 1)); });
+        find_chains([&](int i) { return !is_of_bits(i + 1) && rect_at(i).goes_on(rect_at(i + 1)); });
         for_each(num_slices(), [&](int i) {
             rects_[i] = goes_on(i - 1) ? Rect::nothing() : rect_at(i).down_to(rect_at(last_of_chain(i)));
         });
@@ -185,7 +196,8 @@ private:
     __device__ void go_down_the_steps() {
         const bool is_limited = !is_transposed_ && !has_stairs();
         find_chains([&](int i) {
-            return !(is_limited && i % kMostSteps == kMostSteps - 1) && rects_[i].leads_down(rects_[i + 1]);
+            return !(is_limited && i % kMostSteps == kMostSteps - 1) && !is_of_bits(i + 1) &&
+                   rects_[i].leads_down(rects_[i + 1]);
         });
         for_each(num_slices(), [&](int i) {
             Rect r = rects_[i];
@@ -330,7 +342,8 @@ private:
                 return r.row_begin < r.row_end ? tile_of(r.row_end - 1) - tile_of(r.row_begin) + 1 : 0;
             },
             [&](int i, int pairs) { slice_pairs_[i] = pairs; });
-        const bool fits = num_pairs_ <= walk_.max_runs;
+        const bool fits = num_pairs_of_bits() <= walk_.max_bit_runs &&
+                          num_pairs_ - num_pairs_of_bits() <= walk_.max_runs - walk_.max_bit_runs;
         num_pairs_ = fits ? num_pairs_ : 0;
         for_each(num_pairs_, [&](int pair) {
             const int slice = count_up_to(slice_pairs_, num_slices(), pair) - 1;
@@ -345,7 +358,17 @@ private:
         return fits;
     }
 
-    // The pairs of a tile by row and column, which no two have in common.
+    // Slices with bits are behind the others.
+    __device__ int num_pairs_of_bits() const {
+        if (!kHasBits) {
+            return 0;
+        }
+        const int first =
+            partition_point(num_slices(), [&](int i) { return slice_keys_[slice_order_[i]] < kBehindSlices; });
+        return first < num_slices() ? num_pairs_ - slice_pairs_[first] : 0;
+    }
+
+    // The pairs of a tile by row and column, which no two have in common; those with bits behind them, by slice.
     __device__ void sort_pairs() {
         for_each(1, [&](int) { *most_pairs_ = 0; });
         for_each(walk_.num_tiles, [&](int tile) {
@@ -356,7 +379,9 @@ private:
             const int tile = pair_tile_[pair];
             const int place = pair_begin_[tile] + atomicAdd(&run_count_[tile], 1);
             const Rect r = rect_in_tile(pair_slice_[pair], tile);
-            run_keys_[place] = static_cast<unsigned long long>(r.row_begin) << 32 | static_cast<unsigned>(r.col_begin);
+            run_keys_[place] = is_of_bits(pair_slice_[pair]) ? kBehindSlices | static_cast<unsigned>(pair_slice_[pair])
+                                                             : static_cast<unsigned long long>(r.row_begin) << 32 |
+                                                                   static_cast<unsigned>(r.col_begin);
             slice_at_[place] = pair_slice_[pair];
         });
         const int* const order = sort_by_key(run_keys_, num_pairs_, static_cast<int>(*most_pairs_), pair_slice_,
@@ -373,7 +398,8 @@ private:
 
     // What a tile sees of its rectangles, and which of that are stairs; how many runs that makes.
     __device__ int find_stairs(int tile) const {
-        Stairs stairs(steps_of(tile), num_pairs_ > 0 ? pair_count_[tile] : 0, walk_.block_cols, has_stairs());
+        Stairs stairs(steps_of(tile), kHasBits ? pairs_without_bits(tile) : num_pairs(tile), walk_.block_cols,
+                      has_stairs());
         for (int i = 0; i < stairs.count(); ++i) {
             stairs.put(i, rect_in_tile(pair_slice_[pair_begin_[tile] + i], tile));
         }
@@ -381,6 +407,13 @@ private:
         step_count_[tile] = stairs.count();
         return stairs.find();
     }
+
+    // Those with bits are behind them.
+    __device__ __forceinline__ int pairs_without_bits(int tile) const {
+        const int* const slices = pair_slice_ + pair_begin_[tile];
+        return partition_point(num_pairs(tile), [&](int i) { return !is_of_bits(slices[i]); });
+    }
+    __device__ __forceinline__ int num_pairs(int tile) const { return num_pairs_ > 0 ? pair_count_[tile] : 0; }
 
     __device__ __forceinline__ Step* steps_of(int tile) const { return steps_ + pair_begin_[tile]; }
 
@@ -391,7 +424,12 @@ private:
     }
 
     __device__ void merge() {
-        for_each(walk_.num_tiles, [&](int tile) { run_count_[tile] = find_stairs(tile); });
+        for_each(walk_.num_tiles, [&](int tile) {
+            run_count_[tile] = find_stairs(tile);
+            if constexpr (kHasBits) {
+                run_count_[tile] += num_pairs(tile) - pairs_without_bits(tile);
+            }
+        });
         compact_prefix_sum(
             walk_.num_tiles, [&](int tile) { return run_count_[tile]; },
             [&](int tile, int begin) { run_begin_[tile] = begin; });
@@ -413,8 +451,34 @@ private:
                 cost += kBlockCost * run.num_blocks + kMaskCost * (run.num_lead + run.num_trail);
                 *next++ = run;
             }
+            if constexpr (kHasBits) {
+                for (int i = pairs_without_bits(tile); i < num_pairs(tile); ++i) {
+                    *next = bit_run(tile, pair_slice_[pair_begin_[tile] + i]);
+                    cost += (kBlockCost + kMaskCost) * next->num_blocks;
+                    ++next;
+                }
+            }
             cost_[tile] = cost;
         });
+    }
+
+    // What a tile sees of a bit block: every block of columns needs the mask.
+    __device__ Run bit_run(int tile, int slice) const {
+        const Rect r = rect_in_tile(slice, tile);
+        const int number = params_.mask_types[slice_order_[slice]] - kFirstBits;
+        const int num_blocks = blocks_of(r.col_end - r.col_begin);
+        return {r.row_begin,
+                r.row_end,
+                r.col_begin,
+                r.col_end,
+                -kNoDiagonal,
+                kNoDiagonal,
+                r.col_begin,
+                num_blocks,
+                0,
+                num_blocks,
+                0,
+                1 + number * kBitBlock + r.row_begin - rect(slice).row_begin};
     }
 
     // The most expensive tile first, equal ones by row. Where rows are keys, a document's tiles stay together, by row:

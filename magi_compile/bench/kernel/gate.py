@@ -77,11 +77,16 @@ def check(actual: Run, layout: Layout, workload: Workload, inputs: Inputs) -> Ch
     return judge(results, *exact_and_plain(workload, inputs))
 
 
-def judge(results: Sequence[Tensor], exact: Sequence[Tensor], plain: Sequence[Tensor]) -> Check:
-    """Hold packed `results`, in the order of `RESULTS`, to the truth and to what plain PyTorch makes of it."""
+def judge(
+    results: Sequence[Tensor],
+    exact: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    names: Sequence[str] = RESULTS,
+) -> Check:
+    """Hold `results`, in the order of `names` and the first one packed, to the truth and to what plain PyTorch makes of it."""
     step = torch.finfo(plain[0].dtype).eps
     errors, allowed = {}, {}
-    for name, x, truth, rounded in zip(RESULTS, results, exact, plain, strict=False):
+    for name, x, truth, rounded in zip(names, results, exact, plain, strict=False):
         errors[name] = relative_error(x, truth)
         allowed[name] = 2 * relative_error(rounded, truth) + step
     return Check(len(results[0]), errors, allowed)

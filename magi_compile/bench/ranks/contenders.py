@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from magi_compile import _compat
 from magi_compile.bench.contenders.flex import BLOCK, make_block_mask
+from magi_compile.bench.own_code import with_own_code
 from magi_compile.bench.ranks.problem import Problem
 from magi_compile.bench.ranks.world import World
 from magi_compile.bench.step.contenders import NO_BACKWARD
-from magi_compile.bench.step.problem import with_own_code
 from magi_compile.bench.workloads.llama import Attention
 from magi_compile.bench.workloads.workload import Workload
 from magi_compile.dtensor import plan
@@ -285,7 +285,7 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     sizes = (heads[0], heads[1], cell.head_dim, cell.head_dim)
     asked = problem_on(world.device, getattr(torch, cell.dtype), sizes, cell.head_dim**-0.5)
     kernel = select(asked)
-    made = kernel.plan(slices, asked)
+    made = kernel.pack(kernel.plan(slices, asked))
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

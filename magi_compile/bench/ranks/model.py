@@ -19,12 +19,12 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from magi_compile import _compat
 from magi_compile.bench.kernel.gate import Check
+from magi_compile.bench.own_code import with_own_code
 from magi_compile.bench.ranks.problem import Settings
 from magi_compile.bench.ranks.world import World
 from magi_compile.bench.step.checks import checked_parameters, truth_of_step
 from magi_compile.bench.step.clock import Ready
 from magi_compile.bench.step.contenders import NO_BACKWARD
-from magi_compile.bench.step.problem import with_own_code
 from magi_compile.bench.workloads import lengths
 from magi_compile.bench.workloads.llama import Llama, Shape
 from magi_compile.dtensor import context_parallel, plan

@@ -72,10 +72,17 @@ class Turns(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What the GPU and its driver do in one call: kernels that run, and launches by the host (a CUDA graph is one)."""
+    """What the GPU and its driver do in one call.
+
+    Attributes:
+        kernels: how many run.
+        launches: by the host; a CUDA graph is one.
+        kernel_ms: the sum of the times of all kernels, without what lies between them.
+    """
 
     kernels: float
     launches: float
+    kernel_ms: float
 
 
 class Alone:
@@ -158,8 +165,9 @@ def work_of(ready: Ready) -> Work:
             ready.call()
         torch.cuda.synchronize()
     events = list(profiler.events())
-    kernels, launches = sum(map(_is_kernel, events)), sum(map(_is_launch, events))
-    return Work(kernels / PROFILED_CALLS, launches / PROFILED_CALLS)
+    kernels = [event.time_range.elapsed_us() / 1e3 for event in events if _is_kernel(event)]
+    launches = sum(map(_is_launch, events))
+    return Work(*(x / PROFILED_CALLS for x in (len(kernels), launches, sum(kernels))))
 
 
 def _is_kernel(event: object) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from magi_compile.bench.kernel.gate import exact_and_plain
+from magi_compile.bench.own_code import with_own_code
 from magi_compile.bench.step.cases import Settings
 from magi_compile.bench.workloads import lengths, workload
 from magi_compile.bench.workloads.cells import Cell
@@ -21,7 +21,6 @@ from magi_compile.bench.workloads.workload import Inputs, Workload
 from magi_compile.masks import create_block_mask
 
 SAMPLER = "short"
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def causal_within_by_magi(document: Tensor) -> BlockMask:
@@ -107,17 +106,3 @@ class Problem:
         if key not in self._compiled:
             self._compiled[key] = torch.compile(with_own_code(function), dynamic=False, **options)
         return self._compiled[key]
-
-
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of `function` for Dynamo, which keeps what it compiled, for all backends, with a function's code."""
-    assert isinstance(function, FunctionType)
-    copy = FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

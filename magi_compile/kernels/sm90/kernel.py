@@ -62,9 +62,9 @@ class CudaKernel:
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)
         is_on_gpu = slices.device.type == "cuda" and not _compat.is_fake(slices.q_ranges)
-        if is_on_gpu and slices.bits is None:
+        if is_on_gpu:
             return plan_on_device(slices, sizes, problem)
-        # Elsewhere (fake tensors, slices on a CPU, bit blocks) the same in operations of torch.
+        # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
         plan = build_tile_plan(slices, **sizes._asdict())
         parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
         return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]

@@ -78,7 +78,7 @@ WALK = Struct(
     "Walk",
     _addresses("tiles", "runs", "edges", "scratch")
     | _ints("num_tiles", "max_runs", "max_regions", "total_rows")
-    | _ints("tile_rows", "block_cols", "num_sorted", "num_slices"),
+    | _ints("tile_rows", "block_cols", "num_sorted", "num_slices", "max_bit_runs"),
 )
 TILE_PLAN = Struct(
     "TilePlanParams",

@@ -5,32 +5,34 @@ Each function returns the message and the detail of a `MaskCheck`.
 
 from __future__ import annotations
 
+from magi_compile._checks import of_intervals
+
 Words = tuple[str, str]
 
 
 def are_neighbours(keys: str) -> Words:
     return (
-        f"the keys with `{keys}` that a row may see must be next to each other",
+        of_intervals(f"the keys with `{keys}` that a row may see must be next to each other"),
         "in row q = {} of batch entry {} there is a gap",
     )
 
 
 def is_grouped(keys: str) -> Words:
     return (
-        f"`{keys}` must hold equal values next to each other along kv",
+        of_intervals(f"`{keys}` must hold equal values next to each other along kv"),
         "the value {} that row q = {} of batch entry {} looks up lies in several places",
     )
 
 
 def is_sorted(keys: str) -> Words:
     return (
-        f"`{keys}` must never decrease along the keys that a row may see",
+        of_intervals(f"`{keys}` must never decrease along the keys that a row may see"),
         "in row q = {} of batch entry {} it does",
     )
 
 
 def is_true(condition: str) -> Words:
-    return f"`{condition}` must be true in every row", "it is not at q = {}"
+    return of_intervals(f"`{condition}` must be true in every row"), "it is not at q = {}"
 
 
 def is_not_zero(divisor: str) -> Words:
@@ -48,11 +50,13 @@ def is_entry(look_up: str, size: int) -> Words:
 
 
 def fits(capacity: int) -> Words:
-    return f"the mask must fit in {capacity} slices (`slice_capacity`)", "it has {}"
+    return of_intervals(f"the mask must fit in {capacity} slices (`slice_capacity`)"), "it has {}"
 
 
 def fits_dtype(number: str, dtype: str) -> Words:
-    return f"`{number}` must not wrap around in {dtype}", "values of its tensors are too large"
+    return of_intervals(
+        f"`{number}` must not wrap around in {dtype}"
+    ), "values of its tensors are too large"
 
 
 def is_entry_at_pair(tensor: str, least: int, size: int) -> Words:

@@ -31,8 +31,8 @@ from magi_compile.kernels.sm90.runtime import native
 from magi_compile.masks.evaluation import verify
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.ops import library
-from magi_compile.ops import mask_bits as mask_bits_op
-from magi_compile.ops import mask_slices as mask_slices_op
+from magi_compile.ops.masks import mask_bits as mask_bits_op
+from magi_compile.ops.masks import mask_slices as mask_slices_op
 from magi_compile.ops.repeatable import REPEATABLE
 from tests.kernels.support import idle_driver
 from tests.kernels.support.bits import bit_slices

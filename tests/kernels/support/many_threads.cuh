@@ -1,10 +1,16 @@
-// What CUDA offers to the threads of a block, for threads of a CPU that really run side by side.
+// What CUDA offers to the threads of a block, for a CPU: threads that take turns at random, or that really run side by
+// side.
 #pragma once
+
+#include "fibers.cuh"
 
 #include <pthread.h>
 
 #include <algorithm>
+#include <cassert>
+#include <memory>
 #include <numeric>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -18,14 +24,44 @@ struct Index {
 };
 
 static thread_local Index threadIdx, blockIdx, blockDim, gridDim;
-static pthread_barrier_t barriers_of_blocks[32], barriers_of_warps[32];
+static pthread_barrier_t barriers_of_blocks[32];   // of threads side by side
+
+// Where threads that take turns meet.
+struct Meeting {
+    int num_there = 0;
+    int turn = 0;
+
+    void meet(int count);
+};
+
+static Meeting block, warps[32];
+static long num_meetings;
 static int exchanged[32][32];
+
+inline void Meeting::meet(int count) {
+    const int mine = turn;
+    if (++num_there == count) {
+        num_there = 0;
+        ++turn;
+        ++num_meetings;
+    }
+    while (turn == mine) {
+        fibers::yield();
+    }
+}
 
 namespace ffa {
 int warp_sums[32];   // the dynamic shared memory of common/block.cuh
 }
 
-inline void __syncthreads() { pthread_barrier_wait(&barriers_of_blocks[blockIdx.x % 32]); }
+inline void __syncthreads() {
+    if (fibers::current) {
+        block.meet(blockDim.x);
+    } else {
+        pthread_barrier_wait(&barriers_of_blocks[blockIdx.x % 32]);
+    }
+}
+
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 // use(values of all lanes), where every lane has brought its own.
@@ -33,9 +69,9 @@ template <class Use>
 auto in_warp(int own, Use use) {
     const int warp = threadIdx.x / 32;
     exchanged[warp][threadIdx.x % 32] = own;
-    pthread_barrier_wait(&barriers_of_warps[warp]);
+    warps[warp].meet(32);
     const auto result = use(exchanged[warp]);
-    pthread_barrier_wait(&barriers_of_warps[warp]);
+    warps[warp].meet(32);
     return result;
 }
 
@@ -88,46 +124,65 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 using std::max;
 using std::min;
 
-// Starts kernel() in every thread of a block.
-template <class Kernel>
-void start(std::vector<std::thread>& threads, int block, int num_blocks, int num_threads, Kernel kernel) {
-    pthread_barrier_init(&barriers_of_blocks[block % 32], nullptr, num_threads);
-    for (int thread = 0; thread < num_threads; ++thread) {
-        threads.emplace_back([=] {
-            threadIdx = {thread};
-            blockIdx = {block};
-            blockDim = {num_threads};
-            gridDim = {num_blocks};
-            kernel();
-        });
-    }
-}
-
-inline void join(std::vector<std::thread>& threads) {
-    for (std::thread& thread : threads) {
-        thread.join();
-    }
-}
-
-// Runs kernel() in every thread of a grid, one block after the other.
+// Runs kernel() in every thread of a grid, one block after the other. The threads of a block take turns at random, in
+// the same way in each run, and now and then a warp pauses while others get ahead.
 template <class Kernel>
 void launch(int num_blocks, int num_threads, Kernel kernel) {
-    for (int block = 0; block < num_blocks; ++block) {
-        for (int warp = 0; warp < num_threads / 32; ++warp) {
-            pthread_barrier_init(&barriers_of_warps[warp], nullptr, 32);
+    static Kernel* running;
+    running = &kernel;
+    void (*const body)() = [] {
+        (*running)();
+        fibers::end();
+    };
+    const std::unique_ptr<char[]> stacks(new char[num_threads * fibers::kStackBytes]);
+    std::vector<int> order(num_threads);
+    std::iota(order.begin(), order.end(), 0);
+    std::minstd_rand random;
+    gridDim = {num_blocks};
+    blockDim = {num_threads};
+    for (blockIdx.x = 0; blockIdx.x < num_blocks; ++blockIdx.x) {
+        std::vector<fibers::Fiber> threads(num_threads);
+        for (int i = 0; i < num_threads; ++i) {
+            fibers::prepare(threads[i], &stacks[i * fibers::kStackBytes], body);
         }
-        std::vector<std::thread> threads;
-        start(threads, block, num_blocks, num_threads, kernel);
-        join(threads);
+        std::vector<int> pauses((num_threads + 31) / 32);   // in rounds
+        for (int num_left = num_threads, before = num_left; num_left > 0; before = num_left) {
+            const long meetings_before = num_meetings;
+            bool is_paused = false;
+            for (int& pause : pauses) {
+                pause = pause > 0 ? pause - 1 : random() % 16 == 0 ? random() % 64 : 0;
+                is_paused |= pause > 0;
+            }
+            std::shuffle(order.begin(), order.end(), random);
+            for (const int i : order) {
+                if (!threads[i].is_done && pauses[i / 32] == 0) {
+                    threadIdx.x = i;
+                    fibers::resume(threads[i]);
+                    num_left -= threads[i].is_done;
+                }
+            }
+            assert(is_paused || num_left < before || num_meetings > meetings_before);   // else they wait without end
+        }
     }
 }
 
-// The same with all blocks, 32 at most, side by side; for kernels that ask nothing of warps.
+// The same with all blocks, 32 at most, and all threads side by side; for kernels that ask nothing of warps.
 template <class Kernel>
 void launch_together(int num_blocks, int num_threads, Kernel kernel) {
     std::vector<std::thread> threads;
     for (int block = 0; block < num_blocks; ++block) {
-        start(threads, block, num_blocks, num_threads, kernel);
+        pthread_barrier_init(&barriers_of_blocks[block], nullptr, num_threads);
+        for (int thread = 0; thread < num_threads; ++thread) {
+            threads.emplace_back([=] {
+                threadIdx = {thread};
+                blockIdx = {block};
+                blockDim = {num_threads};
+                gridDim = {num_blocks};
+                kernel();
+            });
+        }
     }
-    join(threads);
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
 }

@@ -4,7 +4,7 @@
 // returns false.
 #pragma once
 
-#include <ucontext.h>
+#include "fibers.cuh"
 
 #include <algorithm>
 #include <numeric>
@@ -63,7 +63,6 @@ static Index threadIdx, blockIdx, blockDim, gridDim;
 
 namespace turns {
 
-constexpr int kStackBytes = 1 << 16;
 constexpr int kMemoryBytes = 227 * 1024 + 1024;
 constexpr int kIdleRounds = 4000;   // without anybody getting on: they wait for what never comes
 
@@ -107,9 +106,7 @@ struct Groups {
     }
 };
 
-struct Thread {
-    ucontext_t context;
-    bool is_done = false;
+struct Thread : fibers::Fiber {
     long cluster_arrivals = 0;
     Groups matmuls, reads, writes;
 };
@@ -127,7 +124,6 @@ struct Block {
     int idle = 0;
 };
 
-static ucontext_t home;
 static Block* block;
 static Thread* thread;
 static long progress;
@@ -139,7 +135,7 @@ inline unsigned random(unsigned count) {
     return (state >> 8) % count;
 }
 
-inline void yield() { swapcontext(&thread->context, &home); }
+inline void yield() { fibers::yield(); }
 
 inline const uint64_t* Meeting::meet(int index, int count, uint64_t word) {
     const int mine = turn;
@@ -168,15 +164,10 @@ inline void copy(Action action) {
 inline void start(Block& block, Index index, int num_threads, void (*body)()) {
     block.index = index;
     block.threads.resize(num_threads);
-    block.stacks.reset(new char[static_cast<size_t>(num_threads) * kStackBytes]);
+    block.stacks.reset(new char[num_threads * fibers::kStackBytes]);
     block.memory.assign(kMemoryBytes, -1);   // NaN
     for (int i = 0; i < num_threads; ++i) {
-        ucontext_t& context = block.threads[i].context;
-        getcontext(&context);
-        context.uc_stack.ss_sp = &block.stacks[static_cast<size_t>(i) * kStackBytes];
-        context.uc_stack.ss_size = kStackBytes;
-        context.uc_link = &home;
-        makecontext(&context, body, 0);
+        fibers::prepare(block.threads[i], &block.stacks[i * fibers::kStackBytes], body);
     }
 }
 
@@ -195,7 +186,7 @@ inline bool go_around() {
             thread = &block->threads[i];
             if (!thread->is_done && pause <= 0) {
                 threadIdx.x = i;
-                swapcontext(&home, &thread->context);
+                fibers::resume(*thread);
             }
             is_left |= !thread->is_done;
         }
@@ -241,8 +232,8 @@ bool launch(Index grid, int num_threads, unsigned char* memory, int num_at_once,
         (*running)();
         thread->reads.wait(0);
         thread->writes.wait(0);
-        thread->is_done = true;
         ++progress;
+        fibers::end();
     };
     std::list<Block> resident;
     for (unsigned next = 0; next < grid.x * grid.y || !resident.empty();) {

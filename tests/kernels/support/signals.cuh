@@ -1,5 +1,4 @@
-// In place of common/ptx.cuh, for threads of a CPU that really run side by side: what backward/schedule/queue.cuh takes
-// from there.
+// In place of common/ptx.cuh, for threads of a CPU: what backward/schedule/queue.cuh takes from there.
 #pragma once
 
 namespace ffa {

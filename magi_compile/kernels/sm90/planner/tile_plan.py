@@ -21,18 +21,20 @@ from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan import cost
+from magi_compile.plan.bit_runs import room_for_bits
 from magi_compile.plan.stairs import num_edge_rows
 from magi_compile.plan.tiles import PaddedSizes, padded_sizes
 
-_THREADS = 1024
+_THREADS, _THREADS_WITH_BITS = 1024, 512
 
 
 @cache
-def planner_variant() -> Variant:
-    """The kernel to compile."""
-    costs = {name: str(getattr(cost, name)) for name in ("BLOCK_COST", "MASK_COST", "TILE_COST")}
+def planner_variant(has_bits: bool = False) -> Variant:
+    """The kernel to compile; `has_bits` where slices may have bit blocks."""
+    defines = {name: str(getattr(cost, name)) for name in ("BLOCK_COST", "MASK_COST", "TILE_COST")}
+    defines["HAS_BITS"] = str(has_bits).lower()
     return Variant(
-        "planner/tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in costs.items())
+        "planner/tile_plan.cu", "ffa_tile_plan", tuple((f"FFA_{k}", v) for k, v in defines.items())
     )
 
 
@@ -57,7 +59,7 @@ def plan_on_device(
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     lengths = (slices.mask_types.shape[0], slices.seqlen_q, slices.seqlen_k)
     with on_device(device):
-        call = _call(*lengths, sizes, problem, device)
+        call = _call(*lengths, slices.bits is not None, sizes, problem, device)
         packed, shape, _ = call.run([x.contiguous() for x in lists], device)
     return packed_plan.unpack([packed, shape])
 
@@ -71,15 +73,16 @@ def _call(
     num_slices: int,
     seqlen_q: int,
     seqlen_k: int,
+    has_bits: bool,
     sizes: PlanTiles,
     problem: AttnProblem | None,
     device: torch.device,
 ) -> Call:
     """What makes the plan."""
-    rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes)
+    rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes, has_bits=has_bits)
     q_room, k_room = rooms
     q_counts, k_counts = (
-        (room.padded.num_tiles, room.padded.num_runs, room.num_edge_rows) for room in rooms
+        (room.padded.num_tiles, room.num_runs, room.num_edge_rows) for room in rooms
     )
     num_parts = size_of_parts(problem, seqlen_k, *q_counts[:2], device) if problem else 0
     layout = Layout(*q_counts, num_parts, *k_counts)
@@ -98,8 +101,9 @@ def _call(
         flag=flag,
         walks=walks,
     )
-    function = load_function(planner_variant(), device.index)
-    launches = [Launch(function, 2, _THREADS, params, shared_bytes=_THREADS // 32 * 4)]
+    function = load_function(planner_variant(has_bits), device.index)
+    num_threads = _THREADS_WITH_BITS if has_bits else _THREADS
+    launches = [Launch(function, 2, num_threads, params, shared_bytes=num_threads // 32 * 4)]
     if num_parts:
         assert problem is not None
         tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
@@ -122,6 +126,11 @@ class _Room(NamedTuple):
     block_cols: int
     num_edge_rows: int
     padded: PaddedSizes
+    num_bit_runs: int
+
+    @property
+    def num_runs(self) -> int:
+        return self.padded.num_runs + self.num_bit_runs
 
     @property
     def num_sorted(self) -> int:
@@ -132,7 +141,7 @@ class _Room(NamedTuple):
         """In int32s, an even number."""
         count = (
             2 * self.num_sorted
-            + 15 * self.padded.num_runs
+            + 15 * self.num_runs
             + 2 * (self.total_rows // 32 + 1)
             + 5 * self.padded.num_regions
             + 2
@@ -153,7 +162,8 @@ class _Room(NamedTuple):
             "edges": edges if self.num_edge_rows else None,
             "scratch": scratch,
             "num_tiles": self.padded.num_tiles,
-            "max_runs": self.padded.num_runs,
+            "max_runs": self.num_runs,
+            "max_bit_runs": self.num_bit_runs,
             "max_regions": self.padded.num_regions,
             "total_rows": self.total_rows,
             "tile_rows": self.tile_rows,
@@ -163,17 +173,25 @@ class _Room(NamedTuple):
         }
 
 
-def _rooms(num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles) -> tuple[_Room, _Room]:
+def _rooms(
+    num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles, *, has_bits: bool
+) -> tuple[_Room, _Room]:
     """Of the q walk and of the k walk."""
     least = max(num_slices, 1)
+    q_bits, k_bits = (
+        room_for_bits(num_slices, rows) if has_bits else 0
+        for rows in (sizes.q_tile_rows, sizes.k_tile_rows)
+    )
     q_edge_rows = num_edge_rows(least, seqlen_q, sizes.q_tile_rows)
     return (
         _Room(
             *(seqlen_q, sizes.q_tile_rows, sizes.q_block_cols, q_edge_rows),
             padded_sizes(least, seqlen_q, sizes.q_tile_rows),
+            q_bits,
         ),
         _Room(
             *(seqlen_k, sizes.k_tile_rows, sizes.k_block_cols, seqlen_k),
             padded_sizes(least, seqlen_k, sizes.k_tile_rows),
+            k_bits,
         ),
     )

@@ -18,6 +18,7 @@ from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device, planner_variant
 from magi_compile.masks import library
+from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
 from magi_compile.testing.cases import block_diffusion, random_disjoint
@@ -108,6 +109,41 @@ MASKS["room"] = AttnSlices(
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 
+def bits_of(mask_mod, batch, seqlen_q, seqlen_k, heads=(1, 1)):
+    grid = Grid(batch, Heads(*heads), seqlen_q, seqlen_k)
+    return slices_with_bits(mask_mod, grid, None, torch.device("cpu"))
+
+
+def beside_intervals(slices, bits):
+    """Slices of intervals among slices with bits of other rows, in any order."""
+    lists = [
+        torch.cat([x, y + (shift if x.dim() == 2 else 0)])
+        for x, y, shift in zip(
+            (slices.q_ranges, slices.k_ranges, slices.mask_types),
+            (bits.q_ranges, bits.k_ranges, bits.mask_types),
+            (slices.seqlen_q, slices.seqlen_k, 0),
+            strict=True,
+        )
+    ]
+    order = torch.randperm(len(lists[2]), generator=torch.Generator().manual_seed(2))
+    totals = (slices.seqlen_q + bits.seqlen_q, slices.seqlen_k + bits.seqlen_k)
+    return AttnSlices.unchecked(*(x[order] for x in lists), *totals, bits.bits)
+
+
+IDS = torch.randint(0, 4, (700,), generator=torch.Generator().manual_seed(3))
+MASKS |= {
+    "bits-dilated": bits_of(lambda b, h, q, kv: (q >= kv) & ((q - kv) % 3 == 0), 1, 700, 700),
+    "bits-entries": bits_of(lambda b, h, q, kv: (q + b - kv).abs() % 50 < 7, 3, 300, 200),
+    "bits-heads": bits_of(lambda b, h, q, kv: (q >= kv) & (q - kv < 90 * h), 1, 384, 384, (4, 2)),
+    "bits-ids": bits_of(lambda b, h, q, kv: IDS[q] == IDS[kv], 1, 700, 700),
+    "bits-none": bits_of(lambda b, h, q, kv: q < 0, 1, 200, 200),
+}
+MASKS |= {
+    f"bits-beside-{name}": beside_intervals(MASKS[name], MASKS["bits-dilated"])
+    for name in ("document_causal-different", "stairs", "random1", "block_diffusion-different")
+}
+
+
 def assert_same_plan(actual, expected):
     """Equal, but for the runs behind the last one of any tile, and edges where none look."""
     for tiles in (0, 3):
@@ -130,19 +166,27 @@ def walks_of(plan):
 
 @pytest.fixture(scope="module")
 def run_on_host(tmp_path_factory):
+    """The kernels without bits and with them, by variant."""
     body = "ffa::Planner(*params, 0).run(); ffa::Planner(*params, 1).run();"
-    return compile_for_one_thread(tmp_path_factory, planner_variant(), "TilePlanParams", body)
+    return {
+        variant: compile_for_one_thread(tmp_path_factory, variant, "TilePlanParams", body)
+        for variant in (planner_variant(), planner_variant(has_bits=True))
+    }
 
 
 @pytest.fixture
 def on_host(run_on_host, monkeypatch):
     """The planner's kernel runs on this CPU."""
 
-    def launch(function, grid, block, params, stream, options):
-        run_on_host((ctypes.c_char * len(params)).from_buffer_copy(params))
+    def launch(variant, grid, block, params, stream, options):
+        run_on_host[variant]((ctypes.c_char * len(params)).from_buffer_copy(params))
 
     idle_driver.fake_hopper(
-        monkeypatch, num_sms=132, load_function=lambda *_: None, launch=launch, encode=None
+        monkeypatch,
+        num_sms=132,
+        load_function=lambda variant, _: variant,
+        launch=launch,
+        encode=None,
     )
     yield
     idle_driver.clear_caches()

@@ -20,7 +20,7 @@ from magi_compile.masks.bits import BLOCK, WORDS
 from magi_compile.masks.evaluation.bit_blocks import Grid, Listed, slices_with_bits
 from magi_compile.masks.evaluation.row_intervals import exact_intervals
 from magi_compile.masks.program.source import in_ops, mask_mod_of, names_of_captures
-from magi_compile.ops.mask_call import ARGUMENTS, MaskCall, empty_where_broken
+from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall, empty_where_broken
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")

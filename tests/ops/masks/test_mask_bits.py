@@ -7,8 +7,8 @@ from magi_compile import MaskDataError
 from magi_compile.masks.evaluation import verify
 from magi_compile.masks.evaluation.bit_blocks import slices_with_bits
 from magi_compile.masks.program.source import in_ops, mask_mod_of, names_of_captures
-from magi_compile.ops import mask_bits
-from magi_compile.ops.mask_call import MaskCall
+from magi_compile.ops.masks import mask_bits
+from magi_compile.ops.masks.mask_call import MaskCall
 
 DOCUMENT = torch.arange(300) % 7
 TEXT = "mask;; def mask(b, h, q, kv, t0):;;     return (t0[q] & t0[kv]) + h > 2"

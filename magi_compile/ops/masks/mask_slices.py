@@ -11,7 +11,7 @@ from magi_compile._checks import require
 from magi_compile.kernels.select import arch_of, mask_slices_kernel
 from magi_compile.masks import padded_slices_from_intervals, row_intervals
 from magi_compile.masks.evaluation.ranges import range_checks
-from magi_compile.ops.mask_call import ARGUMENTS, MaskCall, empty_where_broken
+from magi_compile.ops.masks.mask_call import ARGUMENTS, MaskCall, empty_where_broken
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 
 _lib = torch.library.Library("magi", "FRAGMENT")

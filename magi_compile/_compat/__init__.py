@@ -1,0 +1,71 @@
+"""All use of private PyTorch names: one function per need, in rooms by what they bridge. Callers write `_compat.source_name(...)`."""
+
+# ruff: noqa: F401  (these are for the other modules of this package)
+
+from magi_compile._compat.aten import (
+    cpu_flash_backward,
+    cpu_flash_forward,
+    has_torch_function_mode,
+    may_change_uncounted,
+    types_in_schema,
+    types_of_ops,
+    version_of,
+)
+from magi_compile._compat.cuda import is_capturing, raw_stream, spin_gpu
+from magi_compile._compat.distributed import (
+    PERMUTED_TOKENS,
+    block_mask_of_torch_rank,
+    context_parallel_style_of_torch,
+    default_group_name,
+    indices_of_load_balancer,
+    load_balancer_of_torch,
+    resolve_process_group,
+    symmetric_addresses,
+    symmetric_empty,
+    symmetric_rendezvous,
+)
+from magi_compile._compat.dynamo import (
+    backend_that_dynamo_traces_for,
+    backends_around,
+    copy_of_dynamo_graph,
+    example_of_input,
+    expect_other_lengths,
+    graph_breaks,
+    layers_of,
+    mark_as_without_source,
+    num_compiled_graphs,
+    num_graph_breaks,
+    source_name,
+    traces_inner_graph,
+    without_disable,
+)
+from magi_compile._compat.flex import (
+    EXPORTED_LOOKUP_ARGUMENTS,
+    LARGE_SPARSE_BLOCK_SIZE,
+    attention_replaced,
+    flex_identity,
+    flex_operator,
+    is_exported_lookup,
+    scalar_indexing,
+    watch_flex_attention,
+)
+from magi_compile._compat.functorch import allow_repeated_backward, vmap_in_ops
+from magi_compile._compat.inductor import (
+    inductor_cache_key,
+    install_pre_grad_pass,
+    installed_pre_grad_pass,
+    is_pre_grad_pass_of_ours,
+    pre_grad_pass,
+)
+from magi_compile._compat.tracing import (
+    fake_mode_of,
+    graph_of,
+    is_fake,
+    is_traced,
+    static_fake_mode,
+    symbolic_fake_mode,
+    symbolic_int,
+    traced_to_aten,
+    without_fake_tensors,
+    without_symbols,
+)

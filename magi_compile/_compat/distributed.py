@@ -1,0 +1,83 @@
+"""Process groups, memory that GPUs share, and PyTorch's own context parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def resolve_process_group(name: str) -> Any:
+    """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
+    try:
+        return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise ValueError(
+            f"`group` must be a process group of this process or the name of one, got {name!r}"
+        ) from error
+
+
+def default_group_name() -> str:
+    """The name of the default process group, also while a graph is traced."""
+    return torch.distributed.distributed_c10d._get_default_group().group_name
+
+
+def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
+    """Uninitialised uint8 memory of a GPU that `symmetric_rendezvous` can share with peers."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+
+
+def symmetric_rendezvous(memory: Tensor, group_name: str) -> Any:
+    """Shares `memory` of `symmetric_empty` among the ranks of a group, which call this together with equal sizes.
+
+    Returns when all ranks have called; peers' memory stays mapped while the result lives.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory.rendezvous(memory, group_name)  # type: ignore[arg-type]
+
+
+def symmetric_addresses(rendezvous: Any) -> list[int]:
+    """Where the memory of each rank of a rendezvous lies for this process."""
+    ranks = range(rendezvous.world_size)
+    return [rendezvous.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
+
+
+#: What PyTorch calls the permutation of a load balancer, through which a mask_mod of its context parallelism looks up tokens.
+PERMUTED_TOKENS = "qkv_rearrange_indices"
+
+
+def indices_of_load_balancer(balancer: Any) -> Any:
+    """Where a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other objects."""
+    for name in ("generate_permutation", "_generate_indices"):
+        generate = getattr(balancer, name, None)
+        if generate is not None:
+            return generate()
+    return None
+
+
+def context_parallel_style_of_torch(seq_dim: int) -> Any:
+    """PyTorch's own style of context parallelism for modules that call FlexAttention with `(query, key, value, ...)`: keys and
+    values are gathered along `seq_dim`, gradients are reduced and scattered. For `parallelize_module`."""
+    from torch.distributed.tensor.experimental._context_parallel._attention import _ContextParallel
+
+    return _ContextParallel(seq_dim, _ContextParallel.AttentionType.FLEX)
+
+
+def block_mask_of_torch_rank(mesh: Any, block_mask: Any, balancer: Any) -> Any:
+    """The BlockMask of this rank's queries and all keys, which goes with `context_parallel_style_of_torch`. Tokens are spread by
+    `balancer`, which is one of `load_balancer_of_torch` or None for the order of the sequence."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention
+
+    (local,) = _attention._context_parallel_shard(mesh, [block_mask], [0], balancer)
+    return local
+
+
+def load_balancer_of_torch(name: str, *arguments: Any) -> Any:
+    """A load balancer of PyTorch's context parallelism, by the name of its class."""
+    from torch.distributed.tensor.experimental._context_parallel import _load_balancer
+
+    return getattr(_load_balancer, f"_{name}LoadBalancer")(*arguments)

@@ -1,0 +1,42 @@
+"""torch.func: vmap, and the backward of compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def vmap_in_ops() -> Iterator[None]:
+    """torch.vmap as in a program, also inside the implementation of an op, where the dispatcher may have put it aside. It
+    raises where an operation has no rule for it, instead of a loop over all elements."""
+    from torch._C import DispatchKey, _ForceDispatchKeyGuard
+
+    functorch: Any = torch._C._functorch
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for name in _KEYS_OF_VMAP:
+        exclude = exclude.remove(getattr(DispatchKey, name))
+    has_fallback = functorch._is_vmap_fallback_enabled()
+    functorch._set_vmap_fallback_enabled(False)
+    try:
+        with _ForceDispatchKeyGuard(include, exclude):
+            yield
+    finally:
+        functorch._set_vmap_fallback_enabled(has_fallback)
+
+
+_KEYS_OF_VMAP = (
+    *("FuncTorchDynamicLayerFrontMode", "FuncTorchDynamicLayerBackMode"),
+    *("FuncTorchBatched", "FuncTorchVmapMode", "FuncTorchBatchedDecomposition"),
+)
+
+
+def allow_repeated_backward() -> None:
+    """Lets `torch.autograd.grad(..., retain_graph=True)` run more than once through compiled graphs."""
+    import torch._functorch.config as config
+
+    config.donated_buffer = False

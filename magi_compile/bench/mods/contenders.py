@@ -1,0 +1,88 @@
+"""Who takes part: FlexAttention through torch.compile, and ours in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from magi_compile.bench.mods.mod import ScoreMod
+from magi_compile.bench.mods.problem import Problem
+from magi_compile.bench.own_code import with_own_code
+from magi_compile.bench.step.clock import Ready
+from magi_compile.bench.step.contenders import NO_BACKWARD
+
+Attend = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """FlexAttention, compiled by one backend.
+
+    Attributes:
+        name: in result files.
+        label: in reports.
+        is_ours: whether ratios are of it; the others are what it is compared with.
+        backend: of torch.compile.
+        options: of that backend.
+    """
+
+    name: str
+    label: str
+    is_ours: bool
+    backend: Any
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def refusals(self, which: str, device: str) -> list[str]:
+        """Every reason against a pass; empty if it runs."""
+        if not self.is_ours and which == "fwdbwd" and device == "cpu":
+            return [NO_BACKWARD]
+        return []
+
+    def compiled(self) -> Attend:
+        """A function of its own, which has compiled nothing yet. A graph break is an error."""
+        return torch.compile(
+            with_own_code(_attend),
+            backend=self.backend,
+            options=self.options or None,
+            fullgraph=True,
+            dynamic=False,
+        )
+
+    def prepare(self, attend: Attend, problem: Problem, which: str) -> Ready:
+        """Calls of `attend`; each returns out, and in "fwdbwd" the gradients of `Leaves.differentiable`."""
+        leaves = problem.leaves(which == "fwdbwd")
+        made = problem.made
+        score_mod = made.score_mod(leaves.learned)
+
+        def call() -> Sequence[Tensor]:
+            out = attend(leaves.q, leaves.k, leaves.v, score_mod, made.block_mask)
+            if which == "fwd":
+                return [out]
+            return [out, *torch.autograd.grad(out, leaves.differentiable, leaves.dout)]
+
+        return Ready(call)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
+) -> Tensor:
+    """One attention."""
+    return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+
+
+FLEX = Contender("flex", "FlexAttention", False, "inductor")
+MAGI = Contender("magi", 'backend="magi"', True, "magi")
+
+
+def contenders(kernels: Sequence[str]) -> list[Contender]:
+    """In the order of reports: FlexAttention first, since ours is held to its errors."""
+    named = [
+        Contender(f"magi-{x}", f'backend="magi", {x}', True, "magi", {"magi.kernel": x})
+        for x in kernels
+    ]
+    return [FLEX, MAGI, *named]

@@ -1,0 +1,21 @@
+"""Functions that Dynamo compiles apart from each other, though they are written once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of `function` for Dynamo, which keeps what it compiled, for all backends, with a function's code."""
+    assert isinstance(function, FunctionType)
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy

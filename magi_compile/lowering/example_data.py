@@ -1,0 +1,117 @@
+"""The data that a graph is compiled with: whether its masks have intervals for them.
+
+What intervals take for granted of captured tensors (equal values next to each other, values that do not decrease) is a property of how
+a program makes its data, and so of all of them. The first ones decide which way a mask takes where later ones could not without a wait
+for the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from magi_compile import _compat
+from magi_compile._checks import MaskDataError
+from magi_compile.lowering.emit import value_of
+from magi_compile.masks import (
+    MaskProgram,
+    UnsupportedMaskError,
+    padded_slices_from_intervals,
+    row_intervals,
+)
+from magi_compile.masks.program.names import is_in_place, is_random, name_of
+from magi_compile.masks.solver.solve import refuse_broken
+
+MAX_NODES = 64  # between the inputs of a graph and a captured tensor, which are computed for this
+
+
+def order_reasons(
+    program: MaskProgram,
+    tables: Sequence[Node],
+    symbols: Sequence[Any],
+    sizes: tuple[Any, Any, Any],
+    capacity: Any,
+    device: torch.device,
+) -> tuple[str, ...]:
+    """What the data that a graph is compiled with break of what intervals take for granted. Waits for the device.
+
+    Args:
+        program: a mask that has intervals for data in some order.
+        tables: the nodes of its captured tensors.
+        symbols: its captured ints.
+        sizes: batch entries, queries and keys.
+        capacity: how many slices there is room for.
+        device: where its slices are.
+
+    Returns:
+        The reasons; none where data are as intervals need them, where they mean nothing to the mask either, and where they are not
+        known.
+    """
+    if not all(isinstance(x, int) for x in (*sizes, *symbols)):
+        return ()
+    with _compat.without_fake_tensors(), torch.no_grad():
+        values = [example_of(node) for node in tables]
+        if any(value is None for value in values):
+            return ()
+        known = [value for value in values if value is not None]
+        lengths = dict(zip(("batch", "seqlen_q", "seqlen_k"), sizes, strict=True))
+        try:
+            intervals = row_intervals(program, known, symbols, **lengths, device=device)
+            checks = list(intervals.checks)
+            if isinstance(capacity, int):
+                checks.append(padded_slices_from_intervals(intervals, capacity)[1])
+            checks = [check for check in checks if not bool(check.ok)]
+            if all(check.of_conversion for check in checks):
+                refuse_broken(checks)
+            return ()
+        except UnsupportedMaskError as error:  # or too many intervals for these lengths
+            return tuple(error.reasons)
+        except (
+            MaskDataError,
+            TypeError,
+            ValueError,
+            IndexError,
+        ):  # found again, and said, when it runs
+            return ()
+
+
+def example_of(node: Node) -> Tensor | None:
+    """The tensor that `node` of a Dynamo graph is in the call that is being compiled; None where that is not known."""
+    known: dict[Node, Any] = {}
+    needed, waiting = set(), [node]
+    while waiting:
+        one = waiting.pop()
+        if one in needed:
+            continue
+        needed.add(one)
+        if one.op == "placeholder":
+            known[one] = _compat.example_of_input(one)
+            if known[one] is None:
+                return None
+        elif (
+            one.op not in ("call_function", "call_method")
+            or len(needed) > MAX_NODES
+            or is_in_place(one)
+            or is_random(name_of(one.target))
+        ):
+            return None
+        waiting += one.all_input_nodes
+    try:
+        for one in node.graph.nodes:
+            if one in needed and one not in known:
+                known[one] = _run(one, known)
+    except Exception:  # whatever an operation says of values that it was not traced with
+        return None
+    found = known[node]
+    return found if isinstance(found, Tensor) and found.shape == value_of(node).shape else None
+
+
+def _run(node: Node, known: dict[Node, Any]) -> Any:
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)  # type: ignore[operator]

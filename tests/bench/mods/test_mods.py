@@ -1,0 +1,335 @@
+"""`magi-bench mods`: every mod is right with ours on a CPU, every row has a time or a reason, the report."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from magi_compile.bench.cli import main
+from magi_compile.bench.kernel import gate
+from magi_compile.bench.kernel.gate import Check
+from magi_compile.bench.mods import contenders, run
+from magi_compile.bench.mods.catalogue import MODS
+from magi_compile.bench.mods.contenders import FLEX, Contender
+from magi_compile.bench.mods.masks import canvas
+from magi_compile.bench.mods.mod import BLOCK, Mod, Place
+from magi_compile.bench.mods.problem import Problem, Settings, results_of
+from magi_compile.bench.mods.report import coverage_table, times_table, to_markdown, without_number
+from magi_compile.bench.mods.run import Execution
+from magi_compile.bench.step.clock import Rounds, Work
+from magi_compile.lowering.backend import make_backend
+from magi_compile.lowering.report import REPORT, Decision
+
+SMALL = Settings("cpu", "float32", 384, 8192, 4, 2, 16, rounds=Rounds(2, 1.0), seed=3)
+# The lowering in front of a compiler that is quick on a CPU.
+OURS = Contender("magi", "MAGI", True, make_backend("aot_eager"))
+REFUSED = {"latent_positions"}
+# Eager FlexAttention asks the mask_mod alone.
+BLOCK_LISTS = ("block_lists", "block_lists_by_head")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def execute(monkeypatch, taking_part, settings=SMALL, mods=("causal",)):
+    monkeypatch.setattr(run, "contenders", lambda kernels: taking_part)
+    command = ["magi-bench", "mods"]
+    rows = Execution(replace(settings, mods=mods), command, None, lambda line: None).run()
+    return {(row["pass"], row["contender"]): row for row in rows}
+
+
+@pytest.mark.parametrize("name", [name for name in MODS if name not in REFUSED])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_mod_is_right_with_ours(name, dtype):
+    asked = Problem(replace(SMALL, dtype=dtype), MODS[name], SMALL.tokens)
+    before = len(REPORT.decisions)
+    out, *gradients = OURS.prepare(OURS.compiled(), asked, "fwdbwd").call()
+    check = gate.judge(results_of(out, gradients), asked.exact, asked.plain, asked.names)
+    assert list(check.errors) == list(asked.names)
+    assert check.passed, check.worst
+    (decision,) = REPORT.decisions[before:]
+    assert decision.kernel == "cpu", decision
+
+
+@pytest.mark.parametrize("name", [name for name in MODS if name not in BLOCK_LISTS])
+def test_the_truth_is_that_of_eager_flex_attention(name):
+    """Its dense arithmetic, under vmap: the mask and the score of each pair by themselves."""
+    asked = Problem(replace(SMALL, tokens=256), MODS[name], 256)
+    leaves = asked.leaves(False)
+    score_mod = asked.made.score_mod(leaves.learned)
+    with torch.no_grad():
+        out = contenders._attend(*leaves[:3], score_mod, asked.made.block_mask)
+    assert gate.relative_error(results_of(out, [])[0], asked.exact[0]) < 1e-5
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_mods_are_the_same_for_all_and_hide_something_or_change_scores(name):
+    place = Place(512, 4, "cpu", 7)
+    one, other = (MODS[name].build(place) for _ in range(2))
+    assert MODS[name].label.endswith((".", ")", "causal"))
+    for mine, theirs in zip(one.learned.values(), other.learned.values(), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert (one.score_mod_of is not None) == (MODS[name].kind == "score")
+    if MODS[name].kind == "mask":
+        torch.testing.assert_close(one.block_mask.to_dense(), other.block_mask.to_dense())
+        asked = Problem(replace(SMALL, tokens=512), MODS[name], 512)
+        index = torch.arange(512)
+        zero = torch.tensor(0)
+        visible = asked.made.block_mask.mask_mod(zero, zero, index[:, None], index)
+        visible = visible & asked._listed(0)
+        assert 0.01 < visible.float().mean() < 0.9
+        assert visible.any(-1).all()
+
+
+@pytest.mark.parametrize("name", BLOCK_LISTS)
+def test_the_truth_of_block_lists_is_what_they_list(name):
+    asked = Problem(SMALL, MODS[name], SMALL.tokens)
+    mask = asked.made.block_mask
+    for head in range(SMALL.nheads_q):
+        row = 0 if name == "block_lists" else head
+        for block, count in enumerate(mask.kv_num_blocks[0, row]):
+            listed = mask.kv_indices[0, row, block, :count].tolist()
+            assert listed == sorted(set(listed))
+            visible = asked._listed(head)[BLOCK * block]
+            assert visible.nonzero().flatten().tolist() == [
+                BLOCK * at + column for at in listed for column in range(BLOCK)
+            ]
+
+
+@pytest.mark.parametrize(("seqlen", "sizes"), [(256, (16, 16)), (384, (32, 16)), (8192, (128, 64))])
+def test_a_canvas_is_almost_a_square(seqlen, sizes):
+    assert canvas(seqlen) == sizes
+
+
+class Spoilt:
+    """A contender whose results `spoil` changes."""
+
+    def __init__(self, name, spoil, is_ours=False):
+        self.name, self.label, self.is_ours, self.spoil = name, name.upper(), is_ours, spoil
+
+    def refusals(self, which, device):
+        return []
+
+    def compiled(self):
+        return OURS.compiled()
+
+    def prepare(self, attend, asked, which):
+        ready = OURS.prepare(attend, asked, which)
+        return ready._replace(call=lambda: self.spoil(ready.call()))
+
+
+def raises(results):
+    raise RuntimeError("no such thing\nas a second line")
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
+    taking_part = [
+        Spoilt("peer", lambda results: results),
+        Spoilt("large", lambda results: [x * 1.01 for x in results]),
+        Spoilt("bias", lambda results: [*results[:4], *(x.flip(-1) for x in results[4:])]),
+        Spoilt("raises", raises, is_ours=True),
+        OURS,
+    ]
+    found = execute(monkeypatch, taking_part, mods=("relative_bias",))
+    statuses = {key: row["status"] for key, row in found.items()}
+    assert statuses == {
+        ("fwd", "peer"): "ok",
+        ("fwd", "large"): "wrong",
+        ("fwd", "bias"): "ok",
+        ("fwd", "raises"): "error",
+        ("fwd", "magi"): "ok",
+        ("fwdbwd", "peer"): "ok",
+        ("fwdbwd", "large"): "wrong",
+        ("fwdbwd", "bias"): "wrong",
+        ("fwdbwd", "raises"): "error",
+        ("fwdbwd", "magi"): "ok",
+    }
+    assert all(("ms" in row) == (row["status"] == "ok") for row in found.values())
+    assert found["fwd", "large"]["reason"].startswith("out: relative error 1.00e-02")
+    assert found["fwdbwd", "bias"]["reason"].startswith("gradient of bias: relative error")
+    assert found["fwd", "raises"]["reason"] == "RuntimeError: no such thing"
+    assert run.fault(found["fwd", "raises"]).startswith("relative_bias, fwd, raises: Runtime")
+    ours = found["fwdbwd", "magi"]
+    assert ours["ratio"] == pytest.approx(found["fwdbwd", "peer"]["ms"] / ours["ms"])
+    assert (ours["way"], ours["kernel"], ours["recompiles"]) == ("intervals", "cpu", 0)
+    assert ours["score"]
+
+
+def test_ours_is_held_to_the_errors_of_flex_attention():
+    check = Check(9, {"out": 3e-3, "dq": 1e-3}, {"out": 1.0, "dq": 1.0})
+    theirs = Check(9, {"out": 1e-3, "dq": 1e-3, "dk": 0.0}, {})
+    mine = run.beside(check, theirs, torch.float32)
+    assert mine.allowed["out"] == pytest.approx(2e-3, rel=1e-3)
+    assert not mine.passed
+    assert mine.worst.startswith("out: relative error 3.00e-03, allowed 2.00e-03")
+
+
+def test_what_stays_on_flex_attention_says_why(monkeypatch):
+    found = execute(monkeypatch, [OURS], mods=("latent_positions",))
+    for which in ("fwd", "fwdbwd"):
+        row = found[which, "magi"]
+        assert row["status"] == "unsupported"
+        assert row["reason"].startswith("stays on FlexAttention: score_mod is no pointwise")
+        assert "ms" not in row
+
+
+def test_longer_sequences_are_checked_at_a_reduced_length(monkeypatch):
+    settings = replace(SMALL, tokens=512, gate_tokens=256, passes=("fwd",))
+    row = execute(monkeypatch, [OURS], settings)["fwd", "magi"]
+    assert (row["status"], row["tokens"], row["gate"]["seqlen"]) == ("ok", 512, 256)
+    row = execute(monkeypatch, [OURS], replace(settings, gate_tokens=512))["fwd", "magi"]
+    assert row["gate"]["seqlen"] == 512
+
+
+def test_what_has_no_time_left_is_not_begun(monkeypatch):
+    found = execute(monkeypatch, [OURS, FLEX], replace(SMALL, seconds=1e-9))
+    assert {key: row["status"] for key, row in found.items()} == {
+        ("fwd", "magi"): "timeout",
+        ("fwd", "flex"): "timeout",
+        ("fwdbwd", "magi"): "timeout",
+        ("fwdbwd", "flex"): "unsupported",
+    }
+    assert found["fwd", "flex"]["reason"] == "not begun: no time left of 1e-09 s"
+    assert found["fwdbwd", "flex"]["reason"] == "FlexAttention has no backward on a CPU"
+
+
+def test_a_mod_that_cannot_be_made_has_rows_too(monkeypatch):
+    def broken(place):
+        """Nothing."""
+        raise ValueError("no mask")
+
+    monkeypatch.setitem(MODS, "broken", Mod.of("mask", broken))
+    found = execute(monkeypatch, [OURS], mods=("broken", "causal"))
+    assert found["fwd", "magi"]["status"] == "ok"  # of the mod behind it
+    rows = Execution(replace(SMALL, mods=("broken",)), [], None, lambda line: None).run()
+    assert [row["reason"] for row in rows] == ["ValueError: no mask"] * 2
+
+
+def test_kernels_are_counted_after_everything_that_is_timed(monkeypatch):
+    monkeypatch.setattr(run, "contenders", lambda kernels: [OURS])
+    done = Execution(replace(SMALL, mods=("causal",)), [], None, lambda line: None)
+    rows = done.run()
+    monkeypatch.setattr(run, "work_of", lambda ready: Work(3.0, 2.0, len(ready.call())))
+    done._count_work()
+    assert [(row["kernels"], row["launches"], row["kernel_ms"]) for row in rows] == [
+        (3.0, 2.0, 1),
+        (3.0, 2.0, 4),
+    ]
+
+
+NOTES = {
+    "intervals": (),
+    "bits": ("by bit blocks: a reason",),
+    "intervals, or bits": ("by intervals, or by bit blocks where the data is out of order",),
+}
+
+
+@pytest.mark.parametrize("way", NOTES)
+def test_ways_are_those_of_the_lowering(way):
+    decision = Decision("", (), (), "mask", "cpu", notes=NOTES[way])
+    assert run.decided(OURS, [decision])["way"] == way
+    assert run.decided(FLEX, [decision]) == {}
+
+
+def test_reasons_are_one_line():
+    decision = Decision("", (), (), "mask", None, reasons=("no kernel:\n  cuda: why", "b"))
+    kept = run.decided(OURS, [decision])
+    assert kept["reason"] == "stays on FlexAttention: no kernel: cuda: why; b"
+
+
+def made_row(contender, **more):
+    is_ours = contender.startswith("magi")
+    first = {"mod": "causal", "what": "Half.", "kind": "mask", "tokens": 8192, "pass": "fwd"}
+    names = {"contender": contender, "label": contender.upper(), "is_ours": is_ours}
+    return first | names | more
+
+
+def test_report():
+    ours = {"way": "bits", "kernel": "cuda", "score": "", "notes": ["by bit blocks: a | b"]}
+    rows = [
+        made_row("flex", status="ok", ms=3.0, kernel_ms=2.5, launches=4.0, first_s=9.0),
+        made_row("magi", status="unsupported", reason="stays on FlexAttention: why"),
+        made_row(
+            "magi-cuda", status="ok", ms=1.5, kernel_ms=1.0, launches=2.0, first_s=5.0, **ours
+        ),
+    ]
+    run.compare(rows)
+    header, (line,) = times_table(rows)
+    assert dict(zip(header, line, strict=True)) == {
+        "mod": "causal",
+        "way": "bits",
+        "FLEX, ms": "3.000",
+        "MAGI, ms": "unsupported",
+        "MAGI-CUDA, ms": "1.500",
+        "MAGI, ratio": "-",
+        "MAGI-CUDA, ratio": "2.00",
+        "on the GPU, ms": "2.500, 1.000",
+        "launches": "4, 2",
+        "first call, s": "9.0, 5.0",
+    }
+    why = "stays on FlexAttention: why; by bit blocks: a | b"
+    line = ["causal", "mask", "Half.", "unsupported", "bits: cuda", why]
+    assert coverage_table(rows)[1] == [line]
+    on_a_cpu = [
+        {k: x for k, x in row.items() if k not in ("kernel_ms", "launches")} for row in rows
+    ]
+    assert times_table(on_a_cpu)[0] == [name for name in header if name not in header[-3:-1]]
+    assert without_number(rows) == [
+        ["MAGI", "unsupported", "stays on FlexAttention: why", "forward: causal"]
+    ]
+    text = to_markdown({"device": "a card", "settings": {}}, rows)
+    assert text.startswith("# mask_mods and score_mods beside FlexAttention, a card\n")
+    assert "## Forward, 8K tokens" in text
+
+
+@pytest.mark.slow
+def test_quick_on_a_cpu(tmp_path):
+    out = tmp_path / "mods_cpu"
+    command = ["mods", "--quick", "--device", "cpu", "--out", str(out)]
+    assert main([*command, "--mods", "window_by_head", "tanh_softcap"]) == 0
+    record = json.loads(out.with_suffix(".json").read_text())
+    text = out.with_suffix(".md").read_text()
+    found = {(row["mod"], row["pass"], row["contender"]): row for row in record["rows"]}
+    assert len(found) == 8
+    for mod in ("window_by_head", "tanh_softcap"):
+        for which in ("fwd", "fwdbwd"):
+            assert found[mod, which, "magi"]["status"] == "ok"
+            assert found[mod, which, "magi"]["recompiles"] == 0
+        assert found[mod, "fwd", "flex"]["status"] == "ok"
+        assert found[mod, "fwd", "magi"]["ratio"] > 0
+        assert found[mod, "fwdbwd", "flex"]["status"] == "unsupported"
+    assert found["window_by_head", "fwd", "magi"]["way"] == "bits"
+    assert "bits: cpu" in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--out", "/nowhere/mods"], "`--out` must lie in a folder that exists"),
+        (["--mods", "x"], "invalid choice"),
+        (["--tokens", "200"], "`--tokens` must be a multiple of 128, at least 256, got 200"),
+        (["--gate-tokens", "128"], "`--gate-tokens` must be a multiple of 128, at least 256"),
+        (["--kernels", "x"], "invalid choice"),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["mods", "--device", "cpu", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_are_counted(monkeypatch):
+    settings = Settings("cuda", "bfloat16", 1024, 1024, 4, 2, 128)
+    found = execute(monkeypatch, contenders.contenders(()), settings, ("documents",))
+    assert [row["status"] for row in found.values()] == ["ok"] * 4
+    assert all(row["kernels"] >= 1 and row["kernel_ms"] > 0 for row in found.values())
