@@ -180,4 +180,7 @@ def _dense_results(make, tensors, captures, visible):
 
 
 def _exact(tensors):
-    return [x.detach().double().requires_grad_() if x.is_floating_point() else x for x in tensors]
+    return [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x
+        for x in tensors
+    ]

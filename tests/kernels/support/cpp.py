@@ -66,7 +66,7 @@ class Library:
             shutil.copy(here / header, path / name)
         for name, text in {**headers, "main.cpp": main}.items():
             (path / name).write_text(text)
-        command = f"g++ -std=c++17 -shared -fPIC -w -I. -I{here} {options} main.cpp -o part.so"
+        command = f"g++ -std=c++17 -shared -fPIC -w -I. -I{here} {options} main.cpp -o part.so 2> {_ERRORS}"
         command = f"{command} && mv part.so {_DONE} || touch {_FAILED}"
         return subprocess.Popen(command, shell=True, cwd=path)
 
@@ -78,13 +78,13 @@ class Library:
         done, failed = self._directory / _DONE, self._directory / _FAILED
         deadline = time.monotonic() + _LONGEST_S
         while not done.exists():
-            assert not failed.exists(), f"g++ failed in {self._directory}"
+            assert not failed.exists(), (self._directory / _ERRORS).read_text()[:4000]
             assert time.monotonic() < deadline, f"nobody compiled {self._directory}"
             time.sleep(0.05)
         return done
 
 
-_DONE, _FAILED = "library.so", "failed"
+_DONE, _FAILED, _ERRORS = "library.so", "failed", "errors.txt"
 _LONGEST_S = 300.0
 
 

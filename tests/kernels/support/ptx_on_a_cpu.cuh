@@ -374,6 +374,10 @@ struct bfloat16 {
     uint16_t bits;
 };
 
+struct float16 {
+    uint16_t bits;
+};
+
 // What the test makes of a tensor: x is the innermost of three dimensions.
 struct alignas(64) TensorMap {
     char* address;
@@ -665,13 +669,19 @@ inline uint32_t rounded(float x) {
 
 template <class Element>
 uint32_t pack(float low, float high) {
-    static_assert(__is_same(Element, bfloat16), "the other one is not here");
+    if constexpr (__is_same(Element, float16)) {
+        return uint32_t(__builtin_bit_cast(uint16_t, _Float16(high))) << 16 |
+               __builtin_bit_cast(uint16_t, _Float16(low));
+    }
     return rounded(high) << 16 | rounded(low);
 }
 
 template <class Element>
 float2 unpack(uint32_t packed) {
-    static_assert(__is_same(Element, bfloat16), "the other one is not here");
+    if constexpr (__is_same(Element, float16)) {
+        return {float(__builtin_bit_cast(_Float16, uint16_t(packed))),
+                float(__builtin_bit_cast(_Float16, uint16_t(packed >> 16)))};
+    }
     return {widened(packed), widened(packed >> 16)};
 }
 
