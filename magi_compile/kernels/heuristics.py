@@ -63,7 +63,7 @@ _FORWARD = {
 }
 
 # With bit blocks, of which a tile is as high as one and a block as wide, or half of one; and with score programs, which need
-# registers. Not measured yet.
+# registers.
 _FORWARD_BITS = {
     64: ForwardConfig(2, 128, 4, 4, 2, 40, 232, min_blocks_of_ping_pong=9),
     96: ForwardConfig(2, 128, 3, 2, 2, 40, 232),

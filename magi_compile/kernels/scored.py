@@ -23,7 +23,13 @@ class ScoredBackwardOutput(NamedTuple):
 @runtime_checkable
 class ScoredKernel(Protocol):
     """The scores of a visible pair are `program(softmax_scale * q @ k, b, h, q, kv)`; what a score_mod gives for a hidden pair
-    counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing."""
+    counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing.
+
+    Attributes:
+        has_table_gradients: whether its backward gives gradients of captured tensors.
+    """
+
+    has_table_gradients: bool
 
     def score_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]

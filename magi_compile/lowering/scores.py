@@ -27,11 +27,13 @@ class Scores:
     Attributes:
         factors: the scale and the soft-cap.
         read: the score program in place of these; None where they are all.
+        wants_table_gradients: whether a captured tensor requires gradients.
         reasons: why neither is possible; empty where one is.
     """
 
     factors: ScoreMod = NO_FACTORS
     read: ScoreRead | None = None
+    wants_table_gradients: bool = False
     reasons: tuple[str, ...] = ()
 
     @classmethod
@@ -44,7 +46,9 @@ class Scores:
         captures = [value_of(buffer) for buffer in call.score_buffers]
         names = [_compat.source_name(x) for x in call.score_buffers if is_tensor(x)]
         try:
-            return cls(read=read_score_graph(call.score_mod, captures, names, device))
+            read = read_score_graph(call.score_mod, captures, names, device)
+            tensors = [x for x in captures if isinstance(x, torch.Tensor)]
+            return cls(read=read, wants_table_gradients=any(x.requires_grad for x in tensors))
         except UnsupportedScoreModError as error:
             return cls(reasons=(str(error),))
 
@@ -57,6 +61,10 @@ class Scores:
         assert self.read is not None
         assert isinstance(kernel, ScoredKernel)
         reasons = kernel.score_refusals(self.read.program, self.read.dtypes, self.read.ranks)
+        if self.wants_table_gradients and not kernel.has_table_gradients:
+            reasons.append(
+                "has no gradients of tensors that a score_mod captures; one requires some"
+            )
         return [f"{kernel.name} {reason}" for reason in reasons]
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:

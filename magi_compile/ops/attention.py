@@ -133,6 +133,9 @@ def _attend(
     if slices.bits is not None:
         lists.append(slices.bits)
     has_score = scored is not None
+    if scored is not None and not kernel and q.is_cuda and torch.is_grad_enabled():
+        # That of Hopper gives no gradients of captured tensors.
+        kernel = "triton" if any(table.requires_grad for table in scored.tables) else None
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "", has_score=has_score)
     if scored is not None:
         program, tables, lengths = scored

@@ -32,7 +32,7 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define_differentiable, gradients
+from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules

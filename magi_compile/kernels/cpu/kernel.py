@@ -44,6 +44,7 @@ class CpuKernel:
     plans_in_graph = False
     needs_slices = False
     prepares_calls = False
+    has_table_gradients = True
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         reasons = []

@@ -39,6 +39,7 @@ class CudaKernel:
     plans_in_graph = True
     needs_slices = False
     prepares_calls = True
+    has_table_gradients = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         if problem.device_type != "cuda":
@@ -132,7 +133,7 @@ class CudaKernel:
         if wanted:
             raise NotImplementedError(
                 f"gradients of tensors that a score_mod captures are not written in CUDA, got {len(wanted)} that need one; "
-                "the triton kernel has them"
+                "kernel='triton' has them"
             )
         walk, bits = _k_walk(plan, problem), _bits_of(slices, problem)
         found = backward(

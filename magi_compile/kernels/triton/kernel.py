@@ -46,6 +46,7 @@ class TritonKernel:
     plans_in_graph = True
     needs_slices = False
     prepares_calls = False
+    has_table_gradients = True
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         reasons = []

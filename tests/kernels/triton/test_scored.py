@@ -39,6 +39,7 @@ def test_what_has_no_code_is_refused_with_its_name():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_on_a_gpu(case, dtype):
+    torch._dynamo.reset()  # all cases have the code of one function
     visible = create_mask(causal, None, None, SEQLEN, SEQLEN, device="cpu")
     mask = create_block_mask(causal, BATCH, None, SEQLEN, SEQLEN, device="cuda")
     tensors, captures = qkv(dtype), case.tensors(dtype)

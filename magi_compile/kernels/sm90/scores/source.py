@@ -399,9 +399,7 @@ class _Writer(Operations):
             terms = []
             for dim in dims:
                 index = body.text(indices[dim])
-                terms.append(
-                    index if dim == rank - 1 else f"{index} * c.size({strides + dim})"
-                )
+                terms.append(index if dim == rank - 1 else f"{index} * c.size({strides + dim})")
             return " + ".join(terms)
 
         return Number(torch.int32, variables, text)
@@ -493,7 +491,9 @@ class _Writer(Operations):
             return self.of_symbols(name, node)
         if name in FILLS:
             place, value = FILLS[name]
-            return _lazy(self.scalar(node.args[place] if place is not None else value, example.dtype))
+            return _lazy(
+                self.scalar(node.args[place] if place is not None else value, example.dtype)
+            )
         if name == "expand":
             return self.tensor(node.args[0])  # type: ignore[arg-type]
         return self.pointwise(name, node)

@@ -1,7 +1,7 @@
 """Score programs in the Hopper kernels, as they are, on a CPU, against dense attention in fp64; see
 `tests/kernels/sm90/forward/test_on_cpu.py`."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -136,20 +136,18 @@ class Call:
 
     def backward(self, grads, saved):
         given = (self.slices, self.plan, self.problem, self.score, [])
-        found = self.kernel.scored_backward(
-            grads, saved, *given, deterministic=self.deterministic
-        )
+        found = self.kernel.scored_backward(grads, saved, *given, deterministic=self.deterministic)
         return found.qkv
 
 
-def check(kernel, name, mask, *, batch=BATCH, seqlen=SEQLEN, head_dim=64, dtype=torch.bfloat16, **how):
+def check(
+    kernel, name, mask, *, batch=BATCH, seqlen=SEQLEN, head_dim=64, dtype=torch.bfloat16, **how
+):
     program = PROGRAMS[name]
     captures = [x.detach() for x in program.tensors(dtype)]
     generator = torch.Generator().manual_seed(3)
     tensors = [
-        torch.randn(batch, heads, seqlen, head_dim, generator=generator)
-        .to(dtype)
-        .requires_grad_()
+        torch.randn(batch, heads, seqlen, head_dim, generator=generator).to(dtype).requires_grad_()
         for heads in (NHEADS, NHEADS_KV, NHEADS_KV)
     ]
     call = Call(kernel, program, captures, mask, (batch, seqlen, head_dim), dtype, **how)
