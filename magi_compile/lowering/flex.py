@@ -183,7 +183,7 @@ def _emit_plan(
     if key not in mask.plans:
         heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
-        lists, bits = mask.slices[:3], mask.slices[3:]
+        lists, bits = mask.slices[:3], list[Any](mask.slices[3:])
         ops = torch.ops.magi
         op = ops.plan_with_bits.default if bits else ops.plan.default
         if problem.has_score:

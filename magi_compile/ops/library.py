@@ -105,8 +105,7 @@ define_repeatable(_lib, f"plan_with_bits({_PLAN}, Tensor bits) -> Tensor[]", _pl
 
 
 def _plan_for_scores(*arguments: Any) -> list[Tensor]:
-    *rest, bits = arguments
-    return _plan(*rest, bits, has_score=True)
+    return _plan(*list[Any]([*arguments, True]))
 
 
 # Of attention with a score program.

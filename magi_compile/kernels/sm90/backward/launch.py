@@ -233,7 +233,8 @@ class _Prepared:
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
         has_signals = shape.has_signals
-        struct, fields = BACKWARD[shape.num_lists], {}
+        struct = BACKWARD[shape.num_lists]
+        fields: dict[str, Any] = {}
         if problem.has_bits or shape.score is not None:
             struct, fields = BITS_BACKWARD, {"bits": Pointer(_BITS) if problem.has_bits else None}
         if shape.score is not None:

@@ -264,9 +264,9 @@ class _Writer(Operations):
         placeholders = traced.graph.find_nodes(op="placeholder")
         old = placeholders[names.index("score")]
         depends = {old}
-        for node in traced.graph.nodes:
-            if any(x in depends for x in node.all_input_nodes):
-                depends.add(node)
+        for each in traced.graph.nodes:
+            if any(x in depends for x in each.all_input_nodes):
+                depends.add(each)
         node: Any = traced.graph.output_node().args[0]
         while node is not old:
             terms = [x for x in node.args if isinstance(x, Node) and x in depends]
