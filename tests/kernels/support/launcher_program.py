@@ -80,10 +80,12 @@ class Setup:
             encode=lambda tensor_map, address: idle_driver.address_map(address),
         )
         native.current_context = lambda: 7
-        library.chosen_for = lambda device, dtype, heads, scale, softcap, name, has_bits=False, has_score=False: (
-            library.Chosen(
-                PlanningKernel(),
-                replace(PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits),
+        library.chosen_for = (
+            lambda device, dtype, heads, scale, softcap, name, has_bits=False, has_score=False: (
+                library.Chosen(
+                    PlanningKernel(),
+                    replace(PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits),
+                )
             )
         )
         for module in (library, mask_slices_op, mask_bits_op):
