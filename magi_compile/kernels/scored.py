@@ -32,10 +32,14 @@ class ScoredKernel(Protocol):
     has_table_gradients: bool
 
     def score_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+        self,
+        problem: AttnProblem,
+        program: ScoreProgram,
+        dtypes: Sequence[torch.dtype],
+        ranks: Sequence[int],
     ) -> list[str]:
-        """Every reason why this kernel cannot run the program with captured tensors of these dtypes and numbers of dimensions; empty
-        when it can."""
+        """Every reason why this kernel cannot run the program for `problem` with captured tensors of these dtypes and numbers of
+        dimensions; empty when it can."""
         ...
 
     def scored_forward(

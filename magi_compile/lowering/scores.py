@@ -9,7 +9,7 @@ import torch
 from torch.fx import Node
 
 from magi_compile import _compat
-from magi_compile.kernels.base import Kernel
+from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, is_tensor
@@ -56,11 +56,12 @@ class Scores:
     def program(self) -> ScoreProgram | None:
         return None if self.read is None else self.read.program
 
-    def refusals(self, kernel: Kernel) -> list[str]:
-        """Why a kernel that takes score programs cannot run this one."""
+    def refusals(self, kernel: Kernel, problem: AttnProblem) -> list[str]:
+        """Why a kernel that takes score programs cannot run this one for `problem`."""
         assert self.read is not None
         assert isinstance(kernel, ScoredKernel)
-        reasons = kernel.score_refusals(self.read.program, self.read.dtypes, self.read.ranks)
+        read = self.read
+        reasons = kernel.score_refusals(problem, read.program, read.dtypes, read.ranks)
         if self.wants_table_gradients and not kernel.has_table_gradients:
             reasons.append(
                 "has no gradients of tensors that a score_mod captures; one requires some"

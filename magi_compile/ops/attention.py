@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.scored import ScoredKernel
+from magi_compile.kernels.select import load, problem_on
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.bit_blocks import Heads
@@ -106,6 +110,21 @@ def flex_flash_attention(
     return _attend(q, k, v, slices, softmax_scale, softcap, kernel)
 
 
+def _is_on_hopper(problem: AttnProblem, scored: _Scored) -> bool:
+    """Whether the CUDA kernels run a score program: eager code has no FlexAttention to stay on, so that Triton's runs the others."""
+    try:
+        chosen = load("cuda")
+    except ImportError:  # of cuda-bindings
+        return False
+    assert isinstance(chosen, ScoredKernel)
+    tables = scored.tables
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
+    if chosen.refusals(problem) or (wants_gradients and not chosen.has_table_gradients):
+        return False
+    dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
+    return not chosen.score_refusals(problem, scored.program, dtypes, ranks)
+
+
 class _Scored(NamedTuple):
     """A score program, the tensors that it takes, and how packed rows are numbered, see `ScoreCall`."""
 
@@ -133,9 +152,11 @@ def _attend(
     if slices.bits is not None:
         lists.append(slices.bits)
     has_score = scored is not None
-    if scored is not None and not kernel and q.is_cuda and torch.is_grad_enabled():
-        # That of Hopper gives no gradients of captured tensors.
-        kernel = "triton" if any(table.requires_grad for table in scored.tables) else None
+    if scored is not None and not kernel and q.is_cuda:
+        heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+        problem = problem_on(q.device, q.dtype, heads, softmax_scale)
+        problem = replace(problem, has_bits=slices.bits is not None, has_score=True)
+        kernel = None if _is_on_hopper(problem, scored) else "triton"
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "", has_score=has_score)
     if scored is not None:
         program, tables, lengths = scored

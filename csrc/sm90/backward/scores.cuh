@@ -73,9 +73,8 @@ public:
 
     __device__ __forceinline__ ScoreAndSlope score_and_slope(float product, const Query& query, int half) const {
         const Key& key = keys_[half];
-        return {score(product, query, half),
-                Score::slope(params_.score, query.of_entry, query.of_row, key.of_key, query.place, key.place,
-                             product * params_.cap_scale)};
+        return {score(product, query, half), Score::slope(params_.score, query.of_entry, query.of_row, key.of_key,
+                                                          query.place, key.place, product * params_.cap_scale)};
     }
 
     // The exponents of P to base 2, of scores that began with -lse / scale, where the program adds to a score what does

@@ -2,8 +2,8 @@
 // `entry * seqlen + place`, and entries are those of the batch, or, where heads are entries of their own, those of all
 // heads of the batch.
 //
-// A division finds the entry of a row. Columns of a block mostly have one entry, which is that of the block before: then
-// nothing is divided, and what depends on the entry alone is computed once.
+// A division finds the entry of a row. Columns of a block mostly have one entry, which is that of the block before:
+// then nothing is divided, and what depends on the entry alone is computed once.
 #pragma once
 
 #include "common/ptx.cuh"

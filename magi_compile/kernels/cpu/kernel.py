@@ -87,7 +87,11 @@ class CpuKernel:
         return merge_prior(output, prior, out_dtype or q.dtype)
 
     def score_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+        self,
+        problem: AttnProblem,
+        program: ScoreProgram,
+        dtypes: Sequence[torch.dtype],
+        ranks: Sequence[int],
     ) -> list[str]:
         return []
 

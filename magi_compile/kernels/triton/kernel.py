@@ -280,7 +280,11 @@ class TritonKernel:
         )
 
     def score_refusals(
-        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+        self,
+        problem: AttnProblem,
+        program: ScoreProgram,
+        dtypes: Sequence[torch.dtype],
+        ranks: Sequence[int],
     ) -> list[str]:
         try:
             score_source(program.text, dtypes, ranks, program.differentiable_tables)

@@ -59,7 +59,6 @@ def run(case, slices, deterministic=False):
     program, tables = trace_score_program(case.make(*captures), CPU)
     score = ScoreCall(program, [x.detach() for x in tables], [], SEQLEN, SEQLEN)
     dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
-    assert kernel.score_refusals(program, dtypes, ranks) == []
     heads = (HEADS, HEADS_KV, DIM, DIM)
     problem = AttnProblem(
         "cpu",
@@ -70,6 +69,7 @@ def run(case, slices, deterministic=False):
         has_bits=slices.bits is not None,
         has_score=True,
     )
+    assert kernel.score_refusals(problem, program, dtypes, ranks) == []
     plan = kernel.plan(slices, problem)
     q, k, v = (x.detach().transpose(1, 2).flatten(0, 1) for x in tensors)
     out, lse = kernel.scored_forward(q, k, v, slices, plan, problem, score)

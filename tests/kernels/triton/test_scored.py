@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
+from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.options import LoweringOptions
@@ -22,6 +23,7 @@ from tests.score.score_mods import (
 from tests.triton_interpreter import needs_triton, run_interpreted
 
 CPU = torch.device("cpu")
+PROBLEM = AttnProblem("cuda", (8, 0), torch.float32, 2, 2, 64, 64, 1.0, has_score=True)
 
 
 @needs_triton
@@ -31,7 +33,7 @@ def test_in_the_interpreter():
 
 def test_what_has_no_code_is_refused_with_its_name():
     program, _ = trace_score_program(lambda s, b, h, q, kv: torch.lgamma(s), CPU)
-    (reason,) = TritonKernel().score_refusals(program, [], [])
+    (reason,) = TritonKernel().score_refusals(PROBLEM, program, [], [])
     assert reason == "has no code for the score_mod: `lgamma` is not written in Triton"
 
 

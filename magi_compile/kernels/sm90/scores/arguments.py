@@ -56,6 +56,9 @@ def score_arguments(
         total_q: rows of the packed queries.
         total_k: rows of the packed keys.
 
+    Returns:
+        The arguments, and the tensors in the order in which the source reads them.
+
     Raises:
         NotImplementedError: a captured tensor has 2**31 elements or more.
     """

@@ -94,6 +94,9 @@ def score_source(
         has_short_sequences: whether all positions are below `MOST_POSITIONS`.
         may_shift: whether the softmax_scale is positive, so that scores may begin with what is added to them.
 
+    Returns:
+        The source, and what has to be handed to it.
+
     Raises:
         UnknownOperation: naming an operation that is not generated.
     """

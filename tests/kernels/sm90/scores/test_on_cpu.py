@@ -1,7 +1,7 @@
 """Score programs in the Hopper kernels, as they are, on a CPU, against dense attention in fp64; see
 `tests/kernels/sm90/forward/test_on_cpu.py`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from magi_compile.score.read import trace_score_program
 from tests.kernels.support.on_a_cpu import compile_once, launching
 from tests.score.score_mods import CASES, SEQLEN, assert_as_good_as_plain, results
 
+CPU = torch.device("cpu")
 NUM_SMS = 3
 BATCH, NHEADS, NHEADS_KV = 2, 4, 2  # those that the captured tensors of CASES are made for
 PROGRAMS = {case.name: case for case in CASES}
@@ -166,6 +167,20 @@ def test_programs(name, kernel):
 @pytest.mark.parametrize("name", ["alibi", "relative", "tanh_of_sums"])
 def test_wider_heads(name, head_dim, kernel):
     check(kernel, name, CAUSAL, head_dim=head_dim)
+
+
+def test_some_heads_have_no_registers_for_slopes():
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.1, has_score=True)
+    cuda = module.CudaKernel()
+    for name in ("alibi", "square"):
+        program, tables = trace_score_program(PROGRAMS[name].make(*PROGRAMS[name].tensors()), CPU)
+        dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
+        reasons = cuda.score_refusals(problem, program, dtypes, ranks)
+        said = ["needs another head_dim than 128" in reason for reason in reasons]
+        assert said == [True] * (name == "square")
+        for other in (64, 96, 192, 256):
+            narrow = replace(problem, head_dim=other, head_dim_v=other)
+            assert not cuda.score_refusals(narrow, program, dtypes, ranks)
 
 
 @pytest.mark.parametrize("mask", [SCATTERED, BY_HEAD], ids=lambda mask: mask.name)

@@ -22,6 +22,7 @@ from tests.score.score_mods import (
 )
 
 pytestmark = pytest.mark.gpu
+KEEP_SLOPES = ("learned", "tanh_of_sums", "clamp", "where", "temperature", "square")
 MASKS = {"causal": causal, "scattered": scattered, "window_by_head": window_by_head}
 
 
@@ -46,6 +47,10 @@ def check(case, mask_mod, head_dim, dtype):
         moved = [x.cuda() for x in captures]
         return [x.cpu() for x in attend(*(x.cuda() for x in qkv), moved)]
 
+    if head_dim == 128 and case.name in KEEP_SLOPES:
+        with pytest.raises(Exception, match="needs another head_dim than 128"):
+            on_gpu(*tensors)
+        return
     ours = results(on_gpu, tensors, captures)
     assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
     assert lowering_report().lowered[-1].kernel == "cuda"
