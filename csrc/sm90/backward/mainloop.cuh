@@ -317,8 +317,8 @@ private:
     // A wait amid the arithmetic that makes operands: the assembler orders what is in front and behind for itself, and
     // needs fewer registers.
     static constexpr bool kBufferIsAwaitedBefore = kExponentialsBesideDprobs;
-    // Probabilities of a score program are rounded, times its slopes too, before there are their gradients: that takes as
-    // few registers as the scores.
+    // Probabilities of a score program are rounded, times its slopes too, before there are their gradients: that takes
+    // as few registers as the scores.
     static constexpr bool kHasFactors = Config::kHasScore && !Config::kBeginsWithLse;
     // dS of a block then has the slot of its queries, which saves registers.
     static constexpr bool kScoresGoWithBlocks = Config::kScoreStages == Config::kStages;

@@ -113,12 +113,10 @@ class CudaKernel:
         problem: AttnProblem,
         score: ScoreCall,
     ) -> ForwardOutput:
-        q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
+        q_tiles, q_runs, q_edges, _, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
         walk = Walk(q_tiles, q_runs, q_edges)
         bits = _bits_of(slices, problem)
-        if parts.shape[0] > 0:
-            return forward_in_parts(q, k, v, walk, parts, problem, bits, score)
         return forward(q, k, v, walk, problem, bits=bits, score=score)
 
     def scored_backward(

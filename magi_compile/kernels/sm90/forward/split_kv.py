@@ -32,7 +32,6 @@ from magi_compile.kernels.sm90.forward.launch import (
     RUNS,
     ForwardShape,
     forward_launch,
-    given_score,
 )
 from magi_compile.kernels.sm90.params import MERGE, TILE_PARTS
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
@@ -46,10 +45,8 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Packed, Pointer
-from magi_compile.kernels.sm90.scores.arguments import ScoreArguments
 from magi_compile.plan import cost
 from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
-from magi_compile.score.program import ScoreCall
 
 CUT_FIELDS = (
     "row_begin",
@@ -127,7 +124,7 @@ def _size(
     problem: AttnProblem, seqlen_k: int, num_tiles: int, num_runs: int, device: torch.device
 ) -> int:
     """How many words the parts of a plan take."""
-    if device.type != "cuda":
+    if device.type != "cuda" or problem.has_score:  # nothing merges parts under a score program
         return 0
     num_parts = forward_parts(problem, seqlen_k, num_tiles, num_sms(device.index))
     return torch.sym_min(1, num_parts) * PartLayout.of(num_tiles, num_runs, num_parts).size
@@ -199,16 +196,14 @@ def forward_in_parts(
     parts: Tensor,
     problem: AttnProblem,
     bits: Tensor | None = None,
-    score: ScoreCall | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of the q walk of a plan, which are not empty, on
     torch's current stream; see `forward`."""
     tiles, runs, edges = walk
-    program, tables = given_score(score, problem, q, k)
-    sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0, program)
+    sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
-        out, lse, *_ = call.run([q, k, v, None, parts, edges, None, None, bits], q.device, tables)
+        out, lse, *_ = call.run([q, k, v, None, parts, edges, None, None, bits], q.device)
     return ForwardOutput(out, lse)
 
 
@@ -220,7 +215,6 @@ def _call(
     num_runs: int,
     size: int,
     has_stairs: bool,
-    score: ScoreArguments | None,
     device_index: int,
 ) -> Call | None:
     """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA cannot
@@ -237,7 +231,7 @@ def _call(
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     of_parts = Buffer.of((num_words + part_rows * nheads_q,), torch.float32)
     at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
-    shape = ForwardShape(layouts, problem, layout.num_tiles, has_stairs, score, device_index)
+    shape = ForwardShape(layouts, problem, layout.num_tiles, has_stairs, None, device_index)
     ticket, walk = forward_launch(
         *(shape, out, OTHER + 1),
         **NO_RESULTS
