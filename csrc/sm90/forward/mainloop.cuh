@@ -8,7 +8,7 @@
 #include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 #include "forward/config.cuh"
-#include "forward/scores.cuh"
+#include "scores/forward.cuh"
 
 namespace ffa {
 
