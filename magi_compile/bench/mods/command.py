@@ -12,7 +12,7 @@ from magi_compile.bench.mods.problem import MIN_TOKENS, Settings
 from magi_compile.bench.mods.run import Execution, fault
 from magi_compile.bench.step.cases import PASSES
 from magi_compile.bench.step.clock import Rounds
-from magi_compile.bench.step.run import FAULTS
+from magi_compile.bench.step.run import conclude
 from magi_compile.kernels.select import KERNELS
 
 # A minute on two cores of a CPU, most of it compilation.
@@ -86,17 +86,7 @@ def run(args: argparse.Namespace) -> int:
     arguments.check_out(args.out)
     command = arguments.as_typed(args.command_line, args.out)
     rows = Execution(settings_of(args, device), command, args.out, _say).run()
-    for row in rows:
-        if row["status"] in FAULTS or row.get("recompiles"):
-            _say(fault(row))
-    measured = sum("ms" in row for row in rows)
-    _say(
-        f"{measured} measured, {len(rows) - measured} not"
-        + (f": {args.out}.md" if args.out else "")
-    )
-    return int(
-        any(row.get("recompiles") or (row["is_ours"] and row["status"] in FAULTS) for row in rows)
-    )
+    return conclude(rows, args.out, _say, fault)
 
 
 def settings_of(args: argparse.Namespace, device: str) -> Settings:

@@ -23,8 +23,8 @@ from magi_compile.bench.mods.problem import Problem, Settings, results_of
 from magi_compile.bench.mods.report import to_markdown
 from magi_compile.bench.results import provenance
 from magi_compile.bench.results.rows import write_record
-from magi_compile.bench.step.clock import Ready, in_turns, wait, warm_up, work_of
-from magi_compile.bench.step.run import TIMING_SHARE, failure, summary
+from magi_compile.bench.step.clock import Ready, wait, warm_up
+from magi_compile.bench.step.run import TIMING_SHARE, count_work, failure, timed
 from magi_compile.lowering.report import Decision, lowering_report
 
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ class Execution:
             self._measure(MODS[name])
             self._write()
         if self.settings.device == "cuda":
-            self._count_work()
+            count_work(self.prepared, self.began + self.settings.seconds, self.say)
         self._write()
         return self.rows
 
@@ -118,7 +118,7 @@ class Execution:
                 ready[contender.name] = prepared
             if not contender.is_ours and check is not None and check.passed:
                 yardstick = check
-        for name, outcome in self._timed(ready).items():
+        for name, outcome in timed(ready, self.settings.device, self.settings.rounds).items():
             rows[name] |= outcome
         compare(list(rows.values()))
         self.prepared += [(rows[name], ready[name]) for name in ready if "ms" in rows[name]]
@@ -180,24 +180,6 @@ class Execution:
             magi_compile.synchronize_checks()
         outcome["first_s"] = round(time.perf_counter() - began, 2)
         return ready, results_of(out, gradients)
-
-    def _timed(self, ready: dict[str, Ready]) -> dict[str, Row]:
-        try:
-            turns = in_turns(ready, self.settings.device, self.settings.rounds)
-        except Exception as error:  # of whom, nobody knows: nobody has a time then
-            return {name: failure(error) for name in ready}
-        return {name: summary(result) for name, result in turns.items()}
-
-    def _count_work(self) -> None:
-        """Kernels and launches of everything that was timed, as far as time allows."""
-        for row, ready in self.prepared:
-            if self.elapsed > self.settings.seconds:
-                self.say("kernels of the other rows are not counted: no time left")
-                return
-            try:
-                row |= work_of(ready)._asdict()
-            except RuntimeError as error:
-                row["work_error"] = first_line(error)
 
     def _add(self, rows: list[Row]) -> None:
         if rows and self.settings.device == "cuda":

@@ -16,7 +16,7 @@ from magi_compile.bench.ranks.run import Execution
 from magi_compile.bench.ranks.world import World
 from magi_compile.bench.step.cases import PASSES
 from magi_compile.bench.step.clock import Rounds
-from magi_compile.bench.step.run import FAULTS, fault
+from magi_compile.bench.step.run import conclude, fault
 from magi_compile.bench.workloads.lengths import SAMPLERS
 from magi_compile.masks.library import MASKS
 
@@ -141,14 +141,7 @@ def measure(world: World, settings: Settings, command: list[str], out: Path | No
     """On each rank; the exit code."""
     say = _say if world.rank == 0 else _say_nothing
     rows = Execution(world, settings, command, out, say).run()
-    for row in rows:
-        if row["status"] in FAULTS or row.get("recompiles"):
-            say(fault({"row": row["mask"], **row}))
-    measured = sum("ms" in row for row in rows)
-    say(f"{measured} measured, {len(rows) - measured} not" + (f": {out}.md" if out else ""))
-    return int(
-        any(row.get("recompiles") or (row["is_ours"] and row["status"] in FAULTS) for row in rows)
-    )
+    return conclude(rows, out, say, lambda row: fault({"row": row["mask"], **row}))
 
 
 def _say(line: str) -> None:

@@ -9,7 +9,7 @@ from magi_compile.bench import arguments
 from magi_compile.bench.step.cases import GROUPS, PASSES, ROWS, Settings
 from magi_compile.bench.step.clock import Rounds
 from magi_compile.bench.step.contenders import CONTENDERS
-from magi_compile.bench.step.run import FAULTS, execute, fault
+from magi_compile.bench.step.run import conclude, execute, fault
 
 TOKENS = (1024, 2048, 4096, 8192, 32768)
 # A minute on two cores of a CPU, most of it compilation.
@@ -74,17 +74,7 @@ def run(args: argparse.Namespace) -> int:
     arguments.check_out(args.out)
     command = arguments.as_typed(args.command_line, args.out)
     rows = execute(_settings(args, device), command, args.out, _say)
-    for row in rows:
-        if row["status"] in FAULTS or row.get("recompiles"):
-            _say(fault(row))
-    measured = sum("ms" in row for row in rows)
-    _say(
-        f"{measured} measured, {len(rows) - measured} not"
-        + (f": {args.out}.md" if args.out else "")
-    )
-    return int(
-        any(row.get("recompiles") or (row["is_ours"] and row["status"] in FAULTS) for row in rows)
-    )
+    return conclude(rows, args.out, _say, fault)
 
 
 def _settings(args: argparse.Namespace, device: str) -> Settings:

@@ -16,7 +16,7 @@ from magi_compile.bench.kernel.measure import first_line
 from magi_compile.bench.results import provenance
 from magi_compile.bench.results.rows import write_record
 from magi_compile.bench.step.cases import Case, Settings, cases
-from magi_compile.bench.step.clock import Ready, Turns, in_turns, wait, warm_up, work_of
+from magi_compile.bench.step.clock import Ready, Rounds, Turns, in_turns, wait, warm_up, work_of
 from magi_compile.bench.step.contenders import CONTENDERS, Contender
 from magi_compile.bench.step.problem import Problem
 from magi_compile.bench.step.report import to_markdown
@@ -91,7 +91,7 @@ class _Execution:
                 self._write()
             problem.forget_reference()
         if self.settings.device == "cuda":
-            self._count_work()
+            count_work(self.prepared, self.began + self.settings.seconds, self.say)
         self.context["took_s"] = round(self.elapsed, 1)
         self._write()
         return self.rows
@@ -107,7 +107,7 @@ class _Execution:
             rows[contender.name] |= outcome
             if prepared is not None:
                 ready[contender.name] = prepared
-        for name, outcome in self._timed(ready).items():
+        for name, outcome in timed(ready, self.settings.device, self.settings.rounds).items():
             rows[name] |= outcome
         compare(list(rows.values()))
         if ready and self.settings.device == "cuda":
@@ -166,25 +166,6 @@ class _Execution:
         warm_up(ready, self.settings.device)
         return outcome, ready
 
-    def _timed(self, ready: dict[str, Ready]) -> dict[str, Row]:
-        gc.collect()
-        try:
-            turns = in_turns(ready, self.settings.device, self.settings.rounds)
-        except Exception as error:  # of whom, nobody knows: nobody has a time then
-            return {name: failure(error) for name in ready}
-        return {name: summary(result) for name, result in turns.items()}
-
-    def _count_work(self) -> None:
-        """Kernels and launches of everything that was timed, as far as time allows."""
-        for row, ready in self.prepared:
-            if self.elapsed > self.settings.seconds:
-                self.say("kernels of the other rows are not counted: no time left")
-                return
-            try:
-                row |= {**work_of(ready)._asdict()}
-            except RuntimeError as error:
-                row["work_error"] = first_line(error)
-
     def _write(self) -> None:
         markdown = to_markdown(self.context, self.rows)
         write_record(self.output, self.context, self.rows, markdown)
@@ -199,6 +180,57 @@ class _Execution:
         deep = f" {case.layers} layers" if case.layers > 1 else ""
         where = f"{case.row.name} {format_length(case.tokens)}{deep} {case.which}"
         self.say(f"[{self.elapsed:.0f} s] {where}: {', '.join(times)}")
+
+
+def timed(ready: dict[str, Ready], device: str, rounds: Rounds) -> dict[str, Row]:
+    """What the rows of contenders that are warm say of their times."""
+    gc.collect()
+    try:
+        turns = in_turns(ready, device, rounds)
+    except Exception as error:  # of whom, nobody knows: nobody has a time then
+        return {name: failure(error) for name in ready}
+    return {name: summary(result) for name, result in turns.items()}
+
+
+def count_work(
+    prepared: Sequence[tuple[Row, Ready]], until: float, say: Callable[[str], None]
+) -> None:
+    """Adds to rows the kernels and launches of what was timed, until the clock `time.monotonic` says `until`."""
+    for row, ready in prepared:
+        if time.monotonic() > until:
+            say("kernels of the other rows are not counted: no time left")
+            return
+        try:
+            row |= work_of(ready)._asdict()
+        except RuntimeError as error:
+            row["work_error"] = first_line(error)
+
+
+def conclude(
+    rows: Sequence[Row],
+    output: Path | None,
+    say: Callable[[str], None],
+    describe: Callable[[Row], str],
+) -> int:
+    """Says what is wrong with rows and how many have times.
+
+    Args:
+        rows: of a run.
+        output: where they were written.
+        say: takes lines.
+        describe: what is wrong with a row, in a line.
+
+    Returns:
+        1 if ours was wrong or failed, or if anybody was compiled again while time was taken.
+    """
+    for row in rows:
+        if row["status"] in FAULTS or row.get("recompiles"):
+            say(describe(row))
+    measured = sum("ms" in row for row in rows)
+    say(f"{measured} measured, {len(rows) - measured} not" + (f": {output}.md" if output else ""))
+    return int(
+        any(row.get("recompiles") or (row["is_ours"] and row["status"] in FAULTS) for row in rows)
+    )
 
 
 def summary(turns: Turns) -> Row:

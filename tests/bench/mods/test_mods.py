@@ -1,6 +1,7 @@
 """`magi-bench mods`: every mod is right with ours on a CPU, every row has a time or a reason, the report."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from magi_compile.bench.mods.mod import BLOCK, Mod, Place
 from magi_compile.bench.mods.problem import Problem, Settings, results_of
 from magi_compile.bench.mods.report import coverage_table, times_table, to_markdown, without_number
 from magi_compile.bench.mods.run import Execution
+from magi_compile.bench.step import run as step_run
 from magi_compile.bench.step.clock import Rounds, Work
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.report import REPORT, Decision
@@ -216,8 +218,8 @@ def test_kernels_are_counted_after_everything_that_is_timed(monkeypatch):
     monkeypatch.setattr(run, "contenders", lambda kernels: [OURS])
     done = Execution(replace(SMALL, mods=("causal",)), [], None, lambda line: None)
     rows = done.run()
-    monkeypatch.setattr(run, "work_of", lambda ready: Work(3.0, 2.0, len(ready.call())))
-    done._count_work()
+    monkeypatch.setattr(step_run, "work_of", lambda ready: Work(3.0, 2.0, len(ready.call())))
+    step_run.count_work(done.prepared, math.inf, done.say)
     assert [(row["kernels"], row["launches"], row["kernel_ms"]) for row in rows] == [
         (3.0, 2.0, 1),
         (3.0, 2.0, 4),
