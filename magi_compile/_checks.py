@@ -25,8 +25,8 @@ class MaskDataError(ValueError):
 # Messages about what intervals alone take for granted, and what a user can do on a GPU, where the data of the first call decide.
 _OF_INTERVALS: set[str] = set()
 FOR_ANY_DATA = (
-    ". torch.compile with options={'magi.bits': True} evaluates the mask by bit blocks, whatever its data, and so does a call that is "
-    "compiled with these data, after torch.compiler.reset()"
+    ". To evaluate this mask for data in any order, compile with options={'magi.bits': True}, or call torch.compiler.reset() and repeat "
+    "the step with these data"
 )
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.fx import Node
 
 from magi_compile import _compat
-from magi_compile._checks import MaskDataError
 from magi_compile.lowering.emit import value_of
 from magi_compile.masks import (
     MaskProgram,
@@ -24,6 +23,7 @@ from magi_compile.masks import (
     row_intervals,
 )
 from magi_compile.masks.program.names import is_in_place, is_random, name_of
+from magi_compile.masks.program.source import run
 from magi_compile.masks.solver.solve import refuse_broken
 
 MAX_NODES = 64  # between the inputs of a graph and a captured tensor, which are computed for this
@@ -33,8 +33,8 @@ def order_reasons(
     program: MaskProgram,
     tables: Sequence[Node],
     symbols: Sequence[Any],
-    sizes: tuple[Any, Any, Any],
-    capacity: Any,
+    sizes: tuple[int, int, int],
+    capacity: int,
     device: torch.device,
 ) -> tuple[str, ...]:
     """What the data that a graph is compiled with break of what intervals take for granted. Waits for the device.
@@ -51,7 +51,7 @@ def order_reasons(
         The reasons; none where data are as intervals need them, where they mean nothing to the mask either, and where they are not
         known.
     """
-    if not all(isinstance(x, int) for x in (*sizes, *symbols)):
+    if not all(isinstance(symbol, int) for symbol in symbols):
         return ()
     with _compat.without_fake_tensors(), torch.no_grad():
         values = [example_of(node) for node in tables]
@@ -61,21 +61,14 @@ def order_reasons(
         lengths = dict(zip(("batch", "seqlen_q", "seqlen_k"), sizes, strict=True))
         try:
             intervals = row_intervals(program, known, symbols, **lengths, device=device)
-            checks = list(intervals.checks)
-            if isinstance(capacity, int):
-                checks.append(padded_slices_from_intervals(intervals, capacity)[1])
-            checks = [check for check in checks if not bool(check.ok)]
+            _, fits = padded_slices_from_intervals(intervals, capacity)
+            checks = [check for check in (*intervals.checks, fits) if not bool(check.ok)]
             if all(check.of_conversion for check in checks):
                 refuse_broken(checks)
             return ()
         except UnsupportedMaskError as error:  # or too many intervals for these lengths
             return tuple(error.reasons)
-        except (
-            MaskDataError,
-            TypeError,
-            ValueError,
-            IndexError,
-        ):  # found again, and said, when it runs
+        except (TypeError, ValueError, IndexError):  # found again, and said, when it runs
             return ()
 
 
@@ -103,15 +96,8 @@ def example_of(node: Node) -> Tensor | None:
     try:
         for one in node.graph.nodes:
             if one in needed and one not in known:
-                known[one] = _run(one, known)
+                known[one] = run(one, *torch.fx.map_arg((one.args, one.kwargs), known.__getitem__))
     except Exception:  # whatever an operation says of values that it was not traced with
         return None
     found = known[node]
     return found if isinstance(found, Tensor) and found.shape == value_of(node).shape else None
-
-
-def _run(node: Node, known: dict[Node, Any]) -> Any:
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
-    if node.op == "call_method":
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-    return node.target(*args, **kwargs)  # type: ignore[operator]

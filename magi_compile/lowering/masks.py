@@ -199,12 +199,15 @@ def _data_reasons(
         return ()
     batch, _, seqlen_q, _ = value_of(call.q).shape
     sizes = (batch, seqlen_q, value_of(call.k).shape[2])
+    if not all(isinstance(size, int) for size in sizes):
+        return ()
+    capacity = _capacity(Emitter(call.node.graph, call.node), call, program, options)
     return order_reasons(
         program,
         call.table_sources,
         [value_of(x) for x in call.mask_symbols],
         sizes,
-        _room(call, program, options),
+        capacity,
         value_of(call.q).device,
     )
 
@@ -257,24 +260,8 @@ def emit_mask(emit: Emitter, call: FlexCall, way: Way, options: LoweringOptions)
     return Mask(tuple(emit.call(operator.getitem, slices, i) for i in range(3 + has_bits)))
 
 
-def _room(call: FlexCall, program: MaskProgram, options: LoweringOptions) -> int | None:
-    """The same as `_capacity`; None where a graph is to serve several lengths."""
-    batch, _, seqlen_q, _ = value_of(call.q).shape
-    if not isinstance(batch, int) or not isinstance(seqlen_q, int):
-        return None
-    capacity = options.slice_capacity
-    if capacity is None:
-        capacity = seqlen_q // ROWS_PER_SLICE + MIN_CAPACITY
-        capacity *= max(1, program.max_intervals(*sizes_of(call)))
-        capacity = max(capacity, least_capacity(call, program))
-    return capacity * batch
-
-
 def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions) -> Any:
     """Room for the slices of intervals."""
-    known = _room(call, program, options)
-    if known is not None:
-        return known
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     if options.slice_capacity is not None:
         capacity: Any = options.slice_capacity
@@ -284,4 +271,6 @@ def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: Lowe
         capacity = emit.arithmetic(
             operator.mul, capacity, max(1, program.max_intervals(*sizes_of(call)))
         )
+        if isinstance(capacity, int):
+            capacity = max(capacity, least_capacity(call, program))
     return emit.arithmetic(operator.mul, capacity, batch)

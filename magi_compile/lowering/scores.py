@@ -64,7 +64,7 @@ class Scores:
         reasons = kernel.score_refusals(problem, read.program, read.dtypes, read.ranks)
         if self.wants_table_gradients and not kernel.has_table_gradients:
             reasons.append(
-                "has no gradients of tensors that a score_mod captures; one requires some"
+                "computes no gradients of tensors that a score_mod captures, and one of them requires gradients"
             )
         return [f"{kernel.name} {reason}" for reason in reasons]
 

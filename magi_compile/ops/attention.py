@@ -110,7 +110,7 @@ def flex_flash_attention(
     return _attend(q, k, v, slices, softmax_scale, softcap, kernel)
 
 
-def _is_on_hopper(problem: AttnProblem, scored: _Scored) -> bool:
+def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
     """Whether the CUDA kernels run a score program: eager code has no FlexAttention to stay on, so that Triton's runs the others."""
     try:
         chosen = load("cuda")
@@ -156,7 +156,7 @@ def _attend(
         heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         problem = problem_on(q.device, q.dtype, heads, softmax_scale)
         problem = replace(problem, has_bits=slices.bits is not None, has_score=True)
-        kernel = None if _is_on_hopper(problem, scored) else "triton"
+        kernel = None if _has_cuda_code(problem, scored) else "triton"
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "", has_score=has_score)
     if scored is not None:
         program, tables, lengths = scored

@@ -82,7 +82,9 @@ def test_triton_runs_bit_blocks_on_a_gpu_only_if_forced(registry):
     assert select(problem, "triton") is load("triton")
     assert select(replace(problem, has_bits=False)) is load("triton")
     registry(triton="tests.kernels.test_select:AcceptsAll")
-    with pytest.raises(NotImplementedError, match="triton: runs bit blocks for those who ask"):
+    with pytest.raises(
+        NotImplementedError, match="triton: runs bit blocks only where kernel 'triton' is asked for"
+    ):
         select(problem)
 
 
@@ -152,7 +154,9 @@ def test_score_programs_need_a_kernel_that_has_them():
 
 def test_score_programs_on_a_gpu_are_for_those_who_ask():
     problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), has_score=True)
-    with pytest.raises(NotImplementedError, match="triton: runs score_mods for those who ask"):
+    with pytest.raises(
+        NotImplementedError, match="triton: runs score_mods only where kernel 'triton' is asked for"
+    ):
         select(problem)
     reasons = refusals_by_kernel(problem)
     assert "has no score_mods but a scale and a soft-cap" in reasons["cuda_padded"]
