@@ -10,6 +10,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 from magi_compile.kernels.sm90 import CudaKernel
 from magi_compile.kernels.sm90.forward.launch import forward as forward_whole
 from magi_compile.masks.slices import MaskType
+from magi_compile.plan.tiles import Walk
 from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BitCase, random_table
@@ -144,7 +145,7 @@ def test_whole_tiles_do_as_without_room_for_parts(kernel):
     assert parts.numel() > 0
     assert num_parts(plan) == 0
     assert_same(
-        forward_whole(*inputs[:3], *q_walk, problem),
+        forward_whole(*inputs[:3], Walk(*q_walk), problem),
         kernel.forward(*inputs[:3], slices, plan, problem),
     )
 
