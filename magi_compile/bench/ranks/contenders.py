@@ -111,9 +111,7 @@ class TorchContextParallel(Contender):
         world, block_mask = problem.world, make_block_mask(problem.workload, problem.world.device)
         balancer = self.load_balancer(problem, block_mask)
         positions = positions_by(balancer, problem)
-        local = _compat.block_mask_of_torch_rank(
-            world.mesh, block_mask, balancer, is_compiled=False
-        )
+        local = _compat.block_mask_of_torch_rank(world.mesh, block_mask, balancer)
         module = compiled_attention(world)
         row, others = bytes_of_keys(problem), problem.total - problem.tokens
 

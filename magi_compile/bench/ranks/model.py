@@ -1,7 +1,7 @@
 """A step of a small Llama whose tokens are spread over ranks: ours, and PyTorch's context parallelism.
 
-A step spreads a batch of new packed documents and makes its mask, runs forward, loss and backward, and adds the gradients up
-over ranks. Weights are the same on all ranks, and nothing is sharded but tokens.
+A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks. Ours plans
+the batch's mask in it; PyTorch's BlockMask is made before. Weights are the same on all ranks, and nothing is sharded but tokens.
 """
 
 from __future__ import annotations
@@ -34,12 +34,16 @@ IGNORED = -1
 
 
 class Batch(NamedTuple):
-    """Packed documents, the same on all ranks: `[1, S]` tokens and targets, `[S]` documents, their lengths."""
+    """Packed documents, the same on all ranks: `[1, S]` tokens and targets, `[S]` documents, their lengths.
+
+    `mask` is this rank's mask where it is made in front of the step.
+    """
 
     tokens: Tensor
     targets: Tensor
     document: Tensor
     lengths: list[int]
+    mask: BlockMask | None = None
 
 
 class Spread(NamedTuple):
@@ -163,8 +167,21 @@ class TorchTraining(Training):
     name = "torch-head-tail"
     label = "PyTorch's context parallelism, head-tail balancer"
 
+    def __init__(self, settings: Settings, world: World, tokens: int):
+        super().__init__(settings, world, tokens)
+        arguments = self.total, world.size, world.kind
+        self._balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
+
     def refusals(self, which: str) -> list[str]:
         return [NO_BACKWARD] if self.world.kind == "cpu" and which == "fwdbwd" else []
+
+    def make(self, turn: int) -> Batch:
+        """The batch with its mask, which eager code makes more slowly than the compiled code that PyTorch would run."""
+        batch, world = super().make(turn), self.world
+        # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
+        whole = one_block_mask(causal_in(batch.document), 1, self.total, self.total, world.device)
+        mask = _compat.block_mask_of_torch_rank(world.mesh, whole, self._balancer)
+        return batch._replace(mask=mask)
 
     def changed(self, model: Llama) -> Llama:
         style = _compat.context_parallel_style_of_torch(2)
@@ -173,15 +190,11 @@ class TorchTraining(Training):
 
     @contextmanager
     def spread(self, batch: Batch) -> Iterator[Spread]:
-        world, mask_mod = self.world, causal_in(batch.document)
-        arguments = self.total, world.size, world.kind
-        balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
-        order = _compat.indices_of_load_balancer(balancer)[0].to(world.device)
+        world = self.world
+        order = _compat.indices_of_load_balancer(self._balancer)[0].to(world.device)
         mine = order.chunk(world.size)[world.rank]
-        # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
-        whole = one_block_mask(mask_mod, 1, self.total, self.total, world.device)
-        mask = _compat.block_mask_of_torch_rank(world.mesh, whole, balancer)
-        yield Spread(batch.tokens[:, mine], batch.targets[:, mine], mask, mine)
+        assert batch.mask is not None
+        yield Spread(batch.tokens[:, mine], batch.targets[:, mine], batch.mask, mine)
 
 
 #: In the order of reports.

@@ -16,7 +16,8 @@ NOTES = (
     "where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. Received is what the rank that "
     "receives most gets from others in a call: of ours counted from the plan, of the others from shapes. Peak memory is what "
     "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric memory are not in it. A call of the model "
-    "spreads a batch of new documents and makes its mask; with a backward it adds the gradients up over ranks."
+    "spreads a batch of new documents, and ours plans their mask in it, while PyTorch's BlockMask is made before; with a backward it "
+    "adds the gradients up over ranks."
 )
 COLUMNS = ["contender", "ms", "ratio", "TFLOP/s", "received, MiB", "peak, MiB", "prepared, s"]
 MODEL_COLUMNS = ["contender", "ms", "ratio", "tokens/s", "peak, MiB"]

@@ -70,7 +70,7 @@ def run_spread(group):
             patch.object(torch, "compile", lambda function, **_: function),
             training.spread(batch) as part,
         ):
-            found.append((batch, part.tokens, part.targets, part.positions))
+            found.append((batch._replace(mask=None), part.tokens, part.targets, part.positions))
     return found
 
 
