@@ -17,7 +17,7 @@ from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices, slices_from_block_mask
-from magi_compile.masks.block_mask import one_block_mask
+from magi_compile.masks.block_mask import slices_from_mask_mod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -82,7 +82,8 @@ def plan(
     """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
     Every rank calls it with the same mask. It does not communicate; the first attention with a plan compares the plans of all
-    ranks. Recent plans are kept. With a mask on a GPU it waits for the device.
+    ranks. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor there, it waits for the device; with
+    `AttnSlices`, or a mask_mod of tensors on the CPU, it does not, and a step may be planned while the GPU runs the one before.
 
     Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is spread too:
     `SequencePlan.keys`. Every rank holds equally many, as far as possible those that its queries see.
@@ -266,7 +267,7 @@ def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             )
         slices = AttnSlices.causal(seqlen[0])
     else:
-        slices = slices_from_block_mask(one_block_mask(mask, 1, *seqlen, device))
+        slices = slices_from_mask_mod(mask, *seqlen, device)
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != seqlen:
         wanted, found = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))

@@ -238,17 +238,53 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
         raise ValueError(
             f"`batch` must be {own_batch}, the batch size of `block_mask`, got {batch}"
         )
-    seqlen_q, seqlen_k = block_mask.seq_lengths
     device = block_mask.kv_num_blocks.device
     traced = trace_mask_mod(block_mask.mask_mod, device)
     if traced.program.is_always_true:
         return Converted(_from_lists(block_mask, batch), traced.watched)
+    intervals = _intervals_of(traced, batch, block_mask.seq_lengths, device)
+    return Converted(_agreed(traced, intervals, block_mask), traced.watched)
+
+
+def slices_from_mask_mod(
+    mask_mod: MaskMod, seqlen_q: int, seqlen_k: int, device: torch.device
+) -> AttnSlices:
+    """The slices of a mask_mod of one batch entry, without a BlockMask.
+
+    Nothing waits for a GPU where the mask_mod captures no tensor on one.
+
+    Args:
+        mask_mod: what may attend to what.
+        seqlen_q: rows.
+        seqlen_k: keys.
+        device: of b, h, q and kv, as the mask_mod sees them.
+
+    Returns:
+        The slices, in normal form, where the captured tensors are; without any, on the CPU.
+
+    Raises:
+        UnsupportedMaskError: intervals cannot express the mask.
+        ValueError: captured tensors are not as the mask_mod needs them.
+    """
+    traced = trace_mask_mod(mask_mod, device)
+    places = {x.device for x in traced.tables if x.dim()}
+    place = device if len(places) > 1 else next(iter(places), torch.device("cpu"))
+    intervals = _intervals_of(traced, 1, (seqlen_q, seqlen_k), place)
+    _verify(traced, intervals)
+    return slices_from_intervals(intervals)
+
+
+def _intervals_of(
+    traced: TracedMask, batch: int, lengths: tuple[int, int], device: torch.device
+) -> RowIntervals:
+    """Checked."""
+    seqlen_q, seqlen_k = lengths
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     intervals = row_intervals(traced.program, traced.tables, (), **sizes, device=device)
     if not traced.program.reads_tensors:
         refuse_broken(intervals.checks)
     intervals.check()
-    return Converted(_agreed(traced, intervals, block_mask), traced.watched)
+    return intervals
 
 
 def _agreed(traced: TracedMask, intervals: RowIntervals, block_mask: BlockMask) -> AttnSlices:

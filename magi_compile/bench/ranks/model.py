@@ -143,7 +143,7 @@ class Training(ABC):
         generator = torch.Generator().manual_seed(settings.seed + turn)
         tokens = torch.randint(settings.vocab, (1, self.total), generator=generator).to(device)
         counts = lengths.sample(settings.lengths, self.total, settings.seed + turn)
-        document = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        document = documents_of(counts)
         is_followed = F.pad(document[1:] == document[:-1], (0, 1)).to(device)
         targets = torch.where(is_followed, tokens.roll(-1, 1), IGNORED)
         return Batch(tokens, targets, document.to(device), counts)
@@ -156,7 +156,9 @@ class MagiTraining(Training):
 
     @contextmanager
     def spread(self, batch: Batch) -> Iterator[Spread]:
-        made = plan(causal_in(batch.document), self.world.mesh, seqlen=self.total)
+        # Of documents on the CPU, as a data loader has them: planning waits for no GPU.
+        mask_mod = causal_in(documents_of(batch.lengths))
+        made = plan(mask_mod, self.world.mesh, seqlen=self.total)
         tokens = made.shard(batch.tokens, 1)
         targets = made.shard(batch.targets, 1, padding=IGNORED)
         with context_parallel(self.world.mesh, mask=made):
@@ -199,6 +201,11 @@ class TorchTraining(Training):
 
 #: In the order of reports.
 TRAININGS: tuple[type[Training], ...] = (MagiTraining, TorchTraining)
+
+
+def documents_of(counts: list[int]) -> Tensor:
+    """Which document each token belongs to, int64 `[S]`, on the CPU."""
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
 
 
 def causal_in(document: Tensor) -> Any:

@@ -8,7 +8,7 @@ And **unsupported**, with a reason, which is nothing that could be compared or c
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,10 +104,47 @@ def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Trac
         UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
     """
     recording = record_mask_mod(mask_mod, torch.device(device))
+    captures = recording.captures
     names = [name or f"t{i}" for i, name in enumerate(recording.names)]
-    has_names = any(recording.names)
-    program = read_graph(recording.graph, recording.captures, names if has_names else ())
-    return TracedMask(program, recording.captures, recording.watched)
+    titles = names if any(recording.names) else []
+    key = _key_of(recording.graph, captures, titles)
+    program = None if key is None else _programs.get(key)
+    if program is None:
+        tracer = _Tracer(recording.graph, captures, titles)
+        program = tracer.program()
+        if key is not None and not tracer.has_failed:
+            _programs[key] = program
+            while len(_programs) > MAX_PROGRAMS:
+                del _programs[next(iter(_programs))]
+    return TracedMask(program, captures, recording.watched)
+
+
+# Programs of recent mask_mods, by what these did: a training step makes the same mask of other documents.
+_programs: dict[Hashable, MaskProgram] = {}
+MAX_PROGRAMS = 256
+
+
+def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> Hashable | None:
+    """Of all that a program follows from: graphs with equal keys have one program. None where an argument of a call is something
+    that is not known to print all that it is."""
+    nodes = []
+    for node in graph.nodes:
+        known = True
+
+        def check(x: Any) -> None:
+            nonlocal known
+            known = known and (x is None or x is Ellipsis or isinstance(x, _PRINTABLE))
+
+        torch.fx.node.map_aggregate((node.args, node.kwargs), check)
+        if not known:
+            return None
+        nodes.append((node.op, node.target, repr(node.args), repr(node.kwargs)))
+    kinds = [(x.dtype, x.shape, x.stride(), x.device) for x in captures]
+    return tuple(nodes), tuple(kinds), tuple(names), torch.get_default_dtype()
+
+
+# A bool is an int. Slices print what they hold, which is one of these or a node.
+_PRINTABLE = (Node, int, float, complex, str, slice, torch.dtype, torch.device)
 
 
 def trace_graph(
@@ -204,6 +241,7 @@ class _Tracer:
         self.columns: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}  # of columns, by what computes them
         self.titles: dict[int, str] = {}
+        self.has_failed = False  # whether something that was tried with these tensors failed
         self.values: dict[Node, _Value] = {}
         self.begin([copies[node] for node in placeholders], captures)
 
@@ -472,6 +510,7 @@ class _Tracer:
                 named = names_of_captures(self.tables, self.symbols)
                 at_points(functions(text)[name], dict.fromkeys(INDICES, point), named)
         except Exception:  # whatever an operation says of vmap
+            self.has_failed = True
             return None
         return text
 

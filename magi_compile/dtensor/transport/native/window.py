@@ -44,8 +44,8 @@ class Window:
     """The slots of one group for one purpose, and the stream that reads from them.
 
     A use is `next_slot`, `meet`, reads on `stream`, `end`; the next begins after that. Ranks go through the same uses
-    in the same order, with equal sizes. Memory grows to the largest that was asked for. Until ranks meet, the slot whose turn
-    it is stays the same, whoever asks again.
+    in the same order, with equal sizes. Memory grows to the largest that was asked for, from the second time on with a quarter to
+    spare. Until ranks meet, the slot whose turn it is stays the same, whoever asks again.
 
     Args:
         group: the ranks.
@@ -135,6 +135,10 @@ class Window:
     def _grow(self, num_bytes: int) -> None:
         # What was enqueued here is done, and nobody leaves the rendezvous before that is so on every rank.
         torch.cuda.synchronize(self._device)
+        if self._slots:
+            num_bytes += (
+                num_bytes // 4
+            )  # other masks need a little more, and each growth takes 10 to 30 ms
         self._slots.clear()
         num_flags = (NUM_SLOTS + 1) * self._size
         begin = round_up(num_flags * FLAG_BYTES, ALIGNMENT)

@@ -1,0 +1,89 @@
+"""Programs of mask_mods that do the same are read once."""
+
+import pytest
+import torch
+
+from magi_compile.masks.program import trace
+from magi_compile.masks.program.trace import read_mask_mod
+
+
+@pytest.fixture(autouse=True)
+def no_programs(monkeypatch):
+    monkeypatch.setattr(trace, "_programs", {})
+
+
+def of_documents(document, window=None):
+    def mask_mod(b, h, q, kv):
+        mask = (document[q] == document[kv]) & (q >= kv)
+        return mask if window is None else mask & (q - kv < window)
+
+    return mask_mod
+
+
+def documents(*lengths, dtype=torch.int64):
+    return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(dtype)
+
+
+def test_other_data_have_the_same_program_and_their_own_tables():
+    first = read_mask_mod(of_documents(documents(3, 5)))
+    other = documents(4, 4)
+    second = read_mask_mod(of_documents(other))
+    assert second.program is first.program
+    assert second.tables[0] is other
+
+
+@pytest.mark.parametrize(
+    "mask_mod",
+    [
+        of_documents(documents(3, 6)),
+        of_documents(documents(3, 5, dtype=torch.int32)),
+        of_documents(documents(3, 5), window=2),
+        of_documents(torch.stack([documents(3, 5)] * 2, 1)[:, 0]),
+        lambda b, h, q, kv: q >= kv,
+    ],
+    ids=["length", "dtype", "window", "strides", "another function"],
+)
+def test_what_differs_is_read_anew(mask_mod):
+    first = read_mask_mod(of_documents(documents(3, 5))).program
+    assert read_mask_mod(mask_mod).program is not first
+
+
+def test_numbers_that_are_captured_count():
+    programs = {read_mask_mod(of_documents(documents(4), window=i)).program.text for i in range(3)}
+    assert len(programs) == 3
+
+
+def test_a_default_dtype_counts():
+    def mask_mod(b, h, q, kv):
+        return q * 0.1 >= kv * 0.1
+
+    read_mask_mod(mask_mod)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64)
+        read_mask_mod(mask_mod)
+    finally:
+        torch.set_default_dtype(before)
+    assert len(trace._programs) == 2
+
+
+def test_what_failed_with_some_data_is_tried_again_with_others():
+    def mask_mod(first, table):
+        def mask_mod(b, h, q, kv):
+            return table[first[q]] * 2.0 == kv
+
+        return mask_mod
+
+    table = torch.arange(4)
+    wrong, right = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
+    read_mask_mod(mask_mod(wrong, table))
+    program = read_mask_mod(mask_mod(right, table)).program
+    trace._programs.clear()
+    assert program.text == read_mask_mod(mask_mod(right, table)).program.text
+
+
+def test_not_more_than_so_many_are_kept(monkeypatch):
+    monkeypatch.setattr(trace, "MAX_PROGRAMS", 2)
+    for window in range(5):
+        read_mask_mod(of_documents(documents(4), window=window))
+    assert len(trace._programs) == 2
