@@ -52,7 +52,9 @@ STEP_ROWS = 16  # up to so many query rows behind a cache are a step of generati
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-_COUNTED = frozenset({"is_causal", "softcap", "s_aux", "cu_seq_lens_q", "cu_seq_lens_k"})
+_COUNTED = frozenset(
+    {"is_causal", "softcap", "s_aux", "position_bias", "cu_seq_lens_q", "cu_seq_lens_k"}
+)
 # What models pass that says nothing about scores which the mask does not say.
 _WITHOUT_EFFECT = frozenset(
     {
@@ -80,7 +82,6 @@ _WITHOUT_EFFECT = frozenset(
 )
 # What changes the scores or asks for them, and what a user can do.
 _REFUSED = {
-    "position_bias": "a bias added to the scores (T5 and its relatives); use attn_implementation='sdpa'",
     "output_attentions": "attention weights; use attn_implementation='eager'",
     "head_mask": "a factor for each head; use attn_implementation='eager'",
     "layer_head_mask": "a factor for each head; use attn_implementation='eager'",
@@ -208,6 +209,7 @@ def magi_attention(
             `is_causal`, what None for `attention_mask` stands for: everything (False) or, row by row, no later key (True). By
             default what the module says, which must be False.
             `softcap`: scores become `softcap * tanh(scores / softcap)`.
+            `position_bias`: `[1 or B, Hq, L, S]`, added to the scores behind the soft-cap (T5 and its relatives).
             `s_aux`: one more score `[Hq]` in every softmax, with a value of 0 (attention sinks).
             `cu_seq_lens_q`: int `[documents + 1]`, where documents begin in the rows of all batch entries, one behind the other.
             Rows see keys of their own document only, whatever else the mask shows.
@@ -224,6 +226,7 @@ def magi_attention(
     """
     _check_arguments(dropout, rest)
     is_causal, softcap, s_aux = (rest.get(name) for name in ("is_causal", "softcap", "s_aux"))
+    bias: Tensor | None = rest.get("position_bias")
     cu_seq_lens_q, cu_seq_lens_k = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
     rows = query.shape[2]
     if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or rows == 1):
@@ -233,6 +236,8 @@ def magi_attention(
                 f"got a dense `attention_mask` of shape {list(attention_mask.shape)}"
             )
         given = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
+        if bias is not None:
+            attention_mask = _added_to_mask(attention_mask, bias)
         return _attend_dense(module, query, key, value, attention_mask, given)
     sizes = (query.shape[0], rows, key.shape[2])
     if attention_mask is None and _is_causal(module, is_causal):
@@ -246,6 +251,8 @@ def magi_attention(
         attention_mask = _within_documents(attention_mask, pair, _documents_of_positions, sizes)
     aux = AuxRequest(lse=True) if s_aux is not None else None
     score_mod = None if softcap is None else _softcap(softcap)
+    if bias is not None:
+        score_mod = _with_bias(score_mod, bias, sizes[0])
     out = _flex(query, key, value, score_mod, attention_mask, scaling, aux)
     if s_aux is not None:
         out, statistics = out
@@ -295,6 +302,33 @@ def _softcap(softcap: float) -> Callable[..., Tensor]:
         return softcap * torch.tanh(score / softcap)
 
     return score_mod
+
+
+def _with_bias(
+    score_mod: Callable[..., Tensor] | None, bias: Tensor, batch: int
+) -> Callable[..., Tensor]:
+    """A score_mod that adds `bias [1 or B, Hq, L, S]` to what another one gives."""
+    is_shared = bias.shape[0] == 1
+    if not is_shared and bias.shape[0] != batch:
+        raise ValueError(
+            f"`position_bias` must have 1 or {batch} batch entries, got shape {list(bias.shape)}"
+        )
+    table = bias[0] if is_shared else bias
+
+    def with_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        before = score if score_mod is None else score_mod(score, b, h, q, kv)
+        return before + (table[h, q, kv] if is_shared else table[b, h, q, kv])
+
+    return with_bias
+
+
+def _added_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
+    """A dense mask that is added to the scores, with `bias`."""
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return mask + bias
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
 def _flex(

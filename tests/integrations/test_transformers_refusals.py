@@ -20,14 +20,6 @@ def attend(**arguments):
     return door.magi_attention(layer, q, k, v, **{"attention_mask": None, **arguments})
 
 
-def test_position_bias():
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
-    config = hf.T5Config(vocab_size=128, **sizes, decoder_start_token_id=0)
-    model = hf.T5ForConditionalGeneration._from_config(config, attn_implementation="magi").eval()
-    with pytest.raises(NotImplementedError, match=r"no `position_bias`.*implementation='sdpa'"):
-        model(input_ids=tokens(), decoder_input_ids=tokens())
-
-
 def test_output_attentions():
     with pytest.raises(NotImplementedError, match=r"no `output_attentions`.*'eager'"):
         make_model("llama")(input_ids=tokens(), output_attentions=True)

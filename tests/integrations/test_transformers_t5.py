@@ -1,0 +1,103 @@
+"""T5 with `attn_implementation="magi"`: a learned bias of each head and distance, an encoder, and attention to it."""
+
+import pytest
+import torch
+
+hf = pytest.importorskip("transformers")
+
+from magi_compile.integrations.transformers import magi_attention  # noqa: E402
+from magi_compile.kernels.cpu import CpuKernel  # noqa: E402
+from magi_compile.lowering.report import REPORT  # noqa: E402
+
+CONFIG = {
+    "vocab_size": 96,
+    "d_model": 48,
+    "d_kv": 16,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 24,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
+
+
+def model_of(implementation):
+    torch.manual_seed(0)
+    model = hf.T5ForConditionalGeneration._from_config(
+        hf.T5Config(**CONFIG), attn_implementation=implementation
+    )
+    for name, parameter in model.named_parameters():
+        if "relative_attention_bias" in name:
+            torch.nn.init.normal_(parameter)
+    return model.eval()
+
+
+def inputs(is_padded=False):
+    generator = torch.Generator().manual_seed(1)
+    words = torch.randint(2, 96, (2, 70), generator=generator)
+    answer = torch.randint(2, 96, (2, 33), generator=generator)
+    mask = torch.ones_like(words)
+    if is_padded:
+        mask[1, 50:] = 0
+    return {"input_ids": words, "attention_mask": mask, "labels": answer, "use_cache": False}
+
+
+def step(model, forward, given):
+    output = forward(**given)
+    output.loss.backward()
+    return output.logits.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def check(forward_of, given):
+    ours, eager = model_of("magi"), model_of("eager")
+    logits, gradients = step(ours, forward_of(ours), given)
+    wanted, wanted_gradients = step(eager, eager, given)
+    torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    biases = [name for name in gradients if "relative_attention_bias" in name]
+    assert len(biases) == 2  # of the encoder and the decoder
+    assert all(float(gradients[name].abs().max()) > 0 for name in biases)
+    for name, gradient in wanted_gradients.items():
+        atol = 1e-4 * float(gradient.abs().max())
+        torch.testing.assert_close(gradients[name], gradient, atol=atol, rtol=1e-3, msg=name)
+
+
+# Each layer of the decoder also attends to the encoder.
+ATTENTIONS = 3 * CONFIG["num_layers"]
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["plain", "padded"])
+def test_like_eager(is_padded, monkeypatch):
+    runs, forward = [], CpuKernel.scored_forward
+    monkeypatch.setattr(
+        CpuKernel, "scored_forward", lambda *args, **rest: runs.append(1) or forward(*args, **rest)
+    )
+    check(lambda model: model, inputs(is_padded))
+    assert len(runs) == ATTENTIONS
+
+
+@pytest.mark.slow
+def test_compiled():
+    check(lambda model: torch.compile(model, backend="magi", fullgraph=True), inputs(True))
+    assert (len(REPORT.lowered), len(REPORT.refused)) == (ATTENTIONS, 0)
+
+
+def test_generation():
+    given = {k: v for k, v in inputs(True).items() if k in ("input_ids", "attention_mask")}
+    made = [
+        model_of(name).generate(**given, max_new_tokens=12, do_sample=False, min_new_tokens=12)
+        for name in ("magi", "eager")
+    ]
+    assert torch.equal(*made)
+
+
+def test_a_bias_of_each_batch_entry_and_a_wrong_one():
+    module, (q, k, v) = torch.nn.Module(), torch.randn(3, 2, 4, 40, 16).unbind(0)
+    module.is_causal = False
+    bias = torch.randn(2, 4, 40, 40, requires_grad=True)
+    out, _ = magi_attention(module, q, k, v, None, position_bias=bias, is_causal=False)
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
+    torch.testing.assert_close(out.transpose(1, 2), wanted, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"`position_bias` must have 1 or 2 batch entries"):
+        magi_attention(module, q, k, v, None, position_bias=bias[:0], is_causal=False)
