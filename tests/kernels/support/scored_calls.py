@@ -140,8 +140,10 @@ class Call:
 def check(
     kernel, case, mask, *, batch=BATCH, seqlen=SEQLEN, head_dim=64, dtype=torch.bfloat16, **how
 ):
-    """Values and gradients of `case`, those of its captured tensors too unless `learns` is False."""
-    captures = case.tensors(dtype)
+    """Values and gradients of `case`, those of its captured tensors too unless `learns` is False; these are of `dtype` too, or of
+    `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one."""
+    captures = case.tensors(how.pop("table_dtype", dtype))
+    dense = how.pop("dense", case.make)
     if not how.pop("learns", True):
         captures = [x.detach() for x in captures]
     generator = torch.Generator().manual_seed(3)
@@ -156,5 +158,5 @@ def check(
 
     ours = results(attend, tensors, captures)
     visible = mask.dense(batch, seqlen)
-    assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
+    assert_as_good_as_plain(ours, dense, tensors, captures, visible)
     return ours
