@@ -78,6 +78,9 @@ struct TableGradient {
     float slope;
 };
 
+// What a place is that of, beside batch entry and head.
+enum class PlaceOf { kRow, kKey, kPair };
+
 // An entry of a captured tensor, or 0 where there is none.
 template <class Element>
 __device__ __forceinline__ auto load_if(bool is_there, Int address, int offset) {

@@ -37,6 +37,11 @@ struct RowsOfGradients {
                                                  static_cast<int>(padded_row % kStatsQueries));
             }
         }
+        const Place& upper = rows[0].place;
+        const Place& lower = rows[1].place;
+        const int first_b = __shfl_sync(0xffffffff, upper.b, 0), first_h = __shfl_sync(0xffffffff, upper.h, 0);
+        are_of_one_entry = __all_sync(
+            0xffffffff, upper.b == first_b && lower.b == first_b && upper.h == first_h && lower.h == first_h);
     }
 
     __device__ __forceinline__ static float statistic_of(const Stats& stats, Statistic statistic, int query) {
@@ -49,7 +54,8 @@ struct RowsOfGradients {
     }
 
     Row rows[2];
-    float minus_lse[2];   // in base 2
+    bool are_of_one_entry;   // all rows of the warp
+    float minus_lse[2];      // in base 2
     float minus_delta[2];
 };
 
@@ -207,12 +213,20 @@ private:
 #pragma unroll
             for (int i = 0; i < Score::kNumSums; ++i) {
                 places[i][half] = found[i].place;
-                values[i][half] = found[i].slope * dscore;
+                values[i][half] = counts[half] ? found[i].slope * dscore : 0.f;
             }
         }
 #pragma unroll
         for (int i = 0; i < Score::kNumSums; ++i) {
-            sums_[i].add(params_.sums[i], j, counts, places[i], values[i]);
+            // A key has one place for all rows that are of one batch entry and head.
+            const PlaceOf of = Score::place_of(i);
+            if (of == PlaceOf::kRow) {
+                sums_[i].add_to_rows(counts, places[i], values[i]);
+            } else if (of == PlaceOf::kKey && rows.are_of_one_entry) {
+                RunningSums::add_to_key(params_.sums[i], places[i][0], values[i][0] + values[i][1]);
+            } else {
+                sums_[i].add_to_pairs(params_.sums[i], j, counts, places[i], values[i]);
+            }
         }
     }
 

@@ -242,14 +242,18 @@ class _Writer(Operations):
         """What `Score` has beside the rest where there are gradients of captured tensors: of each look-up, where it reads and how the
         new score changes with what it reads."""
         self.pair = self.pair_body()
-        found = []
+        found, kinds = [], []
         for i, look in enumerate(looks):
             slope = self.converted(self.result_of(look.derivative), torch.float32).at(())
-            place = self.pair.text(self.place_of(look))
-            found.append(f"found[{i}] = {{{place}, {self.pair.text(slope)}}};")
+            place = self.place_of(look)
+            found.append(f"found[{i}] = {{{self.pair.text(place)}, {self.pair.text(slope)}}};")
+            kinds.append(f"i == {i} ? PlaceOf::{_place_of(place.variables)} : ")
         head = "static __device__ __forceinline__ void gradients"
         return [
             f"static constexpr int kNumSums = {len(looks)};",
+            "static __device__ constexpr PlaceOf place_of(int i) {",
+            f"    return {''.join(kinds)}PlaceOf::kPair;",
+            "}",
             *function(f"{head}({arguments}, TableGradient* found)", [*self.pair.lines, *found]),
         ]
 
@@ -595,6 +599,13 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 
 def _type_of(dtype: torch.dtype) -> str:
     return element(_computed_in(dtype))
+
+
+def _place_of(variables: frozenset[str]) -> str:
+    """What a place with these variables is that of, as csrc/sm90/scores/functions.cuh has it."""
+    if "kv" not in variables:
+        return "kRow"
+    return "kPair" if "q" in variables else "kKey"
 
 
 def _lazy(number: Number) -> Lazy:

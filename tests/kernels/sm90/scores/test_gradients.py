@@ -17,7 +17,7 @@ from tests.kernels.support.scored_calls import (
     Call,
     check,
 )
-from tests.score.score_mods import CASES, SEQLEN, Case, alibi
+from tests.score.score_mods import CASES, SEQLEN, Case, alibi, relative
 
 LEARNED = {case.name: case for case in CASES if any(x.is_floating_point() for x in case.captures)}
 FIXED = torch.randn(SEQLEN, generator=torch.Generator().manual_seed(5))
@@ -29,6 +29,14 @@ def _random(*shape):
 
 def of_keys(bias):
     return lambda score, b, h, q, kv: score + bias[b, kv]
+
+
+def of_heads_and_keys(bias):
+    return lambda score, b, h, q, kv: score + bias[h, kv]
+
+
+def of_heads_and_queries(bias):
+    return lambda score, b, h, q, kv: score + bias[h, q] * (kv - q) / 8
 
 
 def of_queries_and_keys(bias):
@@ -67,6 +75,8 @@ def too_short_with_zeros(bias):
 
 OWN = [
     Case("of_keys", of_keys, [_random(BATCH, SEQLEN)]),
+    Case("of_heads_and_keys", of_heads_and_keys, [_random(NHEADS, SEQLEN)]),
+    Case("of_heads_and_queries", of_heads_and_queries, [_random(NHEADS, SEQLEN)]),
     Case("of_queries_and_keys", of_queries_and_keys, [_random(NHEADS, SEQLEN)]),
     Case("from_the_end", from_the_end, [_random(NHEADS, SEQLEN)]),
     Case("beside_a_constant", beside_a_constant, [_random(NHEADS, SEQLEN)]),
@@ -82,6 +92,14 @@ def test_programs(name, kernel):
 @pytest.mark.parametrize("case", OWN, ids=lambda case: case.name)
 def test_look_ups(case, kernel):
     check(kernel, case, CAUSAL)
+
+
+@pytest.mark.parametrize("make", [of_heads_and_keys, of_keys, relative], ids=lambda x: x.__name__)
+def test_rows_of_one_entry(make, kernel):
+    """Of one head, so that they have the same place for a key."""
+    sizes = (NHEADS, 2 * SEQLEN + 201) if make is relative else (NHEADS, 200)
+    case = Case("long", make, [_random(*sizes)])
+    check(kernel, case, CAUSAL, batch=1, seqlen=200)
 
 
 @pytest.mark.parametrize("mask", [FULL, DOCUMENTS, SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
