@@ -90,6 +90,17 @@ def forward_config(problem: AttnProblem) -> ForwardConfig:
     return (_FORWARD_BITS if is_larger else _FORWARD)[problem.head_dim]
 
 
+# Of the kernel of gradients of captured tensors, which keeps dO beside Q: the buffers of K and of V.
+_TABLE_GRADIENT_STAGES = {64: (3, 3), 96: (2, 2), 128: (2, 2), 192: (2, 2), 256: (2, 1)}
+
+
+def table_gradients_config(problem: AttnProblem) -> ForwardConfig:
+    """The Hopper kernel of gradients of tensors that a score_mod captures: tiles and blocks are those of the forward, whose plan it
+    walks."""
+    k_stages, v_stages = _TABLE_GRADIENT_STAGES[problem.head_dim]
+    return replace(forward_config(problem), k_stages=k_stages, v_stages=v_stages, q_buffers=1)
+
+
 @dataclass(frozen=True)
 class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/backward/config.cuh`.

@@ -20,16 +20,32 @@ class ScoredBackwardOutput(NamedTuple):
     tables: list[Tensor]  # of the captured tensors that were asked for, fp32 or wider
 
 
+_ATOMICS = (
+    "adds up gradients of tensors that a score_mod captures in any order, but torch.use_deterministic_algorithms(True) is set; detach "
+    "these tensors, or use the cpu kernel"
+)
+
+
+def refusals_of_atomics() -> list[str]:
+    """`ScoredKernel.table_refusals` of a kernel that adds up these gradients by atomics."""
+    return [_ATOMICS] if torch.are_deterministic_algorithms_enabled() else []
+
+
+def refuse_atomics(wanted: Sequence[int], deterministic: bool) -> None:
+    """Raises where gradients of captured tensors have to repeat bit for bit, which those that are added up by atomics do not."""
+    if wanted and deterministic:
+        raise NotImplementedError(f"the kernel {_ATOMICS}")
+
+
 @runtime_checkable
 class ScoredKernel(Protocol):
     """The scores of a visible pair are `program(softmax_scale * q @ k, b, h, q, kv)`; what a score_mod gives for a hidden pair
     counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing.
-
-    Attributes:
-        has_table_gradients: whether its backward gives gradients of captured tensors.
     """
 
-    has_table_gradients: bool
+    def table_refusals(self) -> list[str]:
+        """Every reason why its backward gives no gradients of captured tensors as things are; empty when it does."""
+        ...
 
     def score_refusals(
         self,

@@ -62,10 +62,8 @@ class Scores:
         assert isinstance(kernel, ScoredKernel)
         read = self.read
         reasons = kernel.score_refusals(problem, read.program, read.dtypes, read.ranks)
-        if self.wants_table_gradients and not kernel.has_table_gradients:
-            reasons.append(
-                "computes no gradients of tensors that a score_mod captures, and one of them requires gradients"
-            )
+        if self.wants_table_gradients:
+            reasons += kernel.table_refusals()
         return [f"{kernel.name} {reason}" for reason in reasons]
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:

@@ -119,7 +119,7 @@ def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
     assert isinstance(chosen, ScoredKernel)
     tables = scored.tables
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
-    if chosen.refusals(problem) or (wants_gradients and not chosen.has_table_gradients):
+    if chosen.refusals(problem) or (wants_gradients and chosen.table_refusals()):
         return False
     dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
     return not chosen.score_refusals(problem, scored.program, dtypes, ranks)

@@ -260,6 +260,13 @@ __device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int
         : "memory");
 }
 
+__device__ __forceinline__ void add_relaxed_if(bool condition, float* pointer, float value) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p red.relaxed.gpu.global.add.f32 [%0], %1;\n}" ::"l"(pointer),
+        "f"(value), "r"(uint32_t(condition))
+        : "memory");
+}
+
 // Adds four numbers at a multiple of 16 bytes.
 __device__ __forceinline__ void add_relaxed_if(bool condition, float* pointer, float4 value) {
     asm volatile(

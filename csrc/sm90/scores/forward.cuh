@@ -2,6 +2,7 @@
 #pragma once
 
 #include "forward/config.cuh"
+#include "scores/row.cuh"
 
 namespace ffa {
 
@@ -36,18 +37,7 @@ public:
     }
 
 private:
-    struct Row {
-        __device__ __forceinline__ Row(const typename Config::Params& params, int row, int head) {
-            const Entry entry = entry_of(params.score.queries, row, head);
-            place = entry.place(row);
-            of_entry = Score::entry(params.score, entry.b, entry.h);
-            of_row = Score::row(params.score, of_entry, place);
-        }
-
-        Place place;
-        typename Score::Entry of_entry;
-        typename Score::Row of_row;
-    };
+    using Row = ScoreRow<Score, typename Config::Params>;
 
     __device__ __forceinline__ void change_column(float* scores, const Place& key) const {
         const typename Score::Key of_key = Score::key(params_.score, key);

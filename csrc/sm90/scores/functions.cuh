@@ -71,6 +71,16 @@ __device__ __forceinline__ Element value_of(const Element& element) {
 __device__ __forceinline__ float value_of(const bfloat16& element) { return unpack<bfloat16>(element.bits).x; }
 __device__ __forceinline__ float value_of(const float16& element) { return unpack<float16>(element.bits).x; }
 
+// Where a look-up reads a contiguous tensor, in elements, or -1 where nothing is, and how the new score changes with
+// what it reads.
+struct TableGradient {
+    int place;
+    float slope;
+};
+
+// What a place is that of, beside batch entry and head.
+enum class PlaceOf { kRow, kKey, kPair };
+
 // An entry of a captured tensor, or 0 where there is none.
 template <class Element>
 __device__ __forceinline__ auto load_if(bool is_there, Int address, int offset) {

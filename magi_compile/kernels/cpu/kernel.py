@@ -44,7 +44,6 @@ class CpuKernel:
     plans_in_graph = False
     needs_slices = False
     prepares_calls = False
-    has_table_gradients = True
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         reasons = []
@@ -163,6 +162,9 @@ class CpuKernel:
     ) -> BackwardOutput:
         attend = partial(_backward_softcap if problem.softcap else _backward_flash, problem=problem)
         return self._backward(grads, saved, slices, plan, problem, attend)
+
+    def table_refusals(self) -> list[str]:
+        return []
 
     def scored_backward(
         self,

@@ -13,8 +13,17 @@ from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.padded import PaddedKernel
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
-from magi_compile.kernels.scored import ScoredBackwardOutput
-from magi_compile.kernels.sm90.backward.launch import BackwardPass, backward, early_backward
+from magi_compile.kernels.scored import (
+    ScoredBackwardOutput,
+    refusals_of_atomics,
+    refuse_atomics,
+)
+from magi_compile.kernels.sm90.backward.launch import (
+    BackwardPass,
+    backward,
+    early_backward,
+    scored_backward,
+)
 from magi_compile.kernels.sm90.backward.order import TwoLists, two_lists
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
@@ -22,6 +31,7 @@ from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_par
 from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
+from magi_compile.kernels.sm90.scores.arguments import WantedTables
 from magi_compile.kernels.sm90.scores.source import score_source
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import Walk, build_tile_plan
@@ -42,7 +52,6 @@ class CudaKernel:
     plans_in_graph = True
     needs_slices = False
     prepares_calls = True
-    has_table_gradients = False
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         if problem.device_type != "cuda":
@@ -131,16 +140,18 @@ class CudaKernel:
         *,
         deterministic: bool,
     ) -> ScoredBackwardOutput:
-        if wanted:
-            raise NotImplementedError(
-                f"gradients of tensors that a score_mod captures are not written in CUDA, got {len(wanted)} that need one; "
-                "kernel='triton' has them"
-            )
-        walk, bits = _k_walk(plan, problem), _bits_of(slices, problem)
-        found = backward(
-            grads, saved, walk, problem, bits=bits, score=score, deterministic=deterministic
+        refuse_atomics(wanted, deterministic)
+        q_tiles, q_runs, q_edges, *_ = plan
+        return scored_backward(
+            *(grads, saved, _k_walk(plan, problem), problem),
+            score=score,
+            wanted=WantedTables(wanted, Walk(q_tiles, q_runs, q_edges)),
+            bits=_bits_of(slices, problem),
+            deterministic=deterministic,
         )
-        return ScoredBackwardOutput(found, [])
+
+    def table_refusals(self) -> list[str]:
+        return refusals_of_atomics()
 
     def score_refusals(
         self,

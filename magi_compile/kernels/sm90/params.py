@@ -139,6 +139,23 @@ def preprocess_params(num_lists: int) -> Struct:
     )
 
 
+# scores/gradients/params.cuh
+
+
+@cache
+def table_gradients_params(num_words: int, num_sums: int) -> Struct:
+    """Of the kernel of gradients of captured tensors."""
+    score = _score_params(num_words)["score"]
+    return Struct(
+        f"TableGradientsParams<{num_words}, {num_sums}>",
+        dict.fromkeys(("q", "dout", "k", "v"), TENSOR_MAP)
+        | _addresses("lse", "stats", "runs", "edges", "bits")
+        | {"sums": (ADDRESS, num_sums), "schedule": SCHEDULE}
+        | _ints("total_q", "padded_q", "qhead_per_kvhead")
+        | {"scale_log2": FLOAT, "cap_scale": FLOAT, "score": score},
+    )
+
+
 BACKWARD = {n: backward_params(n) for n in (1, 2)}
 BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD[1])
 

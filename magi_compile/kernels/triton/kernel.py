@@ -26,10 +26,14 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.heuristics import DELTA_ROWS, plan_tiles, triton_config
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
-from magi_compile.kernels.scored import ScoredBackwardOutput
+from magi_compile.kernels.scored import (
+    ScoredBackwardOutput,
+    refusals_of_atomics,
+    refuse_atomics,
+)
 from magi_compile.kernels.triton.score_expressions import NoTritonCode
 from magi_compile.kernels.triton.score_source import score_source
-from magi_compile.kernels.triton.scored import ScoreArguments, refuse_atomics, totals_of
+from magi_compile.kernels.triton.scored import ScoreArguments, totals_of
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
@@ -46,7 +50,6 @@ class TritonKernel:
     plans_in_graph = True
     needs_slices = False
     prepares_calls = False
-    has_table_gradients = True
 
     def refusals(self, problem: AttnProblem) -> list[str]:
         reasons = []
@@ -218,6 +221,9 @@ class TritonKernel:
                     **config.forward._asdict(),
                 )
         return ForwardOutput(out, lse)
+
+    def table_refusals(self) -> list[str]:
+        return refusals_of_atomics()
 
     def scored_backward(
         self,

@@ -58,15 +58,6 @@ def totals_of(score: ScoreCall, wanted: list[int]) -> list[Tensor]:
     ]
 
 
-def refuse_atomics(wanted: list[int], deterministic: bool) -> None:
-    """Raises where gradients of captured tensors have to repeat bit for bit, which those that are added up by atomics do not."""
-    if wanted and deterministic:
-        raise NotImplementedError(
-            "gradients of tensors that a score_mod captures are added up in any order by the Triton kernel, but "
-            "torch.use_deterministic_algorithms(True) is set; detach these tensors, or use the cpu kernel"
-        )
-
-
 def _as_memory(table: Tensor) -> Tensor:
     table = table.detach().contiguous()
     return table.view(torch.uint8) if table.dtype == torch.bool else table

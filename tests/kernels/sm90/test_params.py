@@ -29,6 +29,7 @@ BACKWARD = nvrtc.Variant("backward/params.cuh", "")
 _MASK = MaskProgram.parse("(q >= kv) & (t0[q] == t0[kv])")
 PROGRAM = mask_source(_MASK, _MASK.keys(64, []), (torch.int64,))
 _MASK_MOD = functions("def mask(q, kv, t0):\n    return t0[q] & t0[kv] > 0\n")["mask"]
+TABLE_GRADIENTS = nvrtc.Variant("scores/gradients/params.cuh", "")
 MASK_MOD = bits_source(mask_graph(_MASK_MOD, [torch.arange(9)], torch.device("cpu")), ())
 # In whose source each struct is.
 SOURCES = [
@@ -54,6 +55,7 @@ SOURCES = [
         params.mask_mod_params(MASK_MOD.num_words + len(MASK_MOD.checks) + 1),
         mask_bits.bits_variant(MASK_MOD, None),
     ),
+    *((params.table_gradients_params(*n), TABLE_GRADIENTS) for n in ((1, 1), (4, 3))),
 ]
 
 
@@ -102,6 +104,7 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
         (7, ("have_arrived", "are_complete")),
         (7, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
         (10, ("agendas[1].num_slots", "agendas[1].num_tiles")),
+        (-1, ("sums[2]", "schedule.tiles")),
     ],
 )
 def test_a_field_elsewhere_would_be_found(number, names):

@@ -13,6 +13,7 @@ from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, Struct
+from magi_compile.kernels.sm90.scores import gradients
 
 
 def address_map(address: int) -> bytes:
@@ -36,9 +37,10 @@ def install(monkeypatch) -> list[bytes]:
 def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> None:
     """The host's code finds a GPU of `num_sms` SMs, which is this CPU, and these functions in place of the driver's."""
     clear_caches()
-    for module in (forward, parts, early, backward, planner, mask_slices, mask_bits):
+    launching = (forward, parts, early, backward, gradients, planner, mask_slices, mask_bits)
+    for module in launching:
         monkeypatch.setattr(module, "load_function", load_function)
-    for module in (forward, parts, early, backward):
+    for module in (forward, parts, early, backward, gradients):
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
     monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: num_sms)
     for module in (calls, early, backward):

@@ -640,6 +640,13 @@ inline void add_relaxed_if(bool condition, int* pointer, int value) {
     }
 }
 
+inline void add_relaxed_if(bool condition, float* pointer, float value) {
+    if (condition) {
+        *pointer += value;
+        ++turns::progress;
+    }
+}
+
 inline void add_relaxed_if(bool condition, float* pointer, const float4& value) {
     if (condition) {
         const float values[] = {value.x, value.y, value.z, value.w};

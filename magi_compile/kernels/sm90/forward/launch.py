@@ -30,7 +30,11 @@ from magi_compile.kernels.sm90.runtime.driver import (
 )
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import Pointer, TensorMap
-from magi_compile.kernels.sm90.scores.arguments import ScoreArguments, score_arguments
+from magi_compile.kernels.sm90.scores.arguments import (
+    ScoreArguments,
+    WantedTables,
+    score_arguments,
+)
 from magi_compile.kernels.sm90.scores.source import ScoreSource
 from magi_compile.plan.tiles import Walk
 from magi_compile.score.program import ScoreCall
@@ -147,12 +151,16 @@ def forward(
 
 
 def given_score(
-    score: ScoreCall | None, problem: AttnProblem, q: Tensor, k: Tensor
+    score: ScoreCall | None,
+    problem: AttnProblem,
+    q: Tensor,
+    k: Tensor,
+    wanted: WantedTables | None = None,
 ) -> tuple[ScoreArguments | None, list[Tensor]]:
-    """What kernels are handed of a score program, if there is one, and the tensors behind those of the call."""
+    """What kernels are handed of a score program, if there is one, and the tensors behind those of the call; see `score_arguments`."""
     if score is None:
         return None, []
-    return score_arguments(score, problem, q.shape[0], k.shape[0])
+    return score_arguments(score, problem, q.shape[0], k.shape[0], wanted)
 
 
 def nothing_seen(q: Tensor) -> ForwardOutput:

@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.sm90.runtime.calls import Buffer
 from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.kernels.sm90.scores.source import MOST_POSITIONS, ScoreSource, score_source
+from magi_compile.plan.tiles import Walk
 from magi_compile.score.program import ScoreCall
 
 _MOST_ELEMENTS = 2**31 - 1  # of a captured tensor: places in it are int32
+
+
+class WantedTables(NamedTuple):
+    """The captured tensors whose gradients are wanted: their numbers, and the q walk of the plan, over which they are added up."""
+
+    numbers: Sequence[int]
+    walk: Walk
+
+
+class TableGradients(NamedTuple):
+    """Gradients of captured tensors as calls are prepared for them.
+
+    Attributes:
+        source: of the program, with gradients.
+        shapes: of the tensors that are wanted.
+        sums: for each look-up that has a gradient, which of these it reads.
+        num_tiles: of the q walk.
+    """
+
+    source: ScoreSource
+    shapes: tuple[torch.Size, ...]
+    sums: tuple[int, ...]
+    num_tiles: int
+
+    @property
+    def made(self) -> tuple[Buffer, ...]:
+        """The gradients, in fp32, which begin with zeros."""
+        return tuple(Buffer.of(shape, torch.float32, zeros=shape.numel()) for shape in self.shapes)
 
 
 class ScoreArguments(NamedTuple):
@@ -24,12 +55,14 @@ class ScoreArguments(NamedTuple):
             own, or 1.
         keys: the same of keys.
         words: what the source reads; a `Pointer` leads into a tensor behind those of the call, counted from the end.
+        gradients: those of captured tensors, if any are wanted.
     """
 
     source: ScoreSource
     queries: tuple[int, int]
     keys: tuple[int, int]
     words: tuple[int | Pointer, ...]
+    gradients: TableGradients | None = None
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -46,7 +79,11 @@ def _sequences(of: tuple[int, int]) -> dict[str, int]:
 
 
 def score_arguments(
-    score: ScoreCall, problem: AttnProblem, total_q: int, total_k: int
+    score: ScoreCall,
+    problem: AttnProblem,
+    total_q: int,
+    total_k: int,
+    wanted: WantedTables | None = None,
 ) -> tuple[ScoreArguments, list[Tensor]]:
     """What the kernels are handed, and the captured tensors that they read, contiguous.
 
@@ -55,21 +92,25 @@ def score_arguments(
         problem: what to compute.
         total_q: rows of the packed queries.
         total_k: rows of the packed keys.
+        wanted: whose gradients are wanted, if any are.
 
     Returns:
-        The arguments, and the tensors in the order in which the source reads them.
+        The arguments, and the tensors in the order in which the source reads them; behind the q walk, if gradients are wanted.
 
     Raises:
         NotImplementedError: a captured tensor has 2**31 elements or more.
     """
     tables = [table.detach().contiguous() for table in score.tables]
-    source = score_source(
+    kinds = (
         score.program.text,
         tuple(table.dtype for table in tables),
         tuple(table.dim() for table in tables),
-        has_short_sequences=max(score.seqlen_q, score.seqlen_k) <= MOST_POSITIONS,
-        may_shift=problem.softmax_scale > 0,
     )
+    facts = {
+        "has_short_sequences": max(score.seqlen_q, score.seqlen_k) <= MOST_POSITIONS,
+        "may_shift": problem.softmax_scale > 0,
+    }
+    source = score_source(*kinds, **facts)
     used = [tables[number] for number in source.tables]
     words: list[int | Pointer] = []
     for i, table in enumerate(used):
@@ -88,4 +129,15 @@ def score_arguments(
     found = ScoreArguments(
         source, (seqlen_q, score.nheads), (seqlen_k, heads_k), tuple(words[: source.num_words])
     )
-    return found, [x if x.numel() else torch.zeros_like(x) for x in used]
+    read = [x if x.numel() else torch.zeros_like(x) for x in used]
+    if wanted is None or not wanted.numbers:
+        return found, read
+    numbers = tuple(wanted.numbers)
+    with_gradients = score_source(*kinds, **facts, wanted=numbers)
+    gradients = TableGradients(
+        with_gradients,
+        tuple(tables[number].shape for number in numbers),
+        tuple(numbers.index(number) for number in with_gradients.sums),
+        wanted.walk.tiles.shape[0],
+    )
+    return found._replace(gradients=gradients), [*wanted.walk, *read]

@@ -68,12 +68,14 @@ class ScoreSource:
             ints follow.
         num_words: how many words there are.
         is_shift: whether the program adds to the score what does not depend on it, and the backward makes use of that.
+        sums: of each look-up that has a gradient, the number of its tensor.
     """
 
     text: str
     tables: tuple[int, ...]
     num_words: int
     is_shift: bool
+    sums: tuple[int, ...] = ()
 
 
 @lru_cache(maxsize=256)
@@ -84,6 +86,7 @@ def score_source(
     *,
     has_short_sequences: bool = True,
     may_shift: bool = True,
+    wanted: tuple[int, ...] = (),
 ) -> ScoreSource:
     """The source of a program, for captured tensors of certain kinds.
 
@@ -93,6 +96,7 @@ def score_source(
         ranks: their numbers of dimensions.
         has_short_sequences: whether all positions are below `MOST_POSITIONS`.
         may_shift: whether the softmax_scale is positive, so that scores may begin with what is added to them.
+        wanted: the numbers of the captured tensors whose gradients the source says as well, in another text.
 
     Returns:
         The source, and what has to be handed to it.
@@ -100,7 +104,8 @@ def score_source(
     Raises:
         UnknownOperation: naming an operation that is not generated.
     """
-    return _Writer(ScoreProgram.parse(text), dtypes, ranks, has_short_sequences, may_shift).write()
+    writer = _Writer(ScoreProgram.parse(text), dtypes, ranks, has_short_sequences, may_shift)
+    return writer.write(wanted)
 
 
 class _Whole(NamedTuple):
@@ -153,6 +158,7 @@ class _Writer(Operations):
         self.pair = self.pair_body()
         self.values: dict[Node, Lazy] = {}
         self.wholes: dict[Number, _Whole] = {}
+        self.places: dict[Look, list[Number]] = {}  # the indices of each look-up
         self.num_words = 0
         self.tables = tuple(sorted({look.table for look in program.looks}))
         self.words = {table: self.reserve(1 + 2 * ranks[table]) for table in self.tables}
@@ -184,11 +190,17 @@ class _Writer(Operations):
         self.num_words += count
         return first
 
-    def write(self) -> ScoreSource:
+    def write(self, wanted: Sequence[int] = ()) -> ScoreSource:
         is_shift = self.may_shift and self.is_shift()
         score, slope = self.of_pairs("score"), self.of_pairs("slope", "d_score")
         place, of_pair = "const Place& {0}", "const Entry& entry, const Row& row, const Key& key"
         arguments = f"const Context& c, {of_pair}, const Place& q, const Place& kv, float score"
+        looks = [
+            look
+            for look in self.program.looks
+            if look.table in wanted and look.derivative in self.program.functions
+        ]
+        gradients = self.of_gradients(arguments, looks) if looks else []
         text = "\n".join(
             [
                 '#include "scores/functions.cuh"',
@@ -205,12 +217,14 @@ class _Writer(Operations):
                 *self.bodies["key"].result("Key", f"const Context& c, {place.format('kv')}"),
                 *function(f"static __device__ __forceinline__ float score({arguments})", score),
                 *function(f"static __device__ __forceinline__ float slope({arguments})", slope),
+                *gradients,
                 "};",
                 "}  // namespace ffa",
                 "",
             ]
         )
-        return ScoreSource(text, self.tables, self.num_words, is_shift)
+        sums = tuple(look.table for look in looks)
+        return ScoreSource(text, self.tables, self.num_words, is_shift, sums)
 
     def pair_body(self) -> Body:
         return Body("pair", self.home, ("entry", "row", "key"), _type_of)
@@ -223,6 +237,46 @@ class _Writer(Operations):
         number = self.converted(self.result_of(function or name), torch.float32).at(())
         text = self.pair.text(number)
         return [*self.pair.lines, f"return {text};"]
+
+    def of_gradients(self, arguments: str, looks: Sequence[Look]) -> list[str]:
+        """What `Score` has beside the rest where there are gradients of captured tensors: of each look-up, where it reads and how the
+        new score changes with what it reads."""
+        self.pair = self.pair_body()
+        found, kinds = [], []
+        for i, look in enumerate(looks):
+            slope = self.converted(self.result_of(look.derivative), torch.float32).at(())
+            place = self.place_of(look)
+            found.append(f"found[{i}] = {{{self.pair.text(place)}, {self.pair.text(slope)}}};")
+            kinds.append(f"i == {i} ? PlaceOf::{_place_of(place.variables)} : ")
+        head = "static __device__ __forceinline__ void gradients"
+        return [
+            f"static constexpr int kNumSums = {len(looks)};",
+            "static __device__ constexpr PlaceOf place_of(int i) {",
+            f"    return {''.join(kinds)}PlaceOf::kPair;",
+            "}",
+            *function(f"{head}({arguments}, TableGradient* found)", [*self.pair.lines, *found]),
+        ]
+
+    def place_of(self, look: Look) -> Number:
+        """Where a look-up reads its tensor, in elements, or -1: what is known of an entry, a row or a key is computed there."""
+        rank, first = self.ranks[look.table], self.words[look.table]
+        sizes = [f"c.size({first + 1 + dim})" for dim in range(rank)]
+        indices = self.places[look]
+        groups: dict[str, list[int]] = {}
+        for dim in range(rank):
+            groups.setdefault(self.home(indices[dim]).kind, []).append(dim)
+        offsets, conditions = [], []
+        for group in groups.values():
+            variables = variables_of([indices[dim] for dim in group])
+            offsets.append(self.offset(look.table, group, indices, variables))
+            conditions.append(self.inside(group, indices, sizes, variables))
+
+        def text(body: Body) -> str:
+            is_there = " && ".join(body.text(x) for x in conditions) or "true"
+            offset = " + ".join(body.text(x) for x in offsets) or "0"
+            return f"({is_there} ? {offset} : -1)"
+
+        return Number(torch.int32, variables_of(indices), text)
 
     def home(self, number: Number) -> Body:
         """Where a number is computed."""
@@ -336,7 +390,7 @@ class _Writer(Operations):
         rank = self.ranks[look.table]
         stored = _SHORT.get(dtype) or ("unsigned char" if dtype == torch.bool else element(dtype))
         sizes = [f"c.size({first + 1 + dim})" for dim in range(rank)]
-        indices = [
+        indices = self.places[look] = [
             self.index_of(name, size) for name, size in zip(look.indices, sizes, strict=True)
         ]
         variables = variables_of(indices)
@@ -545,6 +599,13 @@ def _computed_in(dtype: torch.dtype) -> torch.dtype:
 
 def _type_of(dtype: torch.dtype) -> str:
     return element(_computed_in(dtype))
+
+
+def _place_of(variables: frozenset[str]) -> str:
+    """What a place with these variables is that of, as csrc/sm90/scores/functions.cuh has it."""
+    if "kv" not in variables:
+        return "kRow"
+    return "kPair" if "q" in variables else "kKey"
 
 
 def _lazy(number: Number) -> Lazy:

@@ -1,0 +1,156 @@
+"""Gradients of captured tensors by the Hopper kernels, as they are, on a CPU, against dense attention in fp64."""
+
+import pytest
+import torch
+
+pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+
+from magi_compile.kernels.base import Grads, Saved
+from tests.kernels.support.scored_calls import (
+    BATCH,
+    BY_HEAD,
+    CAUSAL,
+    DOCUMENTS,
+    FULL,
+    NHEADS,
+    SCATTERED,
+    Call,
+    check,
+)
+from tests.score.score_mods import CASES, SEQLEN, Case, alibi, relative
+
+LEARNED = {case.name: case for case in CASES if any(x.is_floating_point() for x in case.captures)}
+FIXED = torch.randn(SEQLEN, generator=torch.Generator().manual_seed(5))
+
+
+def _random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def of_keys(bias):
+    return lambda score, b, h, q, kv: score + bias[b, kv]
+
+
+def of_heads_and_keys(bias):
+    return lambda score, b, h, q, kv: score + bias[h, kv]
+
+
+def of_heads_and_queries(bias):
+    return lambda score, b, h, q, kv: score + bias[h, q] * (kv - q) / 8
+
+
+def of_queries_and_keys(bias):
+    """Two look-ups of one tensor, which now and then lead to the same place."""
+    return lambda score, b, h, q, kv: score + bias[h, q // 4] * bias[h, kv // 8]
+
+
+def from_the_end(bias):
+    return lambda score, b, h, q, kv: score + bias[h, kv - q]
+
+
+def beside_a_constant(bias):
+    """The other captured tensor needs no gradient."""
+    return lambda score, b, h, q, kv: score + bias[h, q] * FIXED[kv]
+
+
+def of_a_score(bias):
+    """How the new score changes depends on the old one."""
+    return lambda score, b, h, q, kv: score + torch.sin(score * bias[h])
+
+
+def too_short(bias):
+    return lambda score, b, h, q, kv: score + bias[h, q - kv]
+
+
+def too_short_with_zeros(bias):
+    size = bias.shape[1]
+
+    def score_mod(score, b, h, q, kv):
+        distance = q - kv
+        known = bias[h, distance.clamp(0, size - 1)]
+        return score + torch.where(distance < size, known, torch.zeros_like(known))
+
+    return score_mod
+
+
+OWN = [
+    Case("of_keys", of_keys, [_random(BATCH, SEQLEN)]),
+    Case("of_heads_and_keys", of_heads_and_keys, [_random(NHEADS, SEQLEN)]),
+    Case("of_heads_and_queries", of_heads_and_queries, [_random(NHEADS, SEQLEN)]),
+    Case("of_queries_and_keys", of_queries_and_keys, [_random(NHEADS, SEQLEN)]),
+    Case("from_the_end", from_the_end, [_random(NHEADS, SEQLEN)]),
+    Case("beside_a_constant", beside_a_constant, [_random(NHEADS, SEQLEN)]),
+    Case("of_a_score", of_a_score, [_random(NHEADS)]),
+]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_programs(name, kernel):
+    check(kernel, LEARNED[name], CAUSAL)
+
+
+@pytest.mark.parametrize("case", OWN, ids=lambda case: case.name)
+def test_look_ups(case, kernel):
+    check(kernel, case, CAUSAL)
+
+
+@pytest.mark.parametrize("make", [of_heads_and_keys, of_keys, relative], ids=lambda x: x.__name__)
+def test_rows_of_one_entry(make, kernel):
+    """Of one head, so that they have the same place for a key."""
+    sizes = (NHEADS, 2 * SEQLEN + 201) if make is relative else (NHEADS, 200)
+    case = Case("long", make, [_random(*sizes)])
+    check(kernel, case, CAUSAL, batch=1, seqlen=200)
+
+
+@pytest.mark.parametrize("mask", [FULL, DOCUMENTS, SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
+@pytest.mark.parametrize("name", ["alibi", "relative", "learned", "documents"])
+def test_masks(name, mask, kernel):
+    check(kernel, LEARNED[name], mask)
+
+
+def test_an_index_out_of_bounds_has_no_gradient(kernel):
+    """A look-up there gives 0."""
+    case = Case("too_short", too_short, [_random(NHEADS, 20)])
+    check(kernel, case, CAUSAL, dense=too_short_with_zeros)
+
+
+@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+@pytest.mark.parametrize("name", ["alibi", "relative", "documents"])
+def test_wider_heads(name, head_dim, kernel):
+    check(kernel, LEARNED[name], CAUSAL, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_one_long_sequence(name, head_dim, kernel):
+    """Several tiles and blocks, most of which have one entry and no edge."""
+    check(kernel, LEARNED[name], CAUSAL, batch=1, seqlen=300, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("table_dtype", [torch.float32, torch.float64], ids=str)
+def test_wide_tables(table_dtype, kernel):
+    check(kernel, LEARNED["relative"], CAUSAL, table_dtype=table_dtype)
+
+
+def test_no_keys(kernel):
+    call = Call(kernel, alibi, [torch.ones(NHEADS)], CAUSAL, (1, 8, 64), torch.bfloat16)
+    q, nothing = torch.ones(8, NHEADS, 64).bfloat16(), torch.ones(0, 2, 64).bfloat16()
+    out, lse = call.forward(q, nothing, nothing)
+    qkv, (found,) = call.backward(Grads(out, None), Saved(q, nothing, nothing, out, lse), [0])
+    assert not found.any()
+    assert found.shape == (NHEADS,)
+    assert not qkv.dq.any()
+
+
+def test_the_order_of_atomics_is_refused(kernel):
+    with pytest.raises(NotImplementedError, match="in any order"):
+        check(kernel, LEARNED["alibi"], CAUSAL, deterministic=True)
+    # Under the flag, which these tests have set, a call is not lowered.
+    (reason,) = kernel.table_refusals()
+    assert "torch.use_deterministic_algorithms(True) is set" in reason
+    check(kernel, LEARNED["alibi"], CAUSAL, deterministic=True, learns=False)
+
+
+def test_no_order_is_asked_for(kernel):
+    torch.use_deterministic_algorithms(False)
+    assert kernel.table_refusals() == []

@@ -1,0 +1,162 @@
+"""Calls of the Hopper kernels with a score program, on packed rows as a lowered call has them, for comparisons with dense attention."""
+
+from dataclasses import dataclass
+
+import torch
+
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
+from magi_compile.kernels.heuristics import plan_tiles
+from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
+from magi_compile.masks.slices import AttnSlices, MaskType
+from magi_compile.plan.tiles import build_tile_plan
+from magi_compile.score.program import ScoreCall
+from magi_compile.score.read import trace_score_program
+from tests.score.score_mods import SEQLEN, assert_as_good_as_plain, results
+
+BATCH, NHEADS, NHEADS_KV = 2, 4, 2  # those that the captured tensors of CASES are made for
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Who sees what: `mask(b, h, q, kv)`, and how slices say it: with bit blocks, or one of `mask_type` for each piece of so many rows
+    (0: of a batch entry) and the same keys. With `is_by_head` heads are batch entries of their own."""
+
+    name: str
+    mask: object
+    has_bits: bool = False
+    is_by_head: bool = False
+    mask_type: MaskType = MaskType.CAUSAL
+    piece: int = 0
+
+    def slices(self, batch, seqlen):
+        if self.has_bits:
+            heads = Heads(NHEADS, NHEADS_KV) if self.is_by_head else Heads()
+            grid = Grid(batch, heads, seqlen, seqlen)
+            return slices_with_bits(self.mask, grid, None, torch.device("cpu"))
+        ranges = [
+            (b * seqlen + begin, b * seqlen + min(begin + (self.piece or seqlen), seqlen))
+            for b in range(batch)
+            for begin in range(0, seqlen, self.piece or seqlen)
+        ]
+        return AttnSlices(
+            torch.tensor(ranges, dtype=torch.int32),
+            torch.tensor(ranges, dtype=torch.int32),
+            torch.full((len(ranges),), self.mask_type, dtype=torch.int32),
+            batch * seqlen,
+            batch * seqlen,
+        )
+
+    def dense(self, batch, seqlen):
+        sizes = (batch, NHEADS, seqlen, seqlen)
+        grid = [
+            torch.arange(size).view([size if i == dim else 1 for i in range(4)])
+            for dim, size in enumerate(sizes)
+        ]
+        return self.mask(*grid).expand(sizes)
+
+
+CAUSAL = Masked("causal", lambda b, h, q, kv: q >= kv)
+FULL = Masked("full", lambda b, h, q, kv: (q >= 0) & (kv >= 0), mask_type=MaskType.FULL)
+DOCUMENTS = Masked("documents", lambda b, h, q, kv: (q >= kv) & (q // 30 == kv // 30), piece=30)
+SCATTERED = Masked(
+    "scattered",
+    lambda b, h, q, kv: ((q * 7 + kv * 5) % 11 < 3) & (q % 9 != 4) & (q >= kv),
+    has_bits=True,
+)
+BY_HEAD = Masked(
+    "by_head", lambda b, h, q, kv: (q >= kv) & (q - kv < 12 * (h + 1)), True, is_by_head=True
+)
+
+
+class Attention(torch.autograd.Function):
+    """out `[B, H, S, D]` and lse by the kernel, of packed rows as a lowered call has them, and of the captured tensors of the call."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, *tables):
+        ctx.call, ctx.shapes = call, (q.shape, k.shape)
+        packed = [call.packed(x) for x in (q, k, v)]
+        out, lse = call.forward(*packed)
+        ctx.save_for_backward(*packed, out, lse)
+        return call.unpacked(out, q.shape), call.unpacked(lse.t()[..., None], q.shape)[..., 0]
+
+    @staticmethod
+    def backward(ctx, dout, dlse):
+        call, (q_shape, k_shape) = ctx.call, ctx.shapes
+        dlse = call.packed(dlse[..., None])[..., 0].t().contiguous()
+        grads = Grads(call.packed(dout), dlse)
+        wanted = [i for i in call.differentiable if ctx.needs_input_grad[4 + i]]
+        (dq, dk, dv), found = call.backward(grads, Saved(*ctx.saved_tensors), wanted)
+        assert all(x.dtype == torch.float32 for x in found)
+        of_tables = {
+            i: x.to(call.score.tables[i].dtype) for i, x in zip(wanted, found, strict=True)
+        }
+        of_kv = [call.unpacked(x, k_shape) for x in (dk, dv)]
+        return (
+            *(call.unpacked(dq, q_shape), *of_kv, None),
+            *map(of_tables.get, range(len(call.score.tables))),
+        )
+
+
+class Call:
+    def __init__(self, kernel, make, captures, mask, shape, dtype, deterministic=False):
+        self.kernel, self.mask, self.deterministic = kernel, mask, deterministic
+        self.batch, self.seqlen, head_dim = shape
+        nheads = (1, 1) if mask.is_by_head else (NHEADS, NHEADS_KV)
+        self.problem = AttnProblem(
+            *("cuda", (9, 0), dtype, *nheads, head_dim, head_dim, head_dim**-0.5),
+            has_bits=mask.has_bits,
+            has_score=True,
+        )
+        found, tables = trace_score_program(make(*captures), torch.device("cpu"))
+        self.tables, self.differentiable = tables, found.differentiable_tables
+        by_entry = NHEADS if mask.is_by_head else 1
+        values = [x.detach() for x in tables]
+        self.score = ScoreCall(found, values, [], self.seqlen, self.seqlen, by_entry)
+        self.slices = mask.slices(self.batch, self.seqlen)
+        plan = build_tile_plan(self.slices, **plan_tiles(self.problem)._asdict(), exact=False)
+        parts, sizes = torch.empty(0, dtype=torch.int32), list(plan_tiles(self.problem))
+        self.plan = [*plan[:3], parts, sizes, *plan[3:]]
+
+    def packed(self, x):
+        if self.mask.is_by_head:
+            return x.reshape(-1, 1, x.shape[3]).contiguous()
+        return x.transpose(1, 2).flatten(0, 1).contiguous()
+
+    def unpacked(self, x, shape):
+        batch, nheads, seqlen, _ = shape
+        if self.mask.is_by_head:
+            return x.reshape(batch, nheads, seqlen, -1)
+        return x.reshape(batch, seqlen, nheads, -1).transpose(1, 2)
+
+    def forward(self, q, k, v):
+        given = (self.slices, self.plan, self.problem, self.score)
+        return self.kernel.scored_forward(q, k, v, *given)
+
+    def backward(self, grads, saved, wanted):
+        given = (self.slices, self.plan, self.problem, self.score, wanted)
+        return self.kernel.scored_backward(grads, saved, *given, deterministic=self.deterministic)
+
+
+def check(
+    kernel, case, mask, *, batch=BATCH, seqlen=SEQLEN, head_dim=64, dtype=torch.bfloat16, **how
+):
+    """Values and gradients of `case`, those of its captured tensors too unless `learns` is False; these are of `dtype` too, or of
+    `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one."""
+    captures = case.tensors(how.pop("table_dtype", dtype))
+    dense = how.pop("dense", case.make)
+    if not how.pop("learns", True):
+        captures = [x.detach() for x in captures]
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randn(batch, heads, seqlen, head_dim, generator=generator).to(dtype).requires_grad_()
+        for heads in (NHEADS, NHEADS_KV, NHEADS_KV)
+    ]
+
+    def attend(q, k, v):
+        call = Call(kernel, case.make, captures, mask, (batch, seqlen, head_dim), dtype, **how)
+        return Attention.apply(q, k, v, call, *call.tables)
+
+    ours = results(attend, tensors, captures)
+    visible = mask.dense(batch, seqlen)
+    assert_as_good_as_plain(ours, dense, tensors, captures, visible)
+    return ours
