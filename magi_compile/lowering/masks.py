@@ -158,7 +158,7 @@ class Way:
         # An op on a GPU would wait for the data.
         is_on_cpu = value_of(call.q).device.type == "cpu"
         varies = program.reads_tensors or bool(program.columns) or program.num_symbols > 0
-        if not reasons and varies and program.is_verifiable:
+        if not reasons and varies:
             reasons = _data_reasons(call, program, options)
         heads = (1, 1)
         if reasons and program.is_verifiable and _is_by_head(call, program):
@@ -192,11 +192,11 @@ class Way:
 def _data_reasons(
     call: FlexCall, program: MaskProgram, options: LoweringOptions
 ) -> tuple[str, ...]:
-    """Why a mask that has intervals for data in some order has bit blocks all the same, whatever the data of later runs."""
-    if options.bits:
+    """Why a mask that has intervals for data in some order takes another way all the same, whatever the data of later runs."""
+    if options.bits and program.is_verifiable:
         return ("options={'magi.bits': True} asks for them",)
-    if value_of(call.q).device.type == "cpu":  # where they decide again in each run
-        return ()
+    if value_of(call.q).device.type == "cpu" and program.is_verifiable:
+        return ()  # they decide again in each run
     batch, _, seqlen_q, _ = value_of(call.q).shape
     sizes = (batch, seqlen_q, value_of(call.k).shape[2])
     if not all(isinstance(size, int) for size in sizes):

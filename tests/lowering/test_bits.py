@@ -64,12 +64,28 @@ def shuffled(b, h, q, kv):
     return NUMBERS[q] == NUMBERS[kv]
 
 
+def in_place(b, h, q, kv):
+    same = NUMBERS[q] == NUMBERS[kv]
+    same &= q >= kv
+    return same
+
+
 def sees_nothing(b, h, q, kv):
     return TREE[q, kv] & (q % 3 == 0) & (q < 200)
 
 
 MASKS = [
-    *(bits, by_head, dilated, neighbourhood, tree, scattered_global, shuffled, sees_nothing),
+    *(
+        bits,
+        by_head,
+        dilated,
+        neighbourhood,
+        tree,
+        scattered_global,
+        shuffled,
+        in_place,
+        sees_nothing,
+    ),
 ]
 
 
@@ -180,6 +196,25 @@ def test_more_slices_than_there_is_room_for():
         mask_mod = document_causal(document.contiguous())
         ours = values_and_grads(model, *step(x, block_mask(mask_mod, 96)))
         assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
+
+
+def test_data_out_of_order_of_a_mask_mod_without_a_text():
+    """torch.vmap fails in it as it is written, so bit blocks are no way either, and the data that are compiled with decide."""
+
+    numbers, pairs = NUMBERS.float(), torch.stack([NUMBERS, NUMBERS], -1).int()
+
+    def mask_mod(b, h, q, kv):
+        is_few = torch.isin(numbers, torch.tensor([1, 2]))[kv.int()]
+        return q.ge(is_few == False) & (pairs[q, -1] > 2.0)  # noqa: E712
+
+    run_it = torch.compile(attend, backend=make_backend("eager"))
+    tensors = [x.detach() for x in qkv()]
+    wanted = create_mask(mask_mod, BATCH, HEADS, SEQLEN, SEQLEN, device="cpu")
+    torch.testing.assert_close(
+        run_it(*tensors, made(mask_mod)).double(), dense(*tensors, wanted), atol=2e-5, rtol=2e-4
+    )
+    (decision,) = REPORT.refused
+    assert "must be next to each other" in decision.reasons[0]
 
 
 def test_block_lists_decide_beside_a_mask_mod_that_shows_everything():

@@ -27,7 +27,25 @@ def limits(value, dtype=torch.int64):
 most, least, nan = limits(M), limits(-M - 1), limits(float("nan"), torch.float32)
 length = torch.tensor([M])
 
+
+def in_place(b, h, q, kv):
+    x = q
+    x += 3
+    return (x >= kv) & (q < 8)
+
+
+def in_place_once(b, h, q, kv):
+    x = (q // 4).to(torch.int32)
+    x *= 3
+    mask = x >= kv
+    mask &= q > 3
+    mask.logical_or_(kv == q)
+    return mask
+
+
 EXACT = {
+    "in place": in_place,
+    "in place, once": in_place_once,
     "at most": lambda b, h, q, kv: (q >= kv) & (kv <= most[q]),
     "distance": lambda b, h, q, kv: (q - kv).abs() <= most[q],
     "above": lambda b, h, q, kv: kv > most[q],
@@ -55,15 +73,15 @@ def test_exact(name):
     assert torch.equal(intervals.to_dense(), dense_mask(EXACT[name], 1, S, S))
 
 
-def in_place(b, h, q, kv):
-    x = q
+def in_place_through_a_view(b, h, q, kv):
+    x = q.view(())
     x += 3
     return (x >= kv) & (q < 8)
 
 
 bytes_ = (torch.arange(S) % 20).to(torch.int8)
 REFUSED = {
-    "in place": (in_place, "`iadd` changes a value that is used again"),
+    "in place": (in_place_through_a_view, "`iadd` changes a value that is used again"),
     "clamp": (
         lambda b, h, q, kv: torch.clamp(bytes_[q], torch.tensor(1), torch.tensor(200)) == kv,
         "`clamp` of tensors of several dtypes",

@@ -5,6 +5,11 @@ A program is text that can be pasted: tensors, a mask_mod or a score_mod, sizes.
 reasons. Anything else is a failure, MaskDataError too: PyTorch has taken the data.
 
     python -m tests.programs.random_functions --count 10000 --seed 0
+
+The histogram of docs/published.md, in which every program goes through Dynamo too:
+
+    python -m tests.programs.random_functions --kind mask --count 1000 --compile-every 1
+    python -m tests.programs.random_functions --kind score --count 300 --compile-every 1
 """
 
 import argparse
@@ -29,6 +34,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 import magi_compile
+from magi_compile.masks.bits import FIRST_BITS
 
 INTS = ("int8", "uint8", "int16", "int32", "int64")
 FLOATS = ("float32", "float64")
@@ -818,7 +824,7 @@ class Skip(Exception):
 class Verdict:
     route: str
     outcome: str  # equal, refused, data error, WRONG, "WRONG, SEEN" by the checks of the package itself, RAISES
-    detail: str = ""
+    detail: str = ""  # what is wrong, or why it is refused; of what is equal, which way it took
 
     @property
     def fails(self):
@@ -967,6 +973,14 @@ def compiled(f, inner="eager"):
     return torch.compile(f, backend=magi_compile.make_backend(inner=inner))
 
 
+def way(attend, q, k, v):
+    """Which way the mask of this function's one attention takes: by intervals or by bit blocks."""
+    (call,) = magi_compile.explain(attend, q, k, v).calls
+    has_bits = call.slices.mask_types.numel() and int(call.slices.mask_types.max()) >= FIRST_BITS
+    always = any(note.startswith("by bit blocks") for note in call.decision.notes)
+    return "by bit blocks" if has_bits or always else "by intervals"
+
+
 def check_mask(program, routes=("lists", "eager"), gradients=False, inner="eager"):
     """The verdicts of one mask_mod; Skip where PyTorch raises for it."""
     with quiet():
@@ -1040,12 +1054,16 @@ def _check_mask(mask_mod, program, routes, gradients, inner):
             result, state["lowered"] = lowered_now(
                 lambda: run_with_gradients(step, q, k, v, dout if gradients else None)
             )
+            if state["lowered"] and f is inside:
+                state["way"] = way(f, q, k, v)
             return result
 
         verdict = judge(route, run, lambda got: difference(got, want))
         if verdict.outcome == "equal" and not state.get("lowered"):
             reasons = [r for d in magi_compile.lowering_report().refused[-1:] for r in d.reasons]
             verdict = Verdict(route, "refused", "; ".join(reasons))
+        elif verdict.outcome == "equal":
+            verdict.detail = state.get("way", "")
         yield verdict
     magi_compile.lowering_report().clear()
     torch._dynamo.reset()
@@ -1166,10 +1184,29 @@ def _check_score(module, program, routes, inner):
 
         verdict = judge("score, compiled", run, check)
         if verdict.outcome == "equal" and not state.get("lowered"):
-            verdict = Verdict("score, compiled", "refused", "")
+            reasons = [r for d in magi_compile.lowering_report().refused[-1:] for r in d.reasons]
+            verdict = Verdict("score, compiled", "refused", "; ".join(reasons))
         yield verdict
         magi_compile.lowering_report().clear()
         torch._dynamo.reset()
+
+
+def summary_of(verdicts):
+    """One word for one program: the worst that any route made of it."""
+    outcomes = [verdict.outcome for verdict in verdicts]
+    if "refused" in outcomes and "torch.compile raises" in outcomes:
+        outcomes = [x for x in outcomes if x != "refused"] + ["refused as by torch.compile"]
+    for word, names in (
+        ("wrong", ("WRONG", "WRONG, SEEN")),
+        ("raised", ("RAISES", "data error")),
+        ("refused", ("refused",)),
+        ("refused, and torch.compile raises", ("refused as by torch.compile",)),
+        ("PyTorch raises", ("uint8 index", "torch.compile raises")),
+    ):
+        if any(name in outcomes for name in names):
+            return word
+    ways = {verdict.detail for verdict in verdicts if verdict.detail}
+    return " ".join(["right", *sorted(ways)[:1]])
 
 
 def number_of(seed, index):
@@ -1191,6 +1228,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     histogram, reasons, examples = collections.Counter(), collections.Counter(), {}
+    summary = collections.Counter()
     printed, begin, done = 0, time.time(), 0
     for kind in ("mask", "score") if args.kind == "both" else (args.kind,):
         for index in range(args.start, args.start + args.count):
@@ -1218,8 +1256,10 @@ def main(argv=None):
                     )
             except Skip as skip:
                 histogram[kind, "PyTorch raises"] += 1
+                summary[kind, "PyTorch raises"] += 1
                 reasons[kind, "PyTorch raises", reason(str(skip))] += 1
                 continue
+            summary[kind, summary_of(verdicts)] += 1
             for verdict in verdicts:
                 histogram[verdict.route, verdict.outcome] += 1
                 if verdict.detail:
@@ -1235,6 +1275,9 @@ def main(argv=None):
                 print(program, flush=True)
     print(f"\n{done} programs in {time.time() - begin:.0f} s")
     for key, n in sorted(histogram.items()):
+        print(f"{n:7d}  {', '.join(key)}")
+    print("\nof each program, the worst of its routes")
+    for key, n in sorted(summary.items()):
         print(f"{n:7d}  {', '.join(key)}")
     print()
     for key, n in sorted(reasons.items(), key=lambda item: (item[0][0], item[0][1], -item[1])):

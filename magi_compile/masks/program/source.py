@@ -58,6 +58,9 @@ _NAMES: dict[str, Any] = {
     **_BY_FX,
     "operator": operator,
     "getattr": getattr,
+    **{
+        f"_operator_{name}": function for name, function in vars(operator).items() if name[0] != "_"
+    },
     f"{__name__}.sortable".replace(".", "_"): sortable,
 }
 
@@ -219,7 +222,7 @@ def on_grids(
     of_row = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     of_grid = torch.vmap(of_row, in_dims=(None, None, 0, None))
     with torch.no_grad():
-        given = torch.vmap(of_grid)(b, h, q, kv)
+        given = torch.vmap(of_grid)(*(x.clone() for x in (b, h, q, kv)))  # a mask_mod may write
     if known is None:
         return Shown(given, [])
     shown, found = given

@@ -27,6 +27,7 @@ from magi_compile.masks.program.expr import (
     unsupported,
     var,
 )
+from magi_compile.masks.program.in_place import without_writes
 from magi_compile.masks.program.names import is_in_place, is_random, name_of
 from magi_compile.masks.program.operators import (
     INTEGERS,
@@ -226,6 +227,8 @@ class _Tracer:
                 look_up = self.graph.call_function(operator.getitem, (captured, tuple(indices)))
             node.replace_all_uses_with(look_up)
             self.graph.erase_node(node)
+        indices = [copies[node] for node in placeholders[: len(INDICES)]]
+        self.result = without_writes(self.graph, self.result, indices)
         # Sizes that are dynamic in Dynamo's graph must not be guarded on: what is tried here has sizes of its own.
         is_compiled = any(not isinstance(x, Tensor) or _compat.is_fake(x) for x in captures)
         self.mode = _compat.static_fake_mode() if is_compiled else None
@@ -275,7 +278,7 @@ class _Tracer:
     def program(self) -> MaskProgram:
         for node in list(self.graph.nodes):
             if node not in self.values:
-                self.values[node] = self.value(node)
+                self.values[node] = self.written(node) or self.value(node)
         result = self.result
         if isinstance(result, (tuple, list)) and len(result) == 1:
             (result,) = result
@@ -288,13 +291,19 @@ class _Tracer:
             return MaskProgram(expr, self.all_names(), text or "")
         return self.with_text(expr, value)
 
+    def written(self, node: Node) -> _Value | None:
+        """What an operation that writes has written, where it does not change its dtype."""
+        if "is_written" not in node.meta:
+            return None
+        new, old = (self.values[argument] for argument in node.args)  # type: ignore[index]
+        is_same = all(isinstance(x.example, Tensor) for x in (new, old))
+        return new if is_same and new.example.dtype == old.example.dtype else None
+
     def is_mask(self, value: _Value) -> bool:
         """Whether a value that expressions cannot say is a truth value, the same in each run."""
         is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
         needed = [node for node in self.graph.nodes if node.op != "placeholder"]
-        is_sure = not any(
-            is_random(name_of(node.target)) or _changes_what_is_used_again(node) for node in needed
-        )
+        is_sure = not any(is_random(name_of(node.target)) or is_in_place(node) for node in needed)
         return is_truth and not value.example.shape and is_sure
 
     def of(self, argument: Any) -> _Value:
@@ -348,7 +357,7 @@ class _Tracer:
         except Exception as error:
             reason = f"`{name}` cannot be followed: {str(error).splitlines()[0] if str(error) else error!r}"
             return self.refused(node, None, variables, reason, arguments)
-        if _changes_what_is_used_again(node):
+        if is_in_place(node):
             reason = f"`{name}` changes a value that is used again"
             return self.refused(node, example, variables, reason, arguments)
         if isinstance(example, (bool, int)) and self.is_constant(arguments):
@@ -564,8 +573,3 @@ def _renumbered(expr: Expr, numbers: dict[int, int]) -> Expr:
     if expr.op == "table":
         args[0] = numbers.get(args[0], args[0])
     return Expr(expr.op, tuple(args))
-
-
-def _changes_what_is_used_again(node: Node) -> bool:
-    """Whether an in-place operation changes a value that something else reads too."""
-    return is_in_place(node) and any(len(arg.users) > 1 for arg in node.all_input_nodes[:1])
