@@ -106,7 +106,7 @@ class BackwardConfig:
     """The shape of the Hopper backward kernel; each number is a template parameter of `csrc/sm90/backward/config.cuh`.
 
     A thread block is one producer warpgroup, one that computes dq and two consumer warpgroups: of 64 keys each, or, where
-    heads are too wide for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas` of them share a
+    there are no registers for both gradients, of the same 64 keys, one with dk and one with dv. Then `num_ctas` of them share a
     tile of `tile_rows` keys. `block_cols` are the queries of a block, `stages` the buffers of Q, `dout_stages` those of dO and
     `score_stages` those of dS. With `rounds_dq` it makes dq of sums that are complete while it is at work on others, which
     pays where the loop leaves the issue slots for it, and where sums have no order.
@@ -159,8 +159,16 @@ _BACKWARD_L2_BYTES = 48 * 2**20
 _LEAST_VISITS_OF_PASS = 160  # less does not pay for handing dk and dv on
 
 
-def backward_config(problem: AttnProblem) -> BackwardConfig:
-    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`."""
+# With a score program that does more than add to the score, whose slopes are kept beside P: two warpgroups share the keys, as
+# where heads are wider, and plans have the same tiles.
+_BACKWARD_WITH_SLOPES = {128: BackwardConfig(64, 3, 3, 3, 32, 64, 208, True, num_ctas=2)}
+
+
+def backward_config(problem: AttnProblem, *, keeps_slopes: bool = False) -> BackwardConfig:
+    """The Hopper backward kernel for `problem`, whose `head_dim` is one of `CUDA_HEAD_DIMS`; `keeps_slopes` for a score program that does
+    more than add to the score."""
+    if keeps_slopes and problem.head_dim in _BACKWARD_WITH_SLOPES:
+        return _BACKWARD_WITH_SLOPES[problem.head_dim]
     is_changed = problem.softcap or problem.has_score
     return (_BACKWARD_CAPPED if is_changed else _BACKWARD)[problem.head_dim]
 

@@ -13,6 +13,7 @@ from magi_compile.kernels.heuristics import (
     backward_sections,
     forward_config,
     plan_tiles,
+    table_gradients_config,
 )
 from magi_compile.masks.bits import BLOCK
 
@@ -97,6 +98,19 @@ def test_the_backward_walks_its_own_tiles(head_dim):
     tiles = plan_tiles(problem(head_dim=head_dim))
     config = backward_config(problem(head_dim=head_dim))
     assert (tiles.k_tile_rows, tiles.k_block_cols) == (config.tile_rows, config.block_cols)
+
+
+@pytest.mark.parametrize("has_bits", [False, True])
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+def test_all_kernels_of_a_score_program_walk_one_plan(head_dim, has_bits):
+    """Whatever the program does to the score, which a plan does not know."""
+    scored = replace(problem(head_dim=head_dim), has_score=True, has_bits=has_bits)
+    tiles = plan_tiles(scored)
+    of_tables = table_gradients_config(scored)
+    assert (tiles.q_tile_rows, tiles.q_block_cols) == (of_tables.tile_rows, of_tables.block_cols)
+    for keeps_slopes in (False, True):
+        config = backward_config(scored, keeps_slopes=keeps_slopes)
+        assert (tiles.k_tile_rows, tiles.k_block_cols) == (config.tile_rows, config.block_cols)
 
 
 @pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)

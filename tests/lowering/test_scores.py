@@ -151,6 +151,18 @@ def test_explained():
     assert "score    score + ((kv - q) / (h + 1))" in str(explanation)
 
 
+def test_a_kernel_says_why_captured_tensors_get_no_gradients(monkeypatch):
+    from magi_compile.kernels.cpu.kernel import CpuKernel
+
+    monkeypatch.setattr(CpuKernel, "table_refusals", lambda self: ["adds them up in any order"])
+    mask, _ = both_masks(causal)
+    slopes = torch.rand(HEADS)
+    compiled()(*qkv(), mask, alibi, [slopes])
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="cpu adds them up in any order"):
+        compiled()(*qkv(), mask, alibi, [slopes.requires_grad_()])
+
+
 def test_a_kernel_without_score_mods_says_so():
     mask, _ = both_masks(causal)
     with pytest.raises(Exception, match="reference: has no score_mods but a scale and a soft-cap"):

@@ -46,14 +46,14 @@ struct BackwardConfig {
     using WholeParams = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasRemoteTiles ? 2 : 1>>::type;
     using Params = typename Choose<kHasScore, ScoredBackwardParams<Score::kNumWords + 1>, WholeParams>::type;
 
-    // Heads so wide that a warpgroup has registers for one of the gradients: two share the keys of a tile, see
-    // mainloop_wide.cuh.
-    static constexpr bool kIsWide = kHeadDim > 128;
-    // Then a tile is that of a cluster of two, of 64 keys each, which load Q and dO for each other.
+    // A tile may be that of a cluster of two thread blocks, of 64 keys each, which load Q and dO for each other: where
+    // heads are so wide, or a score program needs so much, that a warpgroup has registers for one of the gradients.
+    // Then two share the keys, see mainloop_wide.cuh.
     static constexpr int kCtas = kCtas_;
+    static constexpr bool kIsWide = kCtas > 1;
     // Where there is room for what it needs of the other's, each computes one half of the columns of dQ for all keys:
     // so half as much is added up in global memory, which would limit them.
-    static constexpr bool kSharesDq = kIsWide && kHeadDim <= 192;
+    static constexpr bool kSharesDq = kHeadDim == 192;
     // S and dP then read half as much of shared memory, where there are registers for it.
     static constexpr bool kHasKeysInRegisters = kIsWide && kHeadDim <= 192 && !kHasSoftcap && !kHasScore;
     // And dK takes dS from there, so that it is computed beside the next dS. (Where dq has an order, that loses.)
@@ -96,7 +96,7 @@ struct BackwardConfig {
     static_assert(kIsWide || kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
     static_assert(kIsWide || kDoutStages == kStages, "Q and dO go together");
-    static_assert(kCtas == (kIsWide ? 2 : 1), "only wide heads share tiles");
+    static_assert(kCtas <= 2 && (kIsWide || kHeadDim <= 128), "only two share a tile, those of wide heads do");
     static_assert(!kIsWide || kScoreStages == kDoutStages, "they share a position");
 };
 

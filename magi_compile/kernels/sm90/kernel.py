@@ -37,9 +37,6 @@ from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import Walk, build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
-# Where the backward has no registers for the slopes of a score program: the compiler would serialise its matrix products.
-_HEAD_DIMS_WITHOUT_SLOPES = (128,)
-
 
 class CudaKernel:
     """Warp-specialised attention for sm_90a; see `Kernel`, `ScoredKernel`, `EarlyKernel` and `PhasedKernel` for the interface.
@@ -161,15 +158,11 @@ class CudaKernel:
         ranks: Sequence[int],
     ) -> list[str]:
         try:
-            source = score_source(
+            score_source(
                 program.text, tuple(dtypes), tuple(ranks), may_shift=problem.softmax_scale > 0
             )
         except UnknownOperation as unknown:
             return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
-        if problem.head_dim in _HEAD_DIMS_WITHOUT_SLOPES and not source.is_shift:
-            return [
-                f"needs another head_dim than {problem.head_dim} for a score_mod that does more than add to the score"
-            ]
         return []
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:

@@ -25,6 +25,7 @@ from magi_compile.kernels.sm90.backward.order import TwoLists, turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
     STREAM_THREADS,
     backward_variants,
+    keeps_slopes,
     rounds_dq,
 )
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS, STATS_BYTES, Scratch
@@ -90,7 +91,8 @@ class _Prepared:
     def __init__(self, shape: _Shape):
         problem = self._problem = shape.problem
         self._shape = shape
-        self._config = backward_config(problem)
+        source = None if shape.score is None else shape.score.source
+        self._config = backward_config(problem, keeps_slopes=keeps_slopes(source))
         self._num_sms = num_sms(shape.device_index)
         # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
         places = self._num_sms // self._config.num_ctas
@@ -102,8 +104,8 @@ class _Prepared:
             self._passes = BackwardPasses()
         padded_q = _padded(shape.total_q)
         self._scratch = scratch = Scratch.of(
-            *(problem, padded_q, shape.num_tiles, shape.num_lists, sections.heads, self._grid),
-            self._passes.most_heads > 0,
+            *(problem, self._config, padded_q, shape.num_tiles, shape.num_lists),
+            *(sections.heads, self._grid, self._passes.most_heads > 0),
         )
         rounds = rounds_dq(self._config, shape.deterministic)
         self._wanted = _in_scratch(scratch.wanted) if rounds else None
@@ -112,7 +114,7 @@ class _Prepared:
             problem,
             shape.deterministic,
             has_remote_tiles=shape.num_lists > 1,
-            score=None if shape.score is None else shape.score.source,
+            score=source,
         )
         self._functions = [load_function(variant, shape.device_index) for variant in variants]
         # dq and scratch memory

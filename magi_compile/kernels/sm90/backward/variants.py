@@ -23,7 +23,7 @@ def backward_variants(
 ) -> tuple[Variant, Variant, Variant]:
     """The kernels to compile for `problem`: before, main, after; main with a `score` program where `problem` has one."""
     assert problem.has_score == (score is not None)
-    config = backward_config(problem)
+    config = backward_config(problem, keeps_slopes=keeps_slopes(score))
     element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
     rows = {**element, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
     cols = {"FFA_BLOCK_COLS": config.block_cols}
@@ -58,6 +58,11 @@ def backward_variants(
             {**element, "FFA_THREADS": STREAM_THREADS},
         ),
     )
+
+
+def keeps_slopes(score: ScoreSource | None) -> bool:
+    """Whether the main kernel keeps the slopes of a score program beside P."""
+    return score is not None and not score.is_shift
 
 
 def rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import BackwardConfig, backward_config
+from magi_compile.kernels.heuristics import BackwardConfig
 
 DQ_GROUP_ROWS = 16
 STATS_BYTES = 12  # of a query, in csrc/sm90/backward/statistics.cuh
@@ -46,6 +46,7 @@ class Scratch(NamedTuple):
     @staticmethod
     def of(
         problem: AttnProblem,
+        config: BackwardConfig,
         padded_q: int,
         num_tiles: int,
         num_lists: int,
@@ -55,7 +56,6 @@ class Scratch(NamedTuple):
     ) -> Scratch:
         """Where there may be passes over all tiles, each tile has a slot, and an entry for each query head of a group."""
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
-        config = backward_config(problem)
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
-from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections
+from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections, backward_config
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward import launch as module
 from magi_compile.kernels.sm90.backward.workspace import Scratch
@@ -167,7 +167,9 @@ def test_what_lies_in_scratch_does_not_overlap(
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert not any(starts[i] % 16 for i in (0, 1, 2, 3))
-    scratch = Scratch.of(problem, PADDED, num_tiles, 1, heads, grid, most_heads > 0)
+    scratch = Scratch.of(
+        *(problem, backward_config(problem), PADDED, num_tiles), 1, heads, grid, most_heads > 0
+    )
     assert scratch.size == ends[-1] - starts[0]
 
 
@@ -187,7 +189,8 @@ def test_what_is_never_handed_on(launches, monkeypatch):
 def test_more_heads_than_there_is_room_for_parts():
     """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
     problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
-    assert Scratch.of(problem, PADDED, 5, 1, 1024, 132).num_slots == 1
+    config = backward_config(problem)
+    assert Scratch.of(problem, config, PADDED, 5, 1, 1024, 132).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])

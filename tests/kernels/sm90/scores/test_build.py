@@ -9,7 +9,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import forward_config, table_gradients_config
-from magi_compile.kernels.sm90.backward.variants import backward_variants
+from magi_compile.kernels.sm90.backward.variants import backward_variants, keeps_slopes
 from magi_compile.kernels.sm90.forward.launch import forward_variant
 from magi_compile.kernels.sm90.runtime.nvrtc import compile_variant
 from magi_compile.kernels.sm90.scores.gradients import table_gradients_variant
@@ -55,6 +55,16 @@ def test_gradients_of_captured_tensors_spill_nothing(name, head_dim, has_bits):
     score = source_of(name, wants_gradients=True)
     variant = table_gradients_variant(problem, table_gradients_config(problem), score)
     compile_variant(replace(variant, may_spill=False))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("has_bits", [False, True])
+@pytest.mark.parametrize("name", ["learned", "tanh_of_sums", "where", "temperature", "square"])
+def test_slopes_spill_nothing(name, has_bits, deterministic):
+    score = source_of(name, wants_gradients=False)
+    assert keeps_slopes(score)
+    _, main, _ = backward_variants(problem_of(128, has_bits), deterministic, score=score)
+    compile_variant(replace(main, may_spill=False))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -127,6 +127,17 @@ def test_one_long_sequence(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, batch=1, seqlen=300, head_dim=head_dim)
 
 
+@pytest.mark.parametrize("kernel", [1, 2, 3], indirect=True)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_threads_in_any_order(head_dim, kernel):
+    check(kernel, LEARNED["t5"], CAUSAL, batch=1, seqlen=300, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("name", ["learned", "tanh_of_sums", "temperature"])
+def test_beside_slopes(name, kernel):
+    check(kernel, LEARNED[name], CAUSAL, head_dim=128)
+
+
 @pytest.mark.parametrize("table_dtype", [torch.float32, torch.float64], ids=str)
 def test_wide_tables(table_dtype, kernel):
     check(kernel, LEARNED["relative"], CAUSAL, table_dtype=table_dtype)

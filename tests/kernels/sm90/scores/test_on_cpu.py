@@ -1,14 +1,13 @@
 """Score programs in the Hopper kernels, as they are, on a CPU, against dense attention in fp64; see
 `tests/kernels/sm90/forward/test_on_cpu.py`."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
 from magi_compile.kernels.sm90 import kernel as module
 from magi_compile.score.read import trace_score_program
 from tests.kernels.support.scored_calls import BY_HEAD, CAUSAL, SCATTERED, check
@@ -34,18 +33,28 @@ def test_wider_heads(name, head_dim, kernel):
     check_constants(kernel, name, CAUSAL, head_dim=head_dim)
 
 
-def test_some_heads_have_no_registers_for_slopes():
-    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 128, 128, 0.1, has_score=True)
-    cuda = module.CudaKernel()
-    for name in ("alibi", "square"):
-        program, tables = trace_score_program(PROGRAMS[name].make(*PROGRAMS[name].tensors()), CPU)
-        dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
-        reasons = cuda.score_refusals(problem, program, dtypes, ranks)
-        said = ["needs another head_dim than 128" in reason for reason in reasons]
-        assert said == [True] * (name == "square")
-        for other in (64, 96, 192, 256):
-            narrow = replace(problem, head_dim=other, head_dim_v=other)
-            assert not cuda.score_refusals(narrow, program, dtypes, ranks)
+@pytest.mark.parametrize("name", ["learned", "clamp", "where", "temperature", "square"])
+def test_two_thread_blocks_share_a_tile_where_slopes_are_kept(name, kernel):
+    check_constants(kernel, name, CAUSAL, head_dim=128)
+
+
+@pytest.mark.parametrize("head_dim", CUDA_HEAD_DIMS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_program_is_refused(name, head_dim):
+    sizes = (4, 2, head_dim, head_dim, 0.1)
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, *sizes, has_score=True)
+    program, tables = trace_score_program(PROGRAMS[name].make(*PROGRAMS[name].tensors()), CPU)
+    dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
+    assert module.CudaKernel().score_refusals(problem, program, dtypes, ranks) == []
+
+
+@pytest.mark.parametrize("mask", [SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
+def test_bits_where_slopes_are_kept(mask, kernel):
+    check_constants(kernel, "tanh_of_sums", mask, head_dim=128)
+
+
+def test_a_long_sequence_where_slopes_are_kept(kernel):
+    check_constants(kernel, "tanh_of_sums", CAUSAL, batch=1, seqlen=300, head_dim=128)
 
 
 @pytest.mark.parametrize("mask", [SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
@@ -60,7 +69,11 @@ def test_one_long_sequence(name, kernel):
     check_constants(kernel, name, CAUSAL, batch=1, seqlen=300)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["alibi", "square"])
-def test_deterministic(name, kernel):
-    first, second = (check_constants(kernel, name, CAUSAL, deterministic=True) for _ in range(2))
+def test_deterministic(name, head_dim, kernel):
+    given = (kernel, name, CAUSAL)
+    first, second = (
+        check_constants(*given, head_dim=head_dim, deterministic=True) for _ in range(2)
+    )
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
