@@ -56,14 +56,18 @@ class Scores:
     def program(self) -> ScoreProgram | None:
         return None if self.read is None else self.read.program
 
-    def refusals(self, kernel: Kernel, problem: AttnProblem) -> list[str]:
-        """Why a kernel that takes score programs cannot run this one for `problem`."""
+    def refusals(
+        self, kernel: Kernel, problem: AttnProblem, *, is_asked_for: bool = False
+    ) -> list[str]:
+        """Why a kernel that takes score programs does not run this one for `problem`, which may have been asked for by name."""
         assert self.read is not None
         assert isinstance(kernel, ScoredKernel)
-        read = self.read
-        reasons = kernel.score_refusals(problem, read.program, read.dtypes, read.ranks)
+        given = problem, self.read.program, self.read.dtypes, self.read.ranks
+        reasons = kernel.score_refusals(*given)
         if self.wants_table_gradients:
             reasons += kernel.table_refusals()
+        if not (reasons or is_asked_for):
+            reasons += kernel.score_reservations(*given, self.wants_table_gradients)
         return [f"{kernel.name} {reason}" for reason in reasons]
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:

@@ -111,7 +111,8 @@ def flex_flash_attention(
 
 
 def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
-    """Whether the CUDA kernels run a score program: eager code has no FlexAttention to stay on, so that Triton's runs the others."""
+    """Whether the CUDA kernels run a score program for those who ask for no kernel: eager code has no FlexAttention to stay on, so that
+    Triton's runs the others."""
     try:
         chosen = load("cuda")
     except ImportError:  # of cuda-bindings
@@ -121,8 +122,10 @@ def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
     if chosen.refusals(problem) or (wants_gradients and chosen.table_refusals()):
         return False
-    dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
-    return not chosen.score_refusals(problem, scored.program, dtypes, ranks)
+    given = problem, scored.program, [x.dtype for x in tables], [x.dim() for x in tables]
+    if chosen.score_refusals(*given):
+        return False
+    return not chosen.score_reservations(*given, wants_gradients)
 
 
 class _Scored(NamedTuple):

@@ -165,3 +165,23 @@ def test_the_order_of_atomics_is_refused(kernel):
 def test_no_order_is_asked_for(kernel):
     torch.use_deterministic_algorithms(False)
     assert kernel.table_refusals() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "learns", "what"),
+    [
+        ("alibi", 128, False, None),
+        ("alibi", 128, True, "gradients of tensors that a score_mod captures"),
+        ("temperature", 64, False, None),
+        ("temperature", 128, False, "a score_mod that does more than add to the score"),
+    ],
+)
+def test_what_has_not_run_on_a_gpu_is_run_by_name_alone(name, head_dim, learns, what, kernel):
+    case = LEARNED[name]
+    shape = (1, 8, head_dim)
+    call = Call(kernel, case.make, case.captures, CAUSAL, shape, torch.bfloat16)
+    tables = call.score.tables
+    kinds = [x.dtype for x in tables], [x.dim() for x in tables]
+    reasons = kernel.score_reservations(call.problem, call.score.program, *kinds, learns)
+    assert len(reasons) == (what is not None)
+    assert all(what in reason and "by name" in reason for reason in reasons)

@@ -39,7 +39,7 @@ def check(case, mask_mod, head_dim, dtype, learns=False):
     captures = [x.requires_grad_(learns and x.requires_grad) for x in case.tensors(dtype)]
     torch._dynamo.reset()
 
-    @torch.compile(backend=make_backend("aot_eager", LoweringOptions(strict=True)), fullgraph=True)
+    @torch.compile(backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")), fullgraph=True)
     def attend(q, k, v, captures):
         score_mod = case.make(*captures)
         return flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_lse=True)
@@ -96,7 +96,7 @@ def test_gradients_of_many_tiles(head_dim):
     mask = create_block_mask(causal, None, None, seqlen, seqlen, device="cuda")
     torch._dynamo.reset()
 
-    @torch.compile(backend=make_backend("aot_eager", LoweringOptions(strict=True)), fullgraph=True)
+    @torch.compile(backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")), fullgraph=True)
     def attend(q, k, v, bias):
         return flex_attention(q, k, v, lambda score, b, h, q, kv: score + bias[h, q - kv], mask)
 
@@ -130,7 +130,11 @@ def test_under_the_flag_a_learned_bias_stays_on_flex_attention():
 def test_eager_gradients_of_a_learned_bias():
     bias = torch.randn(HEADS, device="cuda", requires_grad=True)
     x = torch.randn(1, HEADS, 256, 64, device="cuda", dtype=torch.bfloat16)
-    out = magi_compile.flex_attention(x, x, x, lambda score, b, h, q, kv: score + bias[h] * q)
+
+    def score_mod(score, b, h, q, kv):
+        return score + bias[h] * q
+
+    out = magi_compile.flex_attention(x, x, x, score_mod)
     (found,) = torch.autograd.grad(out.float().square().sum(), bias)
     q = torch.arange(256, device="cuda")[:, None]
     scores = x.double() @ x.double().mT / 8 + bias.double()[:, None, None] * q
