@@ -31,7 +31,7 @@ from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import SequencePlan
 from magi_compile.lowering.masks import MIN_CAPACITY, ROWS_PER_SLICE
 from magi_compile.masks import AttnSlices
-from magi_compile.masks.program.trace import trace_mask_mod
+from magi_compile.masks.program.read import trace_mask_mod
 from magi_compile.ops.attention import flex_flash_attention
 
 TESTED = ((0, 3), (0, 4))  # from the first to below the second

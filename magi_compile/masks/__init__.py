@@ -11,7 +11,8 @@ from magi_compile.masks.evaluation.to_slices import (  # noqa: F401
 )
 from magi_compile.masks.picture import plot
 from magi_compile.masks.program.program import MaskProgram  # noqa: F401
-from magi_compile.masks.program.trace import TracedMask, trace_graph, trace_mask_mod  # noqa: F401
+from magi_compile.masks.program.read import TracedMask, trace_mask_mod  # noqa: F401
+from magi_compile.masks.program.trace import trace_graph  # noqa: F401
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.masks.solver.solve import UnsupportedMaskError
 

@@ -27,8 +27,8 @@ from magi_compile.masks.evaluation.to_slices import slices_from_intervals
 from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import normal_form
+from magi_compile.masks.program.read import TracedMask, read_mask_mod, trace_mask_mod
 from magi_compile.masks.program.record import MaskMod
-from magi_compile.masks.program.trace import TracedMask, read_mask_mod, trace_mask_mod
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.masks.solver.solve import UnsupportedMaskError, refuse_broken
 

@@ -8,9 +8,9 @@ And **unsupported**, with a reason, which is nothing that could be compared or c
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ from magi_compile.masks.program.operators import (
     marked,
 )
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.record import MaskMod, record_mask_mod
 from magi_compile.masks.program.source import (
     INDICES,
     SourceError,
@@ -57,95 +56,6 @@ _ORDERED = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_eq
 _COMPARISONS = (*_ORDERED, "eq", "ne", "not_equal")
 _CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
-
-
-class TracedMask(NamedTuple):
-    """A mask_mod as a program, with what it captures.
-
-    Attributes:
-        program: what it shows.
-        tables: the captured tensors, in the order of their numbers in the program.
-        watched: every tensor that it looked at, whose change may change the mask.
-    """
-
-    program: MaskProgram
-    tables: list[Tensor]
-    watched: list[Tensor]
-
-
-def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
-    """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`.
-
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        device: of the tensors that these stand for.
-
-    Returns:
-        The program, which has key intervals, and its tensors.
-
-    Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
-    """
-    traced = read_mask_mod(mask_mod, device)
-    _ = traced.program.solved  # raises
-    return traced
-
-
-def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
-    """`trace_mask_mod` of any mask_mod: `program.refusals` says why it has no key intervals.
-
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        device: of the tensors that these stand for.
-
-    Returns:
-        The program and its tensors.
-
-    Raises:
-        UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
-    """
-    recording = record_mask_mod(mask_mod, torch.device(device))
-    captures = recording.captures
-    names = [name or f"t{i}" for i, name in enumerate(recording.names)]
-    titles = names if any(recording.names) else []
-    key = _key_of(recording.graph, captures, titles)
-    program = None if key is None else _programs.get(key)
-    if program is None:
-        tracer = _Tracer(recording.graph, captures, titles)
-        program = tracer.program()
-        if key is not None and not tracer.has_failed:
-            _programs[key] = program
-            while len(_programs) > MAX_PROGRAMS:
-                del _programs[next(iter(_programs))]
-    return TracedMask(program, captures, recording.watched)
-
-
-# Programs of recent mask_mods, by what these did: a training step makes the same mask of other documents.
-_programs: dict[Hashable, MaskProgram] = {}
-MAX_PROGRAMS = 256
-
-
-def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> Hashable | None:
-    """Of all that a program follows from: graphs with equal keys have one program. None where an argument of a call is something
-    that is not known to print all that it is."""
-    nodes = []
-    for node in graph.nodes:
-        known = True
-
-        def check(x: Any) -> None:
-            nonlocal known
-            known = known and (x is None or x is Ellipsis or isinstance(x, _PRINTABLE))
-
-        torch.fx.node.map_aggregate((node.args, node.kwargs), check)
-        if not known:
-            return None
-        nodes.append((node.op, node.target, repr(node.args), repr(node.kwargs)))
-    kinds = [(x.dtype, x.shape, x.stride(), x.device) for x in captures]
-    return tuple(nodes), tuple(kinds), tuple(names), torch.get_default_dtype()
-
-
-# A bool is an int. Slices print what they hold, which is one of these or a node.
-_PRINTABLE = (Node, int, float, complex, str, slice, torch.dtype, torch.device)
 
 
 def trace_graph(
@@ -183,7 +93,7 @@ def read_graph(
         The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
-    return _Tracer(graph, captures, list(names)).program()
+    return Tracer(graph, captures, list(names)).program()
 
 
 @dataclass(frozen=True)
@@ -210,7 +120,13 @@ class _Value:
         return self.variables <= {"b", "q"} or self.variables <= {"b", "kv"}
 
 
-class _Tracer:
+class Tracer:
+    """Reads one graph; see `read_graph` for what it is given.
+
+    Attributes:
+        has_failed: whether something that was tried with these captured values failed.
+    """
+
     def __init__(self, graph: Graph, captures: Sequence[Any], names: list[str]):
         self.graph = Graph()
         copies: dict[Node, Node] = {}
@@ -244,7 +160,7 @@ class _Tracer:
         self.columns: dict[Node, int] = {}
         self.numbers: dict[str, int] = {}  # of columns, by what computes them
         self.titles: dict[int, str] = {}
-        self.has_failed = False  # whether something that was tried with these tensors failed
+        self.has_failed = False
         self.values: dict[Node, _Value] = {}
         self.begin([copies[node] for node in placeholders], captures)
 

@@ -10,7 +10,7 @@ from magi_compile.masks.evaluation.verify import (
     points_of_slices,
     random_points,
 )
-from magi_compile.masks.program.trace import read_mask_mod
+from magi_compile.masks.program.read import read_mask_mod
 from magi_compile.masks.slices import AttnSlices
 
 CPU = torch.device("cpu")

@@ -247,11 +247,9 @@ def test_a_wrong_conversion_is_found():
 
 def test_a_wrong_conversion_is_found_in_eager_code(monkeypatch):
     from magi_compile.masks import block_mask
-    from magi_compile.masks.program import trace
+    from magi_compile.masks.program.read import TracedMask
 
-    monkeypatch.setattr(
-        block_mask, "read_mask_mod", lambda *_: trace.TracedMask(wrong_program(), [], [])
-    )
+    monkeypatch.setattr(block_mask, "read_mask_mod", lambda *_: TracedMask(wrong_program(), [], []))
     with pytest.raises(
         magi_compile.MaskDataError, match=r"`q > kv` exactly.*b = 0, q = (\d+), kv = \1 "
     ):

@@ -22,8 +22,8 @@ from magi_compile.masks.bits import FIRST_BITS
 from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, Listed, slices_with_bits
 from magi_compile.masks.program import look_ups
+from magi_compile.masks.program.read import read_mask_mod
 from magi_compile.masks.program.source import in_ops, mask_mod_of, names_of_captures
-from magi_compile.masks.program.trace import read_mask_mod
 from tests.kernels.support.cpp import compile_library
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.programs import random_functions

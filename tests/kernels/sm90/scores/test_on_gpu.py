@@ -39,7 +39,10 @@ def check(case, mask_mod, head_dim, dtype, learns=False):
     captures = [x.requires_grad_(learns and x.requires_grad) for x in case.tensors(dtype)]
     torch._dynamo.reset()
 
-    @torch.compile(backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")), fullgraph=True)
+    @torch.compile(
+        backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")),
+        fullgraph=True,
+    )
     def attend(q, k, v, captures):
         score_mod = case.make(*captures)
         return flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_lse=True)
@@ -96,7 +99,10 @@ def test_gradients_of_many_tiles(head_dim):
     mask = create_block_mask(causal, None, None, seqlen, seqlen, device="cuda")
     torch._dynamo.reset()
 
-    @torch.compile(backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")), fullgraph=True)
+    @torch.compile(
+        backend=make_backend("aot_eager", LoweringOptions(strict=True, kernel="cuda")),
+        fullgraph=True,
+    )
     def attend(q, k, v, bias):
         return flex_attention(q, k, v, lambda score, b, h, q, kv: score + bias[h, q - kv], mask)
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from magi_compile.masks.program import trace
-from magi_compile.masks.program.trace import read_mask_mod
+from magi_compile.masks.program import read
+from magi_compile.masks.program.read import read_mask_mod
 
 
 @pytest.fixture(autouse=True)
 def no_programs(monkeypatch):
-    monkeypatch.setattr(trace, "_programs", {})
+    monkeypatch.setattr(read, "_programs", {})
 
 
 def of_documents(document, window=None):
@@ -64,7 +64,7 @@ def test_a_default_dtype_counts():
         read_mask_mod(mask_mod)
     finally:
         torch.set_default_dtype(before)
-    assert len(trace._programs) == 2
+    assert len(read._programs) == 2
 
 
 def test_what_failed_with_some_data_is_tried_again_with_others():
@@ -78,12 +78,12 @@ def test_what_failed_with_some_data_is_tried_again_with_others():
     wrong, right = torch.full((4,), 9), torch.zeros(4, dtype=torch.int64)
     read_mask_mod(mask_mod(wrong, table))
     program = read_mask_mod(mask_mod(right, table)).program
-    trace._programs.clear()
+    read._programs.clear()
     assert program.text == read_mask_mod(mask_mod(right, table)).program.text
 
 
 def test_not_more_than_so_many_are_kept(monkeypatch):
-    monkeypatch.setattr(trace, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(read, "MAX_PROGRAMS", 2)
     for window in range(5):
         read_mask_mod(of_documents(documents(4), window=window))
-    assert len(trace._programs) == 2
+    assert len(read._programs) == 2

@@ -1,0 +1,105 @@
+"""From a mask_mod, a function of Python, to its program: it is called once, and what it did is read.
+
+A training step makes the mask of the step before, of other documents: what did the same before is not read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from magi_compile.masks.program.program import MaskProgram
+from magi_compile.masks.program.record import MaskMod, record_mask_mod
+from magi_compile.masks.program.trace import Tracer
+
+MAX_PROGRAMS = 256
+
+# Of recent mask_mods, by what these did.
+_programs: dict[Hashable, MaskProgram] = {}
+
+# A bool is an int. Slices print what they hold, which is one of these or a node.
+_PRINTABLE = (Node, int, float, complex, str, slice, torch.dtype, torch.device)
+
+
+class TracedMask(NamedTuple):
+    """A mask_mod as a program, with what it captures.
+
+    Attributes:
+        program: what it shows.
+        tables: the captured tensors, in the order of their numbers in the program.
+        watched: every tensor that it looked at, whose change may change the mask.
+    """
+
+    program: MaskProgram
+    tables: list[Tensor]
+    watched: list[Tensor]
+
+
+def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
+    """Calls `mask_mod(b, h, q, kv)` once, with symbols for tensors on `device`.
+
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        The program, which has key intervals, and its tensors.
+
+    Raises:
+        UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
+    """
+    traced = read_mask_mod(mask_mod, device)
+    _ = traced.program.solved  # raises
+    return traced
+
+
+def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> TracedMask:
+    """`trace_mask_mod` of any mask_mod: `program.refusals` says why it has no key intervals.
+
+    Args:
+        mask_mod: a function of b, h, q and kv.
+        device: of the tensors that these stand for.
+
+    Returns:
+        The program and its tensors.
+
+    Raises:
+        UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
+    """
+    recording = record_mask_mod(mask_mod, torch.device(device))
+    captures = recording.captures
+    names = [name or f"t{i}" for i, name in enumerate(recording.names)]
+    titles = names if any(recording.names) else []
+    key = _key_of(recording.graph, captures, titles)
+    program = None if key is None else _programs.get(key)
+    if program is None:
+        tracer = Tracer(recording.graph, captures, titles)
+        program = tracer.program()
+        if key is not None and not tracer.has_failed:
+            _programs[key] = program
+            for oldest in list(_programs)[:-MAX_PROGRAMS]:
+                _programs.pop(oldest, None)
+    return TracedMask(program, captures, recording.watched)
+
+
+def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> Hashable | None:
+    """Of all that a program follows from: graphs with equal keys have one program. None where an argument of a call is something
+    that is not known to print all that it is."""
+    nodes = []
+    for node in graph.nodes:
+        known = True
+
+        def check(x: Any) -> None:
+            nonlocal known
+            known = known and (x is None or x is Ellipsis or isinstance(x, _PRINTABLE))
+
+        torch.fx.node.map_aggregate((node.args, node.kwargs), check)
+        if not known:
+            return None
+        nodes.append((node.op, node.target, repr(node.args), repr(node.kwargs)))
+    kinds = [(x.dtype, x.shape, x.stride(), x.device) for x in captures]
+    return tuple(nodes), tuple(kinds), tuple(names), torch.get_default_dtype()
