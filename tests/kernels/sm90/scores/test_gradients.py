@@ -127,6 +127,12 @@ def test_one_long_sequence(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, batch=1, seqlen=300, head_dim=head_dim)
 
 
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_rows_behind_a_tile_are_of_another(name, kernel):
+    """In blocks without an edge, where nothing else hides them."""
+    check(kernel, LEARNED[name], FULL, seqlen=200)
+
+
 @pytest.mark.parametrize("kernel", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_threads_in_any_order(head_dim, kernel):
