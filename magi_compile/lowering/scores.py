@@ -63,7 +63,7 @@ class Scores:
         read = self.read
         reasons = kernel.score_refusals(problem, read.program, read.dtypes, read.ranks)
         if self.wants_table_gradients:
-            reasons += kernel.table_refusals()
+            reasons += kernel.table_refusals(read.program, read.dtypes, read.ranks)
         return [f"{kernel.name} {reason}" for reason in reasons]
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:

@@ -119,10 +119,12 @@ def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
     assert isinstance(chosen, ScoredKernel)
     tables = scored.tables
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
-    if chosen.refusals(problem) or (wants_gradients and chosen.table_refusals()):
+    if chosen.refusals(problem):
         return False
-    dtypes, ranks = [x.dtype for x in tables], [x.dim() for x in tables]
-    return not chosen.score_refusals(problem, scored.program, dtypes, ranks)
+    kinds = (scored.program, [x.dtype for x in tables], [x.dim() for x in tables])
+    if chosen.score_refusals(problem, *kinds):
+        return False
+    return not (wants_gradients and chosen.table_refusals(*kinds))
 
 
 class _Scored(NamedTuple):

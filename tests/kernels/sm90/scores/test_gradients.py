@@ -6,6 +6,8 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import Grads, Saved
+from magi_compile.score.program import ScoreProgram
+from magi_compile.score.read import trace_score_program
 from tests.kernels.support.scored_calls import (
     BATCH,
     BY_HEAD,
@@ -82,6 +84,13 @@ OWN = [
     Case("beside_a_constant", beside_a_constant, [_random(NHEADS, SEQLEN)]),
     Case("of_a_score", of_a_score, [_random(NHEADS)]),
 ]
+
+
+def kinds(name):
+    """A program, and the dtypes and numbers of dimensions of its captured tensors."""
+    case = LEARNED[name]
+    program, tables = trace_score_program(case.make(*case.tensors()), torch.device("cpu"))
+    return program, [x.dtype for x in tables], [x.dim() for x in tables]
 
 
 @pytest.mark.parametrize("name", LEARNED)
@@ -163,11 +172,23 @@ def test_the_order_of_atomics_is_refused(kernel):
     with pytest.raises(NotImplementedError, match="in any order"):
         check(kernel, LEARNED["alibi"], CAUSAL, deterministic=True)
     # Under the flag, which these tests have set, a call is not lowered.
-    (reason,) = kernel.table_refusals()
+    (reason,) = kernel.table_refusals(*kinds("alibi"))
     assert "torch.use_deterministic_algorithms(True) is set" in reason
     check(kernel, LEARNED["alibi"], CAUSAL, deterministic=True, learns=False)
 
 
 def test_no_order_is_asked_for(kernel):
     torch.use_deterministic_algorithms(False)
-    assert kernel.table_refusals() == []
+    for name in LEARNED:
+        assert kernel.table_refusals(*kinds(name)) == []
+
+
+def test_a_derivative_without_code_is_refused(kernel):
+    torch.use_deterministic_algorithms(False)
+    program, dtypes, ranks = kinds("alibi")
+    assert "def d_l0_t0(" in program.code
+    code = program.code.replace("def d_l0_t0(", "def old(") + (
+        "def d_l0_t0(g, l0_t0):\n    return torch.ops.aten.special_bessel_j0.default(l0_t0)\n"
+    )
+    (reason,) = kernel.table_refusals(ScoreProgram("alibi", code), dtypes, ranks)
+    assert "special_bessel_j0" in reason
