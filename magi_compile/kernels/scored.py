@@ -43,8 +43,11 @@ class ScoredKernel(Protocol):
     counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing.
     """
 
-    def table_refusals(self) -> list[str]:
-        """Every reason why its backward gives no gradients of captured tensors as things are; empty when it does."""
+    def table_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        """Every reason why its backward gives no gradients of captured tensors as things are, beside those of `score_refusals`; empty
+        when it does."""
         ...
 
     def score_refusals(

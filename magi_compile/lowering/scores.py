@@ -65,7 +65,7 @@ class Scores:
         given = problem, self.read.program, self.read.dtypes, self.read.ranks
         reasons = kernel.score_refusals(*given)
         if self.wants_table_gradients:
-            reasons += kernel.table_refusals()
+            reasons += kernel.table_refusals(*given[1:])
         if not (reasons or is_asked_for):
             reasons += kernel.score_reservations(*given, self.wants_table_gradients)
         return [f"{kernel.name} {reason}" for reason in reasons]

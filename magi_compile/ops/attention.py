@@ -120,12 +120,14 @@ def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
     assert isinstance(chosen, ScoredKernel)
     tables = scored.tables
     wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
-    if chosen.refusals(problem) or (wants_gradients and chosen.table_refusals()):
+    if chosen.refusals(problem):
         return False
-    given = problem, scored.program, [x.dtype for x in tables], [x.dim() for x in tables]
-    if chosen.score_refusals(*given):
+    kinds = (scored.program, [x.dtype for x in tables], [x.dim() for x in tables])
+    if chosen.score_refusals(problem, *kinds):
         return False
-    return not chosen.score_reservations(*given, wants_gradients)
+    if wants_gradients and chosen.table_refusals(*kinds):
+        return False
+    return not chosen.score_reservations(problem, *kinds, wants_gradients)
 
 
 class _Scored(NamedTuple):

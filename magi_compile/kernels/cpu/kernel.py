@@ -173,7 +173,9 @@ class CpuKernel:
         attend = partial(_backward_softcap if problem.softcap else _backward_flash, problem=problem)
         return self._backward(grads, saved, slices, plan, problem, attend)
 
-    def table_refusals(self) -> list[str]:
+    def table_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
         return []
 
     def scored_backward(

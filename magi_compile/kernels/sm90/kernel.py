@@ -147,7 +147,16 @@ class CudaKernel:
             deterministic=deterministic,
         )
 
-    def table_refusals(self) -> list[str]:
+    def table_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        wanted = program.differentiable_tables
+        try:
+            score_source(program.text, tuple(dtypes), tuple(ranks), wanted=wanted)
+        except UnknownOperation as unknown:
+            return [
+                f"has no code for gradients of what the score_mod captures: {unknown} is not written in CUDA"
+            ]
         return refusals_of_atomics()
 
     def score_refusals(

@@ -222,7 +222,9 @@ class TritonKernel:
                 )
         return ForwardOutput(out, lse)
 
-    def table_refusals(self) -> list[str]:
+    def table_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
         return refusals_of_atomics()
 
     def scored_backward(

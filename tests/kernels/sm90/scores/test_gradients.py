@@ -6,6 +6,8 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import Grads, Saved
+from magi_compile.score.program import ScoreProgram
+from magi_compile.score.read import trace_score_program
 from tests.kernels.support.scored_calls import (
     BATCH,
     BY_HEAD,
@@ -84,6 +86,13 @@ OWN = [
 ]
 
 
+def kinds(name):
+    """A program, and the dtypes and numbers of dimensions of its captured tensors."""
+    case = LEARNED[name]
+    program, tables = trace_score_program(case.make(*case.tensors()), torch.device("cpu"))
+    return program, [x.dtype for x in tables], [x.dim() for x in tables]
+
+
 @pytest.mark.parametrize("name", LEARNED)
 def test_programs(name, kernel):
     check(kernel, LEARNED[name], CAUSAL)
@@ -127,6 +136,12 @@ def test_one_long_sequence(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, batch=1, seqlen=300, head_dim=head_dim)
 
 
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_rows_behind_a_tile_are_of_another(name, kernel):
+    """In blocks without an edge, where nothing else hides them."""
+    check(kernel, LEARNED[name], FULL, seqlen=200)
+
+
 @pytest.mark.parametrize("kernel", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_threads_in_any_order(head_dim, kernel):
@@ -157,14 +172,26 @@ def test_the_order_of_atomics_is_refused(kernel):
     with pytest.raises(NotImplementedError, match="in any order"):
         check(kernel, LEARNED["alibi"], CAUSAL, deterministic=True)
     # Under the flag, which these tests have set, a call is not lowered.
-    (reason,) = kernel.table_refusals()
+    (reason,) = kernel.table_refusals(*kinds("alibi"))
     assert "torch.use_deterministic_algorithms(True) is set" in reason
     check(kernel, LEARNED["alibi"], CAUSAL, deterministic=True, learns=False)
 
 
 def test_no_order_is_asked_for(kernel):
     torch.use_deterministic_algorithms(False)
-    assert kernel.table_refusals() == []
+    for name in LEARNED:
+        assert kernel.table_refusals(*kinds(name)) == []
+
+
+def test_a_derivative_without_code_is_refused(kernel):
+    torch.use_deterministic_algorithms(False)
+    program, dtypes, ranks = kinds("alibi")
+    assert "def d_l0_t0(" in program.code
+    code = program.code.replace("def d_l0_t0(", "def old(") + (
+        "def d_l0_t0(g, l0_t0):\n    return torch.ops.aten.special_bessel_j0.default(l0_t0)\n"
+    )
+    (reason,) = kernel.table_refusals(ScoreProgram("alibi", code), dtypes, ranks)
+    assert "special_bessel_j0" in reason
 
 
 @pytest.mark.parametrize(
@@ -180,8 +207,6 @@ def test_what_has_not_run_on_a_gpu_is_run_by_name_alone(name, head_dim, learns, 
     case = LEARNED[name]
     shape = (1, 8, head_dim)
     call = Call(kernel, case.make, case.captures, CAUSAL, shape, torch.bfloat16)
-    tables = call.score.tables
-    kinds = [x.dtype for x in tables], [x.dim() for x in tables]
-    reasons = kernel.score_reservations(call.problem, call.score.program, *kinds, learns)
+    reasons = kernel.score_reservations(call.problem, *kinds(name), learns)
     assert len(reasons) == (what is not None)
     assert all(what in reason and "by name" in reason for reason in reasons)
