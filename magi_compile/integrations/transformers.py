@@ -252,7 +252,8 @@ def magi_attention(
     aux = AuxRequest(lse=True) if s_aux is not None else None
     score_mod = None if softcap is None else _softcap(softcap)
     if bias is not None:
-        score_mod = _with_bias(score_mod, bias, sizes[0])
+        _check_bias(bias, (query.shape[0], query.shape[1], rows, key.shape[2]))
+        score_mod = _with_bias(score_mod, bias)
     out = _flex(query, key, value, score_mod, attention_mask, scaling, aux)
     if s_aux is not None:
         out, statistics = out
@@ -304,15 +305,17 @@ def _softcap(softcap: float) -> Callable[..., Tensor]:
     return score_mod
 
 
-def _with_bias(
-    score_mod: Callable[..., Tensor] | None, bias: Tensor, batch: int
-) -> Callable[..., Tensor]:
+def _check_bias(bias: Tensor, scores: tuple[int, int, int, int]) -> None:
+    """Raises where `bias` is not of the shape of the scores `[B, Hq, L, S]`, or `[1, Hq, L, S]`."""
+    if bias.dim() != 4 or bias.shape[0] not in (1, scores[0]) or bias.shape[1:] != scores[1:]:
+        raise ValueError(
+            f"`position_bias` must have the shape of the scores, {list(scores)}, or 1 batch entry, got {list(bias.shape)}"
+        )
+
+
+def _with_bias(score_mod: Callable[..., Tensor] | None, bias: Tensor) -> Callable[..., Tensor]:
     """A score_mod that adds `bias [1 or B, Hq, L, S]` to what another one gives."""
     is_shared = bias.shape[0] == 1
-    if not is_shared and bias.shape[0] != batch:
-        raise ValueError(
-            f"`position_bias` must have 1 or {batch} batch entries, got shape {list(bias.shape)}"
-        )
     table = bias[0] if is_shared else bias
 
     def with_bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:

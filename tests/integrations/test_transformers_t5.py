@@ -99,5 +99,6 @@ def test_a_bias_of_each_batch_entry_and_a_wrong_one():
     out, _ = magi_attention(module, q, k, v, None, position_bias=bias, is_causal=False)
     wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias)
     torch.testing.assert_close(out.transpose(1, 2), wanted, atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match=r"`position_bias` must have 1 or 2 batch entries"):
-        magi_attention(module, q, k, v, None, position_bias=bias[:0], is_causal=False)
+    for wrong in (bias.expand(3, 2, 4, 40, 40)[:, 0], bias[:, :1], bias[..., :39], bias[0]):
+        with pytest.raises(ValueError, match=r"`position_bias` must.*\[2, 4, 40, 40\].*got \["):
+            magi_attention(module, q, k, v, None, position_bias=wrong, is_causal=False)
