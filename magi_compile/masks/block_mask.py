@@ -49,7 +49,7 @@ def create_block_mask(
 
     The same BlockMask, list by list: FlexAttention takes it as it is. Only the block lists themselves grow with the
     square of the length, one entry for each block. Inside torch.compile it is PyTorch's own function, whose lists
-    the lowering does not need. Waits for the device if that is a GPU.
+    the lowering does not need and does not compute: the place for a mask that is another one in every step. Waits for the device if that is a GPU.
 
     Args:
         mask_mod: what may attend to what. Where intervals cannot express it, it is evaluated for all pairs, some blocks at a time.
