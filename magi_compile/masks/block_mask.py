@@ -251,7 +251,7 @@ def slices_from_mask_mod(
 ) -> AttnSlices:
     """The slices of a mask_mod of one batch entry, without a BlockMask.
 
-    Nothing waits for a GPU where the mask_mod captures no tensor on one.
+    Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
 
     Args:
         mask_mod: what may attend to what.
@@ -260,7 +260,7 @@ def slices_from_mask_mod(
         device: of b, h, q and kv, as the mask_mod sees them.
 
     Returns:
-        The slices, in normal form, where the captured tensors are; without any, on the CPU.
+        The slices, in normal form, where the captured tensors are; on the CPU where the mask_mod only compares b, q and kv.
 
     Raises:
         UnsupportedMaskError: intervals cannot express the mask.
@@ -268,7 +268,9 @@ def slices_from_mask_mod(
     """
     traced = trace_mask_mod(mask_mod, device)
     places = {x.device for x in traced.tables if x.dim()}
-    place = device if len(places) > 1 else next(iter(places), torch.device("cpu"))
+    if not (places or traced.program.columns):  # which it may have made on `device`
+        places = {torch.device("cpu")}
+    place = places.pop() if len(places) == 1 else device
     intervals = _intervals_of(traced, 1, (seqlen_q, seqlen_k), place)
     _verify(traced, intervals)
     return slices_from_intervals(intervals)

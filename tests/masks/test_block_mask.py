@@ -2,10 +2,16 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, noop_mask
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    noop_mask,
+)
 
 import magi_compile
 from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
+from magi_compile.masks.block_mask import slices_from_mask_mod
 from tests.masks.support.helpers import dense_mask, packed
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.programs.random_functions import same_lists
@@ -248,3 +254,19 @@ def test_sizes_of_the_wrong_kind(sizes, message):
     arguments = {"B": 1, "H": 1, "Q_LEN": 9, "KV_LEN": 9, "device": "cpu"} | sizes
     with pytest.raises(ValueError, match=message):
         magi_compile.create_block_mask(lambda b, h, q, kv: q >= kv, **arguments)
+
+
+@pytest.mark.parametrize("kind", ["causal", "documents", "everything", "nothing"])
+def test_a_mask_mod_of_tensors_on_the_cpu_needs_no_gpu(kind):
+    """b, h, q and kv are on a GPU, which this machine need not have."""
+    document = torch.repeat_interleave(torch.arange(3), torch.tensor([20, 50, 30]))
+    mask_mod = {
+        "causal": lambda b, h, q, kv: q >= kv,
+        "documents": lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv),
+        "everything": lambda b, h, q, kv: q >= 0,
+        "nothing": lambda b, h, q, kv: q < 0,
+    }[kind]
+    slices = slices_from_mask_mod(mask_mod, 100, 100, torch.device("cuda"))
+    assert slices.q_ranges.device.type == "cpu"
+    dense = create_mask(mask_mod, 1, 1, 100, 100, device="cpu")[0, 0]
+    assert torch.equal(slices.to_dense(), dense)
