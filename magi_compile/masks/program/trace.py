@@ -121,7 +121,12 @@ class _Value:
 
 
 class Tracer:
-    """Reads one graph; see `read_graph` for what it is given.
+    """Reads one graph.
+
+    Args:
+        graph: as in `read_graph`.
+        captures: see `read_graph`.
+        names: see `read_graph`.
 
     Attributes:
         has_failed: whether something that was tried with these captured values failed.
