@@ -267,7 +267,7 @@ def slices_from_mask_mod(
         ValueError: captured tensors are not as the mask_mod needs them.
     """
     traced = trace_mask_mod(mask_mod, device)
-    places = {x.device for x in traced.tables if x.dim()}
+    places = {x.device for x in traced.tables}
     if not (places or traced.program.columns):  # which it may have made on `device`
         places = {torch.device("cpu")}
     place = places.pop() if len(places) == 1 else device

@@ -18,20 +18,21 @@ from torch.fx import Graph, Node
 
 from magi_compile.masks.program.names import is_in_place, name_of
 
-# What may give memory of its first argument.
-_VIEWS = frozenset(
+# What gives memory of its own, whatever it is given. All else may give memory of an argument.
+_FRESH = frozenset(
     [
-        *("to", "type", "type_as", "int", "long", "short", "char", "byte", "bool", "float", "double", "half"),
-        *("bfloat16", "cpu", "cuda", "contiguous", "detach", "alias", "positive", "pos", "view", "view_as"),
-        *("reshape", "reshape_as", "expand", "expand_as", "broadcast_to", "squeeze", "unsqueeze", "flatten"),
-        *("ravel", "permute", "transpose", "swapaxes", "movedim", "t", "T", "getitem", "getattr", "select"),
-        *("narrow", "diagonal", "unfold", "chunk", "split", "unbind", "as_strided", "data", "atleast_1d"),
+        *("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "true_divide", "floordiv", "floor_divide"),
+        *("mod", "remainder", "fmod", "pow", "neg", "abs", "sign", "square", "minimum", "maximum"),
+        *("eq", "ne", "lt", "le", "gt", "ge", "less", "less_equal", "greater", "greater_equal", "not_equal"),
+        *("and", "rand", "or", "ror", "xor", "rxor", "invert", "not", "lshift", "rshift"),
+        *("logical_and", "logical_or", "logical_xor", "logical_not", "bitwise_and", "bitwise_or", "bitwise_xor"),
+        *("bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "where"),
     ]
 )  # fmt: skip
 
 
 def without_writes(graph: Graph, result: Any, indices: Collection[Node]) -> Any:
-    """Rewrites `graph` where nothing but the value itself shares its memory with what else is read; leaves the rest as it is.
+    """Rewrites `graph` where only operations with memory of their own read what is written to; leaves the rest as it is.
 
     Args:
         graph: of a mask_mod, without an output.
@@ -47,10 +48,9 @@ def without_writes(graph: Graph, result: Any, indices: Collection[Node]) -> Any:
         value = node.args[0] if target is not None else None
         if not isinstance(value, Node):
             continue
-        shared = _sharing(value)
-        inputs = {x for x in shared if x.op in ("placeholder", "get_attr")}
-        others = {user for x in shared - {value} for user in x.users} - shared - {node}
-        if others or not inputs <= set(indices):
+        if not (value in indices or _is_own(value)) or not all(
+            _only_reads(user, value) for user in value.users
+        ):
             continue
         node.target = target
         with graph.inserting_after(node):
@@ -96,25 +96,35 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def _sharing(value: Node) -> set[Node]:
-    """The nodes that may share memory with `value`, itself among them."""
-    found, waiting = set(), [value]
-    while waiting:
-        node = waiting.pop()
-        if node in found:
-            continue
-        found.add(node)
-        if _is_view(node) and isinstance(node.args[0], Node):
-            waiting.append(node.args[0])
-        waiting += [user for user in node.users if _is_view(user) and user.args[0] is node]
-    return found
+def _is_fresh(node: Node) -> bool:
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and name_of(node.target) in _FRESH and not is_in_place(node)
 
 
-def _is_view(node: Node) -> bool:
-    name = name_of(node.target)
-    if node.op not in ("call_function", "call_method") or name not in _VIEWS or not node.args:
-        return False
-    return name != "getitem" or len(node.all_input_nodes) == 1  # a look-up by a tensor copies
+def _is_own(node: Node) -> bool:
+    """Whether nothing else holds the memory of what `node` gives."""
+    if _is_fresh(node) or "is_written" in node.meta:
+        return True
+    # The same memory, where the dtype stays.
+    is_conversion = node.op == "call_method" and node.target in _CONVERSIONS
+    source = node.args[0] if is_conversion else None
+    return isinstance(source, Node) and len(source.users) == 1 and _is_own(source)
+
+
+_CONVERSIONS = ("to", "bool", "int", "long", "float", "double")
+
+
+def _only_reads(user: Node, value: Node) -> bool:
+    """Whether nothing of `value` is left in what `user` gives, unless it writes to it, too."""
+    if user.op == "output" or _is_fresh(user) or (is_in_place(user) and user.args[:1] == (value,)):
+        return True
+    name = name_of(user.target)
+    return (name == "getitem" and user.args[0] is not value) or _is_type_of(user, value)
+
+
+def _is_type_of(user: Node, value: Node) -> bool:
+    """Whether `value` only says to which dtype `user` converts."""
+    return "is_written" in user.meta and user.args[0] is not value
 
 
 def _behind(node: Node) -> set[Node]:

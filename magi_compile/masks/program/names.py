@@ -22,7 +22,9 @@ def is_in_place(node: Node) -> bool:
     if schema is not None and schema.is_mutable:
         return True
     is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    return (is_in_place and name not in ("and_", "or_", "not_")) or "out" in node.kwargs
+    if node.kwargs.get("inplace") or "out" in node.kwargs:
+        return True
+    return is_in_place and name not in ("and_", "or_", "not_")
 
 
 _IN_PLACE = (

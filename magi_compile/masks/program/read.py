@@ -89,6 +89,8 @@ def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Trac
 def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> Hashable | None:
     """Of all that a program follows from: graphs with equal keys have one program. None where an argument of a call is something
     that is not known to print all that it is."""
+    if any(x.layout != torch.strided for x in captures):
+        return None
     nodes = []
     for node in graph.nodes:
         known = True

@@ -93,6 +93,23 @@ def record(
     return Recording(recorder.graph, recorder.captures, named, recorder.watched, values)
 
 
+def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of a function of torch may write to a tensor that it is given."""
+    name = getattr(func, "__name__", "")
+    schema = getattr(func, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        return True
+    is_dunder = name.startswith("__") and name.endswith("__")
+    is_in_place = name in _WRITING or (name.endswith("_") and not is_dunder)
+    return is_in_place or "out" in kwargs or bool(kwargs.get("inplace"))
+
+
+_WRITING = frozenset(
+    f"__{name}__"
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+) | frozenset(f"__{name}__" for name in ("iand", "ior", "ixor", "ilshift", "irshift"))
+
+
 class _Symbol:
     """Stands for a tensor inside a mask_mod: a node of the graph, and what its shape and dtype are."""
 
@@ -206,6 +223,10 @@ class _Recorder(TorchFunctionMode):
             raise UnsupportedMaskError([f"`{name}` is random"])
         if any(isinstance(item, _Symbol) for item in items):
             return self.call(func, args, kwargs)
+        if _writes(func, kwargs):
+            raise UnsupportedMaskError(
+                [f"`{name}` writes to a tensor that is not made of b, h, q or kv"]
+            )
         result = func(*args, **kwargs)
         tensors = [item for item in items if isinstance(item, Tensor)]
         if tensors and getattr(func, "__name__", "") not in ("__get__", "size", "dim", "numel"):

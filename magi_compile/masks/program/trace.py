@@ -200,6 +200,10 @@ class Tracer:
         for node in list(self.graph.nodes):
             if node not in self.values:
                 self.values[node] = self.written(node) or self.value(node)
+        left = next(filter(is_in_place, self.graph.nodes), None)
+        if left is not None:
+            reason = f"`{name_of(left.target)}` changes a value that is used again"
+            return MaskProgram(unsupported(reason), self.all_names())
         result = self.result
         if isinstance(result, (tuple, list)) and len(result) == 1:
             (result,) = result

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
+from magi_compile.masks import UnsupportedMaskError, create_block_mask
 from magi_compile.masks.program import read
 from magi_compile.masks.program.read import read_mask_mod
 
@@ -87,3 +89,48 @@ def test_not_more_than_so_many_are_kept(monkeypatch):
     for window in range(5):
         read_mask_mod(of_documents(documents(4), window=window))
     assert len(read._programs) == 2
+
+
+def written_clone(document):
+    def mask_mod(b, h, q, kv):
+        own = document.clone()
+        own[2:4] = 0
+        return own[q] == own[kv]
+
+    return mask_mod
+
+
+def written_by_a_view(document):
+    def mask_mod(b, h, q, kv):
+        x = q ^ kv
+        y = torch.swapdims(x.unsqueeze(0), 0, 0)
+        x += 9
+        return y[0] > 3
+
+    return mask_mod
+
+
+def written_behind_a_conversion(document):
+    def mask_mod(b, h, q, kv):
+        x = q.to(torch.int64)
+        q += 5
+        return x >= kv
+
+    return mask_mod
+
+
+@pytest.mark.parametrize("make", [written_clone, written_by_a_view, written_behind_a_conversion])
+def test_writes_that_are_not_followed_are_refused(make):
+    """They would be lost; block lists come from the mask_mod itself."""
+    mask_mod = make(documents(3, 5))
+    wanted = create_mask(mask_mod, 1, 1, 8, 8, device="cpu")
+    with pytest.raises(UnsupportedMaskError, match="writes to a tensor|used again"):
+        _ = read_mask_mod(mask_mod).program.solved
+    lists = create_block_mask(mask_mod, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=1)
+    assert torch.equal(lists.to_dense().bool(), wanted)
+
+
+def test_a_sparse_tensor():
+    table = torch.eye(8).to_sparse_csr()
+    mask_mod = lambda b, h, q, kv: table.to_dense()[q, kv] > 0  # noqa: E731
+    assert read_mask_mod(mask_mod).tables[0] is table
