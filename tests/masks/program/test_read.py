@@ -124,7 +124,7 @@ def test_writes_that_are_not_followed_are_refused(make):
     """They would be lost; block lists come from the mask_mod itself."""
     mask_mod = make(documents(3, 5))
     wanted = create_mask(mask_mod, 1, 1, 8, 8, device="cpu")
-    with pytest.raises(UnsupportedMaskError, match="writes to a tensor|used again"):
+    with pytest.raises(UnsupportedMaskError, match=r"writes to a tensor|used again"):
         _ = read_mask_mod(mask_mod).program.solved
     lists = create_block_mask(mask_mod, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=1)
     assert torch.equal(lists.to_dense().bool(), wanted)
