@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.fx import Node
@@ -15,16 +16,20 @@ def name_of(target: Any) -> str:
 
 def is_in_place(node: Node) -> bool:
     """Whether it may write to what it is given."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
+    is_call = node.op in ("call_function", "call_method")
+    return is_call and writes(node.target, node.kwargs)
+
+
+def writes(target: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of `target`, a function or the name of a method, may write to what it is given."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    schema = getattr(target, "_schema", None)
+    if (schema is not None and schema.is_mutable) or "out" in kwargs or kwargs.get("inplace"):
         return True
-    is_in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
-    if node.kwargs.get("inplace") or "out" in node.kwargs:
-        return True
-    return is_in_place and name not in ("and_", "or_", "not_")
+    if name.startswith("__") and name.endswith("__"):  # `Tensor.__iadd__`
+        return name[2:-2] in _IN_PLACE
+    is_named_so = name.endswith("_") and not name.endswith("__")
+    return name in _IN_PLACE or (is_named_so and name not in ("and_", "or_", "not_"))
 
 
 _IN_PLACE = (

@@ -21,8 +21,10 @@ MAX_PROGRAMS = 256
 # Of recent mask_mods, by what these did.
 _programs: dict[Hashable, MaskProgram] = {}
 
-# A bool is an int. Slices print what they hold, which is one of these or a node.
-_PRINTABLE = (Node, int, float, complex, str, slice, torch.dtype, torch.device)
+# Not what is derived of them, which may print as it likes. Slices print what they hold, which is one of these.
+_PRINTABLE = frozenset(
+    {Node, bool, int, float, complex, str, slice, torch.dtype, torch.device, type(None), type(...)}
+)
 
 
 class TracedMask(NamedTuple):
@@ -97,7 +99,7 @@ def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> H
 
         def check(x: Any) -> None:
             nonlocal known
-            known = known and (x is None or x is Ellipsis or isinstance(x, _PRINTABLE))
+            known = known and type(x) in _PRINTABLE
 
         torch.fx.node.map_aggregate((node.args, node.kwargs), check)
         if not known:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile.masks.program.names import is_random, name_of
+from magi_compile.masks.program.names import is_random, name_of, writes
 from magi_compile.masks.program.operators import is_numpy_scalar
 from magi_compile.masks.program.source import INDICES, run, title_of
 from magi_compile.masks.solver.solve import UnsupportedMaskError
@@ -91,23 +91,6 @@ def record(
     named = [names.get(id(tensor)) for tensor in recorder.captures]
     values = {recorder.nodes[id(x)]: x for x in recorder.kept if id(x) in recorder.nodes}
     return Recording(recorder.graph, recorder.captures, named, recorder.watched, values)
-
-
-def _writes(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of a function of torch may write to a tensor that it is given."""
-    name = getattr(func, "__name__", "")
-    schema = getattr(func, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        return True
-    is_dunder = name.startswith("__") and name.endswith("__")
-    is_in_place = name in _WRITING or (name.endswith("_") and not is_dunder)
-    return is_in_place or "out" in kwargs or bool(kwargs.get("inplace"))
-
-
-_WRITING = frozenset(
-    f"__{name}__"
-    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
-) | frozenset(f"__{name}__" for name in ("iand", "ior", "ixor", "ilshift", "irshift"))
 
 
 class _Symbol:
@@ -223,7 +206,7 @@ class _Recorder(TorchFunctionMode):
             raise UnsupportedMaskError([f"`{name}` is random"])
         if any(isinstance(item, _Symbol) for item in items):
             return self.call(func, args, kwargs)
-        if _writes(func, kwargs):
+        if writes(func, kwargs):
             raise UnsupportedMaskError(
                 [f"`{name}` writes to a tensor that is not made of b, h, q or kv"]
             )

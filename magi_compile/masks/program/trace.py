@@ -197,13 +197,13 @@ class Tracer:
     # Nodes
 
     def program(self) -> MaskProgram:
-        for node in list(self.graph.nodes):
-            if node not in self.values:
-                self.values[node] = self.written(node) or self.value(node)
         left = next(filter(is_in_place, self.graph.nodes), None)
         if left is not None:
             reason = f"`{name_of(left.target)}` changes a value that is used again"
             return MaskProgram(unsupported(reason), self.all_names())
+        for node in list(self.graph.nodes):
+            if node not in self.values:
+                self.values[node] = self.written(node) or self.value(node)
         result = self.result
         if isinstance(result, (tuple, list)) and len(result) == 1:
             (result,) = result
@@ -228,7 +228,7 @@ class Tracer:
         """Whether a value that expressions cannot say is a truth value, the same in each run."""
         is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
         needed = [node for node in self.graph.nodes if node.op != "placeholder"]
-        is_sure = not any(is_random(name_of(node.target)) or is_in_place(node) for node in needed)
+        is_sure = not any(is_random(name_of(node.target)) for node in needed)
         return is_truth and not value.example.shape and is_sure
 
     def of(self, argument: Any) -> _Value:
@@ -282,9 +282,6 @@ class Tracer:
         except Exception as error:
             reason = f"`{name}` cannot be followed: {str(error).splitlines()[0] if str(error) else error!r}"
             return self.refused(node, None, variables, reason, arguments)
-        if is_in_place(node):
-            reason = f"`{name}` changes a value that is used again"
-            return self.refused(node, example, variables, reason, arguments)
         if isinstance(example, (bool, int)) and self.is_constant(arguments):
             return _Value(node, example, variables, const(example))
         try:
@@ -315,7 +312,7 @@ class Tracer:
                 return _Value(node, example, variables, mark)
             hint = "; convert the captured tensor to torch.int32 before"
             value = _Value(node, example, variables, None, (reason + hint,))
-        is_fit = example is not None and not reasons and not is_in_place(node)
+        is_fit = example is not None and not reasons
         if is_fit and value.is_column:
             return value
         return _Value(
