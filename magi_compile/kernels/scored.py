@@ -61,18 +61,6 @@ class ScoredKernel(Protocol):
         dimensions; empty when it can."""
         ...
 
-    def score_reservations(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-        wants_table_gradients: bool,
-    ) -> list[str]:
-        """Every reason why only those get this kernel for the program who ask for it by name; arguments as those of
-        `score_refusals`, which has none."""
-        ...
-
     def scored_forward(
         self,
         q: Tensor,

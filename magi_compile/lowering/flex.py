@@ -81,8 +81,7 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
         except NotImplementedError as error:
             reasons.append(str(error))
     if kernel is not None and scores.read is not None:
-        by_name = options.kernel is not None
-        reasons += scores.refusals(load(kernel), problem, is_asked_for=by_name)
+        reasons += scores.refusals(load(kernel), problem)
     return Analysis(tuple(reasons), problem, way, scores, kernel)
 
 

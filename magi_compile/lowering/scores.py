@@ -56,18 +56,14 @@ class Scores:
     def program(self) -> ScoreProgram | None:
         return None if self.read is None else self.read.program
 
-    def refusals(
-        self, kernel: Kernel, problem: AttnProblem, *, is_asked_for: bool = False
-    ) -> list[str]:
-        """Why a kernel that takes score programs does not run this one for `problem`, which may have been asked for by name."""
+    def refusals(self, kernel: Kernel, problem: AttnProblem) -> list[str]:
+        """Why a kernel that takes score programs does not run this one for `problem`."""
         assert self.read is not None
         assert isinstance(kernel, ScoredKernel)
         given = problem, self.read.program, self.read.dtypes, self.read.ranks
         reasons = kernel.score_refusals(*given)
         if self.wants_table_gradients:
             reasons += kernel.table_refusals(*given[1:])
-        if not (reasons or is_asked_for):
-            reasons += kernel.score_reservations(*given, self.wants_table_gradients)
         return [f"{kernel.name} {reason}" for reason in reasons]
 
     def emit(self, emit: Emitter, call: FlexCall) -> tuple[list[Node], list[Any]]:

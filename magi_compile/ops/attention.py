@@ -125,9 +125,7 @@ def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
     kinds = (scored.program, [x.dtype for x in tables], [x.dim() for x in tables])
     if chosen.score_refusals(problem, *kinds):
         return False
-    if wants_gradients and chosen.table_refusals(*kinds):
-        return False
-    return not chosen.score_reservations(problem, *kinds, wants_gradients)
+    return not (wants_gradients and chosen.table_refusals(*kinds))
 
 
 class _Scored(NamedTuple):

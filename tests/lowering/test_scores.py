@@ -163,24 +163,6 @@ def test_a_kernel_says_why_captured_tensors_get_no_gradients(monkeypatch):
         compiled()(*qkv(), mask, alibi, [slopes.requires_grad_()])
 
 
-def test_a_kernel_with_reservations_runs_by_name_alone(monkeypatch):
-    from magi_compile.kernels.cpu.kernel import CpuKernel
-
-    wanted = []
-    monkeypatch.setattr(
-        CpuKernel,
-        "score_reservations",
-        lambda self, *args: wanted.append(args[-1]) or ["has not run it: ask for it by name"],
-    )
-    mask, _ = both_masks(causal)
-    arguments = (*qkv(), mask, alibi, [torch.rand(HEADS, requires_grad=True)])
-    with pytest.raises(Exception, match="cpu has not run it: ask for it by name"):
-        compiled()(*arguments)
-    assert wanted == [True]
-    torch._dynamo.reset()
-    compiled(kernel="cpu")(*arguments)
-
-
 def test_a_kernel_without_score_mods_says_so():
     mask, _ = both_masks(causal)
     with pytest.raises(Exception, match="reference: has no score_mods but a scale and a soft-cap"):

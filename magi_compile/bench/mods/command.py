@@ -52,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="ours also with each of these asked for by name",
     )
+    parser.add_argument(
+        "--mask-in-graph",
+        action="store_true",
+        help="every call makes its BlockMask, in the function that is compiled; else it is made before",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda if there is one")
     parser.add_argument("--rounds", type=arguments.count, default=Rounds().count)
     parser.add_argument("--turn-ms", type=arguments.positive, default=Rounds().turn_ms)
@@ -103,6 +108,7 @@ def settings_of(args: argparse.Namespace, device: str) -> Settings:
         mods=tuple(args.mods or MODS),
         passes=tuple(args.passes),
         kernels=tuple(args.kernels),
+        mask_in_graph=args.mask_in_graph,
         rounds=Rounds(args.rounds, args.turn_ms),
         seconds=args.seconds,
         seed=args.seed,

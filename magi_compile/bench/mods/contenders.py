@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+    noop_mask,
+)
 
-from magi_compile.bench.mods.mod import ScoreMod
+from magi_compile.bench.mods.mod import BLOCK, ScoreMod
 from magi_compile.bench.mods.problem import Problem
 from magi_compile.bench.own_code import with_own_code
 from magi_compile.bench.step.clock import Ready
@@ -37,16 +42,20 @@ class Contender:
     backend: Any
     options: dict[str, Any] = field(default_factory=dict)
 
-    def refusals(self, which: str, device: str) -> list[str]:
+    def refusals(self, which: str, problem: Problem) -> list[str]:
         """Every reason against a pass; empty if it runs."""
-        if not self.is_ours and which == "fwdbwd" and device == "cpu":
-            return [NO_BACKWARD]
-        return []
+        reasons = []
+        if not self.is_ours and which == "fwdbwd" and problem.settings.device == "cpu":
+            reasons.append(NO_BACKWARD)
+        block_mask = problem.made.block_mask
+        if problem.settings.mask_in_graph and block_mask is not None and _lists_decide(block_mask):
+            reasons.append("its block lists decide, and no mask_mod makes them in a graph")
+        return reasons
 
-    def compiled(self) -> Attend:
+    def compiled(self, mask_in_graph: bool) -> Attend:
         """A function of its own, which has compiled nothing yet. A graph break is an error."""
         return torch.compile(
-            with_own_code(_attend),
+            with_own_code(_attend_with_new_mask if mask_in_graph else _attend),
             backend=self.backend,
             options=self.options or None,
             fullgraph=True,
@@ -73,6 +82,24 @@ def _attend(
 ) -> Tensor:
     """One attention."""
     return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+
+
+def _attend_with_new_mask(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
+) -> Tensor:
+    """The same, with a BlockMask made of the mask_mod of `block_mask`."""
+    if block_mask is not None:
+        entries, heads = block_mask.shape[:2]
+        lengths = q.shape[2], k.shape[2]
+        block_mask = create_block_mask(
+            block_mask.mask_mod, entries, heads, *lengths, q.device, BLOCK
+        )
+    return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+
+
+def _lists_decide(block_mask: BlockMask) -> bool:
+    """Whether blocks are hidden that the mask_mod would show."""
+    return block_mask.mask_mod is noop_mask
 
 
 FLEX = Contender("flex", "FlexAttention", False, "inductor")

@@ -10,9 +10,12 @@ from magi_compile.bench.step.report import PASS_LABELS
 from magi_compile.bench.workloads.cells import format_length
 
 Row = dict[str, Any]
+MASKS = {
+    False: "BlockMasks are made before, by PyTorch, and ours is derived from them in the first call.",
+    True: "Every call makes its BlockMask, in the function that is compiled.",
+}
 NOTES = (
-    "Times are of a call, host included: medians over rounds in which contenders take turns. BlockMasks are made before, by PyTorch, "
-    "and ours is derived from them in the first call. "
+    "Times are of a call, host included: medians over rounds in which contenders take turns. {masks} "
     "Ratios are FlexAttention's time over that of ours, above 1 where ours is faster. Several numbers in a cell are in the order of "
     "the times: what the kernels of a GPU take in a call, launches by the host, and seconds of the first call, which compiles. A mask "
     "goes to kernels by intervals of keys, by blocks of bits, or, on a CPU, as its data decide."
@@ -39,7 +42,8 @@ def to_markdown(context: dict[str, Any], rows: Sequence[Row]) -> str:
     parts = [f"# mask_mods and score_mods beside FlexAttention, {context['device']}", ""]
     parts += [f"- {name}: {value}" for name, value in context.items() if name != "settings"]
     settings = (f"{name} {value}" for name, value in context["settings"].items())
-    parts += [f"- settings: {', '.join(settings)}", "", NOTES, ""]
+    masks = MASKS[context["settings"]["mask_in_graph"]]
+    parts += [f"- settings: {', '.join(settings)}", "", NOTES.format(masks=masks), ""]
     for which in dict.fromkeys(row["pass"] for row in rows):
         of_pass = [row for row in rows if row["pass"] == which]
         length = format_length(of_pass[0]["tokens"])

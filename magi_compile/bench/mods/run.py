@@ -104,7 +104,7 @@ class Execution:
         is_over = self._is_over(which)
         for contender in self.contenders:
             row = rows[contender.name] = row_of(contender, full.mod, which, self.settings)
-            reasons = contender.refusals(which, self.settings.device)
+            reasons = contender.refusals(which, gated)
             if reasons:
                 row |= {"status": "unsupported", "reason": "; ".join(reasons)}
                 continue
@@ -141,7 +141,7 @@ class Execution:
         decisions = lowering_report().decisions
         before, outcome = len(decisions), Row()
         try:
-            attend = contender.compiled()
+            attend = contender.compiled(self.settings.mask_in_graph)
             ready, results = self._first_call(contender, attend, gated, which, outcome)
             if contender.is_ours and len(decisions) == before:
                 raise RuntimeError("no attention was in the graphs that were compiled")

@@ -94,16 +94,6 @@ class CpuKernel:
     ) -> list[str]:
         return []
 
-    def score_reservations(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-        wants_table_gradients: bool,
-    ) -> list[str]:
-        return []
-
     def scored_forward(
         self,
         q: Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
-from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, backward_config, plan_tiles
+from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, plan_tiles
 from magi_compile.kernels.overlap import SavedQueries
 from magi_compile.kernels.padded import PaddedKernel
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
@@ -173,25 +173,6 @@ class CudaKernel:
         except UnknownOperation as unknown:
             return [f"has no code for the score_mod: {unknown} is not written in CUDA"]
         return []
-
-    def score_reservations(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-        wants_table_gradients: bool,
-    ) -> list[str]:
-        what = ["gradients of tensors that a score_mod captures"] if wants_table_gradients else []
-        source = score_source(
-            program.text, tuple(dtypes), tuple(ranks), may_shift=problem.softmax_scale > 0
-        )
-        is_new = backward_config(problem, keeps_slopes=True) != backward_config(problem)
-        if is_new and not source.is_shift:
-            what.append(
-                f"a score_mod that does more than add to the score, with head_dim {problem.head_dim},"
-            )
-        return [f"has not run {x} on a GPU yet: ask for kernel 'cuda' by name" for x in what]
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> SplitPlan:
         _refuse_bits(problem)

@@ -300,16 +300,6 @@ class TritonKernel:
             return [f"has no code for the score_mod: {error}"]
         return []
 
-    def score_reservations(
-        self,
-        problem: AttnProblem,
-        program: ScoreProgram,
-        dtypes: Sequence[torch.dtype],
-        ranks: Sequence[int],
-        wants_table_gradients: bool,
-    ) -> list[str]:
-        return []
-
 
 def _device_code() -> ModuleType:
     """The module of the Triton functions, imported at first use: it needs Triton."""

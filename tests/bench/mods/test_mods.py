@@ -50,12 +50,28 @@ def execute(monkeypatch, taking_part, settings=SMALL, mods=("causal",)):
 def test_every_mod_is_right_with_ours(name, dtype):
     asked = Problem(replace(SMALL, dtype=dtype), MODS[name], SMALL.tokens)
     before = len(REPORT.decisions)
-    out, *gradients = OURS.prepare(OURS.compiled(), asked, "fwdbwd").call()
+    out, *gradients = OURS.prepare(OURS.compiled(False), asked, "fwdbwd").call()
     check = gate.judge(results_of(out, gradients), asked.exact, asked.plain, asked.names)
     assert list(check.errors) == list(asked.names)
     assert check.passed, check.worst
     (decision,) = REPORT.decisions[before:]
     assert decision.kernel == "cpu", decision
+
+
+@pytest.mark.parametrize("name", ["documents", "neighbourhood", "alibi"])
+def test_masks_made_in_the_graph_are_right(name, monkeypatch):
+    settings = replace(SMALL, mask_in_graph=True, passes=("fwdbwd",))
+    row = execute(monkeypatch, [OURS], settings, (name,))["fwdbwd", "magi"]
+    assert row["status"] == "ok", row
+    assert row["gate"]["passed"]
+    assert row["recompiles"] == 0
+
+
+def test_lists_that_decide_are_not_made_in_a_graph(monkeypatch):
+    settings = replace(SMALL, mask_in_graph=True, passes=("fwdbwd",))
+    row = execute(monkeypatch, [OURS], settings, ("block_lists",))["fwdbwd", "magi"]
+    assert row["status"] == "unsupported"
+    assert "its block lists decide" in row["reason"]
 
 
 @pytest.mark.parametrize("name", [name for name in MODS if name not in BLOCK_LISTS])
@@ -115,11 +131,11 @@ class Spoilt:
     def __init__(self, name, spoil, is_ours=False):
         self.name, self.label, self.is_ours, self.spoil = name, name.upper(), is_ours, spoil
 
-    def refusals(self, which, device):
+    def refusals(self, which, problem):
         return []
 
-    def compiled(self):
-        return OURS.compiled()
+    def compiled(self, mask_in_graph):
+        return OURS.compiled(mask_in_graph)
 
     def prepare(self, attend, asked, which):
         ready = OURS.prepare(attend, asked, which)

@@ -192,21 +192,3 @@ def test_a_derivative_without_code_is_refused(kernel):
     )
     (reason,) = kernel.table_refusals(ScoreProgram("alibi", code), dtypes, ranks)
     assert "special_bessel_j0" in reason
-
-
-@pytest.mark.parametrize(
-    ("name", "head_dim", "learns", "what"),
-    [
-        ("alibi", 128, False, None),
-        ("alibi", 128, True, "gradients of tensors that a score_mod captures"),
-        ("temperature", 64, False, None),
-        ("temperature", 128, False, "a score_mod that does more than add to the score"),
-    ],
-)
-def test_what_has_not_run_on_a_gpu_is_run_by_name_alone(name, head_dim, learns, what, kernel):
-    case = LEARNED[name]
-    shape = (1, 8, head_dim)
-    call = Call(kernel, case.make, case.captures, CAUSAL, shape, torch.bfloat16)
-    reasons = kernel.score_reservations(call.problem, *kinds(name), learns)
-    assert len(reasons) == (what is not None)
-    assert all(what in reason and "by name" in reason for reason in reasons)
