@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.dispatch import check_count
+from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
@@ -68,6 +69,7 @@ def plan(
 ) -> dict[str, SequencePlan]: ...
 
 
+@one_thread()
 def plan(
     mask: Any = None,
     mesh: Any = None,

@@ -40,6 +40,7 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch_as,
     dispatch_together,
 )
+from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import (
     backward_begins_early,
     choose_degree,
@@ -159,6 +160,7 @@ def plan_rank(
     return plan_rank_together([slices], cp_size, rank, options)[0]
 
 
+@one_thread()
 def plan_rank_together(
     masks: Sequence[AttnSlices],
     cp_size: int,
