@@ -97,7 +97,8 @@ class _Plan(NamedTuple):
 class Fa4Kernel:
     """flash-attn-4 behind the kernel interface. Its wheels are Python: kernels compile at first use, some seconds each.
 
-    Planning waits for the device a few times, so no graph holds a plan; `ops/library.py` keeps it for all layers. What cannot wait,
+    Planning waits for the device a few times, so no graph holds a plan: eager code keeps it with the slices, a compiled graph makes it
+    again in each call. What cannot wait,
     the capture of a CUDA graph, and backward passes that have to repeat bit for bit are left to Triton's kernel.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -166,7 +167,7 @@ def shown_by(native, seqlen_q, seqlen_k):
     cu_k = [0, seqlen_k] if native.cu_seqlens is None else native.cu_seqlens.tolist()
     window = native.left, native.right
     slices = AttnSlices.from_cu_seqlens(cu_q, cu_k, window=window)
-    assert native.longest == max(end - begin for begin, end in zip(cu_q, cu_q[1:], strict=False))
+    assert native.longest == max(end - begin for begin, end in itertools.pairwise(cu_q))
     return slices.to_dense()
 
 
