@@ -281,7 +281,7 @@ def forward_parts(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: 
 
 
 def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
-    """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda" or "triton")."""
+    """The tile sizes of a plan for `problem`, as the kernel called `kernel` walks it ("cuda", "fa4" or "triton")."""
     if kernel == "cuda":
         forward, backward = forward_config(problem), backward_config(problem)
         return PlanTiles(
@@ -292,7 +292,33 @@ def plan_tiles(problem: AttnProblem, kernel: str = "cuda") -> PlanTiles:
         return PlanTiles(
             triton.q_tile_rows, triton.q_block_cols, triton.k_tile_rows, triton.k_block_cols
         )
-    raise ValueError(f'`kernel` must be "cuda" or "triton", got {kernel!r}')
+    if kernel == "fa4":
+        return fa4_blocks(problem)
+    raise ValueError(f'`kernel` must be "cuda", "fa4" or "triton", got {kernel!r}')
+
+
+# flash-attn-4: the blocks of its lists are its own tiles, which it takes from the head dimension. On Blackwell a thread block has two
+# tiles of 128 queries; its backward could have pairs of tiles of 128 keys, which is not measured.
+_FA4_BLACKWELL = PlanTiles(256, 128, 128, 128)
+_FA4_HOPPER = {
+    64: PlanTiles(192, 128, 128, 128),
+    96: PlanTiles(192, 128, 128, 64),
+    128: PlanTiles(128, 128, 128, 64),
+}
+FA4_HEAD_DIMS = tuple(_FA4_HOPPER)
+
+# Documents that are shorter on average share blocks of lists: packed documents have tiles of their own.
+FA4_LEAST_ROWS = 256
+
+
+def fa4_blocks(problem: AttnProblem) -> PlanTiles:
+    """The blocks of flash-attn-4's lists: of the forward by queries, and of the backward by keys."""
+    return _FA4_HOPPER[problem.head_dim] if problem.device_arch == (9, 0) else _FA4_BLACKWELL
+
+
+def fa4_group_is_packed(problem: AttnProblem) -> bool:
+    """Whether the query heads of a key-value head share a tile in flash-attn-4's forward, as they do by its own choice."""
+    return 128 % problem.qhead_per_kvhead == 0
 
 
 class Launch(NamedTuple):

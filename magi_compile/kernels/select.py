@@ -16,6 +16,7 @@ from magi_compile.kernels.scored import ScoredKernel
 KERNELS: dict[str, str] = {
     "cuda": "magi_compile.kernels.sm90:CudaKernel",
     "cuda_padded": "magi_compile.kernels.sm90:padded_cuda_kernel",
+    "fa4": "magi_compile.kernels.fa4:Fa4Kernel",
     "triton": "magi_compile.kernels.triton:TritonKernel",
     "cpu": "magi_compile.kernels.cpu:CpuKernel",
     "reference": "magi_compile.kernels.reference:ReferenceKernel",
@@ -31,6 +32,15 @@ SLOWER_WITH_BITS = {
 }
 SLOWER_WITH_SCORES = {
     "triton": "runs score_mods only where kernel 'triton' is asked for by name: on an H100 it has 0.5 times FlexAttention's speed"
+}
+# Why a kernel is not chosen on a GPU of this compute capability by a user who did not ask for it by name.
+SLOWER_ON: dict[str, dict[tuple[int, int] | None, str]] = {
+    "fa4": {
+        (
+            9,
+            0,
+        ): "runs on Hopper only where kernel 'fa4' is asked for by name: kernel 'cuda' is faster there"
+    }
 }
 
 
@@ -58,16 +68,17 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
     for name in considered:
         reasons[name] = _refusals(name, problem)
         if force is None:
-            reasons[name] += slower_than_flex(name, problem)
+            reasons[name] += reservations(name, problem)
         if not reasons[name]:
             return load(name)
     listed = "\n".join(f"  {name}: {why}" for name, whys in reasons.items() for why in whys)
     raise NotImplementedError(f"no kernel can run {problem}:\n{listed}")
 
 
-def slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
+def reservations(name: str, problem: AttnProblem) -> list[str]:
     """Why the kernel called `name` is left to those who ask for it, for `problem`."""
-    slower = [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
+    slower = [SLOWER_ON.get(name, {}).get(problem.device_arch)]
+    slower += [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
     slower += [SLOWER_WITH_SCORES.get(name)] if problem.has_score else []
     return [why for why in slower if why]
 

@@ -111,7 +111,7 @@ def test_forced_kernel_that_refuses(registry):
 
 def test_forced_kernel_that_does_not_exist():
     with pytest.raises(
-        ValueError, match=r"`force` must be one of cuda, cuda_padded, triton, .* got 'fast'"
+        ValueError, match=r"`force` must be one of cuda, cuda_padded, fa4, triton, .* got 'fast'"
     ):
         select(PROBLEM, force="fast")
 

@@ -1,0 +1,132 @@
+"""What each row of a mask sees, as intervals of columns, and where a mask has blocks that are visible as a whole.
+
+A row is a query and a column a key; of transposed rects it is the other way round.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile.masks.geometry import Rects
+
+
+class Intervals(NamedTuple):
+    """The columns `[begin, end)` that rows see, sorted by row and column; those of one row are disjoint and do not touch.
+
+    int64 tensors `[num_intervals]`, and on the host how many rows and columns there are, and the most intervals of a row.
+    """
+
+    row: Tensor
+    begin: Tensor
+    end: Tensor
+    num_rows: int
+    num_cols: int
+    most: int
+
+    def number_in_row(self) -> Tensor:
+        """How many intervals of its row lie before each: int64 `[num_intervals]`."""
+        first = torch.searchsorted(self.row, self.row)
+        return torch.arange(len(self.row), device=self.row.device) - first
+
+
+class Blocks(NamedTuple):
+    """The blocks of a mask, bool `[row blocks, column blocks]`."""
+
+    partial: Tensor  # some pairs of the block are visible, others are not
+    full: Tensor  # all pairs are visible
+
+
+class BlockLists(NamedTuple):
+    """For each row block the column blocks that it sees a part of, and those that it sees as a whole.
+
+    int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in increasing order,
+    and behind them those of all other blocks.
+    """
+
+    counts: Tensor
+    indices: Tensor
+
+
+def row_intervals(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
+    """What the rows of disjoint trimmed rects see, on their device. Waits for it twice."""
+    row, begin, end = rects.by_row()
+    if not len(row):
+        return Intervals(row, begin, end, num_rows, num_cols, 0)
+    order = torch.argsort(row * (num_cols + 1) + begin)
+    row, begin, end = (x.index_select(0, order) for x in (row, begin, end))
+    # Disjoint intervals of a row can only touch; what begins where the one before it ends continues it.
+    starts = torch.ones_like(row, dtype=torch.bool)
+    starts[1:] = (row[1:] != row[:-1]) | (begin[1:] > end[:-1])
+    stops = torch.ones_like(starts)
+    stops[:-1] = starts[1:]
+    number = starts.cumsum(0) - 1
+    in_row = number - number.index_select(0, torch.searchsorted(row, row))
+    num_intervals, most = torch.stack([number[-1] + 1, in_row.max() + 1]).tolist()
+
+    def kept(values: Tensor, where: Tensor) -> Tensor:
+        """The value of each interval, which stands at one place of it."""
+        place = torch.where(where, number, num_intervals)
+        return values.new_empty(num_intervals + 1).scatter_(0, place, values)[:-1]
+
+    kept_rows = kept(row, starts), kept(begin, starts), kept(end, stops)
+    return Intervals(*kept_rows, num_rows, num_cols, most)
+
+
+def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Blocks:
+    """The blocks of `block_rows` rows and `block_cols` columns, in memory of the size of their number."""
+    row, begin, end, num_rows, num_cols, _ = intervals
+    across, down = -(-num_cols // block_cols), -(-num_rows // block_rows)
+    of_row = row // block_rows * (across + 1)
+
+    def depth(first: Tensor, last: Tensor) -> Tensor:
+        """How many intervals reach over each block: those from `first` to before `last` of each."""
+        edges = torch.zeros(down * (across + 1), dtype=torch.int32, device=row.device)
+        one = torch.where(first < last, 1, 0).to(torch.int32)
+        edges.scatter_add_(0, of_row + first, one)
+        edges.scatter_add_(0, of_row + torch.maximum(first, last), -one)
+        return edges.view(down, across + 1).cumsum(1)[:, :-1]
+
+    seen = depth(begin // block_cols, (end + block_cols - 1) // block_cols) > 0
+    # The last block ends where the columns do.
+    whole_until = torch.where(end == num_cols, across, end // block_cols)
+    rows_of_block = torch.full((down,), block_rows, device=row.device)
+    rows_of_block[-1:] = num_rows - (down - 1) * block_rows
+    full = depth((begin + block_cols - 1) // block_cols, whole_until) == rows_of_block[:, None]
+    return Blocks(seen & ~full, full)
+
+
+def lists_of(blocks: Blocks) -> BlockLists:
+    """The lists of every row block; of `blocks` with rows and columns exchanged those of every column block."""
+    listed = torch.stack([*blocks]).contiguous()
+    indices = listed.byte().argsort(dim=-1, descending=True, stable=True)
+    return BlockLists(listed.sum(-1, dtype=torch.int32), indices.int())
+
+
+def transposed(blocks: Blocks) -> Blocks:
+    return Blocks(*(x.t() for x in blocks))
+
+
+def unrolled_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
+    """The bounds of every row beside one another: int32 `[padded_rows * 2 * most]`, begin and end of one interval after another.
+
+    A row with fewer intervals than the most, and one that is only there for kernels that read on behind the last row, has
+    intervals `[0, 0)`.
+    """
+    most = max(intervals.most, 1)
+    bounds = torch.zeros(padded_rows * 2 * most, dtype=torch.int32, device=intervals.row.device)
+    place = (intervals.row * most + intervals.number_in_row()) * 2
+    bounds[place], bounds[place + 1] = intervals.begin.int(), intervals.end.int()
+    return bounds
+
+
+def searched_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
+    """The bounds of all rows one after the other, increasing in each row, behind `padded_rows + 1` numbers that say where in the
+    same tensor those of each row begin: int32 `[padded_rows + 1 + 2 * num_intervals]`."""
+    row = intervals.row
+    rows = torch.arange(padded_rows + 1, device=row.device)
+    offsets = padded_rows + 1 + 2 * torch.searchsorted(row, rows)
+    bounds = torch.stack([intervals.begin, intervals.end], 1).flatten()
+    return torch.cat([offsets, bounds]).int()
