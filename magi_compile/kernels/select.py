@@ -23,8 +23,8 @@ KERNELS: dict[str, str] = {
 }
 
 # Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix; what pads is not
-# measured yet beside Triton's kernel.
-ONLY_IF_FORCED = frozenset({"reference", "cuda_padded"})
+# measured yet beside Triton's kernel; flash-attn-4 is slower than "cuda" on Hopper, and has not run here on Blackwell.
+ONLY_IF_FORCED = frozenset({"reference", "cuda_padded", "fa4"})
 
 # Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
 SLOWER_WITH_BITS = {
@@ -32,15 +32,6 @@ SLOWER_WITH_BITS = {
 }
 SLOWER_WITH_SCORES = {
     "triton": "runs score_mods only where kernel 'triton' is asked for by name: on an H100 it has 0.5 times FlexAttention's speed"
-}
-# Why a kernel is not chosen on a GPU of this compute capability by a user who did not ask for it by name.
-SLOWER_ON: dict[str, dict[tuple[int, int] | None, str]] = {
-    "fa4": {
-        (
-            9,
-            0,
-        ): "runs on Hopper only where kernel 'fa4' is asked for by name: kernel 'cuda' is faster there"
-    }
 }
 
 
@@ -68,17 +59,16 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
     for name in considered:
         reasons[name] = _refusals(name, problem)
         if force is None:
-            reasons[name] += reservations(name, problem)
+            reasons[name] += slower_than_flex(name, problem)
         if not reasons[name]:
             return load(name)
     listed = "\n".join(f"  {name}: {why}" for name, whys in reasons.items() for why in whys)
     raise NotImplementedError(f"no kernel can run {problem}:\n{listed}")
 
 
-def reservations(name: str, problem: AttnProblem) -> list[str]:
+def slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
     """Why the kernel called `name` is left to those who ask for it, for `problem`."""
-    slower = [SLOWER_ON.get(name, {}).get(problem.device_arch)]
-    slower += [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
+    slower = [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
     slower += [SLOWER_WITH_SCORES.get(name)] if problem.has_score else []
     return [why for why in slower if why]
 
