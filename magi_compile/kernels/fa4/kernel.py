@@ -44,9 +44,8 @@ from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 PACKAGE = "flash-attn-4"
-VERSIONS = (
-    "4.0.0b36",
-)  # the functions that it is called by are not public: those that the tests have run against
+# The functions that it is called by are not public: the versions that the tests have run against.
+VERSIONS = ("4.0.0b36",)
 ARCHS = ((9, 0), (10, 0), (10, 3))
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -98,8 +97,8 @@ class Fa4Kernel:
     """flash-attn-4 behind the kernel interface. Its wheels are Python: kernels compile at first use, some seconds each.
 
     Planning waits for the device a few times, so no graph holds a plan: eager code keeps it with the slices, a compiled graph makes it
-    again in each call. What cannot wait,
-    the capture of a CUDA graph, and backward passes that have to repeat bit for bit are left to Triton's kernel.
+    again in each call. What cannot wait, the capture of a CUDA graph, and backward passes that have to repeat bit for bit are left
+    to Triton's kernel.
     """
 
     name = "fa4"
@@ -135,7 +134,7 @@ class Fa4Kernel:
 
     def notes(self, problem: AttnProblem) -> list[str]:
         return [
-            "not measured on Blackwell yet",
+            "has not run on Blackwell; makes the plan again in every call of a compiled graph, and waits for it",
             "kernel 'triton' runs what a CUDA graph captures, and the backward under torch.use_deterministic_algorithms(True)",
         ]
 

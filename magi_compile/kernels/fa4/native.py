@@ -32,6 +32,9 @@ def native_mask(intervals: Intervals, least_rows: int) -> Native | None:
     Args:
         intervals: the keys of every query.
         least_rows: how many rows documents have on average, at least: of shorter ones several share a block of a block list.
+
+    Returns:
+        The arguments of flash-attn-4 for it, or None.
     """
     row, begin, end, num_rows, num_cols, most = intervals
     if most != 1 or len(row) != num_rows:  # some row sees nothing, or more than one interval
