@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttnOutput",
+    "AttnOutputWithMaxScores",
     "AttnSlice",
     "AttnSlices",
     "Explanation",
@@ -56,6 +57,7 @@ __all__ = [
 # Where each public name lives; resolved at first use, so that importing the package loads no kernel.
 _HOMES = {
     "AttnOutput": "ops.attention",
+    "AttnOutputWithMaxScores": "ops.attention",
     "AttnSlice": "masks",
     "AttnSlices": "masks",
     "Explanation": "lowering.explain",
