@@ -166,7 +166,8 @@ def flex_flash_attention(
         out = out_with_sinks(out, lse, sinks, heads_first=False)
         return _packed_result(out, lse_with_sinks(lse, sinks), *others)
     if has_torch_function_mode():  # context parallelism
-        return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
+        handle: Any = handle_torch_function  # its types know no overloads
+        return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)

@@ -257,9 +257,10 @@ def _ffa_fwd_fake(
     return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
 
 
-def _ffa_fwd_with_max_scores(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    max_scores = new_max_scores(q)
-    return *_ffa_fwd(q, *rest, max_scores=max_scores), max_scores
+def _ffa_fwd_with_max_scores(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    max_scores = new_max_scores(arguments[0])
+    out, lse = _ffa_fwd(*arguments, max_scores=max_scores)
+    return out, lse, max_scores
 
 
 def _ffa_fwd_with_max_scores_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
