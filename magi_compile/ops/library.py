@@ -221,6 +221,7 @@ def _ffa_fwd(
     softmax_scale: float,
     softcap: float,
     kernel: str,
+    *,
     max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()

@@ -81,7 +81,7 @@ class Setup:
         )
         native.current_context = lambda: 7
         library.chosen_for = (
-            lambda device, dtype, heads, scale, softcap, name, has_bits=False, **others: (
+            lambda device, dtype, heads, scale, softcap, name, has_bits=False, *_, **others: (
                 library.Chosen(
                     PlanningKernel(),
                     replace(
