@@ -22,7 +22,12 @@ if TYPE_CHECKING:
         UnsupportedMaskError,
         create_block_mask,
     )
-    from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
+    from magi_compile.ops.attention import (
+        AttnOutput,
+        AttnOutputWithMaxScores,
+        flex_attention,
+        flex_flash_attention,
+    )
     from magi_compile.score.program import UnsupportedScoreModError
 
 __all__ = [

@@ -38,7 +38,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, p: SequencePlan, gi
     assert_type(create_block_mask(named.mask_mod, None, None, 7, 7), BlockMask)
     magi_compile.enable(strict=True, kernel=None)
     magi_compile.enable(sloppy=True)  # error: [call-arg]
-    flex_flash_attention(q, k, v, mask)  # error: [arg-type]
+    flex_flash_attention(q, k, v, mask)  # error: [call-overload]
     flex_attention(q, k, v, scale="large")  # error: [call-overload]
 """
 
