@@ -22,11 +22,17 @@ if TYPE_CHECKING:
         UnsupportedMaskError,
         create_block_mask,
     )
-    from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
+    from magi_compile.ops.attention import (
+        AttnOutput,
+        AttnOutputWithMaxScores,
+        flex_attention,
+        flex_flash_attention,
+    )
     from magi_compile.score.program import UnsupportedScoreModError
 
 __all__ = [
     "AttnOutput",
+    "AttnOutputWithMaxScores",
     "AttnSlice",
     "AttnSlices",
     "Explanation",
@@ -56,6 +62,7 @@ __all__ = [
 # Where each public name lives; resolved at first use, so that importing the package loads no kernel.
 _HOMES = {
     "AttnOutput": "ops.attention",
+    "AttnOutputWithMaxScores": "ops.attention",
     "AttnSlice": "masks",
     "AttnSlices": "masks",
     "Explanation": "lowering.explain",

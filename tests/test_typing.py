@@ -15,7 +15,8 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 from typing_extensions import assert_type
 
 import magi_compile
-from magi_compile import AttnOutput, AttnSlices, create_block_mask, flex_attention
+from magi_compile import AttnOutput, AttnOutputWithMaxScores, AttnSlices
+from magi_compile import create_block_mask, flex_attention
 from magi_compile import flex_flash_attention
 from magi_compile.dtensor import SequencePlan, context_parallel_attention, plan
 from magi_compile.masks import library
@@ -32,10 +33,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, p: SequencePlan, gi
     named = library.document_causal([3, 4])
     assert_type(named.slices, AttnSlices)
     assert_type(flex_flash_attention(q, k, v, named.slices), AttnOutput)
+    with_max_scores = flex_flash_attention(q, k, v, named.slices, return_max_scores=True)
+    assert_type(with_max_scores, AttnOutputWithMaxScores)
     assert_type(create_block_mask(named.mask_mod, None, None, 7, 7), BlockMask)
     magi_compile.enable(strict=True, kernel=None)
     magi_compile.enable(sloppy=True)  # error: [call-arg]
-    flex_flash_attention(q, k, v, mask)  # error: [arg-type]
+    flex_flash_attention(q, k, v, mask)  # error: [call-overload]
     flex_attention(q, k, v, scale="large")  # error: [call-overload]
 """
 

@@ -394,6 +394,8 @@ def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]
     """What is kept of attention, and of how it is walked, is not computed again in the backward."""
     ours = {torch.ops.magi.ffa_fwd.default, torch.ops.magi.plan.default}
     ours |= {torch.ops.magi.cp_ffa_fwd.default, torch.ops.magi.scored_fwd.default}
+    ours |= {torch.ops.magi.ffa_fwd_with_max_scores.default}
+    ours |= {torch.ops.magi.scored_fwd_with_max_scores.default}
 
     @wraps(theirs)
     def get_save_ops(self: SelectiveAC) -> set[Any]:

@@ -25,6 +25,7 @@ class AttnProblem:
     `softcap` is 0.0 where there is none: scores are `softcap * tanh(scores / softcap)` otherwise.
     `has_bits`: whether slices may have bit blocks (`masks/bits.py`).
     `has_score`: whether a score program changes the scores (`kernels/scored.py`).
+    `has_max_scores`: whether a forward pass is asked for the largest score of each row.
     """
 
     device_type: str
@@ -38,6 +39,7 @@ class AttnProblem:
     softcap: float = 0.0
     has_bits: bool = False
     has_score: bool = False
+    has_max_scores: bool = False
 
     @property
     def qhead_per_kvhead(self) -> int:
@@ -78,6 +80,11 @@ def in_output_layout(q: Tensor, out: Tensor) -> Tensor:
     if out.stride() == output_stride(q.shape, q.stride(), out.shape[2]):
         return out
     return output_like(q, out.shape[2], out.dtype).copy_(out)
+
+
+def new_max_scores(q: Tensor) -> Tensor:
+    """The largest scores of the rows of q before any key is seen: `Kernel.forward` takes them along."""
+    return q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32)
 
 
 class ForwardOutput(NamedTuple):
@@ -157,11 +164,15 @@ class Kernel(Protocol):
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         """Attention of `q` over `slices`, and where there is a `prior`, over its keys too.
 
         `prior` is the attention of the same queries over other keys, its `out` in fp32 or wider. What comes out has
         `out_dtype`: by default that of `q`, wider where it will be a prior.
+
+        `max_scores`, there where `problem.has_max_scores` and only there, is written to: fp32 `[nheads_q, total_q]`, contiguous, each
+        entry becomes the largest one of itself and of the scores of its row, as the softmax takes them (scaled and capped).
         """
         ...
 

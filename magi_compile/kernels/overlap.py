@@ -107,11 +107,13 @@ class EarlyKernel(Kernel, Protocol):
         problem: AttnProblem,
         *,
         free_sms: int = 0,
+        max_scores: Tensor | None = None,
     ) -> ForwardSteps:
         """Attention of `q` over the local keys and values `keys` and over the `remote` ones; none of them is empty.
 
         `begin` leaves `free_sms` SMs to what brings remote keys, if there are more. How results are rounded may depend on
-        when these arrive, except under `torch.use_deterministic_algorithms(True)`.
+        when these arrive, except under `torch.use_deterministic_algorithms(True)`. `max_scores` as in `Kernel.forward`, complete
+        when `finish` has returned.
         """
         ...
 

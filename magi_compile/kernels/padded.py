@@ -79,13 +79,17 @@ class PaddedKernel:
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         padded = self._as(problem)
         q, k, v = (_pad(x, padded.head_dim) for x in (q, k, v))
         if prior is not None:
             prior = ForwardOutput(_pad(prior.out, padded.head_dim), prior.lse)
         out, lse = self._inner.forward(
-            *(q, k, v, slices, plan, padded), prior=prior, out_dtype=out_dtype
+            *(q, k, v, slices, plan, padded),
+            prior=prior,
+            out_dtype=out_dtype,
+            max_scores=max_scores,
         )
         return ForwardOutput(_cut(out, problem.head_dim_v), lse)
 

@@ -47,6 +47,21 @@ def exact_forward(
     return ForwardOutput(out, lse)
 
 
+def exact_max_scores(
+    q: Tensor, k: Tensor, slices: AttnSlices, softmax_scale: float, softcap: float = 0.0
+) -> Tensor:
+    """The largest score of each row, as the softmax takes it: fp64 `[nheads_q, seqlen_q]`, -inf in rows that see nothing. Arguments
+    as those of `exact_forward`."""
+    visible = slices.to_dense()
+    largest = q.new_full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float64)
+    if k.shape[0] == 0:
+        return largest
+    for kv_head, q_heads in _head_groups(q, k):
+        scores, _ = _scores(q[:, q_heads], k[:, kv_head], visible, softmax_scale, softcap)
+        largest[q_heads] = scores.amax(-1)
+    return largest
+
+
 def exact_backward(
     grads: Grads,
     saved: Saved,
@@ -124,9 +139,14 @@ class ReferenceKernel:
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         assert slices is not None
+        assert (max_scores is not None) == problem.has_max_scores
         out, lse = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
+        if max_scores is not None:
+            largest = exact_max_scores(q, k, slices, problem.softmax_scale, problem.softcap)
+            torch.maximum(max_scores, largest.float(), out=max_scores)
         return merge_prior(ForwardOutput(out, lse.float()), prior, out_dtype or q.dtype)
 
     def backward(

@@ -70,8 +70,10 @@ class ScoredKernel(Protocol):
         plan: list[Tensor],
         problem: AttnProblem,
         score: ScoreCall,
+        *,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
-        """As `Kernel.forward`."""
+        """As `Kernel.forward`; `max_scores` are those that the program gives."""
         ...
 
     def scored_backward(

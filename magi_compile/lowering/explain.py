@@ -92,7 +92,9 @@ class Explanation:
 
 def _place_of_slices(call: LoweredCall) -> int:
     """Which argument of the op they are."""
-    return 4 if call.node.target is torch.ops.magi.scored_attention.default else 3
+    ops = torch.ops.magi
+    scored = (ops.scored_attention.default, ops.scored_attention_with_max_scores.default)
+    return 4 if call.node.target in scored else 3
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:

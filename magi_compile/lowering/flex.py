@@ -55,8 +55,6 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     backend = call.kernel_options.get("BACKEND", "AUTO")
     if backend != "AUTO":
         reasons.append(f"kernel_options asks for FlexAttention's BACKEND={backend!r}")
-    if call.kernel_options.get("OUTPUT_MAX"):
-        reasons.append("return_aux asks for max_scores, which the kernels do not return")
     if not q.dtype == k.dtype == v.dtype:
         reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
     if k.shape[0] not in (1, q.shape[0]):
@@ -90,7 +88,11 @@ def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
     factors = scores.factors
     softmax_scale = float(value_of(call.scale)) * factors.scale
     problem = problem_of(q, k, v, softmax_scale, factors.softcap, _out_dtype(call))
-    return replace(problem, has_score=scores.program is not None)
+    return replace(
+        problem,
+        has_score=scores.program is not None,
+        has_max_scores=bool(call.kernel_options.get("OUTPUT_MAX")),
+    )
 
 
 def _out_dtype(call: FlexCall) -> torch.dtype:
@@ -98,9 +100,7 @@ def _out_dtype(call: FlexCall) -> torch.dtype:
     return value_of(call.node)[0].dtype
 
 
-def emit_attention(
-    emit: Emitter, call: FlexCall, found: Analysis, mask: Mask
-) -> tuple[Node, Node, Node]:
+def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -> tuple[Node, ...]:
     """Emits the attention itself.
 
     Args:
@@ -110,7 +110,8 @@ def emit_attention(
         mask: the nodes of its slices and plan.
 
     Returns:
-        The node that runs it, its out `[B, Hq, Sq, Dv]` and its lse `[B, Hq, Sq]`, in the units of the call.
+        The node that runs it, its out `[B, Hq, Sq, Dv]`, its lse `[B, Hq, Sq]` and, if the call asks for them, its largest scores
+        `[B, Hq, Sq]`, in the units of the call.
     """
     problem = found.problem
     assert found.kernel is not None
@@ -121,7 +122,8 @@ def emit_attention(
         for node in (call.q, call.k, call.v)
     )
     result = _emit_op(emit, call, found, mask, (q, k, v))
-    out, lse = (emit.call(operator.getitem, result, i) for i in range(2))
+    num_outputs = 3 if problem.has_max_scores else 2
+    out, *of_rows = (emit.call(operator.getitem, result, i) for i in range(num_outputs))
     by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
     if by_head:
         out = emit.call(torch.reshape, out, (*by_entry, problem.head_dim_v))
@@ -133,15 +135,26 @@ def emit_attention(
         out = emit.call(torch.permute, out, order)
         out = emit.call(torch.clone, out, memory_format=torch.contiguous_format)
         out = emit.call(torch.permute, out, inverse(order))
-    if by_head:
-        lse = emit.call(torch.reshape, lse, by_entry)
+    used = {item.args[1] for item in call.node.users if item.users}
+    rows = [
+        _of_entries(emit, node, found, by_entry, i + 1 in used) for i, node in enumerate(of_rows)
+    ]
+    return result, out, *rows
+
+
+def _of_entries(
+    emit: Emitter, node: Node, found: Analysis, by_entry: tuple[Any, int, Any], is_used: bool
+) -> Node:
+    """The log-sum-exp or the largest scores `[Hq, B * Sq]` as those of the operator, `[B, Hq, Sq]` in base 2."""
+    batch, _, seqlen_q = by_entry
+    if found.way.is_by_head:
+        node = emit.call(torch.reshape, node, by_entry)
     else:
-        lse = emit.call(torch.reshape, lse, (problem.nheads_q, batch, seqlen_q))
-        lse = emit.call(torch.transpose, lse, 0, 1)
-    if any(item.args[1] == 1 and item.users for item in call.node.users):
-        lse = emit.call(torch.clone, lse, memory_format=torch.contiguous_format)
-    lse = emit.call(operator.mul, lse, 1 / math.log(2))  # the operator's lse is in base 2
-    return result, out, lse
+        node = emit.call(torch.reshape, node, (found.problem.nheads_q, batch, seqlen_q))
+        node = emit.call(torch.transpose, node, 0, 1)
+    if is_used:
+        node = emit.call(torch.clone, node, memory_format=torch.contiguous_format)
+    return emit.call(operator.mul, node, 1 / math.log(2))
 
 
 def _emit_op(
@@ -155,14 +168,17 @@ def _emit_op(
     needs_slices = kernel.needs_slices or not plan or problem.has_bits
     slices = list(mask.slices) if needs_slices else []
     ops = torch.ops.magi
+    with_max = problem.has_max_scores
     if found.scores.program is None:
         options = (problem.softmax_scale, problem.softcap, kernel.name)
-        return emit.call(ops.attention.default, *qkv, slices, plan, *options)
+        op = ops.attention_with_max_scores if with_max else ops.attention
+        return emit.call(op.default, *qkv, slices, plan, *options)
     tables, symbols = found.scores.emit(emit, call)
     nheads = int(value_of(call.q).shape[1]) if found.way.is_by_head else 1
     lengths = [emit.size(call.q, 2), emit.size(call.k, 2), nheads]
+    scored = ops.scored_attention_with_max_scores if with_max else ops.scored_attention
     return emit.call(
-        ops.scored_attention.default,
+        scored.default,
         *qkv,
         *(tables, slices, plan, symbols, found.scores.program.text, lengths),
         problem.softmax_scale,
@@ -250,8 +266,8 @@ def _packed(emit: Emitter, node: Node, dtype: torch.dtype, batch: Any, *, by_hea
 
 
 class LoweredCall(NamedTuple):
-    """A decision, the node that now runs the attention, `magi::attention` or `magi::scored_attention`, or FlexAttention where it was
-    refused, and the nodes of its slices, which need not be among its arguments."""
+    """A decision, the node that now runs the attention, `magi::attention`, `magi::scored_attention` or one of these with the largest
+    scores, or FlexAttention where it was refused, and the nodes of its slices, which need not be among its arguments."""
 
     decision: Decision
     node: Node

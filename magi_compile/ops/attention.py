@@ -54,6 +54,22 @@ class AttnOutput(NamedTuple):
     lse: Tensor
 
 
+class AttnOutputWithMaxScores(NamedTuple):
+    """The result of attention over packed rows that was asked for the largest scores.
+
+    Attributes:
+        out: as that of `AttnOutput`.
+        lse: as that of `AttnOutput`.
+        max_scores: `[nheads_q, total_q]`, fp32, the largest score of each row, as the softmax takes it: times `softmax_scale`, and capped;
+            -inf for rows that see nothing. No sink is among the scores. Not differentiable.
+    """
+
+    out: Tensor
+    lse: Tensor
+    max_scores: Tensor
+
+
+@overload
 def flex_flash_attention(
     q: Tensor,
     k: Tensor,
@@ -64,7 +80,52 @@ def flex_flash_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     kernel: str | None = None,
-) -> AttnOutput:
+    return_max_scores: Literal[False] = False,
+) -> AttnOutput: ...
+
+
+@overload
+def flex_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+    return_max_scores: Literal[True],
+) -> AttnOutputWithMaxScores: ...
+
+
+@overload
+def flex_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+    return_max_scores: bool,
+) -> AttnOutput | AttnOutputWithMaxScores: ...
+
+
+def flex_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+    return_max_scores: bool = False,
+) -> AttnOutput | AttnOutputWithMaxScores:
     """Attention of packed tokens over a list of slices.
 
     Equivalent to `softmax(where(slices.to_dense(), q @ k.T * softmax_scale, -inf)) @ v` for every head, without
@@ -81,33 +142,52 @@ def flex_flash_attention(
         sinks: `[nheads_q]`, one more score of each head in every softmax, with a value of 0; any floating-point dtype, on the device of
             q, differentiable. A DTensor where q is one. None for none.
         kernel: the only kernel to use ("cuda", "cuda_padded", "fa4", "triton", "cpu", "reference"); None chooses.
+        return_max_scores: whether to return the largest score of each row as well, as QK-clip needs them.
 
     Returns:
-        `AttnOutput(out, lse)`.
+        `AttnOutput(out, lse)`; with return_max_scores `AttnOutputWithMaxScores(out, lse, max_scores)`.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
-    given: dict[str, Any] = {"softmax_scale": softmax_scale, "softcap": softcap, "kernel": kernel}
+    if not isinstance(return_max_scores, bool):
+        raise TypeError(f"`return_max_scores` must be True or False, got {return_max_scores!r}")
+    given: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+        "kernel": kernel,
+        "return_max_scores": return_max_scores,
+    }
     if sinks is not None:
-        out, lse = flex_flash_attention(q, k, v, slices, **given)
+        out, lse, *others = flex_flash_attention(q, k, v, slices, **given)
         check_sinks(sinks, "q", q, q.shape[1])
         out = out_with_sinks(out, lse, sinks, heads_first=False)
-        return AttnOutput(out, lse_with_sinks(lse, sinks))
+        return _packed_result(out, lse_with_sinks(lse, sinks), *others)
     if has_torch_function_mode():  # context parallelism
-        return handle_torch_function(flex_flash_attention, (), q, k, v, slices, **given)
+        handle: Any = handle_torch_function  # its types know no overloads
+        return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
-        out, lse = flex_flash_attention(*shards[:3], slices, **given)
-        return AttnOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
+        out, *rows = flex_flash_attention(*shards[:3], slices, **given)
+        return _packed_result(wrapped(out, shards), *(wrapped_lse(x, shards, PACKED) for x in rows))
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    return _attend(q, k, v, slices, softmax_scale, softcap, kernel)
+    return _packed_result(
+        *_attend(
+            *(q, k, v, slices, softmax_scale, softcap, kernel),
+            return_max_scores=return_max_scores,
+        )
+    )
+
+
+def _packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
+    """out, lse and, if they are there, the largest scores."""
+    return AttnOutput(*found) if len(found) == 2 else AttnOutputWithMaxScores(*found)
 
 
 def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
@@ -145,7 +225,10 @@ def _attend(
     softcap: float,
     kernel: str | None = None,
     scored: _Scored | None = None,
-) -> AttnOutput:
+    *,
+    return_max_scores: bool = False,
+) -> tuple[Tensor, ...]:
+    """out, lse and, if they are asked for, the largest scores."""
     lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
     if not slices.is_checked:
         totals = slices.seqlen_q, slices.seqlen_k
@@ -158,20 +241,24 @@ def _attend(
     if scored is not None and not kernel and q.is_cuda:
         heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         problem = problem_on(q.device, q.dtype, heads, softmax_scale)
-        problem = replace(problem, has_bits=slices.bits is not None, has_score=True)
+        problem = replace(
+            problem,
+            has_bits=slices.bits is not None,
+            has_score=True,
+            has_max_scores=return_max_scores,
+        )
         kernel = None if _has_cuda_code(problem, scored) else "triton"
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "", has_score=has_score)
+    ops = torch.ops.magi
     if scored is not None:
         program, tables, lengths = scored
-        out, lse = torch.ops.magi.scored_attention(
+        op = ops.scored_attention_with_max_scores if return_max_scores else ops.scored_attention
+        return op(
             *(q, k, v, tables, lists, plan, [], program.text, lengths),
             *(float(softmax_scale), kernel or ""),
         )
-        return AttnOutput(out, lse)
-    out, lse = torch.ops.magi.attention(
-        q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel or ""
-    )
-    return AttnOutput(out, lse)
+    op = ops.attention_with_max_scores if return_max_scores else ops.attention
+    return op(q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel or "")
 
 
 @overload
@@ -269,7 +356,8 @@ def flex_attention(
         enable_gqa: allows Hkv to be a divisor of Hq.
         return_lse: whether to return the log-sum-exp of the scores as well.
         kernel_options: PyTorch's tuning options; ignored.
-        return_aux: `AuxRequest(lse=True)` returns an `AuxOutput` as well.
+        return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well. max_scores `[B, Hq, L]`, fp32, are the largest
+            scores of the rows, as the softmax takes them (behind scale and score_mod), -inf where nothing is visible; they have no gradients.
 
     Returns:
         out `[B, Hq, L, Ev]`; with return_lse `(out, lse [B, Hq, L])`; with return_aux `(out, AuxOutput)`.
@@ -314,10 +402,7 @@ def flex_attention(
         raise TypeError(f"`return_aux` must be an AuxRequest or None, got {return_aux!r}")
     if return_aux is not None and return_lse:
         raise ValueError("one of `return_lse` and `return_aux` must be left out, got both")
-    if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(
-            "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
-        )
+    return_max_scores = return_aux is not None and return_aux.max_scores
     score, program = _read_score_mod(score_mod, query.device)
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
@@ -334,18 +419,25 @@ def flex_attention(
     if program is not None:
         lengths = [seqlen_q, key.shape[2], nheads_q if mask.is_by_head else 1]
         scored = _Scored(*program, lengths)
-    result = _attend(q, k, v, mask.slices, softmax_scale, score.softcap, scored=scored)
+    out, *rows = _attend(
+        *(q, k, v, mask.slices, softmax_scale, score.softcap),
+        scored=scored,
+        return_max_scores=return_max_scores,
+    )
     if mask.is_by_head:
-        out = result.out.view(batch, nheads_q, seqlen_q, value.shape[3])
-        lse = result.lse.view(batch, nheads_q, seqlen_q)
+        out = out.view(batch, nheads_q, seqlen_q, value.shape[3])
+        lse, *others = (x.view(batch, nheads_q, seqlen_q) for x in rows)
     else:
-        out = result.out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
-        lse = result.lse.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous()
+        out = out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
+        lse, *others = (
+            x.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous() for x in rows
+        )
     out = in_memory_order(out, memory_order(query.stride()))
     if not return_lse and return_aux is None:
         return out
     if return_aux is not None:
-        return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+        max_scores = others[0] if return_max_scores else None
+        return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
     return out, lse
 
 
@@ -379,8 +471,8 @@ def _of_dtensors(
     out = wrapped(out, shards)
     if isinstance(second, Tensor):
         return out, wrapped_lse(second, shards, PADDED)
-    lse = None if second.lse is None else wrapped_lse(second.lse, shards, PADDED)
-    return out, second._replace(lse=lse)
+    of_rows = [None if x is None else wrapped_lse(x, shards, PADDED) for x in second]
+    return out, type(second)(*of_rows)
 
 
 class _Derived(NamedTuple):

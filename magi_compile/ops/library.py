@@ -5,6 +5,8 @@ magi::plan_with_bits   the same of slices with bit blocks
 magi::attention    attention over slices -> (out, lse), differentiable: becomes, where it is called,
 magi::ffa_fwd      its values
 magi::ffa_bwd      its gradients -> (dq, dk, dv)
+magi::attention_with_max_scores   the same -> (out, lse, max_scores): becomes
+magi::ffa_fwd_with_max_scores     its values; its gradients are those of `magi::ffa_bwd`
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from magi_compile.kernels.base import (
     Kernel,
     Saved,
     in_output_layout,
+    new_max_scores,
     output_like,
 )
 from magi_compile.kernels.select import problem_on, select
@@ -60,10 +63,13 @@ def chosen_for(
     kernel: str | None,
     has_bits: bool = False,
     has_score: bool = False,
+    has_max_scores: bool = False,
 ) -> Chosen:
     """What runs attention of such tensors: a call is too short to find that out each time."""
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
-    problem = replace(problem, has_bits=has_bits, has_score=has_score)
+    problem = replace(
+        problem, has_bits=has_bits, has_score=has_score, has_max_scores=has_max_scores
+    )
     return Chosen(select(problem, kernel), problem)
 
 
@@ -215,6 +221,8 @@ def _ffa_fwd(
     softmax_scale: float,
     softcap: float,
     kernel: str,
+    *,
+    max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
     total_q, nheads_q, head_dim = q.shape
@@ -222,13 +230,16 @@ def _ffa_fwd(
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
     scaled = Scaled.of(q, softmax_scale)
     scale = scaled.softmax_scale
-    has_bits = len(slices) > 3
-    chosen, problem = chosen_for(q.device, q.dtype, heads, scale, softcap, kernel or None, has_bits)
+    chosen, problem = chosen_for(
+        *(q.device, q.dtype, heads, scale, softcap, kernel or None),
+        has_bits=len(slices) > 3,
+        has_max_scores=max_scores is not None,
+    )
     of_lists = slices_of(slices, total_q, total_k)
     walked = chosen.unpack(plan or plan_of(chosen, of_lists, problem))
     if chosen.prepares_calls:
         hand_over_to_launcher()
-    out, lse = chosen.forward(scaled.q, k, v, of_lists, walked, problem)
+    out, lse = chosen.forward(scaled.q, k, v, of_lists, walked, problem, max_scores=max_scores)
     return in_output_layout(q, out), lse
 
 
@@ -245,6 +256,17 @@ def _ffa_fwd_fake(
     total_q, nheads_q, _ = q.shape
     out = output_like(q, v.shape[2])
     return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
+
+
+def _ffa_fwd_with_max_scores(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    max_scores = new_max_scores(arguments[0])
+    out, lse = _ffa_fwd(*arguments, max_scores=max_scores)
+    return out, lse, max_scores
+
+
+def _ffa_fwd_with_max_scores_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _ffa_fwd_fake(q, *rest)
+    return out, lse, torch.empty_like(lse)
 
 
 def _ffa_bwd(
@@ -285,11 +307,20 @@ def _ffa_bwd_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-_FFA_FWD = (
+_FFA_ARGUMENTS = (
     "(Tensor q, Tensor k, Tensor v, Tensor[] slices, Tensor[] plan, "
-    "float softmax_scale, float softcap, str kernel) -> (Tensor, Tensor)"
+    "float softmax_scale, float softcap, str kernel)"
 )
+_FFA_FWD = f"{_FFA_ARGUMENTS} -> (Tensor, Tensor)"
+_FFA_FWD_WITH_MAX_SCORES = f"{_FFA_ARGUMENTS} -> (Tensor, Tensor, Tensor)"
 define_repeatable(_lib, f"ffa_fwd{_FFA_FWD}", _ffa_fwd, _ffa_fwd_fake)
+# Not repeated by the launcher: of training with QK-clip, where the GPU has more to do than the host.
+define(
+    _lib,
+    f"ffa_fwd_with_max_scores{_FFA_FWD_WITH_MAX_SCORES}",
+    _ffa_fwd_with_max_scores,
+    _ffa_fwd_with_max_scores_fake,
+)
 _FFA_BWD = (
     "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] slices, Tensor[] plan, "
     "float softmax_scale, float softcap, str kernel, "
@@ -327,6 +358,29 @@ class _Attention(torch.autograd.Function):
         return (*gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
 
 
+class _AttentionWithMaxScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slices, plan, *ctx.options = rest
+        ctx.num_slices = len(slices)
+        out, lse, max_scores = torch.ops.magi.ffa_fwd_with_max_scores.default(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, *slices, *plan)
+        ctx.mark_non_differentiable(max_scores)  # nor is that of FlexAttention
+        ctx.set_materialize_grads(False)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+        return _Attention.backward(ctx, dout, dlse)
+
+
 define_differentiable(
     *(_lib, f"attention{_FFA_FWD}", torch.ops.magi.ffa_fwd.default, _Attention, register_rules)
+)
+define_differentiable(
+    *(_lib, f"attention_with_max_scores{_FFA_FWD_WITH_MAX_SCORES}"),
+    torch.ops.magi.ffa_fwd_with_max_scores.default,
+    *(_AttentionWithMaxScores, register_rules),
 )

@@ -3,6 +3,7 @@
 magi::scored_attention   attention over slices -> (out, lse), differentiable, by captured tensors too: becomes, where it is called,
 magi::scored_fwd         its values
 magi::scored_bwd         its gradients -> (dq, dk, dv, those of the captured tensors that are asked for)
+magi::scored_attention_with_max_scores, magi::scored_fwd_with_max_scores   the same -> (out, lse, max_scores)
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import raise_pending
-from magi_compile.kernels.base import AttnProblem, Grads, Saved, in_output_layout, output_like
+from magi_compile.kernels.base import (
+    AttnProblem,
+    Grads,
+    Saved,
+    in_output_layout,
+    new_max_scores,
+    output_like,
+)
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.define import define, define_differentiable, gradients
@@ -35,7 +43,10 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(
-    qkv: tuple[Tensor, Tensor, Tensor], tables: list[Tensor] | None, *options: Any
+    qkv: tuple[Tensor, Tensor, Tensor],
+    tables: list[Tensor] | None,
+    *options: Any,
+    has_max_scores: bool = False,
 ) -> _Prepared:
     """`options` are those of `_OPTIONS`, in their order."""
     slices, plan, symbols, program, lengths, softmax_scale, kernel = options
@@ -45,6 +56,7 @@ def _prepared(
         *(q.device, q.dtype, heads, softmax_scale, 0.0, kernel or None),
         has_bits=len(slices) > 3,
         has_score=True,
+        has_max_scores=has_max_scores,
     )
     assert isinstance(chosen, ScoredKernel)
     of_lists = slices_of(slices, q.shape[0], k.shape[0])
@@ -54,17 +66,34 @@ def _prepared(
 
 
 def _scored_fwd(
-    q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor], *rest: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tables: list[Tensor],
+    *rest: Any,
+    max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
-    kernel, problem, slices, plan, score = _prepared((q, k, v), tables, *rest)
-    out, lse = kernel.scored_forward(q, k, v, slices, plan, problem, score)
+    kernel, problem, slices, plan, score = _prepared(
+        (q, k, v), tables, *rest, has_max_scores=max_scores is not None
+    )
+    out, lse = kernel.scored_forward(q, k, v, slices, plan, problem, score, max_scores=max_scores)
     return in_output_layout(q, out), lse
 
 
 def _scored_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     total_q, nheads_q, _ = q.shape
     return output_like(q, v.shape[2]), q.new_empty(nheads_q, total_q, dtype=torch.float32)
+
+
+def _scored_fwd_with_max_scores(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    max_scores = new_max_scores(q)
+    return *_scored_fwd(q, *rest, max_scores=max_scores), max_scores
+
+
+def _scored_fwd_with_max_scores_fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _scored_fwd_fake(q, *rest)
+    return out, lse, torch.empty_like(lse)
 
 
 def _scored_bwd(
@@ -113,8 +142,16 @@ _OPTIONS = (
     "Tensor[] slices, Tensor[] plan, SymInt[] symbols, str program, SymInt[] lengths, "
     "float softmax_scale, str kernel"
 )
-_FWD = f"(Tensor q, Tensor k, Tensor v, Tensor[] tables, {_OPTIONS}) -> (Tensor, Tensor)"
+_ARGUMENTS = f"(Tensor q, Tensor k, Tensor v, Tensor[] tables, {_OPTIONS})"
+_FWD = f"{_ARGUMENTS} -> (Tensor, Tensor)"
+_FWD_WITH_MAX_SCORES = f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor)"
 define(_lib, f"scored_fwd{_FWD}", _scored_fwd, _scored_fwd_fake)
+define(
+    _lib,
+    f"scored_fwd_with_max_scores{_FWD_WITH_MAX_SCORES}",
+    _scored_fwd_with_max_scores,
+    _scored_fwd_with_max_scores_fake,
+)
 define(
     _lib,
     "scored_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, "
@@ -163,8 +200,34 @@ class _Attention(torch.autograd.Function):
         return (dq, dk, dv, None, *map(of_tables.get, range(len(tables))), *none)
 
 
+class _AttentionWithMaxScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, num_tables: int, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tables, (slices, plan, *options) = list(rest[:num_tables]), rest[num_tables:]
+        ctx.options, ctx.num_tables, ctx.num_slices = options, num_tables, len(slices)
+        out, lse, max_scores = torch.ops.magi.scored_fwd_with_max_scores.default(
+            q, k, v, tables, slices, plan, *options
+        )
+        ctx.save_for_backward(q, k, v, out, lse, *tables, *slices, *plan)
+        ctx.mark_non_differentiable(max_scores)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+        return _Attention.backward(ctx, dout, dlse)
+
+
 define_differentiable(
     *(_lib, f"scored_attention{_FWD}", torch.ops.magi.scored_fwd.default, _Attention),
     register_rules,
+    takes_tables=True,
+)
+define_differentiable(
+    *(_lib, f"scored_attention_with_max_scores{_FWD_WITH_MAX_SCORES}"),
+    torch.ops.magi.scored_fwd_with_max_scores.default,
+    *(_AttentionWithMaxScores, register_rules),
     takes_tables=True,
 )

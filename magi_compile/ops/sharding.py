@@ -26,11 +26,19 @@ def register_rules() -> None:
     heads: Any = Shard(1)
 
     def forward(q: Any, k: Any, v: Any, slices: Any, plan: Any, *options: Any) -> list[Any]:
+        return of_forward([heads, first], k, slices, plan, *options)
+
+    def forward_with_max_scores(
+        q: Any, k: Any, v: Any, slices: Any, plan: Any, *options: Any
+    ) -> list[Any]:
+        return of_forward([heads, first, first], k, slices, plan, *options)
+
+    def of_forward(by_head: list[Any], k: Any, slices: Any, plan: Any, *options: Any) -> list[Any]:
         lists = [replicated] * (len(slices) + len(plan))
         rest = [None] * len(options)
-        rules = [([replicated] * 2, [*[replicated] * 3, *lists, *rest])]
+        rules = [([replicated] * len(by_head), [*[replicated] * 3, *lists, *rest])]
         if heads_divide(k):
-            rules.append(([heads, first], [*[heads] * 3, *lists, *rest]))
+            rules.append((by_head, [*[heads] * 3, *lists, *rest]))
         return rules
 
     def backward(
@@ -52,12 +60,18 @@ def register_rules() -> None:
         # A score_mod tells heads apart: a shard of them would have other numbers.
         return [([replicated] * 2, [*[replicated] * 3, *lists, *[None] * len(options)])]
 
+    def scored_with_max_scores(*arguments: Any) -> Any:
+        ((_, of_arguments),) = scored(*arguments)
+        return [([replicated] * 3, of_arguments)]
+
     ops: Any = torch.ops.magi
     rules: dict[Any, Callable[..., Sequence[Any]]] = {
         ops.ffa_fwd.default: forward,
+        ops.ffa_fwd_with_max_scores.default: forward_with_max_scores,
         ops.ffa_bwd.default: backward,
         ops.checked_slices.default: checked,
         ops.scored_fwd.default: scored,
+        ops.scored_fwd_with_max_scores.default: scored_with_max_scores,
     }
     for op, rule in rules.items():
         register_sharding(op)(rule)

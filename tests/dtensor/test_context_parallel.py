@@ -181,6 +181,11 @@ def run_refused_attention(group):
                 ),
             ),
             (
+                NotImplementedError,
+                "`return_max_scores` must be False inside context_parallel",
+                lambda: flash(*packed, AttnSlices.causal(half), return_max_scores=True),
+            ),
+            (
                 ValueError,
                 "`slices` must be plan.slices inside",
                 lambda: flash(*packed, AttnSlices.causal(half)),

@@ -5,10 +5,7 @@ import re
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import (
-    AuxRequest,
-    flex_attention,
-)
+from torch.nn.attention.flex_attention import flex_attention
 
 from magi_compile import LoweringRefusedError
 from magi_compile.kernels.base import AttnProblem
@@ -116,16 +113,6 @@ def test_what_small_pieces_would_cost():
         blocks * 128 * 128,
     )
     assert [round(pairs / slices.area()) for pairs in visited] == [31, 20, 10]
-
-
-@pytest.mark.gpu
-def test_max_scores_is_refused():
-    """PyTorch itself refuses them on a CPU."""
-    x = torch.randn(BATCH, 2, SEQLEN, 16, device="cuda")
-    with torch.no_grad():
-        compiled()(x, None, return_aux=AuxRequest(max_scores=True))
-    (decision,) = REPORT.refused
-    assert "max_scores" in decision.reasons[0]
 
 
 def test_lowered_and_refused_calls_mix():

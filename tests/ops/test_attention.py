@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import flex_attention as torch_flex_atten
 
 from magi_compile import AttnSlices, flex_attention, flex_flash_attention
 from magi_compile.kernels.base import Grads, Saved
-from magi_compile.kernels.reference import exact_backward, exact_forward
+from magi_compile.kernels.reference import exact_backward, exact_forward, exact_max_scores
 
 TOTAL_Q, TOTAL_K = 70, 90
 
@@ -247,10 +247,94 @@ def test_mask_of_another_batch_size():
         flex_attention(x, x, x, block_mask=mask)
 
 
-def test_max_scores_is_not_returned():
-    x = torch.randn(1, 2, 64, 16)
-    with pytest.raises(NotImplementedError, match="max_scores"):
-        flex_attention(x, x, x, return_aux=AuxRequest(max_scores=True))
+def after_gaps(b, h, q, kv):
+    """Some rows see nothing."""
+    return (q >= kv) & (q % 9 != 4)
+
+
+SCORE_MODS = {
+    "none": None,
+    "negative": lambda score, *_: -2.0 * score,
+    "softcap": lambda score, *_: 1.5 * torch.tanh(score / 1.5),
+    "bias": lambda score, b, h, q, kv: score + 0.1 * (kv - q) * (h + 1),
+}
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_max_scores(name, by_head):
+    def by_heads(b, h, q, kv):
+        return after_gaps(b, h, q, kv) & (q - kv < 20 * (h + 1))
+
+    score_mod, mask_mod = SCORE_MODS[name], by_heads if by_head else after_gaps
+    q = torch.randn(2, 4, 64, 16, requires_grad=True)
+    k, v = (torch.randn(2, 2, 64, 16, requires_grad=True) for _ in range(2))
+    mask = create_block_mask(mask_mod, 2, 4 if by_head else None, 64, 64, device="cpu")
+    out, aux = flex_attention(
+        *(q, k, v, score_mod, mask, 0.3, True), return_aux=AuxRequest(lse=True, max_scores=True)
+    )
+    scores = q @ k.repeat_interleave(2, 1).mT * 0.3
+    if score_mod is not None:
+        grid = torch.meshgrid(*map(torch.arange, (2, 4, 64, 64)), indexing="ij")
+        scores = score_mod(scores, *grid)
+    visible = create_mask(mask_mod, 2, 4, 64, 64, device="cpu")
+    expected = scores.masked_fill(~visible, -torch.inf).amax(-1)
+    assert (aux.max_scores.dtype, aux.max_scores.requires_grad) == (torch.float32, False)
+    assert (aux.max_scores[:, :, 4::9] == -torch.inf).all()
+    torch.testing.assert_close(aux.max_scores, expected.detach(), atol=1e-5, rtol=1e-5)
+    given = torch.autograd.grad(out.sum(), [q, k, v])
+    again, lse = flex_attention(q, k, v, score_mod, mask, 0.3, True, return_lse=True)
+    torch.testing.assert_close((out, aux.lse), (again, lse), atol=1e-5, rtol=1e-5)
+    wanted = torch.autograd.grad(again.sum(), [q, k, v])
+    torch.testing.assert_close(given, wanted, atol=2e-5, rtol=2e-5)
+    _, alone = flex_attention(
+        *(q, k, v, score_mod, mask, 0.3, True), return_aux=AuxRequest(max_scores=True)
+    )
+    assert alone.lse is None
+    assert torch.equal(alone.max_scores, aux.max_scores)
+
+
+@pytest.mark.parametrize("kernel", [None, "reference"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("scale", [0.3, -0.5, 0.0])
+def test_packed_max_scores(scale, softcap, kernel, slices):
+    q, k, v = packed(requires_grad=True)
+    given = dict(softmax_scale=scale, softcap=softcap, kernel=kernel)
+    out, lse, max_scores = flex_flash_attention(q, k, v, slices, **given, return_max_scores=True)
+    exact = exact_max_scores(q, k, slices, scale, softcap)
+    assert (max_scores.dtype, max_scores.requires_grad) == (torch.float32, False)
+    torch.testing.assert_close(max_scores.double(), exact.detach(), atol=1e-5, rtol=1e-5)
+    assert (max_scores[:, 64:] == -torch.inf).all()
+    results = flex_flash_attention(q, k, v, slices, **given)
+    torch.testing.assert_close((out, lse), tuple(results), atol=1e-5, rtol=1e-5)
+    dout = torch.randn_like(out)
+    theirs = torch.autograd.grad(results.out, [q, k, v], dout)
+    torch.testing.assert_close(torch.autograd.grad(out, [q, k, v], dout), theirs)
+
+
+def test_packed_max_scores_with_sinks(slices):
+    q, k, v = packed()
+    sinks = torch.full((4,), 100.0)
+    found = flex_flash_attention(q, k, v, slices, sinks=sinks, return_max_scores=True)
+    exact = exact_max_scores(q, k, slices, 0.25)
+    torch.testing.assert_close(found.max_scores.double(), exact, atol=1e-5, rtol=1e-5)
+    assert (found.lse >= 100).all()
+
+
+def test_packed_max_scores_in_a_compiled_function(slices):
+    def attend(q, k, v):
+        found = flex_flash_attention(q, k, v, slices, return_max_scores=True)
+        return found.out, found.max_scores
+
+    given = packed(requires_grad=True)
+    ours = torch.compile(attend, backend="aot_eager", fullgraph=True)(*given)
+    torch.testing.assert_close(ours, attend(*given), atol=1e-6, rtol=1e-6)
+    assert not ours[1].requires_grad
+
+
+def test_return_max_scores_is_a_flag(slices):
+    with pytest.raises(TypeError, match="`return_max_scores` must be True or False, got 1"):
+        flex_flash_attention(*packed(), slices, return_max_scores=1)
 
 
 def test_slices_follow_what_a_mask_mod_computes_from_captured_tensors():

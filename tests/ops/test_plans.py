@@ -191,9 +191,9 @@ def test_a_kernel_whose_plans_are_values_of_the_graph(dynamic, monkeypatch):
         check_sizes(plan[0], sizes)
         assert torch.equal(plan[1], slices.q_ranges + 1)
 
-    def checked_forward(self, q, k, v, slices, plan, problem):
+    def checked_forward(self, q, k, v, slices, plan, problem, **options):
         check_plan(slices, plan)
-        return forward(self, q, k, v, slices, [], problem)
+        return forward(self, q, k, v, slices, [], problem, **options)
 
     def checked_backward(self, *arguments, deterministic):
         check_plan(*arguments[-3:-1])

@@ -15,6 +15,19 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(0xffffffff, x, 2);
 }
 
+// Of this thread's columns of a row; two chains for each row, because a warp has its scheduler almost for itself.
+template <int kCount>
+__device__ __forceinline__ float thread_max(const float (&scores)[kCount], int half) {
+    float even = scores[2 * half];
+    float odd = scores[2 * half + 1];
+#pragma unroll
+    for (int i = 1; i < kCount / 4; ++i) {
+        even = fmaxf(even, scores[4 * i + 2 * half]);
+        odd = fmaxf(odd, scores[4 * i + 2 * half + 1]);
+    }
+    return fmaxf(even, odd);
+}
+
 // Probabilities are taken relative to a reference that is some earlier maximum of the row, and only the sum of a block
 // tells whether that still serves: no maximum is computed for a block whose probabilities stay moderate, which are all
 // but the first few of a row. The result is the same after normalisation, and probabilities up to 2^8 are as exact as
@@ -80,19 +93,6 @@ public:
     }
 
 private:
-    // Of this thread's columns; two chains for each row, because a warp has its scheduler almost for itself.
-    template <int kCount>
-    __device__ __forceinline__ static float thread_max(const float (&scores)[kCount], int half) {
-        float even = scores[2 * half];
-        float odd = scores[2 * half + 1];
-#pragma unroll
-        for (int i = 1; i < kCount / 4; ++i) {
-            even = fmaxf(even, scores[4 * i + 2 * half]);
-            odd = fmaxf(odd, scores[4 * i + 2 * half + 1]);
-        }
-        return fmaxf(even, odd);
-    }
-
     // A row that has seen nothing yet has no reference: with any finite one its probabilities are exp2(-inf) = 0.
     __device__ __forceinline__ float offset(int half) const {
         return reference_[half] == -kInfinity ? 0.f : reference_[half] * scale_log2_;

@@ -15,7 +15,7 @@ constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
           int kMinBlocksOfPingPong_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_,
-          bool kHasStairs_, bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, class Score_>
+          bool kHasStairs_, bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -33,6 +33,7 @@ struct ForwardConfig {
     static constexpr bool kHasRemoteKeys =
         kHasRemoteKeys_;                          // in tensors of their own, whose maps the producer chooses
     static constexpr bool kIsEarly = kIsEarly_;   // begins before they are there
+    static constexpr bool kHasMaxScores = kHasMaxScores_;   // of each row, beside its log-sum-exp
     using Score = Score_;                         // made from a score program, or NoScore
     static constexpr bool kHasScore = Score::kIsThere;
 

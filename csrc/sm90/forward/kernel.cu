@@ -48,7 +48,7 @@ __device__ __forceinline__ void forward(const typename Config::Params& params) {
 using Config =
     ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS, FFA_CONSUMERS,
                   FFA_MIN_BLOCKS_OF_PING_PONG, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP,
-                  FFA_HAS_STAIRS, FFA_HAS_BITS, FFA_HAS_REMOTE_KEYS, FFA_IS_EARLY, FFA_SCORE>;
+                  FFA_HAS_STAIRS, FFA_HAS_BITS, FFA_HAS_REMOTE_KEYS, FFA_IS_EARLY, FFA_HAS_MAX_SCORES, FFA_SCORE>;
 
 }   // namespace ffa
 

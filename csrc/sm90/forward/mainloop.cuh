@@ -8,6 +8,7 @@
 #include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 #include "forward/config.cuh"
+#include "forward/max_scores.cuh"
 #include "scores/forward.cuh"
 
 namespace ffa {
@@ -54,6 +55,7 @@ private:
         Out out;
         OnlineSoftmax softmax(params_.scale_log2);
         TileScores<Config> program(params_, first_row(tile), tile.head);
+        MaxScores<Config> largest;
 #pragma unroll
         for (int i = 0; i < kOut; ++i) {
             out[i] = 0.f;
@@ -85,6 +87,7 @@ private:
             pin(scores);
             end_turn();
             change_and_mask(scores, sees, tile, program);
+            largest.see(scores);
             release_k();
             bool is_v_there = test_v();
             float sum[2];
@@ -104,6 +107,7 @@ private:
                 pin(scores);
                 end_turn();
                 change_and_mask(scores, sees, tile, program);
+                largest.see(scores);
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
                 softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
@@ -148,6 +152,7 @@ private:
             store(out, tile);
         }
         store_lse(lse, is_wide, tile);
+        largest.store(params_, tile, first_row(tile), lane_);
         if (is_wide) {
             tell_of_part();
         }

@@ -39,6 +39,7 @@ struct ForwardParams {
     float scale_log2;   // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
     float cap_scale;    // softmax_scale / softcap where scores are capped
     long long out_row_stride, out_head_stride;   // of `out_rows`, in elements
+    float* max_scores;   // [nheads_q, total_q]: each becomes the largest of itself and of these scores; or null
 };
 
 static_assert(sizeof(ForwardParams) == 960, "packed by magi_compile/kernels/sm90/params.py");

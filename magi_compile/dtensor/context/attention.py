@@ -176,9 +176,7 @@ def _flex_operator(
             "`kernel_options` must not ask for a BACKEND inside context_parallel, which runs its own kernels; remove it"
         )
     if kernel_options.get("OUTPUT_MAX"):
-        raise NotImplementedError(
-            "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
-        )
+        raise NotImplementedError(_NO_MAX_SCORES.format("`return_aux` must not ask for max_scores"))
     softcap = 0.0
     if score_mod is not _NO_SCORE_MOD:
         if torch.compiler.is_compiling():
@@ -192,6 +190,9 @@ def _flex_operator(
     return out, lse * (1 / math.log(2)), lse
 
 
+_NO_MAX_SCORES = (
+    "{} inside context_parallel, which does not gather the largest scores across ranks; ask for lse"
+)
 _OTHER_MASK = (
     "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan "
     "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one that is made for the tokens of a "
@@ -220,9 +221,7 @@ def _flex_attention(
         raise ValueError(_OTHER_MASK)
     _check_groups(query, key, enable_gqa)
     if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(
-            "`return_aux` must not ask for max_scores, which the kernels do not return; ask for lse"
-        )
+        raise NotImplementedError(_NO_MAX_SCORES.format("`return_aux` must not ask for max_scores"))
     score = trace_score_mod(score_mod)
     scale = score.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
     out, lse = _attend(block_mask.mask_mod, around, query, key, value, scale, score.softcap)
@@ -241,7 +240,10 @@ def _flex_flash_attention(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     kernel: str | None = None,
+    return_max_scores: bool = False,
 ) -> AttnOutput:
+    if return_max_scores:
+        raise NotImplementedError(_NO_MAX_SCORES.format("`return_max_scores` must be False"))
     if kernel is not None:
         raise NotImplementedError(
             f"`kernel` must be None inside context_parallel, which chooses it, got {kernel!r}"

@@ -26,6 +26,7 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.cpu.piece_mask import PieceMask, has_scores
 from magi_compile.kernels.cpu.pieces import Piece, cut, plan_pieces
 from magi_compile.kernels.cpu.scores import ScoredTiles
+from magi_compile.kernels.cpu.softmax import Part, attention_of_scores
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.kernels.scored import ScoredBackwardOutput
 from magi_compile.masks.slices import AttnSlices
@@ -33,7 +34,7 @@ from magi_compile.score.program import ScoreCall, ScoreProgram
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# With a soft-cap or a score program the scores exist in memory: at most so many at a time, for each head.
+# Where scores exist in memory (`has_scores`): at most so many at a time, for each head.
 MAX_SCORE_ROWS, MAX_SCORE_KEYS = 256, 4096
 
 
@@ -80,9 +81,11 @@ class CpuKernel:
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
-        attend = partial(_forward_softcap if problem.softcap else _forward_flash, problem=problem)
-        output = self._forward(q, k, v, slices, plan, problem, attend)
+        of_piece = _forward_scores if has_scores(problem) else _forward_flash
+        attend = partial(of_piece, problem=problem)
+        output = self._forward(q, k, v, slices, plan, problem, attend, max_scores)
         return merge_prior(output, prior, out_dtype or q.dtype)
 
     def score_refusals(
@@ -103,9 +106,11 @@ class CpuKernel:
         plan: list[Tensor],
         problem: AttnProblem,
         score: ScoreCall,
+        *,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         attend = ScoredTiles(score, problem).forward
-        out, lse = self._forward(q, k, v, slices, plan, problem, attend)
+        out, lse = self._forward(q, k, v, slices, plan, problem, attend, max_scores)
         return ForwardOutput(out.to(q.dtype), lse)
 
     def _forward(
@@ -116,9 +121,11 @@ class CpuKernel:
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
-        attend: Callable[..., tuple[Tensor, Tensor]],
+        attend: Callable[..., Part],
+        max_scores: Tensor | None,
     ) -> ForwardOutput:
         """The attention of all pieces, each by `attend`, in the dtype of q or in fp32."""
+        assert (max_scores is not None) == problem.has_max_scores
         pieces = _pieces(plan, problem)
         bits = None if slices is None else slices.bits
         merges = not all(piece.is_first for piece in pieces)
@@ -130,12 +137,16 @@ class CpuKernel:
         width = max(problem.head_dim, problem.head_dim_v)
         q_heads, k_heads, v_heads = (_by_head(_widen(x, width), problem) for x in (q, k, v))
         out_heads, lse_heads = _by_head(out, problem), _rows_by_head(lse, problem)
+        max_heads = None if max_scores is None else _rows_by_head(max_scores, problem)
         for piece in pieces:
             rows, keys = piece.rows, piece.keys
             mask = PieceMask.of(piece, bits, problem, q.dtype)
-            part, part_lse = attend(
+            part, part_lse, part_max = attend(
                 q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], mask
             )
+            if max_heads is not None:
+                assert part_max is not None
+                max_heads[:, :, rows] = torch.maximum(max_heads[:, :, rows], part_max)
             part = part[..., : problem.head_dim_v]
             if piece.has_bits:
                 assert mask.added is not None
@@ -267,10 +278,9 @@ def _sum_group(x: Tensor) -> Tensor:
     return x.squeeze(1) if x.shape[1] == 1 else x.sum(1)
 
 
-def _forward_flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem
-) -> tuple[Tensor, Tensor]:
-    return _compat.cpu_flash_forward(q, k, v, mask.added, mask.is_causal, problem.softmax_scale)
+def _forward_flash(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem) -> Part:
+    scale = problem.softmax_scale
+    return Part(*_compat.cpu_flash_forward(q, k, v, mask.added, mask.is_causal, scale))
 
 
 def _backward_flash(
@@ -281,13 +291,13 @@ def _backward_flash(
     )
 
 
-def _forward_softcap(
-    q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem
-) -> tuple[Tensor, Tensor]:
-    scores, _ = _capped_scores(q.float(), k.float(), mask, problem)
-    lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return p @ v.float(), lse
+def _forward_scores(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem) -> Part:
+    q, k = q.float(), k.float()
+    if problem.softcap:
+        scores, _ = _capped_scores(q, k, mask, problem)
+    else:
+        scores = _masked(q @ k.mT * problem.softmax_scale, mask)
+    return attention_of_scores(scores, v, problem)
 
 
 def _backward_softcap(
@@ -306,5 +316,8 @@ def _capped_scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores with the soft-cap and the mask, and their derivative by the scores before the cap."""
     tanh = torch.tanh(q @ k.mT * (problem.softmax_scale / problem.softcap))
-    scores = problem.softcap * tanh
-    return scores if mask.added is None else scores + mask.added, 1 - tanh.square()
+    return _masked(problem.softcap * tanh, mask), 1 - tanh.square()
+
+
+def _masked(scores: Tensor, mask: PieceMask) -> Tensor:
+    return scores if mask.added is None else scores + mask.added

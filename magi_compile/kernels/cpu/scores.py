@@ -7,6 +7,7 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Saved
 from magi_compile.kernels.cpu.piece_mask import PieceMask
+from magi_compile.kernels.cpu.softmax import Part, attention_of_scores
 from magi_compile.score.evaluate import Tile
 from magi_compile.score.program import ScoreCall
 
@@ -26,13 +27,10 @@ class ScoredTiles:
             if number in (wanted or ())
         }
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> tuple[Tensor, Tensor]:
-        """out and lse of a tile."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> Part:
+        """The attention of a tile."""
         scores = self._scores(self._tile(q.float(), k.float(), mask))
-        scores = scores.view(*q.shape[:3], -1)
-        lse = torch.logsumexp(scores, -1)
-        p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-        return p @ v.float(), lse
+        return attention_of_scores(scores.view(*q.shape[:3], -1), v, self.problem)
 
     def backward(
         self, dout: Tensor, saved: Saved, mask: PieceMask

@@ -129,6 +129,8 @@ class Fa4Kernel:
             )
         if problem.has_bits:
             reasons.append("has no bit blocks, which masks need whose rows see many intervals")
+        if problem.has_max_scores:
+            reasons.append(f"has no largest scores of rows: {PACKAGE} does not return them")
         # Importing the package takes seconds: only for those who can use it.
         return reasons or list(_why_no_package())
 
@@ -174,7 +176,9 @@ class Fa4Kernel:
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
+        assert max_scores is None
         if _is_of_triton(plan):
             return self._triton.forward(
                 q, k, v, slices, plan, problem, prior=prior, out_dtype=out_dtype

@@ -99,6 +99,7 @@ class CudaKernel:
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
@@ -106,8 +107,14 @@ class CudaKernel:
         bits = _bits_of(slices, problem)
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_parts(q, k, v, walk, parts, problem, bits)
-        return forward(q, k, v, walk, problem, bits=bits, prior=prior, out_dtype=out_dtype)
+            return forward_in_parts(q, k, v, walk, parts, problem, bits, max_scores)
+        return forward(
+            *(q, k, v, walk, problem),
+            bits=bits,
+            prior=prior,
+            out_dtype=out_dtype,
+            max_scores=max_scores,
+        )
 
     def scored_forward(
         self,
@@ -118,12 +125,14 @@ class CudaKernel:
         plan: list[Tensor],
         problem: AttnProblem,
         score: ScoreCall,
+        *,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         q_tiles, q_runs, q_edges, _, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
         walk = Walk(q_tiles, q_runs, q_edges)
         bits = _bits_of(slices, problem)
-        return forward(q, k, v, walk, problem, bits=bits, score=score)
+        return forward(q, k, v, walk, problem, bits=bits, score=score, max_scores=max_scores)
 
     def scored_backward(
         self,
@@ -188,11 +197,13 @@ class CudaKernel:
         problem: AttnProblem,
         *,
         free_sms: int = 0,
+        max_scores: Tensor | None = None,
     ) -> EarlyForward:
         return EarlyForward(
             *(q, keys, remote, plan, problem),
             free_sms=free_sms,
             deterministic=torch.are_deterministic_algorithms_enabled(),
+            max_scores=max_scores,
         )
 
     def backward(

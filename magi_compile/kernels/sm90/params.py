@@ -31,7 +31,8 @@ FORWARD = Struct(
     | _addresses("runs", "edges", "part_shifts")
     | {"schedule": SCHEDULE}
     | _ints("total_q", "qhead_per_kvhead", "remote_begin")
-    | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG},
+    | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG}
+    | _addresses("max_scores"),
 )
 BITS_FORWARD = Struct("BitsForwardParams", _addresses("bits"), base=FORWARD)
 SEQUENCES = Struct("Sequences", _ints("length", "heads"))

@@ -172,6 +172,13 @@ def attend_block(
     return acc, row_sum, new_max
 
 
+@triton.jit
+def update_max_scores(pointers, max_scores, live):
+    """Each becomes the largest of itself and of these, -inf where nothing is visible; a row has one tile."""
+    before = tl.load(pointers, mask=live, other=0.0)
+    tl.store(pointers, tl.maximum(before, max_scores), mask=live)
+
+
 @triton.jit(do_not_specialize=["total_q"])
 def forward_kernel(
     q_ptr,
@@ -183,6 +190,7 @@ def forward_kernel(
     out_ptr,
     out_strides,
     lse_ptr,
+    max_scores_ptr,
     tiles_ptr,
     runs_ptr,
     edges_ptr,
@@ -199,8 +207,9 @@ def forward_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    HAS_MAX_SCORES: tl.constexpr,
 ):
-    """out and lse of one q tile and head; the heads of a tile run together, to share K and V."""
+    """out and lse of one q tile and head, and its largest scores; the heads of a tile run together, to share K and V."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
     head = (tl.program_id(0) % nheads_q).to(tl.int64)
     kv_head = head // qhead_per_kvhead
@@ -250,6 +259,8 @@ def forward_kernel(
     lse = tl.where(sees_nothing, -float("inf"), (row_max + tl.log2(row_sum)) * LN_2)
     store_rows(out_ptr + head * out_strides[1], out_strides, row_begin, live, out, DIM_V)
     tl.store(lse_ptr + head * total_q + rows, lse, mask=live)
+    if HAS_MAX_SCORES:
+        update_max_scores(max_scores_ptr + head * total_q + rows, row_max * LN_2, live)
 
 
 @triton.jit(do_not_specialize=["total_q"])

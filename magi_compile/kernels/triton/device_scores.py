@@ -19,6 +19,7 @@ from magi_compile.kernels.triton.device import (
     load_rows,
     row_interval,
     store_rows,
+    update_max_scores,
 )
 
 
@@ -47,6 +48,7 @@ def scored_forward_kernel(
     out_ptr,
     out_strides,
     lse_ptr,
+    max_scores_ptr,
     tiles_ptr,
     runs_ptr,
     edges_ptr,
@@ -68,8 +70,9 @@ def scored_forward_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_BITS: tl.constexpr,
     BY_ENTRY: tl.constexpr,
+    HAS_MAX_SCORES: tl.constexpr,
 ):
-    """out and lse of one q tile and head."""
+    """out and lse of one q tile and head, and its largest scores."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
     head = tl.program_id(0) % nheads_q
     kv_head = (head // qhead_per_kvhead).to(tl.int64)
@@ -118,6 +121,9 @@ def scored_forward_kernel(
     out_base = out_ptr + head.to(tl.int64) * out_strides[1]
     store_rows(out_base, out_strides, row_begin, live, out, DIM_V)
     tl.store(lse_ptr + head.to(tl.int64) * total_q + rows, lse, mask=live)
+    if HAS_MAX_SCORES:
+        pointers = max_scores_ptr + head.to(tl.int64) * total_q + rows
+        update_max_scores(pointers, row_max * LN_2, live)
 
 
 @triton.jit(do_not_specialize=["total_q"])

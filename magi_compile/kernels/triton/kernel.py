@@ -96,7 +96,9 @@ class TritonKernel:
         *,
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
+        assert (max_scores is not None) == problem.has_max_scores
         q_tiles, q_runs, q_edges, sizes, *_ = plan
         bits = None if slices is None else slices.bits
         check_sizes(sizes, plan_tiles(problem, self.name))
@@ -109,6 +111,7 @@ class TritonKernel:
                 _device_code().forward_kernel[(len(q_tiles) * nheads_q,)](
                     *_with_strides(q, k, v, out),
                     lse,
+                    lse if max_scores is None else max_scores,
                     q_tiles,
                     q_runs,
                     q_edges,
@@ -121,6 +124,7 @@ class TritonKernel:
                     BLOCK_COLS=config.q_block_cols,
                     **_sizes(problem),
                     HAS_BITS=bits is not None,
+                    HAS_MAX_SCORES=max_scores is not None,
                     **config.forward._asdict(),
                 )
         return merge_prior(ForwardOutput(out, lse), prior, out_dtype or q.dtype)
@@ -194,7 +198,10 @@ class TritonKernel:
         plan: list[Tensor],
         problem: AttnProblem,
         score: ScoreCall,
+        *,
+        max_scores: Tensor | None = None,
     ) -> ForwardOutput:
+        assert (max_scores is not None) == problem.has_max_scores
         q_tiles, q_runs, q_edges, sizes, *_ = plan
         bits = None if slices is None else slices.bits
         check_sizes(sizes, plan_tiles(problem, self.name))
@@ -208,6 +215,7 @@ class TritonKernel:
                 _scored_device_code().scored_forward_kernel[(len(q_tiles) * nheads_q,)](
                     *_with_strides(q, k, v, out),
                     lse,
+                    lse if max_scores is None else max_scores,
                     *_walk(q_tiles, q_runs, q_edges, bits),
                     total_q,
                     nheads_q,
@@ -218,6 +226,7 @@ class TritonKernel:
                     TILE_ROWS=config.q_tile_rows,
                     BLOCK_COLS=config.q_block_cols,
                     **_scored_sizes(problem, score, bits),
+                    HAS_MAX_SCORES=max_scores is not None,
                     **config.forward._asdict(),
                 )
         return ForwardOutput(out, lse)

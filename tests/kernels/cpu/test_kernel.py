@@ -11,6 +11,8 @@ from magi_compile.kernels.merge import merge_partials
 from magi_compile.masks.slices import MaskType
 from magi_compile.testing.cases import CASES, Case, one, random_disjoint, varlen
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close, run_kernel
+from tests.kernels.support.bits import BIT_CASES
+from tests.kernels.support.max_scores import check_max_scores
 
 KERNEL = CpuKernel()
 SPLIT = random_disjoint(257, 391, seed=0)
@@ -137,3 +139,14 @@ def test_refusals():
         "needs tensors on the CPU, got cuda",
         "needs float32, bfloat16 or float16, got float64",
     ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_max_scores(case, dtype):
+    check_max_scores(KERNEL, case, dtype)
+
+
+@pytest.mark.parametrize("case", BIT_CASES, ids=lambda case: case.name)
+def test_max_scores_with_bits(case):
+    check_max_scores(KERNEL, case, torch.float32)

@@ -48,6 +48,7 @@ def installed(monkeypatch):
         ({"head_dim_v": 64}, "needs head_dim_v equal to head_dim 128, got 64"),
         ({"softcap": 5.0}, "has no exact soft-cap, got softcap=5.0"),
         ({"has_bits": True}, "has no bit blocks"),
+        ({"has_max_scores": True}, "has no largest scores of rows"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

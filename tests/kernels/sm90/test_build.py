@@ -1,15 +1,37 @@
 """Every variant of the CUDA kernels compiles, without spills and with asynchronous wgmma, on a machine without a GPU."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
 from magi_compile.kernels import build
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, forward_config
+from magi_compile.kernels.sm90.forward.launch import forward_variant
 from magi_compile.kernels.sm90.runtime import nvrtc
 
 VARIANTS = list(build.variants())
+
+
+def with_max_scores():
+    """Not built ahead: each is compiled when it is asked for, and fails there if it spills."""
+    for head_dim, (softcap, has_bits, is_early) in itertools.product(
+        CUDA_HEAD_DIMS, [(0.0, False, False), (1.0, True, False), (1.0, False, True)]
+    ):
+        problem = AttnProblem(
+            *("cuda", (9, 0), torch.bfloat16, 1, 1, head_dim, head_dim, 1.0, softcap),
+            has_bits=has_bits,
+            has_max_scores=True,
+        )
+        config = forward_config(problem)
+        yield forward_variant(problem, config, has_stairs=is_early, is_early=is_early)
+
+
+VARIANTS_WITH_MAX_SCORES = list(with_max_scores())
 
 
 @pytest.fixture(autouse=True)
@@ -21,17 +43,18 @@ def variant_id(variant):
     defines = dict(variant.defines)
     softcap = "softcap" if defines.get("FFA_HAS_SOFTCAP") == "true" else None
     bits = "bits" if defines.get("FFA_HAS_BITS") == "true" else None
+    largest = "max_scores" if defines.get("FFA_HAS_MAX_SCORES") == "true" else None
     order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
     has_remote = (
         "true" in (defines.get("FFA_HAS_REMOTE_TILES"), defines.get("FFA_IS_EARLY"))
         or defines.get("FFA_NUM_AGENDAS") == "2"
     )
     names = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"))
-    parts = (*names, softcap, bits, order, "remote" if has_remote else None)
+    parts = (*names, softcap, bits, largest, order, "remote" if has_remote else None)
     return "-".join(part for part in parts if part)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=variant_id)
+@pytest.mark.parametrize("variant", VARIANTS + VARIANTS_WITH_MAX_SCORES, ids=variant_id)
 def test_compiles_without_spills(variant):
     cubin, log = nvrtc.run_nvrtc(variant)
     resources = nvrtc.parse_resources(log)

@@ -13,7 +13,8 @@ from triton.runtime import interpreter
 from magi_compile.kernels.triton import TritonKernel
 from magi_compile.testing.cases import MASKS, Heads, padded, random_disjoint
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
-from tests.kernels.support.bits import check_bits
+from tests.kernels.support.bits import BIT_CASES, check_bits
+from tests.kernels.support.max_scores import check_max_scores
 from tests.kernels.support.prior import check_prior
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy tells of every -inf
@@ -59,6 +60,18 @@ def test_fp16_without_dlse():
 
 def test_bits():
     check_bits(TritonKernel(), torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_max_scores(case):
+    check_max_scores(TritonKernel(), case, torch.float32)
+
+
+def test_max_scores_of_bits_and_of_a_prior():
+    heads = Heads(2, 1, 16, 16)
+    check_max_scores(TritonKernel(), replace(BIT_CASES[0], heads=heads), torch.float32)
+    case = replace(random_disjoint(40, 60, 5), heads=heads)
+    check_max_scores(TritonKernel(), case, torch.float16)
 
 
 def test_merges_with_a_prior():

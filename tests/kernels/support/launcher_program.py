@@ -81,10 +81,12 @@ class Setup:
         )
         native.current_context = lambda: 7
         library.chosen_for = (
-            lambda device, dtype, heads, scale, softcap, name, has_bits=False, has_score=False: (
+            lambda device, dtype, heads, scale, softcap, name, has_bits=False, *_, **others: (
                 library.Chosen(
                     PlanningKernel(),
-                    replace(PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits),
+                    replace(
+                        PROBLEM, softmax_scale=scale, softcap=softcap, has_bits=has_bits, **others
+                    ),
                 )
             )
         )

@@ -346,8 +346,9 @@ Integer atomicAdd(Integer* x, Integer y) {
     return (*x += y) - y;
 }
 
-inline int atomicMin(int* x, int y) {
-    const int before = *x;
+template <class Integer>
+Integer atomicMin(Integer* x, Integer y) {
+    const Integer before = *x;
     *x = min(before, y);
     return before;
 }

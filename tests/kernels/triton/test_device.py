@@ -22,6 +22,7 @@ POINTERS = {
     "edges_ptr": "*i32",
     "bits_ptr": "*i32",
     "lse_ptr": "*fp32",
+    "max_scores_ptr": "*fp32",
     "delta_ptr": "*fp32",
 }
 
@@ -43,6 +44,7 @@ def shared_memory(name: str, head_dim: int, arch: tuple[int, int], has_bits: boo
         "PADDED_DIM_V": triton.next_power_of_2(head_dim),
         "HAS_SOFTCAP": False,
         "HAS_BITS": has_bits,
+        "HAS_MAX_SCORES": True,  # of the forward
     }
     kernel = getattr(triton_device, f"{name}_kernel")
     signature: dict[str, Any] = {}

@@ -44,6 +44,7 @@ def shared_memory(name: str, case: Any, head_dim: int, arch: tuple[int, int]) ->
         "PADDED_DIM_V": triton.next_power_of_2(head_dim),
         "HAS_BITS": False,
         "BY_ENTRY": False,
+        "HAS_MAX_SCORES": True,  # of the forward
         "HAS_TOTALS": bool(wanted),
         "SCORES": functions.scores,
         "SLOPES": functions.slopes,

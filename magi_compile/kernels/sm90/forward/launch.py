@@ -45,8 +45,8 @@ NO_REMOTE_KEYS = 2**31 - 1
 _STORE_ROWS = 16  # each warp stores its own rows
 
 # The buffers of a forward call: those given, and the first ones made.
-Q, K, V, TILES, RUNS, EDGES, PRIOR_OUT, PRIOR_LSE, BITS = range(9)
-OUT, LSE, OTHER = range(9, 12)
+Q, K, V, TILES, RUNS, EDGES, PRIOR_OUT, PRIOR_LSE, BITS, MAX_SCORES = range(10)
+OUT, LSE, OTHER = range(10, 13)
 
 # Where results are and what they are merged with, in the fields of ForwardParams: of each pair both are there or none.
 NO_RESULTS: dict[str, Any] = dict.fromkeys(
@@ -82,6 +82,7 @@ def forward_variant(
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_HAS_REMOTE_KEYS": str(is_early or config.always_takes_remote_keys).lower(),
         "FFA_IS_EARLY": str(is_early).lower(),
+        "FFA_HAS_MAX_SCORES": str(problem.has_max_scores).lower(),
         **score_defines(score),
     }
     return Variant(
@@ -115,6 +116,7 @@ def forward(
     prior: ForwardOutput | None = None,
     out_dtype: torch.dtype | None = None,
     score: ScoreCall | None = None,
+    max_scores: Tensor | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the q walk of a plan, on torch's current stream.
 
@@ -128,10 +130,12 @@ def forward(
         prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
         out_dtype: of the output, that of `q` by default, or fp32.
         score: what becomes of the scores, where `problem` has a score program.
+        max_scores: where the largest score of each row goes, where `problem` asks for it, see `Kernel.forward`.
 
     Raises:
         TypeError: if `prior` or `out_dtype` has another dtype.
     """
+    assert (max_scores is not None) == problem.has_max_scores
     out_dtype = out_dtype or q.dtype
     if out_dtype not in (q.dtype, torch.float32):
         raise TypeError(
@@ -146,7 +150,7 @@ def forward(
     shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype, program)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *shapes)
-        out, lse, *_ = call.run([q, k, v, *walk, *priors, bits], q.device, tables)
+        out, lse, *_ = call.run([q, k, v, *walk, *priors, bits, max_scores], q.device, tables)
     return ForwardOutput(out, lse)
 
 
@@ -289,6 +293,7 @@ def forward_fields(
         "out_head_stride": out.stride[1] if out else 0,
         "total_q": of_q[0][0],
         "qhead_per_kvhead": problem.qhead_per_kvhead,
+        "max_scores": Pointer(MAX_SCORES) if problem.has_max_scores else None,
         **scale_fields(problem),
     }
 

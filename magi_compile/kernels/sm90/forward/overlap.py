@@ -150,6 +150,7 @@ class EarlyForward:
         problem: what `CudaKernel.refusals` finds nothing against.
         free_sms: that are left to what brings remote keys; one at least computes.
         deterministic: no tile is cut in two, so that the result does not depend on when remote keys come, bit by bit.
+        max_scores: see `forward`.
 
     Raises:
         ValueError: if TMA cannot read `remote` as it lies, or if `plan` is for other tiles than those of `problem`.
@@ -165,7 +166,9 @@ class EarlyForward:
         *,
         free_sms: int = 0,
         deterministic: bool = False,
+        max_scores: Tensor | None = None,
     ):
+        assert (max_scores is not None) == problem.has_max_scores
         check_remote_keys(*remote)
         check_sizes(plan.sizes, plan_tiles(problem))
         if deterministic:
@@ -179,7 +182,7 @@ class EarlyForward:
             self._stream = current_stream(q.device)
             self._made = allocate(self._call.made, q.device, self._stream)
             self._here, self._beside = torch.cuda.current_stream(q.device), _stream(q.device)
-        given = (q, k, v, plan.remote_tiles, plan.runs, plan.edges, *remote, None)
+        given = (q, k, v, plan.remote_tiles, plan.runs, plan.edges, *remote, None, max_scores)
         walk = (plan.remote_parts, plan.local_tiles, plan.part_tiles)
         self._held = (*given, *self._made, *walk)  # until all of it is enqueued
         self._addresses = addresses_of(self._held)

@@ -196,14 +196,18 @@ def forward_in_parts(
     parts: Tensor,
     problem: AttnProblem,
     bits: Tensor | None = None,
+    max_scores: Tensor | None = None,
 ) -> ForwardOutput:
     """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of the q walk of a plan, which are not empty, on
     torch's current stream; see `forward`."""
+    assert (max_scores is not None) == problem.has_max_scores
     tiles, runs, edges = walk
     sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
-        out, lse, *_ = call.run([q, k, v, None, parts, edges, None, None, bits], q.device)
+        out, lse, *_ = call.run(
+            [q, k, v, None, parts, edges, None, None, bits, max_scores], q.device
+        )
     return ForwardOutput(out, lse)
 
 

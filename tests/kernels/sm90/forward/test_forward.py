@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.kernels.base import ForwardOutput
+from magi_compile.kernels.base import ForwardOutput, new_max_scores
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BIT_CASES
+from tests.kernels.support.max_scores import TANH_ERROR, assert_max_scores_close, check_max_scores
 from tests.kernels.support.prior import check_prior
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -67,6 +68,35 @@ def test_matches_the_oracle(kernel, case, dtype):
 @pytest.mark.parametrize("case", SHORT[:2], ids=lambda case: case.name)
 def test_merges_with_a_prior(kernel, case, heads, out_dtype):
     check_prior(kernel, replace(case, heads=heads), torch.bfloat16, out_dtype, "cuda")
+
+
+MAX_SCORES = [
+    *(replace(case, heads=heads) for case in SHORT for heads in (HEADS[0], HEADS[2], HEADS[5])),
+    *(replace(one(MaskType.CAUSAL, 1521), heads=heads) for heads in (HEADS[0], HEADS[2])),
+    *(replace(case, heads=heads, softcap=5.0) for case in SHORT for heads in (HEADS[0], HEADS[2])),
+    *(replace(case, heads=heads) for case in BIT_CASES[:2] for heads in (HEADS[0], HEADS[2])),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", MAX_SCORES, ids=lambda case: case.id)
+def test_max_scores(kernel, case, dtype):
+    check_max_scores(kernel, case, dtype, "cuda", TANH_ERROR)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+@pytest.mark.parametrize("heads", [HEADS[0], HEADS[2]], ids=lambda heads: heads.id)
+def test_max_scores_of_rows_in_parts(kernel, heads, softcap):
+    """Few rows and many keys: several blocks of threads find the largest score of a row, in any order."""
+    case = replace(one(MaskType.FULL, 130, 9000), heads=heads, softcap=softcap)
+    problem = replace(case.problem(torch.bfloat16, "cuda"), has_max_scores=True)
+    inputs, slices = case.inputs(torch.bfloat16, "cuda"), case.slices("cuda")
+    plan = kernel.plan(slices, problem)
+    assert plan[3].shape[0] > 0, "no tile is cut in parts"
+    max_scores = new_max_scores(inputs.q)
+    result = kernel.forward(*inputs[:3], slices, plan, problem, max_scores=max_scores)
+    assert_attention_close(result, inputs, slices, problem)
+    assert_max_scores_close(max_scores, inputs, slices, problem, TANH_ERROR)
 
 
 def test_prior_and_output_dtypes(kernel):

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_compile.kernels.base import new_max_scores
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.forward import launch as module
 from magi_compile.kernels.sm90.forward import overlap as early
@@ -32,6 +33,7 @@ from magi_compile.testing.cases import (
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.sm90.forward.test_overlap import local_and_remote
 from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
+from tests.kernels.support.max_scores import assert_max_scores_close
 from tests.kernels.support.on_a_cpu import compile_once, launching
 from tests.kernels.support.part_plan import PartPlan
 
@@ -270,12 +272,12 @@ def in_parts(launches, monkeypatch):
     free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
     monkeypatch.setattr(parts, "parts_variant", lambda: replace(variant, defines=free_merge))
 
-    def run(inputs, slices, problem):
+    def run(inputs, slices, problem, max_scores=None):
         sizes = plan_tiles(problem)
         plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
         walk = plan.q_walk
         words = parts.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
-        result = parts.forward_in_parts(*inputs[:3], walk, words, problem, slices.bits)
+        result = parts.forward_in_parts(*inputs[:3], walk, words, problem, slices.bits, max_scores)
         return result, PartPlan.of(*walk[:2], words).parts_of_cuts
 
     return run
@@ -306,11 +308,13 @@ def test_in_parts(case, shape, expected, in_parts):
     assert torch.equal(result.lse, again.lse)
 
 
-def test_a_wide_output_and_a_prior(launches):
+@pytest.mark.parametrize("has_max_scores", [False, True])
+def test_a_wide_output_and_a_prior(has_max_scores, launches):
     """Stages: every tile is a part that lies at its own rows."""
     case = CASES[1]
     problem, inputs = prepared(case, "128")
-    result = None
+    problem = replace(problem, has_max_scores=has_max_scores)
+    result, max_scores = None, new_max_scores(inputs.q) if has_max_scores else None
     for begin, end in ((0, 111), (111, case.seqlen_k)):
         part = case.slices().restrict_k(begin, end)
         slices = AttnSlices(
@@ -327,5 +331,85 @@ def test_a_wide_output_and_a_prior(launches):
             ),
             prior=result,
             out_dtype=torch.float32 if result is None else None,
+            max_scores=max_scores,
         )
     assert_attention_close(result, inputs, case.slices(), problem)
+    if max_scores is not None:
+        assert_max_scores_close(max_scores, inputs, case.slices(), problem)
+
+
+def asked(case, shape):
+    """A problem that asks for the largest scores, its inputs and its slices."""
+    problem, inputs = prepared(case, shape)
+    slices = case.slices()
+    problem = replace(problem, has_bits=slices.bits is not None, has_max_scores=True)
+    return problem, inputs, slices, new_max_scores(inputs.q)
+
+
+# Scores that grow along the keys of a row, and that fall: the reference of the softmax follows them, or stays at the first block.
+RISING, FALLING = "rising", "falling"
+MAX_SCORES = [
+    *((case, shape, None) for case in CASES for shape in ("64", "128", "128-softcap")),
+    (UNEVEN, "64", RISING),
+    (UNEVEN, "64", FALLING),
+    (UNEVEN, "128", None),
+    (steps("steps", [100, 70, 7, 150]), "128", None),
+    (CASES[0], "192", None),
+    (BIT_CASES[0], "64", None),
+    (BIT_CASES[0], "128-softcap", None),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "trend"), MAX_SCORES, ids=lambda x: getattr(x, "name", x)
+)
+def test_max_scores(case, shape, trend, launches):
+    problem, inputs, slices, max_scores = asked(case, shape)
+    if trend:
+        factor = torch.linspace(0.2, 1.8, len(inputs.k))[:, None, None]
+        inputs.k.mul_(factor.flip(0) if trend == FALLING else factor)
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    result = module.forward(
+        *(*inputs[:3], plan.q_walk, problem), bits=slices.bits, max_scores=max_scores
+    )
+    assert_attention_close(result, inputs, slices, problem)
+    assert_max_scores_close(max_scores, inputs, slices, problem)
+
+
+@pytest.mark.parametrize("sign", [-1, 0, 1])
+def test_max_scores_of_one_sign(sign, launches):
+    """All negative, all 0 (of either sign), all positive: as bits they are ordered in different ways."""
+    problem, inputs, slices, max_scores = asked(CASES[0], "64")
+    inputs.q.abs_()
+    inputs.k.abs_().mul_(sign)
+    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
+    module.forward(*inputs[:3], plan.q_walk, problem, max_scores=max_scores)
+    assert_max_scores_close(max_scores, inputs, slices, problem)
+    assert (max_scores[max_scores > -torch.inf].sign() == sign).all()
+
+
+@pytest.mark.parametrize(
+    ("case", "shape", "expected"),
+    [PARTS[number] for number in (0, 2, 4, 5)],
+    ids=lambda x: getattr(x, "name", None),
+)
+def test_max_scores_in_parts(case, shape, expected, in_parts):
+    problem, inputs, slices, max_scores = asked(case, shape)
+    result, num_parts = in_parts(inputs, slices, problem, max_scores)
+    assert num_parts == expected
+    assert_attention_close(result, inputs, slices, problem)
+    assert_max_scores_close(max_scores, inputs, slices, problem)
+
+
+@pytest.mark.parametrize(
+    ("case", "shape"), [EARLY[0], EARLY[-1]], ids=lambda x: getattr(x, "name", x)
+)
+def test_max_scores_of_remote_keys(case, shape, run_early):
+    """Between two launches, and during the first."""
+    for first_behind, timing in ((None, 0), (1, 1)):
+        problem, inputs, slices, max_scores = asked(case, shape)
+        cut = case.seqlen_k // 2 + 3
+        given = (inputs, slices, problem, cut, first_behind, timing)
+        result, *_ = run_early(*given, max_scores=max_scores)
+        assert_attention_close(result, inputs, slices, problem)
+        assert_max_scores_close(max_scores, inputs, slices, problem)

@@ -1,17 +1,28 @@
 """Score programs in the Hopper kernels, as they are, on a CPU, against dense attention in fp64; see
 `tests/kernels/sm90/forward/test_on_cpu.py`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
-from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.base import AttnProblem, new_max_scores
 from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS
 from magi_compile.kernels.sm90 import kernel as module
 from magi_compile.score.read import trace_score_program
-from tests.kernels.support.scored_calls import BY_HEAD, CAUSAL, SCATTERED, check
-from tests.score.score_mods import CASES
+from tests.kernels.support.scored_calls import (
+    BATCH,
+    BY_HEAD,
+    CAUSAL,
+    NHEADS,
+    NHEADS_KV,
+    SCATTERED,
+    Call,
+    check,
+)
+from tests.score.score_mods import CASES, SEQLEN
 
 CPU = torch.device("cpu")
 PROGRAMS = {case.name: case for case in CASES}
@@ -77,3 +88,28 @@ def test_deterministic(name, head_dim, kernel):
         check_constants(*given, head_dim=head_dim, deterministic=True) for _ in range(2)
     )
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
+@pytest.mark.parametrize("name", ["alibi", "clamp", "square"])
+def test_max_scores(name, mask, kernel):
+    case, shape = PROGRAMS[name], (BATCH, SEQLEN, 64)
+    captures = [x.detach() for x in case.tensors(torch.bfloat16)]
+    call = Call(kernel, case.make, captures, mask, shape, torch.bfloat16)
+    call.problem = replace(call.problem, has_max_scores=True)
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(BATCH, heads, SEQLEN, 64, generator=generator).bfloat16()
+        for heads in (NHEADS, NHEADS_KV, NHEADS_KV)
+    )
+    packed = [call.packed(x) for x in (q, k, v)]
+    found = new_max_scores(packed[0])
+    given = (call.slices, call.plan, call.problem, call.score)
+    kernel.scored_forward(*packed, *given, max_scores=found)
+    scores = q.double() @ k.double().repeat_interleave(NHEADS // NHEADS_KV, 1).mT * 64**-0.5
+    grid = [torch.arange(size) for size in scores.shape]
+    scores = case.make(*captures)(scores, *torch.meshgrid(*grid, indexing="ij"))
+    exact = scores.masked_fill(~mask.dense(BATCH, SEQLEN), -torch.inf).amax(-1)
+    actual = call.unpacked(found.t()[..., None], q.shape)[..., 0]
+    assert torch.equal(actual == -torch.inf, exact == -torch.inf)
+    torch.testing.assert_close(actual.double(), exact, atol=1e-4, rtol=1e-4)
