@@ -85,10 +85,16 @@ def traced_to_aten(
 
 
 def graph_of(
-    function: Any, tensors: Sequence[Tensor], num_ints: int, indices: tuple[int, torch.device]
+    function: Any,
+    tensors: Sequence[Tensor],
+    num_ints: int,
+    indices: tuple[int, torch.device],
+    *,
+    functional: bool = False,
 ) -> torch.fx.GraphModule:
     """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without dimensions on
-    the device `indices[1]`, of tensors like `tensors`, and of `num_ints` ints."""
+    the device `indices[1]`, of tensors like `tensors`, and of `num_ints` ints. Where it is `functional`, operators that write only
+    do so at its end, to what the function was given."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -106,4 +112,6 @@ def graph_of(
             ]
             ints = [environment.create_unbacked_symint() for _ in range(num_ints)]
         environment.pending_fresh_unbacked_symbols.clear()
+        if functional:
+            function = torch.func.functionalize(function, remove="mutations")
         return make_fx(function, tracing_mode="fake")(*points, *like, *ints)

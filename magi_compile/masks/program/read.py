@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.program.record import MaskMod, record_mask_mod
-from magi_compile.masks.program.trace import Tracer
+from magi_compile.masks.program.trace import read_with_care
 
 MAX_PROGRAMS = 256
 
@@ -79,9 +79,8 @@ def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Trac
     key = _key_of(recording.graph, captures, titles)
     program = None if key is None else _programs.get(key)
     if program is None:
-        tracer = Tracer(recording.graph, captures, titles)
-        program = tracer.program()
-        if key is not None and not tracer.has_failed:
+        program, has_failed = read_with_care(recording.graph, captures, titles)
+        if key is not None and not has_failed:
             _programs[key] = program
             for oldest in list(_programs)[:-MAX_PROGRAMS]:
                 _programs.pop(oldest, None)

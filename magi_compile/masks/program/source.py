@@ -342,6 +342,7 @@ def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
     ):
         return None
     operands: list[Tensor | None] = []
+    beside = next(item for item in items if isinstance(item, Tensor) and item.dim() == 0)
     if any(item is Ellipsis for item in items):
         place = next(i for i, item in enumerate(items) if item is Ellipsis)
         missing = [slice(None)] * (tensor.dim() - len(items) + 1)
@@ -351,7 +352,9 @@ def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
             operands.append(item)
         elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
             number: Any = item
-            operands.append(torch.full((), number, dtype=torch.int64, device=tensor.device))
+            # Where torch.vmap goes over `beside`, it takes no index without values over which it does not.
+            place = torch.full_like(beside, number, dtype=torch.int64, device=tensor.device)
+            operands.append(place)
         elif isinstance(item, slice) and item == slice(None):
             operands.append(None)
         else:

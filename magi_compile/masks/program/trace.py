@@ -27,6 +27,7 @@ from magi_compile.masks.program.expr import (
     unsupported,
     var,
 )
+from magi_compile.masks.program.functional import functional
 from magi_compile.masks.program.in_place import without_writes
 from magi_compile.masks.program.names import is_in_place, is_random, name_of
 from magi_compile.masks.program.operators import (
@@ -93,7 +94,27 @@ def read_graph(
         The program: `refusals` says why intervals cannot express it, `is_verifiable` whether it can be evaluated as it is.
     """
     graph = graph.graph if isinstance(graph, GraphModule) else graph
-    return Tracer(graph, captures, list(names)).program()
+    return read_with_care(graph, captures, names)[0]
+
+
+def read_with_care(
+    graph: Graph, captures: Sequence[Any], names: Sequence[str] = ()
+) -> tuple[MaskProgram, bool]:
+    """`read_graph`, and whether something that was tried with these captured values failed.
+
+    A mask_mod that has neither intervals nor a text is read again, of the operators that it consists of.
+    """
+    tracer = Tracer(graph, captures, list(names))
+    program = tracer.program()
+    if program.is_verifiable or not program.refusals:
+        return program, tracer.has_failed
+    plain = tracer.functional()
+    if plain is not None:
+        again = Tracer(plain, captures, list(names))
+        found = again.program()
+        if found.is_verifiable:
+            return found, again.has_failed
+    return program, tracer.has_failed
 
 
 @dataclass(frozen=True)
@@ -136,6 +157,7 @@ class Tracer:
         self.graph = Graph()
         copies: dict[Node, Node] = {}
         self.result = self.graph.graph_copy(graph, copies)
+        self.original = graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         if len(placeholders) != len(INDICES) + len(captures):
             raise ValueError(
@@ -159,6 +181,7 @@ class Tracer:
         )
         if is_compiled:
             captures = [_compat.without_symbols(capture, self.mode) for capture in captures]
+        self.captures = captures
         self.tables = [value for value in captures if isinstance(value, Tensor)]
         self.symbols = [value for value in captures if not isinstance(value, Tensor)]
         self.names = names
@@ -215,6 +238,17 @@ class Tracer:
                 text = self.text_of("mask", value.node)
             return MaskProgram(expr, self.all_names(), text or "")
         return self.with_text(expr, value)
+
+    def functional(self) -> Graph | None:
+        """The graph of ATen's operators, which write to nothing, that computes the same for all values of captured ints and for
+        tensors of these sizes; None where there is none."""
+        output = next(node for node in self.original.nodes if node.op == "output")
+        result = output.args[0]
+        if isinstance(result, (tuple, list)) and len(result) == 1:
+            (result,) = result
+        if self.has_dynamic_sizes or not isinstance(result, Node):
+            return None
+        return functional(self.original, result, self.captures)
 
     def written(self, node: Node) -> _Value | None:
         """What an operation that writes has written, where it does not change its dtype."""
