@@ -12,6 +12,7 @@ layers that share it. Steps of generation, of a few rows behind a cache, run on 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -237,8 +238,8 @@ def magi_attention(
             )
         given = {"scaling": scaling, "is_causal": is_causal, "softcap": softcap, "s_aux": s_aux}
         if bias is not None:
-            attention_mask = _added_to_mask(attention_mask, bias)
-        return _attend_dense(module, query, key, value, attention_mask, given)
+            _check_bias(bias, (query.shape[0], query.shape[1], rows, key.shape[2]))
+        return _attend_dense(module, query, key, value, attention_mask, bias, given)
     sizes = (query.shape[0], rows, key.shape[2])
     if attention_mask is None and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
@@ -325,13 +326,18 @@ def _with_bias(score_mod: Callable[..., Tensor] | None, bias: Tensor) -> Callabl
     return with_bias
 
 
-def _added_to_mask(mask: Tensor | None, bias: Tensor) -> Tensor:
-    """A dense mask that is added to the scores, with `bias`."""
+def _added_to_mask(
+    mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype, hidden: float
+) -> Tensor | None:
+    """A dense mask that is added to scores of `dtype`, with `bias`, and with `hidden` where a bool mask shows nothing."""
+    if bias is not None:
+        bias = bias.to(dtype)
     if mask is None:
         return bias
-    if mask.dtype != torch.bool:
-        return mask + bias
-    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
+    if mask.dtype == torch.bool:
+        shown = mask.new_zeros((), dtype=dtype) if bias is None else bias
+        return torch.where(mask, shown, hidden)
+    return mask if bias is None else mask.to(dtype) + bias
 
 
 def _flex(
@@ -497,9 +503,10 @@ def _attend_dense(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
+    bias: Tensor | None,
     given: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """A step of generation, and attention with a dense mask of the user's."""
+    """A step of generation, and attention with a dense mask of the user's. A row that a bool mask shows nothing gives 0."""
     if mask is not None and query.shape[2] > STEP_ROWS:
         _warn_once(
             "`attn_implementation='magi'` got a dense `attention_mask`, whose attention runs on "
@@ -507,6 +514,8 @@ def _attend_dense(
         )
     if given["softcap"] is None and given["s_aux"] is None:
         scaling, is_causal = given["scaling"], given["is_causal"]
+        if bias is not None:
+            mask = _added_to_mask(mask, bias, query.dtype, -math.inf)
         return sdpa_attention_forward(
             module, query, key, value, mask, scaling=scaling, is_causal=is_causal
         )
@@ -517,10 +526,12 @@ def _attend_dense(
             f"`attn_implementation='magi'` runs steps with soft-cap or sinks on the `eager_attention_forward` of the model's "
             f"file, and {type(module).__module__} has none; use attn_implementation='eager'"
         )
+    # Its softmax has no rule for a row of -inf.
+    added = _added_to_mask(mask, bias, query.dtype, torch.finfo(query.dtype).min)
+    out = eager(module, query, key, value, added, **given)[0]
     if mask is not None and mask.dtype == torch.bool:
-        hidden = torch.finfo(query.dtype).min
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, hidden)
-    return eager(module, query, key, value, mask, **given)[0], None
+        out = out.masked_fill(~mask.any(-1).transpose(1, 2)[..., None], 0)
+    return out, None
 
 
 # Dynamo calls it while it traces.

@@ -102,3 +102,72 @@ def test_a_bias_of_each_batch_entry_and_a_wrong_one():
     for wrong in (bias.expand(3, 2, 4, 40, 40)[:, 0], bias[:, :1], bias[..., :39], bias[0]):
         with pytest.raises(ValueError, match=r"`position_bias` must.*\[2, 4, 40, 40\].*got \["):
             magi_attention(module, q, k, v, None, position_bias=wrong, is_causal=False)
+
+
+def of_step():
+    """A step of 2 batch entries, 3 rows and 9 keys; the second entry's first row sees nothing."""
+    torch.manual_seed(0)
+    module = gemma_like()
+    q = torch.randn(2, 4, 3, 16)
+    k, v = torch.randn(2, 2, 4, 9, 16)
+    mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+    mask[:, :, :, 7:] = False
+    mask[1, 0, 0] = False
+    return module, q, k, v, mask, torch.randn(2, 4, 3, 9)
+
+
+def gemma_like():
+    """A module in the file of a model that has soft-caps in its eager attention."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
+
+    module = Gemma2Attention.__new__(Gemma2Attention)
+    torch.nn.Module.__init__(module)
+    module.is_causal, module.num_key_value_groups = True, 1
+    return module.eval()
+
+
+def wanted_of(q, k, v, mask, bias, softcap=None):
+    scores = q.float() @ k.float().mT / 4
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = (scores + bias.float()).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0) @ v.float()).transpose(1, 2)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("entries", [1, 2])
+def test_a_bias_in_a_step(softcap, dtype, entries):
+    module, q, k, v, mask, bias = of_step()
+    bias = bias[:entries].to(dtype)
+    out, _ = magi_attention(module, q, k, v, mask, 0.25, position_bias=bias, softcap=softcap)
+    assert float(out[1, 0].abs().max()) == 0
+    torch.testing.assert_close(out, wanted_of(q, k, v, mask, bias, softcap), atol=1e-5, rtol=1e-5)
+
+
+def test_a_bias_of_more_bits_than_the_query_in_a_step():
+    module, q, k, v, mask, bias = of_step()
+    low = [x.bfloat16() for x in (q, k, v)]
+    out, _ = magi_attention(module, *low, mask, 0.25, position_bias=bias)
+    wanted = wanted_of(*low, mask, bias)
+    torch.testing.assert_close(out.float(), wanted, atol=0.03, rtol=0.03)
+    added = torch.zeros(2, 1, 3, 9).masked_fill(~mask, -1e30)
+    out, _ = magi_attention(module, *low, added, 0.25, position_bias=bias)
+    seen = mask.any(-1)[:, 0]
+    torch.testing.assert_close(out.float()[seen], wanted[seen], atol=0.03, rtol=0.03)
+
+
+def test_a_row_that_sees_nothing_in_a_step_with_softcap():
+    module, q, k, v, mask, bias = of_step()
+    out, _ = magi_attention(module, q, k, v, mask, 0.25, softcap=1.5)
+    wanted = wanted_of(q, k, v, mask, torch.zeros_like(bias), 1.5)
+    torch.testing.assert_close(out, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_wrong_bias_in_a_step(has_mask):
+    module, q, k, v, mask, bias = of_step()
+    q, mask, bias = q[:, :, :1], mask[:, :, :1] if has_mask else None, bias[:, :, :1]
+    for wrong in (bias[:, :1], bias[..., :1], bias[0], bias.expand(2, 4, 2, 9)):
+        with pytest.raises(ValueError, match=r"`position_bias` must.*\[2, 4, 1, 9\].*got \["):
+            magi_attention(module, q, k, v, mask, position_bias=wrong)
