@@ -8,7 +8,7 @@ PyTorch's own functionalization knows which values share memory. What is left of
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from magi_compile import _compat
 from magi_compile.masks.program.names import is_in_place, is_random, name_of
 from magi_compile.masks.program.source import INDICES, in_ops, run
 
-MAX_CONSTANT = 1024  # numbers in a tensor that the mask_mod makes of numbers: they stand in its text
+MAX_CONSTANT = 1024  # numbers in a tensor of the mask_mod's own: they stand in its text
 
 
 def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | None:

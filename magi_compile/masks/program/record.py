@@ -127,6 +127,9 @@ class _Symbol:
             return self.recorder.call(getattr, (self, name), {})
         return lambda *args, **kwargs: self.recorder.call_method(name, (self, *args), kwargs)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.recorder.call(operator.setitem, (self, index, value), {})
+
     __hash__ = None  # type: ignore[assignment]
 
 

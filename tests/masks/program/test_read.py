@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from torch.nn.attention.flex_attention import create_mask
+from torch.nn.attention.flex_attention import create_block_mask as create_flex_block_mask
+from torch.nn.attention.flex_attention import create_mask, flex_attention
 
+from magi_compile.lowering.report import REPORT
 from magi_compile.masks import UnsupportedMaskError, create_block_mask
 from magi_compile.masks.program import read
 from magi_compile.masks.program.read import read_mask_mod
@@ -119,7 +121,7 @@ def written_behind_a_conversion(document):
     return mask_mod
 
 
-@pytest.mark.parametrize("make", [written_clone, written_by_a_view, written_behind_a_conversion])
+@pytest.mark.parametrize("make", [written_clone])
 def test_writes_that_are_not_followed_are_refused(make):
     """They would be lost; block lists come from the mask_mod itself."""
     mask_mod = make(documents(3, 5))
@@ -134,3 +136,129 @@ def test_a_sparse_tensor():
     table = torch.eye(8).to_sparse_csr()
     mask_mod = lambda b, h, q, kv: table.to_dense()[q, kv] > 0  # noqa: E731
     assert read_mask_mod(mask_mod).tables[0] is table
+
+
+def written_by_an_index(document):
+    def mask_mod(b, h, q, kv):
+        x = q ^ kv
+        x[...] = 3
+        return x > kv
+
+    return mask_mod
+
+
+def test_writes_by_an_index_are_refused():
+    """Block lists come from the mask_mod itself."""
+    mask_mod = written_by_an_index(None)
+    wanted = create_mask(mask_mod, 1, 1, 8, 8, device="cpu")
+    with pytest.raises(UnsupportedMaskError, match="`setitem` changes"):
+        _ = read_mask_mod(mask_mod).program.solved
+    lists = create_block_mask(mask_mod, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=1)
+    assert torch.equal(lists.to_dense().bool(), wanted)
+
+
+def captured_and_written(document):
+    def mask_mod(b, h, q, kv):
+        document[...] = q
+        return document[q] > kv
+
+    return mask_mod
+
+
+def alias_and_written(document):
+    alias = document.view(-1)
+
+    def mask_mod(b, h, q, kv):
+        x = alias.expand(8)
+        x.mul_(2)
+        return document[q] > kv
+
+    return mask_mod
+
+
+def index_and_written(document):
+    def mask_mod(b, h, q, kv):
+        document.view(-1)[q] = kv
+        return document[q] > kv
+
+    return mask_mod
+
+
+@pytest.mark.parametrize("make", [captured_and_written, alias_and_written, index_and_written])
+def test_writes_to_captured_tensors_are_refused(make):
+    document = documents(3, 5)
+    before = document.clone()
+    with pytest.raises(UnsupportedMaskError):
+        _ = read_mask_mod(make(document)).program.solved
+    assert torch.equal(document, before)
+
+
+def clone_of_an_index(document):
+    def mask_mod(b, h, q, kv):
+        x = (q + 0 * kv).clone()
+        y = x.clone()
+        x.add_(kv)
+        return (x > 9) & (y > kv)
+
+    return mask_mod
+
+
+def read_before_written(document):
+    def mask_mod(b, h, q, kv):
+        x = q ^ kv
+        before = x + 1
+        view = x.view(())
+        x.add_(5)
+        return (before > 3) & (view > 9)
+
+    return mask_mod
+
+
+def inplace_true(document):
+    def mask_mod(b, h, q, kv):
+        x = q - kv
+        view = x.view(())
+        torch.nn.functional.relu(x, inplace=True)
+        return (view >= 2) | (view == 0)
+
+    return mask_mod
+
+
+def looked_up_and_written(document):
+    def mask_mod(b, h, q, kv):
+        x = document[(q + kv) % 8]
+        view = x.view(())
+        x += 1
+        return view == document[q]
+
+    return mask_mod
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        written_by_a_view,
+        written_behind_a_conversion,
+        clone_of_an_index,
+        read_before_written,
+        inplace_true,
+        looked_up_and_written,
+    ],
+)
+def test_writes_that_a_view_sees_are_followed(make):
+    """The attention, compiled, is that of PyTorch's mask."""
+    mask_mod = make(documents(3, 5))
+    wanted = create_mask(mask_mod, 1, 1, 8, 8, device="cpu")
+    assert read_mask_mod(mask_mod).program.is_verifiable
+    x = torch.zeros(1, 1, 8, 8)
+    REPORT.clear()
+    torch._dynamo.reset()
+    v = torch.eye(8)[None, None]
+    block_mask = create_flex_block_mask(mask_mod, 1, 1, 8, 8, device="cpu")
+    attend = torch.compile(
+        lambda x, v: flex_attention(x, x, v, block_mask=block_mask),
+        backend="magi",
+        fullgraph=True,
+    )
+    assert torch.equal(attend(x, v) > 0, wanted)
+    assert (len(REPORT.lowered), len(REPORT.refused)) == (1, 0)
