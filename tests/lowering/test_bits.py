@@ -198,8 +198,8 @@ def test_more_slices_than_there_is_room_for():
         assert_same(ours, values_and_grads(model, *model.dense(x, mask_mod)))
 
 
-def test_data_out_of_order_of_a_mask_mod_without_a_text():
-    """torch.vmap fails in it as it is written, so bit blocks are no way either, and the data that are compiled with decide."""
+def test_data_out_of_order_of_a_mask_mod_that_is_read_again():
+    """Its look-up of `pairs[q, -1]` goes through torch.vmap only with an index that has values for each q, too."""
 
     numbers, pairs = NUMBERS.float(), torch.stack([NUMBERS, NUMBERS], -1).int()
 
@@ -213,8 +213,7 @@ def test_data_out_of_order_of_a_mask_mod_without_a_text():
     torch.testing.assert_close(
         run_it(*tensors, made(mask_mod)).double(), dense(*tensors, wanted), atol=2e-5, rtol=2e-4
     )
-    (decision,) = REPORT.refused
-    assert "must be next to each other" in decision.reasons[0]
+    assert (len(REPORT.lowered), len(REPORT.refused)) == (1, 0)
 
 
 def test_block_lists_decide_beside_a_mask_mod_that_shows_everything():

@@ -101,7 +101,7 @@ def _tidy(module: torch.fx.GraphModule, placeholders: Sequence[Node]) -> Graph |
             value = getattr(module, str(node.target))
             if not isinstance(value, Tensor) or value.numel() > MAX_CONSTANT or value.is_complex():
                 return None
-            kwargs = {"dtype": value.dtype, "device": value.device}
+            kwargs: Any = {"dtype": value.dtype, "device": value.device}
             with _compat.without_fake_tensors():
                 numbers = value.tolist()
             copies[node] = graph.call_function(torch.tensor, (numbers,), kwargs)
