@@ -302,7 +302,8 @@ def test_report():
     assert without_number(rows) == [
         ["MAGI", "unsupported", "stays on FlexAttention: why", "forward: causal"]
     ]
-    text = to_markdown({"device": "a card", "settings": {}}, rows)
+    text = to_markdown({"device": "a card", "settings": {"mask_in_graph": True}}, rows)
+    assert "Every call makes its BlockMask" in text
     assert text.startswith("# mask_mods and score_mods beside FlexAttention, a card\n")
     assert "## Forward, 8K tokens" in text
 
