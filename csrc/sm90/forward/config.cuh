@@ -31,10 +31,10 @@ struct ForwardConfig {
     static constexpr bool kHasStairs = kHasStairs_;   // whose rows look up what they see: 1 to 3 % for all others
     static constexpr bool kHasBits = kHasBits_;       // a run may be of a bit block
     static constexpr bool kHasRemoteKeys =
-        kHasRemoteKeys_;                          // in tensors of their own, whose maps the producer chooses
-    static constexpr bool kIsEarly = kIsEarly_;   // begins before they are there
+        kHasRemoteKeys_;                                    // in tensors of their own, whose maps the producer chooses
+    static constexpr bool kIsEarly = kIsEarly_;             // begins before they are there
     static constexpr bool kHasMaxScores = kHasMaxScores_;   // of each row, beside its log-sum-exp
-    using Score = Score_;                         // made from a score program, or NoScore
+    using Score = Score_;                                   // made from a score program, or NoScore
     static constexpr bool kHasScore = Score::kIsThere;
 
     static constexpr int kWarpgroup = 128;

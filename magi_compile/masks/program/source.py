@@ -353,8 +353,9 @@ def _as_tensors(tensor: Tensor, index: Any) -> list[Tensor | None] | None:
         elif isinstance(item, (int, torch.SymInt)) and not isinstance(item, bool):
             number: Any = item
             # Where torch.vmap goes over `beside`, it takes no index without values over which it does not.
-            place = torch.full_like(beside, number, dtype=torch.int64, device=tensor.device)
-            operands.append(place)
+            operands.append(
+                torch.full_like(beside, number, dtype=torch.int64, device=tensor.device)
+            )
         elif isinstance(item, slice) and item == slice(None):
             operands.append(None)
         else:
