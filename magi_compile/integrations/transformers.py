@@ -337,7 +337,11 @@ def _added_to_mask(
     if mask.dtype == torch.bool:
         shown = mask.new_zeros((), dtype=dtype) if bias is None else bias
         return torch.where(mask, shown, hidden)
-    return mask if bias is None else mask.to(dtype) + bias
+    if bias is None:
+        return mask
+    # The least number of a wider dtype stays a number.
+    least = torch.finfo(dtype).min
+    return torch.where(mask.isneginf(), mask, mask.clamp(min=least)).to(dtype) + bias
 
 
 def _flex(

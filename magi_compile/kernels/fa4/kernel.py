@@ -142,7 +142,8 @@ class Fa4Kernel:
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         """Waits for the device, up to five times."""
-        device = torch.device(problem.device_type)
+        is_there = slices.device.type == problem.device_type
+        device = slices.device if is_there else torch.device(problem.device_type)
         if slices.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._triton.plan(slices, problem)
         tiles = plan_tiles(problem, self.name)
