@@ -37,6 +37,9 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if any(node.op == "get_attr" or is_random(name_of(node.target)) for node in graph.nodes):
         return None
+    # FlexAttention looks up `x[0]` as a value of its own, which does not see what is written to x later.
+    if any(map(is_in_place, graph.nodes)) and any(map(_has_number_as_index, graph.nodes)):
+        return None
     captured = placeholders[len(INDICES) :]
     is_tensor = [isinstance(x, Tensor) for x in captures]
     tensors = [x for x in captures if isinstance(x, Tensor)]
@@ -65,6 +68,14 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
     found = [node for node in module.graph.nodes if node.op == "placeholder"]
     order = [found[given.index(node)] for node in placeholders]
     return _tidy(module, order)
+
+
+def _has_number_as_index(node: Node) -> bool:
+    """Whether it is `x[0]`, or has a number among its indices."""
+    if name_of(node.target) != "getitem" or len(node.args) != 2:
+        return False
+    index = node.args[1]
+    return any(isinstance(x, int) for x in (index if isinstance(index, tuple) else (index,)))
 
 
 def _run(node: Node, args: Any, kwargs: Any) -> Any:

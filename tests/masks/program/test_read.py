@@ -107,7 +107,7 @@ def written_by_a_view(document):
         x = q ^ kv
         y = torch.swapdims(x.unsqueeze(0), 0, 0)
         x += 9
-        return y[0] > 3
+        return y.select(0, 0) > 3
 
     return mask_mod
 
@@ -121,7 +121,17 @@ def written_behind_a_conversion(document):
     return mask_mod
 
 
-@pytest.mark.parametrize("make", [written_clone])
+def looked_up_by_a_number(document):
+    def mask_mod(b, h, q, kv):
+        x = document[q]
+        y = x.view(1)[0]  # for FlexAttention a value of its own
+        x.mul_(2)
+        return y >= kv
+
+    return mask_mod
+
+
+@pytest.mark.parametrize("make", [written_clone, looked_up_by_a_number])
 def test_writes_that_are_not_followed_are_refused(make):
     """They would be lost; block lists come from the mask_mod itself."""
     mask_mod = make(documents(3, 5))
