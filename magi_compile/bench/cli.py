@@ -185,8 +185,12 @@ def _run(args: argparse.Namespace) -> int:
         )
     else:
         results = execute(cells, names, settings, args.output, _say)
-    _say(f"{len(results.ok_rows())} measured, {len(results.not_run)} not run: {args.output}")
-    return 0
+    failed = results.failed_rows()
+    counts = (
+        f"{len(results.ok_rows())} measured, {len(failed)} failed, {len(results.not_run)} not run"
+    )
+    _say(f"{counts}: {args.output}")
+    return int(any(contenders.load(row["contender"]).is_ours for row in failed))
 
 
 def _filtered(cells: list[Cell], args: argparse.Namespace) -> list[Cell]:

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from magi_compile.bench import contenders
 from magi_compile.bench.cli import main
 from magi_compile.bench.report import markdown, tables, write_report
 from magi_compile.bench.report.svg import Axis
@@ -49,6 +50,16 @@ def test_interleaved_contenders_are_rows_like_others(tmp_path, capsys):
     assert any("3 rounds, contenders interleaved" in str(line) for line in out)
     assert main([*run, "--contenders", *names, "--resume"]) == 0
     assert len(rows.load([path]).rows) == 3
+
+
+def test_a_row_of_ours_that_failed_is_exit_code_1(tmp_path, capsys, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(type(contenders.load("magi-cpu")), "prepare", broken)
+    run = [*ONE_CELL, "--interleaved", "2", "--passes", "fwd", "--contenders", "magi-cpu", "naive"]
+    assert main([*run, "--output", str(tmp_path / "results.jsonl")]) == 1
+    assert "1 measured, 1 failed, 0 not run" in capsys.readouterr().out
 
 
 def test_an_old_file_is_not_overwritten(results, capsys):

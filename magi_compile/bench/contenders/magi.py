@@ -10,7 +10,7 @@ from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.bench.contenders.base import Attend, Contender, import_error
 from magi_compile.bench.workloads.workload import Inputs, Workload
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.select import load, problem_on, refusals_by_kernel
+from magi_compile.kernels.select import problem_on, refusals_by_kernel
 
 
 class _Magi(Contender):
@@ -24,8 +24,12 @@ class _Magi(Contender):
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         slices = workload.slices.to(inputs.q.device)
         problem = _problem(workload, inputs.q.device.type)
-        plan = load(self.kernel).plan(slices, problem)
         lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        plan = torch.ops.magi.plan(
+            *(*lists, slices.seqlen_q, slices.seqlen_k, problem.dtype),
+            *(problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v),
+            *(0.0, self.kernel),
+        )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             scale = problem.softmax_scale

@@ -48,6 +48,10 @@ class Results:
     def ok_rows(self) -> list[dict[str, Any]]:
         return [row for row in self.rows.values() if row["status"] == "ok"]
 
+    def failed_rows(self) -> list[dict[str, Any]]:
+        """Those that `--resume` repeats."""
+        return [row for row in self.rows.values() if row["status"] in RETRIED]
+
 
 def row_key(cell: Cell, contender: str) -> str:
     return f"{cell.key}/{contender}"

@@ -227,3 +227,18 @@ def test_the_first_of_long_calls_counts(monkeypatch):
         monkeypatch.setattr(timing, "_first_call", lambda run, first=first: dict(first))
         result = measure(lambda: None, "cuda", Protocol())
         assert (result["reps"], result["p80_ms"], result["ms"]) == (reps, slowest, 150.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["magi-cuda", "magi-triton"])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("kernel", "document_causal", 512, 4, 2, 128, "bfloat16", lengths="pile"),
+        Cell("sparse", "uniform_blocks", 512, 4, 2, 128, "bfloat16", block=64, density=0.5),
+    ],
+    ids=lambda cell: cell.mask,
+)
+def test_our_kernels_on_a_gpu(name, cell):
+    row = Bench(contenders.load(name), "cuda").time(cell, ("fwd", "bwd"), QUICK)
+    assert (row["status"], row.get("reason")) == ("ok", None)
