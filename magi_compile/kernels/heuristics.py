@@ -27,9 +27,9 @@ class ForwardConfig:
     """The shape of the Hopper forward kernel; each number is a template parameter of `csrc/sm90/forward/config.cuh`.
 
     A thread block is one producer warpgroup and `num_consumers` consumer warpgroups of 64 query rows each. With two
-    `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. Consumers compute the
-    scores of tiles with at least `min_blocks_of_ping_pong` blocks in turns, if that is not 0. The producer of a launch without remote
-    keys has a branch for their tensor maps too if it `always_takes_remote_keys`, which is where that is faster, as the assembler has it.
+    `q_buffers` the next Q arrives while a tile is in work; the output leaves through the buffer of its Q. The
+    producer of a launch without remote keys has a branch for their tensor maps too if it `always_takes_remote_keys`: the
+    assembler's code is faster there.
     """
 
     num_consumers: int
@@ -39,7 +39,6 @@ class ForwardConfig:
     q_buffers: int
     producer_registers: int
     consumer_registers: int
-    min_blocks_of_ping_pong: int = 0
     always_takes_remote_keys: bool = False
 
     @property
@@ -53,9 +52,7 @@ class ForwardConfig:
 
 # By head_dim: the largest blocks whose buffers fit in 227 KB and whose accumulators fit in registers.
 _FORWARD = {
-    64: ForwardConfig(
-        3, 112, 4, 4, 2, 32, 160, min_blocks_of_ping_pong=9, always_takes_remote_keys=True
-    ),
+    64: ForwardConfig(3, 112, 4, 4, 2, 32, 160, always_takes_remote_keys=True),
     96: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     128: ForwardConfig(3, 80, 3, 3, 2, 32, 160),
     192: ForwardConfig(2, 80, 3, 2, 1, 40, 232),
@@ -65,7 +62,7 @@ _FORWARD = {
 # With bit blocks, of which a tile is as high as one and a block as wide, or half of one; and with score programs, which need
 # registers.
 _FORWARD_BITS = {
-    64: ForwardConfig(2, 128, 4, 4, 2, 40, 232, min_blocks_of_ping_pong=9),
+    64: ForwardConfig(2, 128, 4, 4, 2, 40, 232),
     96: ForwardConfig(2, 128, 3, 2, 2, 40, 232),
     128: ForwardConfig(2, 128, 3, 2, 2, 40, 232),
     192: ForwardConfig(2, 64, 4, 3, 1, 40, 232),

@@ -14,8 +14,8 @@ namespace ffa {
 constexpr int kMaxConsumers = 3;
 
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
-          int kMinBlocksOfPingPong_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_,
-          bool kHasStairs_, bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
+          int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_, bool kHasBits_,
+          bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -24,7 +24,6 @@ struct ForwardConfig {
     static constexpr int kVStages = kVStages_;
     static constexpr int kQBuffers = kQBuffers_;
     static constexpr int kConsumers = kConsumers_;
-    static constexpr int kMinBlocksOfPingPong = kMinBlocksOfPingPong_;   // of a tile; 0 if warpgroups take no turns
     static constexpr int kProducerRegisters = kProducerRegisters_;
     static constexpr int kConsumerRegisters = kConsumerRegisters_;
     static constexpr bool kHasSoftcap = kHasSoftcap_;
@@ -53,7 +52,7 @@ struct ForwardConfig {
     static_assert(!(kHasBits && kIsEarly), "remote keys have no bits");
     static_assert(!(kHasScore && (kHasSoftcap || kIsEarly)), "a score program has the caps, and no remote keys");
     static_assert(kHasStairs || !kHasBits, "where there is room for bits, there is for stairs beside them");
-    static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kTurns");
+    static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kWarpgroupDone");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
@@ -87,7 +86,7 @@ template <class Config>
 struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
 
-    Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // of tiles in turns; O leaves from its Q's
+    Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // O leaves from its Q's
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
     Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
     Block blocks[Config::kKStages];        // travel with k
@@ -103,7 +102,6 @@ struct alignas(1024) SharedStorage {
 
 // Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.
 constexpr uint32_t kWarpgroupDone = 1;
-constexpr uint32_t kTurns = kWarpgroupDone + kMaxConsumers;
 
 template <class Config, class Slabs>
 __device__ __forceinline__ void load_slabs(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {

@@ -23,9 +23,6 @@ public:
         : params_(params), smem_(smem), warpgroup_(warpgroup), warp_(threadIdx.x / 32 % 4), lane_(threadIdx.x % 32) {}
 
     __device__ __forceinline__ void run() {
-        if (Config::kMinBlocksOfPingPong > 0 && warpgroup_ == Config::kConsumers - 1) {
-            give_turn_to(0);
-        }
         while (true) {
             mbarrier_wait_together(smem_.q_full, q_phase_);
             const TileOfHead& tile = smem_.tiles[q_phase_ % Config::kQBuffers];   // registers are short
@@ -33,7 +30,6 @@ public:
             if (left_ == TileOfHead::kNoMoreWork) {
                 break;
             }
-            is_ping_pong_ = Config::kMinBlocksOfPingPong > 0 && left_ >= Config::kMinBlocksOfPingPong;
             attend(tile);
             q_phase_ ^= 1;
         }
@@ -80,12 +76,10 @@ private:
             // The first block of a stretch that this warpgroup sees: there is no P V to overlap with.
             const uint32_t q = uniform(q_operand());
             const uint32_t k = k_operand();
-            begin_turn();
             issue_scores(scores, q, k);
             Visibility next = next_block(tile);
             wgmma_wait_group<0>();
             pin(scores);
-            end_turn();
             change_and_mask(scores, sees, tile, program);
             largest.see(scores);
             release_k();
@@ -99,13 +93,11 @@ private:
                 wait_for_v(is_v_there);
                 const uint32_t k = k_operand();
                 const uint32_t v = v_operand();
-                begin_turn();
                 issue_scores(scores, q, k);
                 issue_out(out, probs, v);
                 next = next_block(tile);   // while the scores are on their way
                 wgmma_wait_group<2>();
                 pin(scores);
-                end_turn();
                 change_and_mask(scores, sees, tile, program);
                 largest.see(scores);
                 float sum[2] = {0.f, 0.f};
@@ -159,27 +151,6 @@ private:
         if constexpr (Config::kQBuffers == 1) {
             release_q();
         }
-    }
-
-    // ---- ping-pong
-
-    // Where exponentials take as long as the matmuls, warpgroups that compute scores at the same time also have their
-    // exponentials at the same time, and the tensor cores idle meanwhile. One after the other, block by block of the
-    // tile, they keep out of each other's way.
-    __device__ __forceinline__ void begin_turn() const {
-        if (is_ping_pong_) {
-            barrier_sync(kTurns + warpgroup_, 2 * Config::kWarpgroup);
-        }
-    }
-
-    __device__ __forceinline__ void end_turn() const {
-        if (is_ping_pong_) {
-            give_turn_to(warpgroup_ == Config::kConsumers - 1 ? 0 : warpgroup_ + 1);
-        }
-    }
-
-    __device__ __forceinline__ static void give_turn_to(int warpgroup) {
-        barrier_arrive(kTurns + warpgroup, 2 * Config::kWarpgroup);
     }
 
     // ---- the matmuls
@@ -342,10 +313,8 @@ private:
         v_.advance();
     }
 
-    // Every warpgroup has its turn and releases every buffer, in order, also those it does not use.
+    // Every warpgroup releases every buffer, in order, also those it does not use.
     __device__ __forceinline__ void skip_block() {
-        begin_turn();
-        end_turn();
         release_k();
         wait_for_v(false);
         release_v();
@@ -368,7 +337,6 @@ private:
     Position<Config::kKStages> scored_;   // of the block in work
     Position<Config::kVStages> v_;
     int left_ = 0;   // blocks of the tile
-    bool is_ping_pong_ = false;
 };
 
 }   // namespace ffa

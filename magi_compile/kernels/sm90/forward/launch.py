@@ -74,7 +74,6 @@ def forward_variant(
         "FFA_V_STAGES": config.v_stages,
         "FFA_Q_BUFFERS": config.q_buffers,
         "FFA_CONSUMERS": config.num_consumers,
-        "FFA_MIN_BLOCKS_OF_PING_PONG": config.min_blocks_of_ping_pong,
         "FFA_PRODUCER_REGISTERS": config.producer_registers,
         "FFA_CONSUMER_REGISTERS": config.consumer_registers,
         "FFA_HAS_SOFTCAP": str(problem.softcap != 0.0).lower(),
