@@ -75,8 +75,6 @@ _L2_SECTION_BYTES = 32 * 2**20
 # busy less than so many times, it had better be of more heads. To read K and V again costs less, if several query heads share
 # them.
 _SECTION_WAVES = 20
-# So often the shortest tiles of all heads keep the SMs busy at the end, when the long ones of all sections are over.
-_LAST_WAVES = 12
 
 CUDA_HEAD_DIMS = tuple(_FORWARD)  # those of the backward too
 
@@ -239,14 +237,6 @@ def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_s
     least_heads = _SECTION_WAVES * num_sms / max(num_tiles, 1)
     lasting = min((n for n in divisors if n * group >= least_heads), default=problem.nheads_kv)
     return max(cached, lasting) * group
-
-
-def tiles_in_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
-    """How many of the forward's tiles, the longest ones, are worked on section by section; the others are the last, of all
-    heads: where several heads share their keys, which are read once more for that."""
-    if problem.qhead_per_kvhead == 1:
-        return num_tiles
-    return max(num_tiles - -(-_LAST_WAVES * num_sms // problem.nheads_q), 0)
 
 
 def _divisors(n: int) -> list[int]:

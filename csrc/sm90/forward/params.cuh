@@ -13,7 +13,6 @@ struct Schedule {
     int num_tiles;
     int num_heads;
     int heads_per_section;   // divides num_heads
-    int tiles_in_sections;   // the others are for all heads
 };
 
 struct ForwardParams {
@@ -72,7 +71,7 @@ struct EarlyForwardParams : ForwardParams {
 enum TileList {
     kRemote,   // tiles with remote keys
     kLocal,    // tiles without
-    kParts,    // the local runs of tiles with both; all of them are in sections
+    kParts,    // the local runs of tiles with both
 };
 
 static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");

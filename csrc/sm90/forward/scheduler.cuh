@@ -1,7 +1,6 @@
 // Which (tile, head) a thread block of the forward pass works on next: the plan's tiles, longest first, for one L2
-// section of heads after another, but for the shortest ones. Those come last, for all heads, so that blocks end
-// together: the long tiles of a last section would begin when nothing short is left to fill up with. The first item of
-// a block is its index; the others are drawn from a counter, so that no block waits while another has work left.
+// section of heads after another. The first item of a block is its index; the others are drawn from a counter, so that
+// no block waits while another has work left.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -24,20 +23,15 @@ public:
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
     __device__ __forceinline__ WorkItem item() const {
-        const Part part = this->part();
-        const int in_part = item_ - part.first_item;
-        const int section = in_part / part.items_of_section();
-        const int within = in_part - section * part.items_of_section();
-        const int tile = within / part.num_heads;
-        return {part.first_tile + tile, section * part.num_heads + within - tile * part.num_heads};
+        const int heads = schedule_.heads_per_section;
+        const int section = item_ / items_of_section();
+        const int within = item_ - section * items_of_section();
+        const int tile = within / heads;
+        return {tile, section * heads + within - tile * heads};
     }
 
     // Of the first item behind this one's section.
-    __device__ __forceinline__ int section_end() const {
-        const Part part = this->part();
-        const int section = (item_ - part.first_item) / part.items_of_section();
-        return part.first_item + (section + 1) * part.items_of_section();
-    }
+    __device__ __forceinline__ int section_end() const { return (item_ / items_of_section() + 1) * items_of_section(); }
 
     // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
     __device__ __forceinline__ void leave_section() {
@@ -52,22 +46,10 @@ public:
     }
 
 private:
-    // The items in sections, or those for all heads, which are one section.
-    struct Part {
-        int first_item, first_tile;
-        int num_tiles, num_heads;   // of a section
-
-        __device__ __forceinline__ int items_of_section() const { return num_tiles * num_heads; }
-    };
-
-    __device__ __forceinline__ Part part() const {
-        const int tiles = opaque(schedule_.tiles_in_sections), items = tiles * schedule_.num_heads;
-        return item_ < items ? Part{0, 0, tiles, schedule_.heads_per_section}
-                             : Part{items, tiles, num_tiles() - tiles, schedule_.num_heads};
-    }
-
     // Computed anew each time: the one thread that schedules has few registers.
     __device__ __forceinline__ int num_items() const { return num_tiles() * schedule_.num_heads; }
+
+    __device__ __forceinline__ int items_of_section() const { return num_tiles() * schedule_.heads_per_section; }
 
     __device__ __forceinline__ int num_tiles() const { return opaque(schedule_.num_tiles); }
 

@@ -20,8 +20,7 @@ def _ints(*names: str) -> dict[str, object]:
 
 SCHEDULE = Struct(
     "Schedule",
-    _addresses("tiles", "ticket")
-    | _ints("num_tiles", "num_heads", "heads_per_section", "tiles_in_sections"),
+    _addresses("tiles", "ticket") | _ints("num_tiles", "num_heads", "heads_per_section"),
 )
 FORWARD = Struct(
     "ForwardParams",

@@ -14,7 +14,6 @@ from magi_compile.kernels.heuristics import (
     ForwardConfig,
     forward_config,
     heads_per_section,
-    tiles_in_sections,
 )
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD, scored_forward_params
@@ -312,5 +311,4 @@ def schedule_of(problem: AttnProblem, total_k: int, num_tiles: int, sms: int) ->
         "num_tiles": num_tiles,
         "num_heads": problem.nheads_q,
         "heads_per_section": heads_per_section(problem, total_k, num_tiles, sms),
-        "tiles_in_sections": tiles_in_sections(problem, num_tiles, sms),
     }

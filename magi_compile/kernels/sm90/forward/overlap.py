@@ -258,9 +258,6 @@ def _call(
             )
         )
     ]
-    # Sections are those of all tiles; parts are in sections, all of them.
-    lists[1]["tiles_in_sections"] = lists[0]["tiles_in_sections"]
-    lists[2]["tiles_in_sections"] = num_parts
 
     def launch(num_free: int, first_behind: int) -> Launch:
         grid = min(num_tiles * nheads_q, max(1, sms - num_free))
