@@ -36,12 +36,11 @@ def variants() -> Iterator[Variant]:
         if not softcap:
             yield merge_variant(head_dim, dtype)
         preprocess, main, postprocess = backward_variants(problem)
-        remote_preprocess, remote_main, _ = backward_variants(problem, has_remote_tiles=True)
-        yield from (main, backward_variants(problem, deterministic=True)[1], remote_main)
+        yield from (main, backward_variants(problem, deterministic=True)[1])
         yield backward_variants(with_bits)[1]
         yield backward_variants(with_bits, deterministic=True)[1]
         if not softcap:  # the others do not depend on it
-            yield from (preprocess, remote_preprocess, postprocess)
+            yield from (preprocess, postprocess)
     yield planner_variant()
     yield planner_variant(has_bits=True)
     yield parts_variant()

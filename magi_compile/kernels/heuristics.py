@@ -142,16 +142,15 @@ _BACKWARD_CAPPED = {  # with soft-cap, or a score program
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
-# cache. Under a mask of one document they are to keep the SMs busy about once (0.85 to 1.13 times), or from about twice on, not
-# one and a half times: then thread blocks that start together also end with it. Where all heads together keep them busy less
-# than three times, one section balances better than several; tiles of a single query head cannot be in parts, and balance
-# better where they are many.
-_BACKWARD_LEAST_WAVES, _BACKWARD_RAGGED_WAVE, _BACKWARD_ENOUGH_WAVES = 0.85, 0.13, 2
-_BACKWARD_MANY_WAVES = 3
+# cache. Where all heads together keep the SMs busy less than three times, one section balances better than several; tiles of a single
+# query head cannot be in parts, and balance better where they are many.
+_BACKWARD_LEAST_WAVES, _BACKWARD_MANY_WAVES = 0.85, 3
 
-# Of an H200, for q, dout and sums of dq: what tiles at work at a time may read in all.
-_BACKWARD_L2_BYTES = 48 * 2**20
-_LEAST_VISITS_OF_PASS = 160  # less does not pay for handing dk and dv on
+# What tiles at work at a time may read in all, of q, dout and sums of dq: measured on an H100, whose L2 cache has 50 MB, and on an
+# H200, which has 60.
+_SMALL_L2_BYTES = 55 * 2**20
+_BACKWARD_CACHED_BYTES, _BACKWARD_CACHED_BYTES_OF_SMALL_L2 = 48 * 2**20, 24 * 2**20
+_LEAST_VISITS_OF_PASS = 64  # less does not pay for handing dk and dv on
 
 
 # With a score program that does more than add to the score, whose slopes are kept beside P: two warpgroups share the keys, as
@@ -168,39 +167,19 @@ def backward_config(problem: AttnProblem, *, keeps_slopes: bool = False) -> Back
     return (_BACKWARD_CAPPED if is_changed else _BACKWARD)[problem.head_dim]
 
 
-class BackwardSections(NamedTuple):
-    """How many key-value heads the backward works on at a time: `heads`, those of a section, and under a mask of one document those
-    of so many sections `at_once`. What the mask is, the kernel sees."""
-
-    heads: int
-    at_once: int = 1
-
-
-def backward_sections(
-    problem: AttnProblem, num_tiles: int, num_sms: int, num_lists: int = 1
-) -> BackwardSections:
-    """For `num_tiles` of each head: the fewest heads that keep the SMs busy, under a mask of one document once, or twice and
-    more; all, where they do so less than three times. Tiles that come from two lists begin with those of others anyway.
-    """
+def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
+    """How many key-value heads the backward works on at a time, `num_tiles` of each: the fewest that keep the SMs busy; all, where
+    they do so less than three times."""
     waves = {
         heads: num_tiles * heads / num_sms
         for heads in _divisors(problem.nheads_kv)
         if num_tiles * heads >= _BACKWARD_LEAST_WAVES * num_sms
     }
     if waves.get(problem.nheads_kv, 0) < _BACKWARD_MANY_WAVES:
-        return BackwardSections(problem.nheads_kv)
+        return problem.nheads_kv
     if problem.qhead_per_kvhead == 1:
-        return BackwardSections(min(h for h, n in waves.items() if n >= _BACKWARD_MANY_WAVES))
-    least = min(waves)
-    if num_lists > 1:
-        return BackwardSections(least)
-    at_once = min(
-        heads // least
-        for heads, n in waves.items()
-        if (n >= _BACKWARD_ENOUGH_WAVES or abs(n - round(n)) <= _BACKWARD_RAGGED_WAVE)
-        and heads % least == 0
-    )
-    return BackwardSections(least, at_once)
+        return min(heads for heads, n in waves.items() if n >= _BACKWARD_MANY_WAVES)
+    return min(waves)
 
 
 class BackwardPasses(NamedTuple):
@@ -214,16 +193,17 @@ class BackwardPasses(NamedTuple):
 
 
 def backward_passes(
-    problem: AttnProblem, num_tiles: int, sections: BackwardSections, num_sms: int
+    problem: AttnProblem, num_tiles: int, section_heads: int, num_sms: int, l2_bytes: int
 ) -> BackwardPasses:
     """For `num_tiles` of each head: as many heads as tiles keep the SMs busy times, since items of several heads end later."""
-    waves = num_tiles * sections.heads / (_BACKWARD_LEAST_WAVES * num_sms)
+    waves = num_tiles * section_heads / (_BACKWARD_LEAST_WAVES * num_sms)
     row_bytes = problem.head_dim * (2 * problem.dtype.itemsize + 4)  # q, dout, sums of dq
     block_bytes = backward_config(problem).block_cols * row_bytes
     group = problem.qhead_per_kvhead
     most_heads = min(int(waves), group) if group > 1 else 0
-    cached_blocks = _BACKWARD_L2_BYTES // block_bytes
-    return BackwardPasses(most_heads, cached_blocks, _LEAST_VISITS_OF_PASS)
+    is_small = l2_bytes < _SMALL_L2_BYTES
+    cached_bytes = _BACKWARD_CACHED_BYTES_OF_SMALL_L2 if is_small else _BACKWARD_CACHED_BYTES
+    return BackwardPasses(most_heads, cached_bytes // block_bytes, _LEAST_VISITS_OF_PASS)
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:

@@ -39,18 +39,6 @@ class KeyTensors(NamedTuple):
     dv: Tensor
 
 
-class Signals(NamedTuple):
-    """Addresses of two int32 flags on the device, through which a running kernel and a collective order their work.
-
-    Both are 0 before anything of the call is enqueued.
-    """
-
-    have_arrived: int  # the collective sets it to 1 when remote keys and values have arrived
-    are_complete: (
-        int  # the kernel sets it to 1 when their dk and dv are complete, for other devices too
-    )
-
-
 class ForwardSteps(Protocol):
     """A forward pass over local and remote keys; see `EarlyKernel.early_forward`."""
 
@@ -72,7 +60,7 @@ class ForwardSteps(Protocol):
 
 
 class BackwardSteps(Protocol):
-    """A backward pass; see `EarlyKernel.early_backward` and `PhasedKernel.phased_backward`."""
+    """A backward pass; see `PhasedKernel.phased_backward`."""
 
     def begin(self) -> None:
         """Enqueues what needs no keys."""
@@ -89,7 +77,7 @@ class BackwardSteps(Protocol):
 
 @runtime_checkable
 class EarlyKernel(Kernel, Protocol):
-    """A kernel that begins with local keys before the remote ones have arrived. Nothing in a kernel waits for these."""
+    """A kernel whose forward begins with local keys before the remote ones have arrived. Nothing in a kernel waits for these."""
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> Any:
         """How `early_forward` walks `slices`, of which the columns from `remote_begin` on are the remote keys.
@@ -114,32 +102,6 @@ class EarlyKernel(Kernel, Protocol):
         `begin` leaves `free_sms` SMs to what brings remote keys, if there are more. How results are rounded may depend on
         when these arrive, except under `torch.use_deterministic_algorithms(True)`. `max_scores` as in `Kernel.forward`, complete
         when `finish` has returned.
-        """
-        ...
-
-    def backward_may_be_early(self) -> bool:
-        """Whether `early_backward` can be called, as torch's settings are now."""
-        ...
-
-    def early_backward_plan(
-        self, plan: list[Tensor], is_local: Tensor, problem: AttnProblem
-    ) -> Any:
-        """How `early_backward` walks what `plan` walks. Keys are local where `is_local`, bool `[total_k]`, is set."""
-        ...
-
-    def early_backward(
-        self,
-        grads: Grads,
-        saved: SavedQueries,
-        signals: Signals,
-        plan: Any,
-        problem: AttnProblem,
-    ) -> BackwardSteps:
-        """The backward pass of local keys, which are there, and of remote ones, which arrive.
-
-        `main` is called twice with the same tensors: once right behind `begin`, and again when the current stream waits for the
-        remote keys and values. dk and dv of remote keys are complete for other devices when `signals` say so, those of local keys
-        for what is enqueued on the current stream behind the second `main`.
         """
         ...
 

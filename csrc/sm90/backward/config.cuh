@@ -23,7 +23,7 @@ struct DqTarget {
 
 template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
           int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasBits_,
-          bool kIsDeterministic_, bool kRoundsDq_, bool kHasRemoteTiles_, class Score_>
+          bool kIsDeterministic_, bool kRoundsDq_, class Score_>
 struct BackwardConfig {
     using Element = Element_;
     static constexpr int kHeadDim = kHeadDim_;
@@ -38,12 +38,11 @@ struct BackwardConfig {
     static constexpr bool kHasBits = kHasBits_;                   // a run may be of a bit block
     static constexpr bool kIsDeterministic = kIsDeterministic_;   // dq is summed up in one order
     static constexpr bool kRoundsDq = kRoundsDq_;                 // else the kernel behind does
-    static constexpr bool kHasRemoteTiles = kHasRemoteTiles_;     // of keys that may not be there at launch
     using Score = Score_;                                         // made from a score program, or NoScore
     static constexpr bool kHasScore = Score::kIsThere;
     // Whether scores start from -lse / scale: where nothing is made of them but what is added to them.
     static constexpr bool kBeginsWithLse = !kHasSoftcap && (!kHasScore || Score::kIsShift);
-    using WholeParams = typename Choose<kHasBits, BitsBackwardParams, BackwardParams<kHasRemoteTiles ? 2 : 1>>::type;
+    using WholeParams = typename Choose<kHasBits, BitsBackwardParams, BackwardParams>::type;
     using Params = typename Choose<kHasScore, ScoredBackwardParams<Score::kNumWords + 1>, WholeParams>::type;
 
     // A tile may be that of a cluster of two thread blocks, of 64 keys each, which load Q and dO for each other: where
@@ -83,11 +82,9 @@ struct BackwardConfig {
     static constexpr bool kElects = kIsDeterministic;
 
     // Whether parts of a tile may come one after the other.
-    static constexpr bool kHandsOn = !kHasRemoteTiles && !kIsDeterministic;
+    static constexpr bool kHandsOn = !kIsDeterministic;
 
-    static_assert(!(kHasRemoteTiles && kHasBits), "remote keys have no bits");
-    static_assert(!(kHasScore && (kHasSoftcap || kHasRemoteTiles)), "a score program has the caps, and no remote keys");
-    static_assert(!(kHasRemoteTiles && kIsDeterministic), "additions have the order of one list of tiles");
+    static_assert(!(kHasScore && kHasSoftcap), "a score program has the caps");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
@@ -101,7 +98,6 @@ struct BackwardConfig {
 };
 
 constexpr int kNoMask = -1;
-constexpr int kNobodyWaits = 1 << 16;   // rows of dq that tiles of another launch will add to
 
 // What the producer says about a block of queries.
 struct alignas(16) Block {
@@ -118,11 +114,9 @@ struct alignas(64) TileOfHead {
     Tile tile;
     int kv_head;
     int tile_index;
-    bool is_ascending;   // the walk starts with the first queries
-    bool is_remote;
+    bool is_ascending;    // the walk starts with the first queries
     int num_visits;       // blocks of queries, over all query heads
     int visits_to_tell;   // after so many, those of a head or all, the warps of dQ tell what they have added
-    int wave_in_step;     // whose thread blocks stay together, or kNoWave
     int num_qheads;       // of the group, from `qhead` on
     int qhead;
     int part;   // of so many as the tile is divided into
@@ -134,11 +128,6 @@ struct alignas(64) TileOfHead {
 
     static constexpr int kNoMoreWork = -1;   // as num_visits
 };
-
-template <class Config>
-__device__ __forceinline__ const TileList& list_of(const typename Config::Params& params, const TileOfHead& work) {
-    return params.lists[Config::kHasRemoteTiles && work.is_remote ? kRemote : kLocal];
-}
 
 // Where heads are wide, what the gradients of probabilities are multiplied with, left by the warps that have the
 // probabilities for those that have the gradients, of 16 keys each, as they hold it.
@@ -210,7 +199,7 @@ struct alignas(1024) SharedStorage : DqStorage<Config> {
     TileOfHead
         work[2];   // travels with k and v, in turns: needed until dK has left, when the next ones are on their way
     uint32_t kv_phase;   // the producer's
-    int is_over;         // 1 when there will be no more tiles, kNobodyWaits if other tiles are for another launch
+    int is_over;         // 1 when there will be no more tiles
     union {
         uint32_t never_written;
         int item;   // that the first thread block of a cluster has drawn for this one

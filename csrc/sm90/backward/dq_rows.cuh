@@ -53,11 +53,10 @@ private:
         }
     }
 
-    // The last one of half of them takes the rest along. Those do not count that have left work to another launch.
+    // The last one of half of them takes the rest along.
     __device__ __forceinline__ void go() const {
         DqProgress& progress = *params_.dq_progress;
-        if (is_first_lane() && load_shared(smem_.is_over) != kNobodyWaits &&
-            atomicAdd(&progress.num_gone, 1) + 1 == kManyWarps * int(gridDim.x)) {
+        if (is_first_lane() && atomicAdd(&progress.num_gone, 1) + 1 == kManyWarps * int(gridDim.x)) {
             progress.end = atomicAdd(&progress.next, params_.dq.count());
         }
     }

@@ -31,7 +31,7 @@ public:
     __device__ __forceinline__ int join_parts(const TileOfHead& work, Grads&... grads) const {
         float4* const partials = partials_of<sizeof...(Grads)>(work);
         const int part_stride =
-            params_.lists[kLocal].agenda.heads_per_section * Config::kTileWarps * sizeof...(Grads) * kPartialsOfGrad;
+            params_.agenda.heads_per_section * Config::kTileWarps * sizeof...(Grads) * kPartialsOfGrad;
         const bool is_handed_on = Config::kHandsOn && __any_sync(0xffffffff, work.turn != AgendaEntry::kNoTurn);
         int num_added;
         bool is_last;
@@ -66,21 +66,6 @@ public:
         store_slabs<0, kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
     }
 
-    // Counts what this warp has stored of remote tiles. Who comes last says that all of it is there.
-    __device__ __forceinline__ void tell(const TileOfHead& work, int store_end) const {
-        if (lane_ == 0 && work.is_remote && store_end > work.tile.row_begin) {
-            cp_async_bulk_wait_group<0>();
-            fence_proxy_async_global();
-            __threadfence_system();
-            if (atomicAdd(&params_.lists[kRemote].agenda.counters->num_unfinished, -1) == 1 &&
-                params_.are_complete != nullptr) {
-                __threadfence_system();
-                store_release_system(params_.are_complete, 1);
-            }
-        }
-        __syncwarp();
-    }
-
 private:
     __device__ __forceinline__ static int warp_of_tile() {
         return rank_in_cluster<Config>() * (Config::kTileWarps / Config::kCtas) + warp();
@@ -91,17 +76,17 @@ private:
 
     static constexpr int kPartialsOfGrad = kGrad / 4 * 32;   // float4, of a warp
 
-    // Of the first part; parts of all lists lie together.
+    // Of the first part.
     template <int kGrads>
     __device__ __forceinline__ float4* partials_of(const TileOfHead& work) const {
-        return reinterpret_cast<float4*>(params_.lists[kLocal].agenda.partials) +
+        return reinterpret_cast<float4*>(params_.agenda.partials) +
                static_cast<long long>(work.slot * Config::kTileWarps + warp_of_tile()) * (kGrads * kPartialsOfGrad) +
                lane_;
     }
 
     // How many parts have come to their end.
     __device__ __forceinline__ int* arrivals_of(const TileOfHead& work) const {
-        return params_.lists[kLocal].agenda.arrivals + work.slot * Config::kTileWarps + warp_of_tile();
+        return params_.agenda.arrivals + work.slot * Config::kTileWarps + warp_of_tile();
     }
 
     // How many have before this one.
@@ -211,8 +196,7 @@ private:
             const int row = i / kChunks;
             const int chunk = i % kChunks;
             if (warp_row + row < store_end) {
-                const long long index =
-                    static_cast<long long>(warp_row + row) * params_.lists[kLocal].agenda.num_heads + kv_head;
+                const long long index = static_cast<long long>(warp_row + row) * params_.agenda.num_heads + kv_head;
                 static_cast<int4*>(rows)[index * kChunksOfRow + kFirstCol / 8 + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];
             }

@@ -348,9 +348,6 @@ private:
                                                   store_end);
         gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work,
                                                   store_end);
-        if constexpr (Config::kHasRemoteTiles) {
-            gradients_.tell(work, store_end);
-        }
     }
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {

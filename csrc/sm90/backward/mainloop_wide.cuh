@@ -423,9 +423,6 @@ private:
             x *= scale;
         }
         gradients_.template store<Walk<Config>::kStagingSlabs>(grad, walk_.staging(), map, rows, work, store_end);
-        if constexpr (Config::kHasRemoteTiles) {
-            gradients_.tell(work, store_end);
-        }
     }
 
     // Where a score program asks.

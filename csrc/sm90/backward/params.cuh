@@ -93,15 +93,6 @@ struct DqProgress {
     __device__ __forceinline__ int* left() { return &num_left + 1; }
 };
 
-// Tiles of keys, and the agenda of their heads.
-struct TileList {
-    const Tile* tiles;
-    Agenda agenda;
-};
-
-static_assert(sizeof(TileList) == 56, "packed by magi_compile/kernels/sm90/params.py");
-
-template <int kNumLists>
 struct BackwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
     TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
@@ -115,31 +106,28 @@ struct BackwardParams {
     DqItems dq;
     DqVisits visits;
     DqProgress* dq_progress;
-    const Run* runs;           // [num_runs], rows are keys
-    const Edges* edges;        // [total_k, kLanes]
-    const int* have_arrived;   // 1 once remote keys and values are there; null if they are at launch
-    int* are_complete;   // becomes 1 when all dk and dv of remote tiles are there for other GPUs too; null if nobody
-                         // asks
+    const Run* runs;      // [num_runs], rows are keys
+    const Edges* edges;   // [total_k, kLanes]
     int qhead_per_kvhead;
-    float scale_log2;            // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
-    float cap_scale;             // softmax_scale / softcap where scores are capped
-    TileList lists[kNumLists];   // of local tiles, of remote ones
+    float scale_log2;    // softmax_scale * log2(e), or softcap * log2(e) where scores are capped
+    float cap_scale;     // softmax_scale / softcap where scores are capped
+    const Tile* tiles;   // [num_tiles], of keys
+    Agenda agenda;
 };
 
 // Where runs may have bits.
-struct BitsBackwardParams : BackwardParams<1> {
+struct BitsBackwardParams : BackwardParams {
     const uint32_t* bits;   // [num_blocks, kBitBlock, kWordsOfQuery]
 };
 
 // Where a score program changes the scores: `scale_log2` is log2(e) then, and `cap_scale` the softmax_scale.
 template <int kNumWords>
-struct ScoredBackwardParams : BackwardParams<1> {
+struct ScoredBackwardParams : BackwardParams {
     const uint32_t* bits;   // as above, or null
     ScoreParams<kNumWords> score;
 };
 
 static_assert(sizeof(BitsBackwardParams) == 1152, "packed by magi_compile/kernels/sm90/params.py");
-static_assert(sizeof(BackwardParams<1>) == 1088, "packed by magi_compile/kernels/sm90/params.py");
-static_assert(sizeof(BackwardParams<2>) == 1152, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(BackwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 
 }   // namespace ffa

@@ -11,7 +11,6 @@ namespace ffa {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 5;   // left to itself, the compiler takes 40 registers, and spills
-constexpr int kNumAgendas = FFA_NUM_AGENDAS;
 using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
 static_assert(kThreads == 32 * kNumShares, "a warp for each");
 
@@ -29,10 +28,10 @@ struct PreprocessParams {
     long long dout_row_stride, dout_head_stride;
     int total_q;
     float lse_factor;
-    Writer::Params agendas[kNumAgendas];   // of local tiles, and of remote ones
+    Writer::Params agenda;
 };
 
-static_assert(sizeof(PreprocessParams) == 120 + 120 * kNumAgendas, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(PreprocessParams) == 224, "packed by magi_compile/kernels/sm90/params.py");
 
 constexpr int kHeadDim = FFA_HEAD_DIM;
 constexpr int kElementsPerLane = 8;   // 16 bytes
@@ -52,23 +51,17 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     const auto block = [] {
         return opaque(blockIdx.y) * int(gridDim.x) + opaque(blockIdx.x);
     };   // no register keeps it
-    if (block() < kNumAgendas) {
-        const DqOrder order = Writer(params.agendas[block()]).write();
-        if (block() == 0) {
-            compact_for_each(1, [&](int) { params.dq_progress->order_of_tiles = order; });
-        }
+    const Writer::Params& list = params.agenda;
+    if (block() == 0) {
+        const DqOrder order = Writer(list).write();
+        compact_for_each(1, [&](int) { params.dq_progress->order_of_tiles = order; });
     }
-    if (block() == kNumAgendas) {
+    if (block() == 1) {
         compact_for_each(1, [&](int) { params.dq_progress->reset(); });
         if (params.wanted != nullptr) {
             clear_dq_visits(params.wanted, params.dq.row_groups);
-#pragma unroll 1
-            for (int i = 0; i < kNumAgendas; ++i) {
-                const Writer::Params& list = params.agendas[i];
-                note_dq_visits<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.wanted);
-                count_walks<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles,
-                                            params.dq_progress->more_head_by_head);
-            }
+            note_dq_visits<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.wanted);
+            count_walks<FFA_BLOCK_COLS>(list.tiles, list.runs, list.num_tiles, params.dq_progress->more_head_by_head);
             count_dq_visits(params.wanted, params.dq.row_groups);
         }
     }

@@ -60,7 +60,7 @@ public:
         for (; (*items).has_work(); items.advance()) {
             load_tile(*items);
         }
-        store_shared(smem_.is_over, (*items).is_all() ? 1 : kNobodyWaits);
+        store_shared(smem_.is_over, 1);
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         smem_.work[smem_.kv_phase].num_visits = TileOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.kv_full);
@@ -70,25 +70,20 @@ private:
     // What describes the tile and the run is read again for each block, because this thread has few registers.
     __device__ __forceinline__ void load_tile(const Items<Config>& items) {
         const AgendaEntry& entry = items.entry();
-        const Tile& tile = params_.lists[items.list()].tiles[entry.tile];
+        const Tile& tile = params_.tiles[entry.tile];
         const int num_blocks = blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
         const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
-        const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
+        const int head_in_section = items.head_in_section();
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
-        if constexpr (Config::kHasRemoteTiles) {
-            work.is_remote = items.list() == kRemote;
-        }
         work.tile = tile;
         work.tile_index = entry.tile;
-        work.wave_in_step =
-            rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.turn = entry.turn;
         work.is_ascending = entry.is_ascending;
         work.kv_head = entry.first_head + head_in_section;
-        work.slot = entry.slot * params_.lists[kLocal].agenda.heads_per_section + head_in_section;
+        work.slot = entry.slot * params_.agenda.heads_per_section + head_in_section;
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;

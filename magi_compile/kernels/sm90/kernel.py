@@ -21,10 +21,8 @@ from magi_compile.kernels.scored import (
 from magi_compile.kernels.sm90.backward.launch import (
     BackwardPass,
     backward,
-    early_backward,
     scored_backward,
 )
-from magi_compile.kernels.sm90.backward.order import TwoLists, two_lists
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
 from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_parts
@@ -221,17 +219,6 @@ class CudaKernel:
         bits = _bits_of(slices, problem)
         walk = _k_walk(plan, problem)
         return backward(grads, saved, walk, problem, bits=bits, deterministic=deterministic)
-
-    def backward_may_be_early(self) -> bool:
-        return not torch.are_deterministic_algorithms_enabled()
-
-    def early_backward_plan(
-        self, plan: list[Tensor], is_local: Tensor, problem: AttnProblem
-    ) -> TwoLists:
-        _refuse_bits(problem)
-        return two_lists(_k_walk(plan, problem), is_local, plan_tiles(problem))
-
-    early_backward = staticmethod(early_backward)
 
     def phased_backward(
         self,

@@ -97,47 +97,45 @@ DQ_ITEMS = Struct(
 DQ_VISITS = Struct("DqVisits", _addresses("done", "wanted", "turns"))
 AGENDA = Struct(
     "Agenda",
-    _addresses("entries", "num_entries", "counters", "arrivals", "partials")
+    _addresses("entries", "num_entries", "ticket", "arrivals", "partials")
     | _ints("num_heads", "heads_per_section"),
 )
 AGENDA_WRITER = Struct(
     "AgendaWriter::Params",
     _addresses("tiles", "runs")
     | {"agenda": AGENDA, "scratch": ADDRESS}
-    | _ints("num_tiles", "first_slot", "num_slots", "qhead_per_kvhead", "num_blocks")
-    | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
-    | _ints("sections_at_once")
-    | _addresses("tiles_behind"),
+    | _ints("num_tiles", "num_slots", "qhead_per_kvhead", "num_blocks")
+    | _ints("is_one_way", "most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass"),
 )
-TILE_LIST = Struct("TileList", {"tiles": ADDRESS, "agenda": AGENDA})
+BACKWARD = Struct(
+    "BackwardParams",
+    dict.fromkeys(("q", "dout", "k", "v", "stats", "dk", "dv"), TENSOR_MAP)
+    | _addresses("dk_rows", "dv_rows")
+    | {"dq": DQ_ITEMS, "visits": DQ_VISITS}
+    | _addresses("dq_progress", "runs", "edges")
+    | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT}
+    | {"tiles": ADDRESS, "agenda": AGENDA},
+)
+BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD)
 
 
-def backward_params(num_lists: int) -> Struct:
-    """Of the main kernel, for local tiles, or for local and remote ones."""
-    return Struct(
-        f"BackwardParams<{num_lists}>",
-        dict.fromkeys(("q", "dout", "k", "v", "stats", "dk", "dv"), TENSOR_MAP)
-        | _addresses("dk_rows", "dv_rows")
-        | {"dq": DQ_ITEMS, "visits": DQ_VISITS}
-        | _addresses("dq_progress", "runs", "edges", "have_arrived", "are_complete")
-        | {"qhead_per_kvhead": INT, "scale_log2": FLOAT, "cap_scale": FLOAT}
-        | {"lists": (TILE_LIST, num_lists)},
+@cache
+def scored_backward_params(num_words: int) -> Struct:
+    """Of the main kernel with a score program."""
+    return Struct(f"ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD)
+
+
+PREPROCESS = Struct(
+    "PreprocessParams",
+    _addresses("out", "dout", "lse", "dlse", "stats")
+    | {"dq": DQ_SUMS}
+    | _addresses("done", "wanted", "dq_progress")
+    | dict.fromkeys(
+        ("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"), LONG
     )
-
-
-def preprocess_params(num_lists: int) -> Struct:
-    """Of the kernel in front of it."""
-    return Struct(
-        "PreprocessParams",
-        _addresses("out", "dout", "lse", "dlse", "stats")
-        | {"dq": DQ_SUMS}
-        | _addresses("done", "wanted", "dq_progress")
-        | dict.fromkeys(
-            ("out_row_stride", "out_head_stride", "dout_row_stride", "dout_head_stride"), LONG
-        )
-        | {"total_q": INT, "lse_factor": FLOAT, "agendas": (AGENDA_WRITER, num_lists)},
-    )
-
+    | {"total_q": INT, "lse_factor": FLOAT, "agenda": AGENDA_WRITER},
+)
+POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
 
 # scores/gradients/params.cuh
 
@@ -155,19 +153,6 @@ def table_gradients_params(num_words: int, num_sums: int) -> Struct:
         | {"scale_log2": FLOAT, "cap_scale": FLOAT, "score": score},
     )
 
-
-BACKWARD = {n: backward_params(n) for n in (1, 2)}
-BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD[1])
-
-
-@cache
-def scored_backward_params(num_words: int) -> Struct:
-    """Of the main kernel with a score program."""
-    return Struct(f"ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD[1])
-
-
-PREPROCESS = {n: preprocess_params(n) for n in (1, 2)}
-POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRESS})
 
 # masks/mask_slices.cuh, masks/mask_slices.cu, masks/block_lists.cu, masks/mask_bits.cuh, masks/mask_bits.cu
 

@@ -45,10 +45,7 @@ def variant_id(variant):
     bits = "bits" if defines.get("FFA_HAS_BITS") == "true" else None
     largest = "max_scores" if defines.get("FFA_HAS_MAX_SCORES") == "true" else None
     order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
-    has_remote = (
-        "true" in (defines.get("FFA_HAS_REMOTE_TILES"), defines.get("FFA_IS_EARLY"))
-        or defines.get("FFA_NUM_AGENDAS") == "2"
-    )
+    has_remote = defines.get("FFA_IS_EARLY") == "true"
     names = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"))
     parts = (*names, softcap, bits, largest, order, "remote" if has_remote else None)
     return "-".join(part for part in parts if part)

@@ -42,7 +42,6 @@ def test_bits_in_one_pass(kernel):
     assert kernel.refusals(problem) == []
     for step in (
         lambda: kernel.early_plan(None, problem, 0),
-        lambda: kernel.early_backward_plan([], None, problem),
         lambda: kernel.phased_backward(None, None, None, [], problem),
     ):
         with pytest.raises(

@@ -39,12 +39,9 @@ SOURCES = [
     (params.MERGE, parts.merge_variant(128, torch.bfloat16)),
     (params.TILE_PARTS, parts.parts_variant()),
     (params.TILE_PLAN, planner.planner_variant()),
-    *((params.BACKWARD[n], BACKWARD) for n in (1, 2)),
+    (params.BACKWARD, BACKWARD),
     (params.BITS_BACKWARD, BACKWARD),
-    *(
-        (params.PREPROCESS[n], backward.backward_variants(PROBLEM, has_remote_tiles=n > 1)[0])
-        for n in (1, 2)
-    ),
+    (params.PREPROCESS, backward.backward_variants(PROBLEM)[0]),
     (params.POSTPROCESS, backward.backward_variants(PROBLEM)[2]),
     (
         params.mask_program_params(PROGRAM.num_words + len(PROGRAM.checks) + 1),
@@ -101,9 +98,8 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
     ("number", "names"),
     [
         (0, ("remote_begin", "total_q")),
-        (7, ("have_arrived", "are_complete")),
-        (7, ("lists[0].agenda.arrivals", "lists[0].agenda.counters")),
-        (10, ("agendas[1].num_slots", "agendas[1].num_tiles")),
+        (6, ("agenda.arrivals", "agenda.ticket")),
+        (8, ("agenda.num_slots", "agenda.num_tiles")),
         (-1, ("sums[2]", "schedule.tiles")),
     ],
 )

@@ -42,6 +42,7 @@ def fake_hopper(monkeypatch, *, num_sms: int, load_function, launch, encode) -> 
         monkeypatch.setattr(module, "load_function", load_function)
     for module in (forward, parts, early, backward, gradients):
         monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
+    monkeypatch.setattr(backward, "l2_bytes", lambda device: 50 * 2**20)
     monkeypatch.setattr(mask_slices, "max_resident_blocks", lambda *_: num_sms)
     for module in (calls, early, backward):
         monkeypatch.setattr(module, "current_stream", lambda device: 0)

@@ -1,16 +1,11 @@
 // What thread blocks of the backward pass work on, in which order, and which way they walk: a list of entries that the
 // kernel in front writes (writer.cuh), and from which blocks draw one item after another (queue.cuh).
 //
-// Heads of keys come in sections, and in each, or in several at once, the tiles as the plan has them, document by
+// Heads of keys come in sections, and in each the tiles as the plan has them, document by
 // document: what is worked on at a time reads the same queries, which then come from the L2 cache.
 #pragma once
 
 namespace ffa {
-
-// Local tiles have keys that are there at launch; those of remote ones may not be.
-enum TilePlace : int { kLocal, kRemote };
-
-constexpr int kNoWave = -1;
 
 // An item for each head of its section.
 struct alignas(16) AgendaEntry {
@@ -27,21 +22,11 @@ struct alignas(16) AgendaEntry {
 
 static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/sm90/backward/workspace.py makes room for it");
 
-// Waves: items that thread blocks draw at about the same time, as many as there are blocks.
-struct AgendaCounters {
-    int ticket;           // zero at launch
-    int num_in_step;      // items in front, whole waves of them, whose thread blocks stay together
-    int num_unfinished;   // of remote tiles: heads times consumer warps that have not stored their gradients
-
-    // What the thread blocks of a wave have walked, all together; zero at launch. They lie behind.
-    __device__ __forceinline__ int* steps(int wave) { return &num_unfinished + 1 + wave; }
-};
-
 struct Agenda {
     AgendaEntry* entries;
     int* num_entries;   // [1]
-    AgendaCounters* counters;
-    int* arrivals;     // [num_slots][heads_per_section][warps of a tile]: parts of a tile that have come to their end
+    int* ticket;        // [1], zero at launch
+    int* arrivals;      // [num_slots][heads_per_section][warps of a tile]: parts of a tile that have come to their end
     float* partials;   // [num_slots][heads_per_section][warp][dv, dk or one of them]: 16 rows, as the warp's lanes hold
                        // them
     int num_heads;     // of keys

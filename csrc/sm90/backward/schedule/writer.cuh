@@ -6,10 +6,6 @@
 //   first, so that nobody waits for long. Full and causal masks need none: what follows keeps their thread blocks close
 //   together.
 //
-//   Turns. Heads come in turns of one section or, under a mask of one document, of so many sections that a turn keeps
-//   the SMs busy for whole waves: then thread blocks that start together also end with it. Where there are several
-//   documents, waves are ragged anyway, and fewer heads at a time have more of their queries in the L2 cache.
-//
 //   Directions. Thread blocks that start together on a document walk from its last queries to the first. Under a causal
 //   mask they end one after the other, the shortest tile first; those that follow walk the other way, close behind one
 //   another, and end together.
@@ -17,10 +13,7 @@
 //   Parts. A tile that would take longer than all thread blocks need for what is left, is divided among several by
 //   query heads of the group: the longest ones of uneven masks, and the last ones, where thread blocks would run out of
 //   work at different times. Nobody waits: the last part to come to its end adds up what all have left, in fp32. Where
-//   tiles are few, parts are so long that all is over first (FewTiles), and the longest come first.
-//
-//   Steps. Under a full mask thread blocks that start together read the same queries for long, and share them in the L2
-//   cache if they stay together.
+//   tiles are few, parts are so long that all is over first (FewTiles).
 #pragma once
 
 #include "backward/schedule/agenda.cuh"
@@ -126,9 +119,7 @@ inline __device__ __noinline__ float best_share(FewTiles tiles) {
 }
 
 constexpr float kFewWaves = 3.f;
-constexpr float kLeastWavesByLength = 1.25f;   // of whole tiles: fewer begin all at once
 constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
-constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
 
 // Writes the agenda, by one thread block; so many warps have gradients of a tile's keys.
 template <int kBlockCols, int kTileWarps>
@@ -140,19 +131,16 @@ public:
         Agenda agenda;
         int* scratch;   // [3 * num_tiles + 1], and an int for each tile of each section where groups have several heads
         int num_tiles;
-        int first_slot;   // of these tiles; those in front are other tiles'
-        int num_slots;    // a part each
+        int num_slots;   // a part each
         int qhead_per_kvhead;
         int num_blocks;             // of threads, or clusters of them, that will draw from the agenda
         int is_one_way;             // all walks are from the last queries to the first
         int most_heads_of_pass;     // of a group, that keep all blocks busy; 0 where there is one pass for all of them
         int blocks_of_cache;        // of queries of a head, that stay in the L2 cache
         int least_visits_of_pass;   // of a tile, in the mean: less does not pay for handing on
-        int sections_at_once;       // of a turn, under a mask of one document; divides the number of sections
-        const Tile* tiles_behind;   // [num_tiles], of which about half are left when these are over; or null
     };
 
-    static_assert(sizeof(Params) == 120, "packed by magi_compile/kernels/sm90/params.py");
+    static_assert(sizeof(Params) == 104, "packed by magi_compile/kernels/sm90/params.py");
 
     __device__ __forceinline__ explicit AgendaWriter(const Params& params) : params_(params), agenda_(params.agenda) {}
 
@@ -164,18 +152,12 @@ public:
                                 : params_.qhead_per_kvhead > 1 ? list_parts()
                                                                : list_tiles();
         const int num_arrivals = params_.num_slots * agenda_.heads_per_section * kTileWarps;
-        const int first_arrival = params_.first_slot * agenda_.heads_per_section * kTileWarps;
-        compact_for_each(num_arrivals, [&](int i) { agenda_.arrivals[first_arrival + i] = 0; });
-        const int waves_in_step = items_in_step(num_entries) / params_.num_blocks;
-        compact_for_each(waves_in_step, [&](int wave) { *agenda_.counters->steps(wave) = 0; });
+        compact_for_each(num_arrivals, [&](int i) { agenda_.arrivals[i] = 0; });
         compact_for_each(1, [&](int) {
-            agenda_.counters->ticket = 0;
-            agenda_.counters->num_in_step = waves_in_step * params_.num_blocks;
-            agenda_.counters->num_unfinished = num_tiles_ * agenda_.num_heads * kTileWarps;
+            *agenda_.ticket = 0;
             *agenda_.num_entries = num_entries;
         });
-        const int kv_heads = num_passes > 1 ? agenda_.heads_per_section : heads_of_turn();
-        return {kv_heads * params_.qhead_per_kvhead, num_passes};
+        return {agenda_.heads_per_section * params_.qhead_per_kvhead, num_passes};
     }
 
 private:
@@ -201,15 +183,7 @@ private:
             num_tiles_, [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles[i], params_.runs); },
             [&](int i, int before) { blocks_before()[i] = before; });
         compact_for_each(1, [&](int) { blocks_before()[num_tiles_] = num_blocks_; });
-        if (params_.tiles_behind != nullptr) {
-            blocks_behind_ =
-                compact_prefix_sum(
-                    params_.num_tiles,
-                    [&](int i) { return blocks_of_tile<kBlockCols>(params_.tiles_behind[i], params_.runs); },
-                    [](int, int) {}) /
-                2;
-        }
-        const int num_documents = compact_prefix_sum(
+        compact_prefix_sum(
             num_tiles_, [&](int i) { return int(starts_document(i)); },
             [&](int i, int before) {
                 const int document = before + starts_document(i) - 1;
@@ -218,7 +192,6 @@ private:
                     document_begin()[document] = i;
                 }
             });
-        at_once_ = num_documents == 1 ? params_.sections_at_once : 1;
     }
 
     __device__ __forceinline__ int blocks_of(int tile) const {
@@ -227,12 +200,11 @@ private:
 
     __device__ __forceinline__ int num_sections() const { return agenda_.num_heads / agenda_.heads_per_section; }
 
-    __device__ __forceinline__ int heads_of_turn() const { return at_once_ * agenda_.heads_per_section; }
-
-    // Where there is one document.
-    __device__ __forceinline__ int waves_of_turn() const {
+    // Of a section, where there is one document.
+    __device__ __forceinline__ int waves_of_section() const {
         const bool is_one = document_of()[num_tiles_ - 1] == 0;
-        return is_one ? (num_tiles_ * heads_of_turn() + params_.num_blocks / 2) / params_.num_blocks : 0;
+        const int items = num_tiles_ * agenda_.heads_per_section;
+        return is_one ? (items + params_.num_blocks / 2) / params_.num_blocks : 0;
     }
 
     // Tiles that end with the same query are taken for one document.
@@ -243,20 +215,6 @@ private:
     __device__ __forceinline__ int last_query(int i) const {
         const Tile& tile = params_.tiles[i];
         return tile.run_begin < tile.run_end ? params_.runs[tile.run_end - 1].col_end : -1;
-    }
-
-    // Whole waves in front of the first tile in parts, under a full mask whose walks are long: thread blocks that start
-    // together on these also end together.
-    __device__ int items_in_step(int num_entries) const {
-        const int blocks = num_tiles_ > 0 ? blocks_of(0) : 0;
-        int& scratch = agenda_.counters->ticket;
-        const bool are_equal =
-            first_of(num_tiles_, [&](int i) { return blocks_of(i) != blocks; }, scratch) == num_tiles_;
-        if (!are_equal || blocks * params_.qhead_per_kvhead < kLeastVisitsInStep) {
-            return 0;
-        }
-        const auto has_parts = [&](int i) { return agenda_.entries[i].num_parts > 1; };
-        return first_of(num_entries, has_parts, scratch) * agenda_.heads_per_section;
     }
 
     // How many, if a group's walks are longer than what stays in the L2 cache, with as many heads each as do: unless
@@ -276,7 +234,7 @@ private:
         const auto more_than_next = [&](int i) { return blocks_of(i) - blocks_of(i + 1); };
         const auto is_uneven = [&](int i) { return abs(more_than_next(i) - more_than_next(0)) > 1; };
         const int num_pairs = num_tiles_ - 1;
-        const bool are_even = first_of(num_pairs, is_uneven, agenda_.counters->ticket) >= num_pairs;
+        const bool are_even = first_of(num_pairs, is_uneven, *agenda_.ticket) >= num_pairs;
         return are_even || mean_blocks * heads < params_.least_visits_of_pass ? 1 : group / heads;
     }
 
@@ -290,7 +248,7 @@ private:
                                   static_cast<short>(turn / passes * agenda_.heads_per_section),
                                   static_cast<short>(passes - 1 - turn % passes),
                                   static_cast<short>(passes),
-                                  static_cast<short>(params_.first_slot + tile),
+                                  static_cast<short>(tile),
                                   static_cast<short>(turn),
                                   false};
         });
@@ -302,15 +260,11 @@ private:
         int section, tile;
     };
 
-    __device__ __forceinline__ Place place(int i) const {
-        const int turn = i / (num_tiles_ * at_once_), left = i % (num_tiles_ * at_once_);
-        return {turn * at_once_ + left % at_once_, left / at_once_};
-    }
+    __device__ __forceinline__ Place place(int i) const { return {i / num_tiles_, i % num_tiles_}; }
 
     // For one head of each section.
     __device__ __forceinline__ long long blocks_in_front(const Place& at) const {
-        const long long turns = at.section / at_once_;
-        return at_once_ * (turns * num_blocks_ + blocks_before()[at.tile]) + at.section % at_once_ * blocks_of(at.tile);
+        return 1ll * at.section * num_blocks_ + blocks_before()[at.tile];
     }
 
     __device__ int list_tiles() {
@@ -322,10 +276,7 @@ private:
         const int num_places = num_sections() * num_tiles_;
         const float waves = static_cast<float>(num_tiles_ * agenda_.num_heads) / params_.num_blocks;
         const bool are_few = waves < kFewWaves;
-        const bool are_last = params_.tiles_behind == nullptr;   // others do not fill what they leave
-        const bool is_by_length =
-            are_few && are_last && waves > kLeastWavesByLength && !params_.is_one_way && num_sections() == 1;
-        const float share = are_few && are_last ? best_share(few_tiles()) : kMostShare;
+        const float share = are_few ? best_share(few_tiles()) : kMostShare;
         compact_for_each(num_places, [&](int i) {
             const int parts = are_few ? parts_of_few(place(i).tile, share) : parts_of_many(place(i));
             parts_of()[i] = {0, static_cast<short>(parts)};
@@ -340,7 +291,6 @@ private:
             num_places, [&](int i) { return int(parts_of()[i].num); },
             [&](int i, int first) {
                 const Parts parts = parts_of()[i];
-                first = is_by_length ? parts_in_front(i) : first;
                 const AgendaEntry of_place = entry(i, parts.num, parts.slot);
 #pragma unroll 1
                 for (int part = 0; part < parts.num; ++part) {
@@ -354,27 +304,14 @@ private:
     __device__ __forceinline__ AgendaEntry entry(int i, int num_parts, int slot) const {
         const auto [section, tile] = place(i);
         const int in_document = tile - document_begin()[document_of()[tile]];
-        const int wave = section / at_once_ * waves_of_turn() + in_document * heads_of_turn() / params_.num_blocks;
+        const int wave = section * waves_of_section() + in_document * agenda_.heads_per_section / params_.num_blocks;
         return {tile,
                 static_cast<short>(section * agenda_.heads_per_section),
                 0,
                 static_cast<short>(num_parts),
-                static_cast<short>(num_parts > 1 ? params_.first_slot + slot : 0),
+                static_cast<short>(num_parts > 1 ? slot : 0),
                 AgendaEntry::kNoTurn,
                 static_cast<short>(!params_.is_one_way && wave % 2 != 0)};
-    }
-
-    // Of other tiles of one section, if the longest come first.
-    __device__ __forceinline__ int parts_in_front(int tile) const {
-        const int blocks = blocks_of(tile), num = parts_of()[tile].num;
-        int parts = 0;
-#pragma unroll 1
-        for (int other = 0; other < num_tiles_; ++other) {
-            const int others = parts_of()[other].num;
-            const int longer = blocks_of(other) * num - blocks * others;
-            parts += longer > 0 || (longer == 0 && other < tile) ? others : 0;
-        }
-        return parts;
     }
 
     __device__ __forceinline__ FewTiles few_tiles() const {
@@ -383,7 +320,7 @@ private:
                 agenda_.num_heads,
                 params_.qhead_per_kvhead,
                 params_.num_blocks,
-                static_cast<float>(agenda_.num_heads) * (num_blocks_ + blocks_behind_),
+                static_cast<float>(agenda_.num_heads) * num_blocks_,
                 params_.num_slots / num_sections()};
     }
 
@@ -394,7 +331,7 @@ private:
     // None of them is longer than a thread block's share of the work that is left.
     __device__ __forceinline__ int parts_of_many(const Place& at) const {
         const int group = params_.qhead_per_kvhead, blocks = blocks_of(at.tile);
-        const long long left = 1ll * num_sections() * (num_blocks_ + blocks_behind_) - blocks_in_front(at);
+        const long long left = 1ll * num_sections() * num_blocks_ - blocks_in_front(at);
         int parts =
             parts_within(blocks, group, params_.num_blocks, static_cast<float>(left) * agenda_.heads_per_section);
 #pragma unroll 1
@@ -406,10 +343,8 @@ private:
 
     const Params& params_;
     const Agenda& agenda_;
-    int num_tiles_ = 0;       // that have rows
-    int num_blocks_ = 0;      // of queries, in all of them, for one head
-    int blocks_behind_ = 0;   // the same of what comes behind them
-    int at_once_ = 1;         // sections of a turn
+    int num_tiles_ = 0;    // that have rows
+    int num_blocks_ = 0;   // of queries, in all of them, for one head
 };
 
 }   // namespace ffa

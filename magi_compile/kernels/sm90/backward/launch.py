@@ -16,12 +16,10 @@ from magi_compile.kernels.heuristics import (
     backward_config,
     backward_passes,
     backward_sections,
-    plan_tiles,
 )
-from magi_compile.kernels.overlap import KeyTensors, SavedQueries, Signals
-from magi_compile.kernels.plan_sizes import check_sizes
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.scored import ScoredBackwardOutput
-from magi_compile.kernels.sm90.backward.order import TwoLists, turns_of_tiles
+from magi_compile.kernels.sm90.backward.order import turns_of_tiles
 from magi_compile.kernels.sm90.backward.variants import (
     STREAM_THREADS,
     backward_variants,
@@ -42,8 +40,8 @@ from magi_compile.kernels.sm90.runtime.driver import (
     INT64_ELEMENTS,
     Layout,
     are_tma_layouts,
-    check_remote_keys,
     current_stream,
+    l2_bytes,
     load_function,
     num_sms,
     on_device,
@@ -61,10 +59,10 @@ _STORE_ROWS = 16  # each warp stores its own rows
 _BLOCKS_PER_SM = 8  # of the kernel after
 _MOST_TILES_HANDED_ON = 2**15 - 1  # an entry of an agenda has 16 bits for its slot
 
-# The buffers of a backward pass. Remote keys and all gradients of keys may come late; what every pass makes comes last.
-_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _REMOTE_TILES, _RUNS, _EDGES, _BITS, _TURNS = range(11)
-_HAVE_ARRIVED, _ARE_COMPLETE, _K, _V, _DK, _DV, _DQ, _SCRATCH = range(11, 19)
-_TABLE_SUMS = 19  # the first of the gradients of captured tensors
+# The buffers of a backward pass. Keys and their gradients may come late; what every pass makes comes last.
+_DOUT, _DLSE, _Q, _OUT, _LSE, _TILES, _RUNS, _EDGES, _BITS, _TURNS = range(10)
+_K, _V, _DK, _DV, _DQ, _SCRATCH = range(10, 16)
+_TABLE_SUMS = 16  # the first of the gradients of captured tensors
 
 
 class _Shape(NamedTuple):
@@ -74,9 +72,7 @@ class _Shape(NamedTuple):
     problem: AttnProblem
     deterministic: bool
     num_tiles: int
-    num_lists: int
     has_dlse: bool
-    has_signals: bool
     score: ScoreArguments | None
     device_index: int
 
@@ -97,25 +93,20 @@ class _Prepared:
         # Thread blocks, or clusters of them, of which each works on a tile; that has a part for each query head at most.
         places = self._num_sms // self._config.num_ctas
         self._grid = min(shape.num_tiles * problem.nheads_q, places)
-        sections = backward_sections(problem, shape.num_tiles, places, shape.num_lists)
-        self._sections = sections
-        self._passes = backward_passes(problem, shape.num_tiles, sections, places)
-        if shape.deterministic or shape.num_lists > 1 or shape.num_tiles > _MOST_TILES_HANDED_ON:
+        self._section_heads = backward_sections(problem, shape.num_tiles, places)
+        cache = l2_bytes(shape.device_index)
+        self._passes = backward_passes(problem, shape.num_tiles, self._section_heads, places, cache)
+        if shape.deterministic or shape.num_tiles > _MOST_TILES_HANDED_ON:
             self._passes = BackwardPasses()
         padded_q = _padded(shape.total_q)
         self._scratch = scratch = Scratch.of(
-            *(problem, self._config, padded_q, shape.num_tiles, shape.num_lists),
-            *(sections.heads, self._grid, self._passes.most_heads > 0),
+            *(problem, self._config, padded_q, shape.num_tiles),
+            *(self._section_heads, self._grid, self._passes.most_heads > 0),
         )
         rounds = rounds_dq(self._config, shape.deterministic)
         self._wanted = _in_scratch(scratch.wanted) if rounds else None
         self.row_groups = padded_q // DQ_GROUP_ROWS
-        variants = backward_variants(
-            problem,
-            shape.deterministic,
-            has_remote_tiles=shape.num_lists > 1,
-            score=source,
-        )
+        variants = backward_variants(problem, shape.deterministic, score=source)
         self._functions = [load_function(variant, shape.device_index) for variant in variants]
         # dq and scratch memory
         self.made = (
@@ -164,55 +155,40 @@ class _Prepared:
             "softmax_scale": self._problem.softmax_scale,
         }
 
-    def _tile_lists(self) -> list[dict[str, Any]]:
-        """Of local tiles, and of remote ones if there are some."""
+    def _agenda(self) -> dict[str, Any]:
         places = self._scratch
-        return [
-            {
-                "tiles": Pointer(buffer),
-                "agenda": {
-                    "entries": _in_scratch(place.entries),
-                    "num_entries": _in_scratch(place.num_entries),
-                    "counters": _in_scratch(place.counters),
-                    "arrivals": _in_scratch(places.arrivals),
-                    "partials": _in_scratch(places.partials),
-                    "num_heads": self._problem.nheads_kv,
-                    "heads_per_section": self._sections.heads,
-                },
-            }
-            for buffer, place in zip((_TILES, _REMOTE_TILES), places.agendas, strict=False)
-        ]
+        return {
+            "entries": _in_scratch(places.entries),
+            "num_entries": _in_scratch(places.num_entries),
+            "ticket": _in_scratch(places.ticket),
+            "arrivals": _in_scratch(places.arrivals),
+            "partials": _in_scratch(places.partials),
+            "num_heads": self._problem.nheads_kv,
+            "heads_per_section": self._section_heads,
+        }
 
-    def _agenda_writers(self) -> list[dict[str, Any]]:
+    def _agenda_writer(self) -> dict[str, Any]:
         places, passes = self._scratch, self._passes
-        return [
-            {
-                "tiles": of_list["tiles"],
-                "runs": Pointer(_RUNS),
-                "agenda": of_list["agenda"],
-                "scratch": _in_scratch(place.workspace),
-                "num_tiles": self._shape.num_tiles,
-                "first_slot": i * places.num_slots,
-                "num_slots": places.num_slots,
-                "qhead_per_kvhead": self._problem.qhead_per_kvhead,
-                "num_blocks": self._grid,
-                "is_one_way": self._shape.deterministic,
-                "most_heads_of_pass": passes.most_heads,
-                "blocks_of_cache": passes.cached_blocks,
-                "least_visits_of_pass": passes.least_visits,
-                "sections_at_once": self._sections.at_once,
-                "tiles_behind": Pointer(_TILES) if i > 0 else None,
-            }
-            for i, (of_list, place) in enumerate(
-                zip(self._tile_lists(), places.agendas, strict=True)
-            )
-        ]
+        return {
+            "tiles": Pointer(_TILES),
+            "runs": Pointer(_RUNS),
+            "agenda": self._agenda(),
+            "scratch": _in_scratch(places.workspace),
+            "num_tiles": self._shape.num_tiles,
+            "num_slots": places.num_slots,
+            "qhead_per_kvhead": self._problem.qhead_per_kvhead,
+            "num_blocks": self._grid,
+            "is_one_way": self._shape.deterministic,
+            "most_heads_of_pass": passes.most_heads,
+            "blocks_of_cache": passes.cached_blocks,
+            "least_visits_of_pass": passes.least_visits,
+        }
 
     def _first(self) -> Launch:
         """The statistics of rows, and the agenda of tiles."""
         problem, places, shape = self._problem, self._scratch, self._shape
         (_, dout_stride), _, (_, out_stride) = shape.layouts
-        params = PREPROCESS[shape.num_lists].pack(
+        params = PREPROCESS.pack(
             out=Pointer(_OUT),
             dout=Pointer(_DOUT),
             lse=Pointer(_LSE),
@@ -228,10 +204,10 @@ class _Prepared:
             dout_head_stride=dout_stride[1],
             total_q=shape.total_q,
             lse_factor=self._lse_factor(),
-            agendas=self._agenda_writers(),
+            agenda=self._agenda_writer(),
         )
-        # One for each agenda at least, and one for what else is counted.
-        least_blocks = -(-(shape.num_lists + 1) // problem.nheads_q)
+        # One at least for the agenda, and one for what else is counted.
+        least_blocks = -(-2 // problem.nheads_q)
         grid = (max(-(-shape.total_q // BACKWARD_ROWS), least_blocks), problem.nheads_q)
         return Launch(
             *(self._functions[0], grid, STREAM_THREADS, params),
@@ -256,8 +232,7 @@ class _Prepared:
         of_dk, of_dv = (_contiguous(layout) for layout in keys)
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
-        has_signals = shape.has_signals
-        struct = BACKWARD[shape.num_lists]
+        struct = BACKWARD
         fields: dict[str, Any] = {}
         if problem.has_bits or shape.score is not None:
             struct, fields = BITS_BACKWARD, {"bits": Pointer(_BITS) if problem.has_bits else None}
@@ -284,11 +259,10 @@ class _Prepared:
             dq_progress=_in_scratch(places.progress),
             runs=Pointer(_RUNS),
             edges=Pointer(_EDGES),
-            have_arrived=Pointer(_HAVE_ARRIVED) if has_signals else None,
-            are_complete=Pointer(_ARE_COMPLETE) if has_signals else None,
             qhead_per_kvhead=problem.qhead_per_kvhead,
             **scale_fields(problem),
-            lists=self._tile_lists(),
+            tiles=Pointer(_TILES),
+            agenda=self._agenda(),
         )
         return Launch(
             *(self._functions[1], self._grid * config.num_ctas, config.num_threads, params),
@@ -401,7 +375,7 @@ def _backward(
             grads, (q, out, lse), walk, problem, deterministic, bits=bits, score=program
         )
         (k, v), call = routed(prepared.whole, (k, v))
-        dk, dv, dq, _, *of_tables = call.run([*given, None, None, k, v], q.device, tables)
+        dk, dv, dq, _, *of_tables = call.run([*given, k, v], q.device, tables)
     return ScoredBackwardOutput(BackwardOutput(dq, dk, dv), of_tables)
 
 
@@ -411,34 +385,18 @@ def _given(
     walk: Walk,
     problem: AttnProblem,
     deterministic: bool,
-    remote_tiles: Tensor | None = None,
-    has_signals: bool = False,
     bits: Tensor | None = None,
     score: ScoreArguments | None = None,
 ) -> tuple[list[Tensor | None], _Prepared]:
     """The buffers up to the turns, as kernels can read them, and what their layouts need; see `BackwardPass`.
     `saved` are q, out and lse."""
     (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk
-    num_lists = 1 if remote_tiles is None else 2
-    sizes = (tiles.shape[0], num_lists, dlse is not None, has_signals, score)
-    (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
+    rest = (tiles.shape[0], dlse is not None, score)
+    (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *rest)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     turns = turns_of_tiles(tiles, runs, prepared.row_groups) if deterministic else None
-    return [dout, dlse, q, out, lse, tiles, remote_tiles, runs, edges, bits, turns], prepared
-
-
-def early_backward(
-    grads: Grads, saved: SavedQueries, signals: Signals, plan: TwoLists, problem: AttnProblem
-) -> BackwardPass:
-    """`backward` with remote keys that are still under way, see `EarlyKernel.early_backward`.
-
-    Local tiles are worked on until remote keys are there, and once more when remote tiles are done. The main kernel is launched twice:
-    what the first one finds not there, it leaves to the second, behind their arrival.
-    """
-    check_sizes(plan.sizes, plan_tiles(problem))
-    walk = Walk(plan.local, plan.runs, plan.edges)
-    return BackwardPass(grads, saved, walk, problem, False, plan.remote, signals)
+    return [dout, dlse, q, out, lse, tiles, runs, edges, bits, turns], prepared
 
 
 class BackwardPass:
@@ -449,11 +407,9 @@ class BackwardPass:
     Args:
         grads: of the results.
         saved: of the forward pass.
-        walk: of the keys; its tiles are the local ones, where there are remote ones.
+        walk: of the keys.
         problem: what `CudaKernel.refusals` finds nothing against.
         deterministic: whether additions to dq have one order.
-        remote_tiles: if there are some.
-        signals: of remote keys, if there are some.
     """
 
     def __init__(
@@ -463,20 +419,15 @@ class BackwardPass:
         walk: Walk,
         problem: AttnProblem,
         deterministic: bool,
-        remote_tiles: Tensor | None = None,
-        signals: Signals | None = None,
     ):
         self._device = device = saved.q.device
-        self._has_remote_keys = remote_tiles is not None
         with on_device(device):
             self._stream = current_stream(device)
-            given, self._prepared = _given(
-                grads, saved, walk, problem, deterministic, remote_tiles, signals is not None
-            )
+            given, self._prepared = _given(grads, saved, walk, problem, deterministic)
             self._dq, _ = made = allocate(self._prepared.made, device, self._stream)
         self._held = [*given, *made]  # until all of it is enqueued
         self._addresses = addresses_of(given)
-        self._addresses += (*(signals or (0, 0)), 0, 0, 0, 0, *addresses_of(made))
+        self._addresses += (0, 0, 0, 0, *addresses_of(made))
 
     def begin(self) -> None:
         """Launches the kernel in front of the main one."""
@@ -485,8 +436,6 @@ class BackwardPass:
 
     def main(self, keys: KeyTensors) -> None:
         """Launches the main kernel."""
-        if self._has_remote_keys:
-            check_remote_keys(keys.k, keys.v)
         with on_device(self._device):
             (k, v), launch = routed(self._prepared.main, (keys.k, keys.v), False)
             self._held += (k, v)

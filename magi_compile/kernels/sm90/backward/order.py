@@ -1,52 +1,14 @@
-"""What the backward makes of the k walk of a plan: two lists, or an order of additions to dq."""
+"""The order in which tiles of the k walk of a plan add to dq, where there is one."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS
-from magi_compile.plan.tiles import RUN_FIELDS, Walk
+from magi_compile.plan.tiles import RUN_FIELDS
 
 _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-
-
-class TwoLists(NamedTuple):
-    """The k walk of a plan in two: tiles that load local keys only, and the others.
-
-    A short tile also loads what follows it, and multiplies it by zero: before remote keys have arrived, that may be no number.
-    """
-
-    local: Tensor  # int32 `[num_tiles, 4]`, as many as the plan has, padding behind
-    remote: Tensor
-    runs: Tensor
-    edges: Tensor
-    sizes: PlanTiles  # that the plan was made for
-
-
-def two_lists(walk: Walk, is_local: Tensor, sizes: PlanTiles) -> TwoLists:
-    """Cuts a k walk in two, in its order; on a GPU nothing waits for the device.
-
-    Args:
-        walk: over the keys of a plan.
-        is_local: bool `[total_k]`.
-        sizes: the tile sizes of the plan; a tile loads `k_tile_rows` keys.
-    """
-    row_begin, row_end = walk.tiles[:, 0].long(), walk.tiles[:, 1].long()
-    before = torch.nn.functional.pad(is_local.cumsum(0), (1, 0))
-    load_end = (row_begin + sizes.k_tile_rows).clamp(max=is_local.shape[0])
-    num_remote = load_end - row_begin - (before[load_end] - before[row_begin])
-    is_filled = row_end > row_begin
-
-    def only(is_in: Tensor) -> Tensor:
-        tiles = torch.where(is_in[:, None], walk.tiles, 0)
-        return tiles[torch.argsort((~is_in).byte(), stable=True)].contiguous()
-
-    local, remote = only(is_filled & (num_remote == 0)), only(is_filled & (num_remote > 0))
-    return TwoLists(local, remote, walk.runs, walk.edges, sizes)
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:

@@ -18,7 +18,6 @@ STREAM_THREADS = 256  # of a thread block before and after
 def backward_variants(
     problem: AttnProblem,
     deterministic: bool = False,
-    has_remote_tiles: bool = False,
     score: ScoreSource | None = None,
 ) -> tuple[Variant, Variant, Variant]:
     """The kernels to compile for `problem`: before, main, after; main with a `score` program where `problem` has one."""
@@ -41,7 +40,6 @@ def backward_variants(
         "FFA_HAS_BITS": str(problem.has_bits).lower(),
         "FFA_IS_DETERMINISTIC": str(deterministic).lower(),
         "FFA_ROUNDS_DQ": str(rounds_dq(config, deterministic)).lower(),
-        "FFA_HAS_REMOTE_TILES": str(has_remote_tiles).lower(),
         **score_defines(score),
     }
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
@@ -49,7 +47,7 @@ def backward_variants(
         _variant(
             "backward/preprocess.cu",
             "ffa_backward_preprocess",
-            {**rows, **cols, "FFA_NUM_AGENDAS": 1 + has_remote_tiles},
+            {**rows, **cols},
         ),
         replace(main_variant, headers=score_headers(score), may_spill=score is not None),
         _variant(

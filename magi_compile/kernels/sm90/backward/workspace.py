@@ -15,28 +15,22 @@ _MOST_PARTIALS = 768  # parts of tiles, each for one head
 _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items at most, of a launch
 
 
-class AgendaPlace(NamedTuple):
-    """Where in scratch the agenda of a list of tiles lies, in bytes."""
-
-    entries: int
-    counters: int
-    num_entries: int
-    workspace: int  # what its writer needs
-
-
 class Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
     First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
-    csrc/sm90/backward/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then an agenda for each list of
-    tiles; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are done and those that are
+    csrc/sm90/backward/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
+    what its writer needs; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are done and those that are
     wanted, and the progress of dq.
     """
 
-    num_slots: int  # of each agenda: how many parts of tiles there is room for
+    num_slots: int  # how many parts of tiles there is room for
     stats: int
     partials: int
-    agendas: tuple[AgendaPlace, ...]
+    entries: int
+    ticket: int
+    num_entries: int
+    workspace: int
     arrivals: int
     done: int
     wanted: int
@@ -49,7 +43,6 @@ class Scratch(NamedTuple):
         config: BackwardConfig,
         padded_q: int,
         num_tiles: int,
-        num_lists: int,
         heads_per_section: int,
         grid: int,
         has_passes: bool = False,
@@ -57,32 +50,24 @@ class Scratch(NamedTuple):
         """Where there may be passes over all tiles, each tile has a slot, and an entry for each query head of a group."""
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
         num_items = num_tiles * problem.nheads_kv // heads_per_section
-        # For each list as many: with half of them the last tiles of a list stay whole, which costs up to 15 %.
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)
         num_slots = min(num_items * group, most_slots) if group > 1 else 0
         if has_passes:
             num_slots = max(num_slots, num_tiles)
         num_entries = max(num_items + num_slots, num_items * group if has_passes else 0)
-        num_partials = num_lists * num_slots * heads_per_section
+        num_partials = num_slots * heads_per_section
         stats = nheads_q * padded_q * problem.head_dim
         partials = stats + nheads_q * padded_q * STATS_BYTES // 4
         end = partials + num_partials * 2 * config.tile_rows * problem.head_dim
         words = (
             num_entries * _ENTRY_BYTES // 4,
-            3 + num_tiles * problem.nheads_kv // grid,
+            1,
             1,
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
-        )
-        agendas = []
-        for _ in range(num_lists):
-            *places, end = accumulate(words, initial=end)
-            agendas.append(AgendaPlace(*(4 * x for x in places)))
-            end += -end % (_ENTRY_BYTES // 4)
-        words = (
             num_partials * config.tile_warps,
             nheads_q * padded_q // DQ_GROUP_ROWS,
             padded_q // DQ_GROUP_ROWS + 1,
-            7 + num_lists * 2 * _WARPS * config.num_ctas * grid,
+            7 + 2 * _WARPS * config.num_ctas * grid,
         )
-        arrivals, *rest = (4 * x for x in accumulate(words, initial=end))
-        return Scratch(num_slots, 4 * stats, 4 * partials, tuple(agendas), arrivals, *rest)
+        places = (4 * x for x in accumulate(words, initial=end))
+        return Scratch(num_slots, 4 * stats, 4 * partials, *places)

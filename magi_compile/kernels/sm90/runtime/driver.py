@@ -71,6 +71,11 @@ def num_sms(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
 
+@cache
+def l2_bytes(device_index: int) -> int:
+    return torch.cuda.get_device_properties(device_index).L2_cache_size
+
+
 def max_resident_blocks(function: driver.CUfunction, num_threads: int, device_index: int) -> int:
     """How many thread blocks a cooperative launch may have: all of them are on the GPU at once."""
     of_sm = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, num_threads, 0)

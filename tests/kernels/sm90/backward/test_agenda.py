@@ -3,9 +3,7 @@
 import ctypes
 import heapq
 import struct
-from collections.abc import Iterable
-from fractions import Fraction
-from itertools import groupby, pairwise, takewhile
+from itertools import groupby, pairwise
 from typing import NamedTuple
 
 import pytest
@@ -19,11 +17,10 @@ from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.support.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
-LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
+LEAST_VISITS = 24
 LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
-FIRST_SLOT = 3  # those in front are others'
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
-ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ10iQ")
+ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ8i")
 SOURCE = """
 #include <algorithm>
 #include "many_threads.cuh"
@@ -34,12 +31,10 @@ inline int atomicAdd(int* x, int y) { return __sync_fetch_and_add(x, y); }
 #include "backward/schedule/queue.cuh"
 
 struct Config {
-    static constexpr bool kHasRemoteTiles = false, kIsDeterministic = false, kHandsOn = true;
+    static constexpr bool kIsDeterministic = false, kHandsOn = true;
     static constexpr int kCtas = 1;
     struct Params {
-        struct {
-            ffa::Agenda agenda;
-        } lists[1];
+        ffa::Agenda agenda;
     };
 };
 
@@ -52,15 +47,14 @@ extern "C" void write_agenda(const Writer::Params* params, int* order_of_dq) {
     });
 }
 
-// For each item: which thread block has drawn it, its entry, its head, and the wave in which it keeps step.
-extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
+// For each item: which thread block has drawn it, its entry and its head.
+extern "C" int read_agenda(const Writer::Params* params, int (*items)[3]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
-        const Config::Params lists{{{params->agenda}}};
+        const Config::Params lists{params->agenda};
         for (ffa::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
-            item[3] = reader.wave_in_step();
         }
     });
     return count;
@@ -87,7 +81,6 @@ class Sizes(NamedTuple):
     heads_per_section: int = 2
     num_slots: int = 300
     is_one_way: bool = False
-    at_once: int = 1  # sections of a turn, under a mask of one document
     most_heads_of_pass: int = 0
     blocks_of_cache: int = 0
     least_visits_of_pass: int = 0
@@ -99,10 +92,7 @@ class Sizes(NamedTuple):
 
 class Agenda(NamedTuple):
     entries: list[Entry]
-    items: list[
-        list[int]
-    ]  # the thread block, the entry, the head in its section, the wave in step or -1
-    num_in_step: int
+    items: list[list[int]]  # the thread block, the entry, the head in its section
     order_of_dq: tuple[int, int]  # heads of a turn, passes over its rows
 
 
@@ -118,46 +108,33 @@ def unwritten(num_words: int) -> torch.Tensor:
     return torch.full((num_words + 1,), -7, dtype=torch.int32)
 
 
-def write(library, plan, sizes: Sizes, tiles_behind: torch.Tensor | None = None) -> Agenda:
+def write(library, plan, sizes: Sizes) -> Agenda:
     """Written by the source, and read by all thread blocks, one after the other."""
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
     entries = unwritten(max(num_items + num_slots, num_items * sizes.group) * ENTRY.size // 4)
-    num_waves = num_tiles * sizes.nheads_kv // sizes.num_blocks
-    counts = unwritten(4 + num_waves)  # entries; then the counters: three, and steps of each wave
-    first_arrival = FIRST_SLOT * sizes.heads_per_section * ARRIVALS
-    arrivals = unwritten(first_arrival + num_slots * sizes.heads_per_section * ARRIVALS)
+    counts = unwritten(2)  # entries, and the ticket
+    arrivals = unwritten(num_slots * sizes.heads_per_section * ARRIVALS)
     workspace = unwritten(3 * num_tiles + 1 + (num_items if sizes.group > 1 else 0))
     at = [x.data_ptr() for x in (plan.k_tiles, plan.k_runs, entries, counts, arrivals, workspace)]
     params = PARAMS.pack(
         *(at[0], at[1], at[2], at[3], at[3] + 4, at[4], 0),
         *(sizes.nheads_kv, sizes.heads_per_section, at[5]),
-        *(num_tiles, FIRST_SLOT, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
+        *(num_tiles, num_slots, sizes.group, sizes.num_blocks, sizes.is_one_way),
         *(sizes.most_heads_of_pass, sizes.blocks_of_cache, sizes.least_visits_of_pass),
-        sizes.at_once,
-        0 if tiles_behind is None else tiles_behind.data_ptr(),
     )
     order_of_dq = (ctypes.c_int * 2)()
     library.write_agenda(params, order_of_dq)
     assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
-    assert (arrivals[:first_arrival] == -7).all()
-    assert not arrivals[first_arrival:-1].any()
-    num_entries, ticket, num_in_step, num_unfinished = counts[:4].tolist()
+    assert not arrivals[:-1].any()
+    num_entries, ticket = counts[:2].tolist()
     assert ticket == 0
-    assert num_in_step % sizes.num_blocks == 0
-    waves_in_step = num_in_step // sizes.num_blocks
-    assert (counts[4 : 4 + waves_in_step] == 0).all()
-    assert (counts[4 + waves_in_step :] == -7).all()
-    num_filled = int((plan.k_tiles[:, 0] < plan.k_tiles[:, 1]).sum())
-    assert num_unfinished == num_filled * sizes.nheads_kv * ARRIVALS
     assert (entries[num_entries * ENTRY.size // 4 :] == -7).all()
-    items = torch.empty(num_entries * sizes.heads_per_section + 1, 4, dtype=torch.int32)
+    items = torch.empty(num_entries * sizes.heads_per_section + 1, 3, dtype=torch.int32)
     count = library.read_agenda(params, ctypes.c_void_p(items.data_ptr()))
     packed = ctypes.string_at(at[2], num_entries * ENTRY.size)
     read = [Entry(*x) for x in ENTRY.iter_unpack(packed)]
-    found = [x._replace(slot=x.slot - FIRST_SLOT * (x.num_parts > 1)) for x in read]
-    order = tuple(order_of_dq)
-    return Agenda(found, items[:count].tolist(), num_in_step, order)
+    return Agenda(read, items[:count].tolist(), tuple(order_of_dq))
 
 
 def plan_of(case: Case, exact: bool = False):
@@ -194,19 +171,10 @@ def is_few(num_tiles: int, sizes: Sizes) -> bool:
     return num_tiles * sizes.nheads_kv < 3 * sizes.num_blocks
 
 
-def in_turns(tiles: Iterable[int], sizes: Sizes, at_once: int) -> list[tuple[int, int]]:
-    """The section and the tile: one after the other for so many sections at once."""
-    turns = [sizes.sections[i : i + at_once] for i in sizes.sections[::at_once]]
-    return [(section, tile) for turn in turns for tile in tiles for section in turn]
-
-
-def at_once(plan, sizes: Sizes) -> int:
-    return sizes.at_once if len(lengths_of_documents(plan)) == 1 else 1
-
-
 def expected_places(plan, sizes: Sizes) -> list[tuple[int, int]]:
     """The section and the tile."""
-    return in_turns(range(len(tiles_with_rows(plan))), sizes, at_once(plan, sizes))
+    tiles = range(len(tiles_with_rows(plan)))
+    return [(section, tile) for section in sizes.sections for tile in tiles]
 
 
 def divisors(sizes: Sizes) -> list[int]:
@@ -240,19 +208,6 @@ def places_of(entries: list[Entry], blocks: list[int], sizes: Sizes) -> list[Pla
         section = first.first_head // sizes.heads_per_section
         places.append(Place(section, first.tile, first.num_parts, blocks[first.tile]))
     return places
-
-
-def check_order(places: list[Place], plan, sizes: Sizes) -> None:
-    """Every tile once for every section, in the plan's order; the longest parts first where tiles of one section are few."""
-    found = [(x.section, x.tile) for x in places]
-    expected = expected_places(plan, sizes)
-    if found != expected:
-        assert sorted(found) == sorted(expected)
-        assert is_few(len(tiles_with_rows(plan)), sizes)
-        assert len(sizes.sections) == 1
-        assert not sizes.is_one_way
-        lengths = [Fraction(x.blocks, x.num_parts) for x in places]
-        assert lengths == sorted(lengths, reverse=True)
 
 
 def check_parts(places: list[Place], sizes: Sizes) -> None:
@@ -309,26 +264,16 @@ def end_of(places: list[Place], sizes: Sizes) -> float:
 
 def expected_directions(plan, sizes: Sizes) -> list[bool]:
     """For each place: every other wave of its document is ascending, where one document is all there is those of all
-    turns in a row."""
-    turn = at_once(plan, sizes)
-    heads = turn * sizes.heads_per_section
-    documents, of_turn = lengths_of_documents(plan), 0
+    sections in a row."""
+    heads = sizes.heads_per_section
+    documents, of_section = lengths_of_documents(plan), 0
     if len(documents) == 1:
-        of_turn = int(documents[0] * heads / sizes.num_blocks + 0.5)
+        of_section = int(documents[0] * heads / sizes.num_blocks + 0.5)
     waves = [place * heads // sizes.num_blocks for length in documents for place in range(length)]
     return [
-        not sizes.is_one_way and (section // turn * of_turn + waves[tile]) % 2 == 1
+        not sizes.is_one_way and (section * of_section + waves[tile]) % 2 == 1
         for section, tile in expected_places(plan, sizes)
     ]
-
-
-def expected_in_step(plan, sizes: Sizes, entries: list[Entry]) -> int:
-    """Whole waves of items in front of the first tile in parts, under a full mask with long walks."""
-    blocks = blocks_of_tiles(plan)
-    if len(set(blocks)) != 1 or blocks[0] * sizes.group < LEAST_VISITS_IN_STEP:
-        return 0
-    whole = len(list(takewhile(lambda entry: entry.num_parts == 1, entries)))
-    return whole * sizes.heads_per_section // sizes.num_blocks * sizes.num_blocks
 
 
 def check(library, case: Case, sizes: Sizes) -> list[Entry]:
@@ -336,7 +281,7 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     agenda = write(library, plan, sizes)
     entries = agenda.entries
     places = places_of(entries, blocks_of_tiles(plan), sizes)
-    check_order(places, plan, sizes)
+    assert [(x.section, x.tile) for x in places] == expected_places(plan, sizes)
     if is_few(len(tiles_with_rows(plan)), sizes):
         check_parts_of_few(places, sizes)
     else:
@@ -348,23 +293,18 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     directions = zip(expected_places(plan, sizes), expected_directions(plan, sizes), strict=True)
     assert {place: bool(x) for place, x in is_ascending.items()} == dict(directions)
     assert {entry.turn for entry in entries} <= {-1}
-    heads_of_turn = at_once(plan, sizes) * sizes.heads_per_section * sizes.group
-    assert agenda.order_of_dq == (heads_of_turn, 1)
+    assert agenda.order_of_dq == (sizes.heads_per_section * sizes.group, 1)
     # All parts of a tile know where its slots begin, and nobody else has those.
     slots = [(x.slot, x.num_parts) for x in entries if x.num_parts > 1 and x.part == 0]
     assert all(begin + n <= end for (begin, n), (end, _) in pairwise(sorted(slots)))
     assert all(begin >= 0 and begin + n <= sizes.num_slots for begin, n in slots)
     assert [x.slot for x in entries if x.num_parts > 1] == [x for x, n in slots for _ in range(n)]
     # Every head of a section has every entry once; the first thread block to draw, here, draws all but the first items.
-    drawn = [(entry, head) for _, entry, head, _ in sorted(agenda.items, key=lambda x: x[1:])]
+    drawn = [(entry, head) for _, entry, head in sorted(agenda.items, key=lambda x: x[1:])]
     heads = range(sizes.heads_per_section)
     assert drawn == [(entry, head) for entry in range(len(entries)) for head in heads]
     first_of_others = [item[1:3] for item in agenda.items if item[0] > 0]
     assert first_of_others == [list(x) for x in drawn[1 : sizes.num_blocks]]
-    assert agenda.num_in_step == expected_in_step(plan, sizes, entries)
-    for _, entry, head, wave in agenda.items:
-        item = entry * sizes.heads_per_section + head
-        assert wave == (item // sizes.num_blocks if item < agenda.num_in_step else -1)
     return entries
 
 
@@ -387,19 +327,6 @@ def test_every_tile_for_every_head(case, num_blocks, group, library):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_few_tiles_of_one_section(case, num_blocks, group, library):
     check(library, case, Sizes(group, num_blocks, heads_per_section=4))
-
-
-def test_the_longest_of_few_tiles_come_first(library):
-    """Two documents of 16 tiles in all, for 4 heads and 40 thread blocks. Where walks have an order, tiles keep theirs."""
-    case = varlen("two", [700, 1200], MaskType.CAUSAL)
-    sizes = Sizes(8, 40, heads_per_section=4)
-    entries = check(library, case, sizes)
-    blocks = blocks_of_tiles(plan_of(case))
-    lengths = [blocks[x.tile] / x.num_parts for x in entries]
-    assert lengths == sorted(lengths, reverse=True)
-    in_order = check(library, case, sizes._replace(is_one_way=True))
-    tiles = [x.tile for x in in_order]
-    assert tiles == sorted(tiles) == sorted(x.tile for x in entries) != [x.tile for x in entries]
 
 
 @pytest.mark.parametrize(("num_blocks", "parts"), [(64, 1), (66, 1), (60, 4), (48, 2), (43, 2)])
@@ -448,29 +375,6 @@ def test_directions(lengths, heads_per_section, num_blocks, library):
     assert any(x.is_ascending for x in entries) >= (most_waves > 1)
     one_way = check(library, case, sizes._replace(is_one_way=True))
     assert not any(x.is_ascending for x in one_way)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("heads_and_sections", [(1, 2), (1, 4), (2, 2)])
-def test_sections_at_once(heads_and_sections, case, library):
-    """Under a mask of one document their heads take turns tile by tile, as those of one section would, unless these have the
-    longest of few tiles first."""
-    heads, sections = heads_and_sections
-    sizes = Sizes(8, 12, heads_per_section=heads, at_once=sections)
-    entries = check(library, case, sizes)
-    as_one = check(library, case, sizes._replace(heads_per_section=heads * sections, at_once=1))
-    apart = check(library, case, sizes._replace(at_once=1))
-
-    def order(entries, heads):
-        """(tile, first head of those at a time, direction), without parts."""
-        found = ((x.tile, x.first_head // heads, x.is_ascending) for x in entries)
-        return [x for x, _ in groupby(found)]
-
-    plan = plan_of(case)
-    if len(lengths_of_documents(plan)) > 1:
-        assert entries == apart
-    elif not is_few(len(tiles_with_rows(plan)), sizes):
-        assert order(entries, heads * sections) == order(as_one, heads * sections)
 
 
 def test_sections_of_one_wave_alternate(library):
@@ -527,7 +431,6 @@ def test_uneven_long_walks_are_handed_on(
     sizes = Sizes(group, 12, 4, heads_per_section, most_heads_of_pass=most_heads)
     sizes = sizes._replace(blocks_of_cache=int(cached * mean), least_visits_of_pass=mean * heads)
     agenda = write(library, plan, sizes)
-    assert agenda.num_in_step == 0
     assert agenda.order_of_dq == (heads_per_section * group, num_passes)
     passes = [(section, part) for section in sizes.sections for part in reversed(range(num_passes))]
     expected = [
@@ -556,36 +459,3 @@ def test_two_walks_are_even(num_tiles, library):
         Case("few", 4096, 128 * max(num_tiles, 1), slices),
         Sizes(8, 12, most_heads_of_pass=8),
     )
-
-
-@pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])
-def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
-    """64 tiles of 64 blocks for 8 thread blocks. With one head a group walks are short; with 8, the last tiles are in parts."""
-    sizes = Sizes(group, 8, nheads_kv=1, heads_per_section=1)
-    agenda = write(
-        library, plan_of(Case("full", 4096, 8192, [(0, 4096, 0, 8192, MaskType.FULL)])), sizes
-    )
-    assert agenda.num_in_step == 8 * waves
-
-
-def test_walks_of_different_lengths_do_not(library):
-    sizes = Sizes(64, 8, nheads_kv=1, heads_per_section=1)
-    agenda = write(library, plan_of(one(MaskType.CAUSAL, 4096)), sizes)
-    assert agenda.num_in_step == 0
-
-
-def test_what_comes_behind_keeps_the_last_tiles_whole(library):
-    """As local tiles do behind remote ones: nobody runs out of work when these are over."""
-    sizes = Sizes(group=8, num_blocks=16)
-    plan = plan_of(one(MaskType.FULL, 6400))
-    alone = write(library, plan, sizes)
-    followed = write(library, plan, sizes, plan.k_tiles)
-    assert any(entry.num_parts > 1 for entry in alone.entries)
-    assert all(entry.num_parts == 1 for entry in followed.entries)
-    assert [x.tile for x in followed.entries] == [i for _ in sizes.sections for i in range(50)]
-    nothing = write(library, plan, sizes, torch.zeros_like(plan.k_tiles))
-    assert nothing.entries == alone.entries
-    few = Sizes(group=8, num_blocks=130, heads_per_section=4)
-    assert {x.num_parts for x in write(library, plan, few).entries} == {4}
-    followed = write(library, plan, few, plan.k_tiles)
-    assert [(x.tile, x.num_parts) for x in followed.entries] == [(i, 1) for i in range(50)]

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
-from magi_compile.kernels.heuristics import BackwardPasses, BackwardSections, backward_config
+from magi_compile.kernels.heuristics import BackwardPasses, backward_config
 from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.sm90.backward import launch as module
 from magi_compile.kernels.sm90.backward.workspace import Scratch
@@ -27,7 +27,7 @@ PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, HEADS_Q, HEADS_KV, HEAD_DI
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((70, 4), (90, 12)))
 EDGES = torch.zeros(ROWS, NUM_LANES, 2, dtype=torch.int32)
 WALK = Walk(TILES, RUNS, EDGES)
-LAYOUTS = {x.size: x for x in (PREPROCESS[1], BACKWARD[1], POSTPROCESS)}
+LAYOUTS = {x.size: x for x in (PREPROCESS, BACKWARD, POSTPROCESS)}
 
 
 class Call(NamedTuple):
@@ -73,9 +73,6 @@ def items(found: dict, prefix: str) -> list:
     return [value for name, value in found.items() if name.startswith(f"{prefix}.")]
 
 
-AGENDA = ("entries", "num_entries", "counters", "arrivals", "partials")
-
-
 def test_every_launch_has_the_addresses_of_its_tensors(launches):
     for _ in range(3):
         tensors = inputs()
@@ -98,9 +95,8 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
         assert main["visits.done"] == before["done"]
         assert main["dq_progress"] == before["dq_progress"] == after["progress"]
         assert main["edges"] == EDGES.data_ptr()
-        assert main["have_arrived"] == main["are_complete"] == 0
-        assert main["lists[0].tiles"] == before["agendas[0].tiles"] == TILES.data_ptr()
-        assert main["runs"] == before["agendas[0].runs"] == RUNS.data_ptr()
+        assert main["tiles"] == before["agenda.tiles"] == TILES.data_ptr()
+        assert main["runs"] == before["agenda.runs"] == RUNS.data_ptr()
         for name in ("out", "dout"):
             strides = [before[f"{name}_{of}_stride"] for of in ("row", "head")]
             assert strides == list(tensors[name].stride()[:2])
@@ -109,16 +105,16 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
     assert module._prepared.cache_info().misses == 1
 
 
-@pytest.mark.parametrize("sections", [(1, 1), (1, 2), (2, 1), (4, 1)])
+@pytest.mark.parametrize("section_heads", [1, 2, 4])
 @pytest.mark.parametrize("heads_kv", [1, 2, 4])
 @pytest.mark.parametrize("num_tiles", [1, 64, 70])
 @pytest.mark.parametrize("most_heads", [0, 2])
 def test_what_lies_in_scratch_does_not_overlap(
-    most_heads, num_tiles, heads_kv, sections, launches, monkeypatch
+    most_heads, num_tiles, heads_kv, section_heads, launches, monkeypatch
 ):
-    heads, at_once = (min(x, heads_kv) for x in sections)
+    heads = min(section_heads, heads_kv)
     monkeypatch.setattr(module, "rounds_dq", lambda *_: True)
-    monkeypatch.setattr(module, "backward_sections", lambda *_: BackwardSections(heads, at_once))
+    monkeypatch.setattr(module, "backward_sections", lambda *_: heads)
     passes = BackwardPasses(most_heads, 7, 8)
     monkeypatch.setattr(module, "backward_passes", lambda *_: passes)
     problem = replace(PROBLEM, nheads_kv=heads_kv)
@@ -127,19 +123,17 @@ def test_what_lies_in_scratch_does_not_overlap(
         tensors[name] = torch.randn(ROWS, heads_kv, HEAD_DIM).to(torch.bfloat16)
     _, found = call(launches, tensors, problem, TILES[:num_tiles])
     before, main, _ = found
-    writer = "agendas[0]"
-    assert items(main, "lists[0].agenda") == items(before, f"{writer}.agenda")
+    assert items(main, "agenda") == items(before, "agenda.agenda")
     group, grid = HEADS_Q // heads_kv, min(num_tiles * HEADS_Q, 132)
-    assert main["qhead_per_kvhead"] == before[f"{writer}.qhead_per_kvhead"] == group
-    assert before[f"{writer}.agenda.num_heads"] == heads_kv
-    assert before[f"{writer}.agenda.heads_per_section"] == heads
-    assert (before[f"{writer}.num_tiles"], before[f"{writer}.first_slot"]) == (num_tiles, 0)
-    assert before[f"{writer}.num_blocks"] == grid
-    assert before[f"{writer}.is_one_way"] == before[f"{writer}.tiles_behind"] == 0
+    assert main["qhead_per_kvhead"] == before["agenda.qhead_per_kvhead"] == group
+    assert before["agenda.agenda.num_heads"] == heads_kv
+    assert before["agenda.agenda.heads_per_section"] == heads
+    assert before["agenda.num_tiles"] == num_tiles
+    assert before["agenda.num_blocks"] == grid
+    assert before["agenda.is_one_way"] == 0
     of_passes = ("most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
-    assert tuple(before[f"{writer}.{name}"] for name in of_passes) == passes
-    assert before[f"{writer}.sections_at_once"] == at_once
-    num_slots = before[f"{writer}.num_slots"]
+    assert tuple(before[f"agenda.{name}"] for name in of_passes) == passes
+    num_slots = before["agenda.num_slots"]
     num_items = num_tiles * heads_kv // heads
     slots_of_parts = min(num_items * group, 768 // heads) if group > 1 else 0
     assert num_slots == max(slots_of_parts, num_tiles * (most_heads > 0))
@@ -149,7 +143,7 @@ def test_what_lies_in_scratch_does_not_overlap(
         HEADS_Q * PADDED * 3,
         num_slots * heads * 2 * 128 * HEAD_DIM,
         most_entries * 4,
-        3 + num_tiles * heads_kv // grid,
+        1,
         1,
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
         num_slots * heads * 8,
@@ -157,18 +151,17 @@ def test_what_lies_in_scratch_does_not_overlap(
         PADDED // 16 + 1,
         7 + 2 * 16 * grid,
     ]
-    of_agenda = ("partials", "entries", "counters", "num_entries")
+    of_agenda = ("partials", "entries", "ticket", "num_entries")
     starts = [before["dq.data"], before["stats"]]
-    starts += [before[f"{writer}.agenda.{name}"] for name in of_agenda]
-    starts += [before[f"{writer}.scratch"], before[f"{writer}.agenda.arrivals"]]
+    starts += [before[f"agenda.agenda.{name}"] for name in of_agenda]
+    starts += [before["agenda.scratch"], before["agenda.agenda.arrivals"]]
     starts += [before[name] for name in ("done", "wanted", "dq_progress")]
     ends = [start + 4 * size for start, size in zip(starts, sizes, strict=True)]
-    ends[6] += -ends[6] % 16  # what follows the agenda
     assert starts[1:] == ends[:-1]
     assert starts == sorted(starts)
     assert not any(starts[i] % 16 for i in (0, 1, 2, 3))
     scratch = Scratch.of(
-        *(problem, backward_config(problem), PADDED, num_tiles), 1, heads, grid, most_heads > 0
+        *(problem, backward_config(problem), PADDED, num_tiles), heads, grid, most_heads > 0
     )
     assert scratch.size == ends[-1] - starts[0]
 
@@ -182,7 +175,7 @@ def test_what_is_never_handed_on(launches, monkeypatch):
         module.backward(*records(inputs()), WALK, PROBLEM, deterministic=deterministic)
         before = read(launches[0])
         names = ("most_heads_of_pass", "blocks_of_cache", "least_visits_of_pass")
-        found.append(tuple(before[f"agendas[0].{name}"] for name in names))
+        found.append(tuple(before[f"agenda.{name}"] for name in names))
     assert found == [(2, 7, 8), (0, 0, 0)]
 
 
@@ -190,7 +183,7 @@ def test_more_heads_than_there_is_room_for_parts():
     """A slot for a part of each of 1024 heads: nobody has two of them, so no tile has parts."""
     problem = replace(PROBLEM, nheads_q=2048, nheads_kv=1024)
     config = backward_config(problem)
-    assert Scratch.of(problem, config, PADDED, 5, 1, 1024, 132).num_slots == 1
+    assert Scratch.of(problem, config, PADDED, 5, 1024, 132).num_slots == 1
 
 
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out"])

@@ -12,10 +12,9 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.heuristics import BackwardPasses, backward_config, plan_tiles
-from magi_compile.kernels.overlap import KeyTensors, SavedQueries, Signals
+from magi_compile.kernels.overlap import KeyTensors, SavedQueries
 from magi_compile.kernels.reference import exact_forward
 from magi_compile.kernels.sm90.backward import launch as module
-from magi_compile.kernels.sm90.backward.order import two_lists
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES
 from magi_compile.masks.slices import MaskType
@@ -36,7 +35,7 @@ from tests.kernels.support.on_a_cpu import compile_once, launching
 
 NUM_SMS = 4
 BIT_CASE = {case.name: case for case in BIT_CASES}
-DQ_ITEMS, LISTS = (7 * TENSOR_MAP_BYTES + at for at in (16, 136))  # in BackwardParams
+DQ_ITEMS, AGENDA = (7 * TENSOR_MAP_BYTES + at for at in (16, 128))  # in BackwardParams
 LATE, AT_RANDOM = 0, 7  # when copies are done, and in which turns threads get on
 DOCUMENTS = varlen("documents", [110, 1, 90, 36], MaskType.CAUSAL)
 NEIGHBOURS = varlen("neighbours", [150, 200], MaskType.CAUSAL)  # each has a short tile at its end
@@ -108,7 +107,7 @@ def integers(address: int, count: int) -> tuple[int, ...]:
 
 def entries(params: bytes) -> list[tuple[int, int, int]]:
     """(tile, part, number of parts) of the agenda, where the main kernel reads it."""
-    at_entries, at_count = struct.unpack_from("<2Q", params, LISTS + 8)
+    at_entries, at_count = struct.unpack_from("<2Q", params, AGENDA)
     count = ctypes.c_int.from_address(at_count).value
     read = struct.Struct("<i6h").iter_unpack(ctypes.string_at(at_entries, 16 * count))
     return [(tile, part, num_parts) for tile, _, part, num_parts, *_ in read]
@@ -349,94 +348,3 @@ def test_keys_arrive_and_gradients_leave_between_launches(launches):
     dq = steps.finish()
     for found, right in zip((dq, *left), expected, strict=True):
         assert torch.equal(found, right)
-
-
-class RemoteKeys:
-    """Some keys of a case, on their way until `arrive`, or there from the start; the others are local."""
-
-    def __init__(self, keys, is_local, are_there):
-        self._keys, self._is_local = keys, is_local
-        self.words = torch.zeros(2, dtype=torch.int32)
-        at = self.words.data_ptr()
-        self.signals = Signals(at, at + 4)
-        self.tensors = KeyTensors(*(torch.full_like(x, torch.nan) for x in keys * 2))
-        self._come(is_local)
-        if are_there:
-            self._come(~is_local)
-            self.words[0] = 1
-
-    def _come(self, which):
-        for there, x in zip(self.tensors, self._keys, strict=False):
-            there[which] = x[which]
-
-    def arrive(self):
-        """Behind the first launch."""
-        is_nothing_remote = bool(self._is_local.all())
-        assert bool(self.words[1]) == (bool(self.words[0]) or is_nothing_remote)
-        # Of a tile with local and remote keys, nothing is there either.
-        remote_grads = self.tensors.dk[~self._is_local]
-        assert is_nothing_remote or bool(self.words[0]) != bool(remote_grads.isnan().all())
-        self._come(~self._is_local)
-        self.words[0] = 1
-
-
-def local_keys(block, num_keys):
-    """Every other block of keys."""
-    if block == NONE:
-        return torch.zeros(num_keys, dtype=torch.bool)
-    return (torch.arange(num_keys) // block) % 2 == 0
-
-
-ALL, NONE = 1 << 30, 0  # keys are local, as the size of a block
-
-REMOTE_CASES = [
-    (replace(DOCUMENTS, heads=Heads(4, 2, 64, 64)), 128),
-    (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128), softcap=5.0), 50),
-    (replace(NEIGHBOURS, heads=Heads(2, 1, 128, 128)), 150),
-    (replace(SINK, heads=Heads(8, 1, 128, 128)), 128),
-    (replace(PREFIX, heads=Heads(4, 2, 96, 96)), 128),
-    (replace(WINDOW, heads=Heads(2, 2, 128, 128)), 150),
-    (replace(NEIGHBOURS, heads=Heads(2, 1, 192, 192)), 150),
-    (replace(SINK, heads=Heads(8, 1, 192, 192)), 128),
-    (replace(NEIGHBOURS, heads=Heads(2, 1, 256, 256)), 150),
-    (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128)), ALL),
-    (replace(DOCUMENTS, heads=Heads(2, 1, 128, 128)), NONE),
-]
-
-
-@pytest.mark.parametrize("are_there", [False, True], ids=["late", "at once"])
-@pytest.mark.parametrize(("case", "block"), REMOTE_CASES, ids=lambda x: getattr(x, "name", None))
-def test_remote_keys(case, block, are_there, launches):
-    """Whoever works on them: the gradients are those of all keys together, and local tiles do not wait."""
-    slices, inputs = case.slices(), case.inputs(torch.bfloat16)
-    problem = replace(case.problem(torch.bfloat16), device_type="cuda", device_arch=(9, 0))
-    q, k, v, dout, dlse = inputs
-    forward = exact_forward(q, k, v, slices, problem.softmax_scale, problem.softcap)
-    results = forward.out.bfloat16(), forward.lse.float()
-    plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    is_local = local_keys(block, slices.seqlen_k)
-    sizes = plan_tiles(problem)
-    rows = sizes.k_tile_rows
-    lists = two_lists(plan.k_walk, is_local, sizes)
-    tiles = sorted(x.tolist() for part in lists[:2] for x in part if x[0] < x[1])
-    assert tiles == sorted(x for x in plan.k_tiles.tolist() if x[0] < x[1])
-    loaded = [is_local[x[0] : x[0] + rows] for part in lists[:2] for x in part if x[0] < x[1]]
-    num_local = int((lists.local[:, 0] < lists.local[:, 1]).sum())
-    assert all(local.all() for local in loaded[:num_local])
-    assert not any(local.all() for local in loaded[num_local:])
-    found = []
-    for launches.timing in (LATE, AT_RANDOM):
-        remote = RemoteKeys((k, v), is_local, are_there)
-        saved = SavedQueries(q, *results)
-        steps = module.early_backward(Grads(dout, dlse), saved, remote.signals, lists, problem)
-        steps.begin()
-        steps.main(remote.tensors)
-        remote.arrive()
-        steps.main(remote.tensors)
-        assert remote.words[1] == 1
-        dq = steps.finish()
-        grads = dq, remote.tensors.dk, remote.tensors.dv
-        assert_attention_close((None, None, *grads), inputs, slices, problem, True)
-        found.append(grads)
-    (_, *first), (_, *second) = found
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
