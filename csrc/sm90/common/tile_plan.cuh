@@ -57,4 +57,13 @@ struct alignas(16) Run {
     }
 };
 
+__device__ __forceinline__ int count_blocks(const Run* runs, const Tile& tile) {
+    int sum = 0;
+#pragma unroll 8
+    for (int i = tile.run_begin; i < tile.run_end; ++i) {
+        sum += runs[i].num_blocks;
+    }
+    return sum;
+}
+
 }   // namespace ffa

@@ -337,10 +337,7 @@ private:
         scored_.advance();
     }
 
-    __device__ __forceinline__ void release_v() {
-        release(smem_.v_empty[v_.slot], lane_);
-        v_.advance();
-    }
+    __device__ __forceinline__ void release_v() { release(smem_.v_empty, v_, lane_); }
 
     // Every warpgroup has its turn and releases every buffer, in order, also those it does not use.
     __device__ __forceinline__ void skip_block() {

@@ -236,15 +236,9 @@ private:
 
     __device__ __forceinline__ void wait_for_v() const { mbarrier_wait_together(smem_.v_full[v_.slot], v_.phase); }
 
-    __device__ __forceinline__ void release_k() {
-        release(smem_.k_empty[k_.slot], lane_);
-        k_.advance();
-    }
+    __device__ __forceinline__ void release_k() { release(smem_.k_empty, k_, lane_); }
 
-    __device__ __forceinline__ void release_v() {
-        release(smem_.v_empty[v_.slot], lane_);
-        v_.advance();
-    }
+    __device__ __forceinline__ void release_v() { release(smem_.v_empty, v_, lane_); }
 
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
