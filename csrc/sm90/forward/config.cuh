@@ -97,8 +97,8 @@ struct alignas(1024) SharedStorage {
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
-    int part_shifts[Config::kQBuffers];   // travel with q
-    int part_items[Config::kQBuffers];    // likewise, see Items<Config, true>
+    int split_shifts[Config::kQBuffers];   // travel with q
+    int split_items[Config::kQBuffers];    // likewise, see Items<Config, true>
 };
 
 // Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.

@@ -32,8 +32,8 @@ public:
             if (!is_empty) {
                 tell_producer(tile, item.head);
             }
-            const PartOfTile part = items.part(item);
-            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(params_.runs, tile)}, part);
+            const SplitOfTile split = items.split(item);
+            tell_consumers({tile.row_begin, tile.row_end, item.head, count_blocks(params_.runs, tile)}, split);
             if (!is_empty) {
                 mbarrier_wait(smem_.runs_empty, runs_phase_);
                 runs_phase_ ^= 1;
@@ -41,7 +41,7 @@ public:
         }
         smem_.runs.begin = RunsOfHead::kNoMoreWork;
         mbarrier_arrive(smem_.runs_full);
-        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, {kNotAPart, 0});
+        tell_consumers({0, 0, 0, TileOfHead::kNoMoreWork}, {kNotASplit, 0});
     }
 
 private:
@@ -51,13 +51,13 @@ private:
         mbarrier_arrive(smem_.runs_full);
     }
 
-    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, const PartOfTile& part) {
+    __device__ __forceinline__ void tell_consumers(const TileOfHead& tile, const SplitOfTile& split) {
         const int buffer = q_phase_ % Config::kQBuffers;
         mbarrier_wait(smem_.q_empty, q_phase_ ^ 1);
         smem_.tiles[buffer] = tile;
-        smem_.part_shifts[buffer] = part.shift;
+        smem_.split_shifts[buffer] = split.shift;
         if constexpr (Config::kIsEarly) {
-            smem_.part_items[buffer] = part.item;
+            smem_.split_items[buffer] = split.item;
         }
         if (tile.num_blocks <= 0) {
             mbarrier_arrive(smem_.q_full);

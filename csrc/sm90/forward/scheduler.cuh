@@ -24,19 +24,19 @@ public:
     __device__ __forceinline__ bool has_work() const { return item_ < num_items(); }
 
     __device__ __forceinline__ WorkItem item() const {
-        const Part part = this->part();
-        const int in_part = item_ - part.first_item;
-        const int section = in_part / part.items_of_section();
-        const int within = in_part - section * part.items_of_section();
-        const int tile = within / part.num_heads;
-        return {part.first_tile + tile, section * part.num_heads + within - tile * part.num_heads};
+        const Range range = this->range();
+        const int in_range = item_ - range.first_item;
+        const int section = in_range / range.items_of_section();
+        const int within = in_range - section * range.items_of_section();
+        const int tile = within / range.num_heads;
+        return {range.first_tile + tile, section * range.num_heads + within - tile * range.num_heads};
     }
 
     // Of the first item behind this one's section.
     __device__ __forceinline__ int section_end() const {
-        const Part part = this->part();
-        const int section = (item_ - part.first_item) / part.items_of_section();
-        return part.first_item + (section + 1) * part.items_of_section();
+        const Range range = this->range();
+        const int section = (item_ - range.first_item) / range.items_of_section();
+        return range.first_item + (section + 1) * range.items_of_section();
     }
 
     // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
@@ -53,17 +53,17 @@ public:
 
 private:
     // The items in sections, or those for all heads, which are one section.
-    struct Part {
+    struct Range {
         int first_item, first_tile;
         int num_tiles, num_heads;   // of a section
 
         __device__ __forceinline__ int items_of_section() const { return num_tiles * num_heads; }
     };
 
-    __device__ __forceinline__ Part part() const {
+    __device__ __forceinline__ Range range() const {
         const int tiles = opaque(schedule_.tiles_in_sections), items = tiles * schedule_.num_heads;
-        return item_ < items ? Part{0, 0, tiles, schedule_.heads_per_section}
-                             : Part{items, tiles, num_tiles() - tiles, schedule_.num_heads};
+        return item_ < items ? Range{0, 0, tiles, schedule_.heads_per_section}
+                             : Range{items, tiles, num_tiles() - tiles, schedule_.num_heads};
     }
 
     // Computed anew each time: the one thread that schedules has few registers.
@@ -75,9 +75,9 @@ private:
     int item_;
 };
 
-struct PartOfTile {
-    int shift;   // as ForwardParams::part_shifts
-    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that
+struct SplitOfTile {
+    int shift;   // as ForwardParams::split_shifts
+    int item;    // of a launch that begins early: the item of kSplits that it is, or ~item if it is the rest of that
                  // tile
 };
 
@@ -92,8 +92,8 @@ public:
 
     __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
 
-    __device__ __forceinline__ PartOfTile part(const WorkItem& item) const {
-        return {params_.part_shifts ? params_.part_shifts[item.tile] : 0, 0};
+    __device__ __forceinline__ SplitOfTile split(const WorkItem& item) const {
+        return {params_.split_shifts ? params_.split_shifts[item.tile] : 0, 0};
     }
 
 private:

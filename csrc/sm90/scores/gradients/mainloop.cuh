@@ -161,7 +161,7 @@ private:
     // Hidden scores become -inf, those of rows behind the tile too, which are another's.
     __device__ __forceinline__ void mask(Scores& scores, Visibility sees, const Tile& tile) const {
         const int row = first_row(tile);
-        if (sees == kPart) {
+        if (sees == kPartial) {
             const Block& block = smem_.blocks[k_.slot];
             const int col = block.first + 2 * (lane_ % 4);
             apply_mask<true>(scores, block.run, params_.edges, row, col);
