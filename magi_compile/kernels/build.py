@@ -18,7 +18,7 @@ from magi_compile.kernels.heuristics import (
 )
 from magi_compile.kernels.sm90.backward.variants import backward_variants
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
-from magi_compile.kernels.sm90.forward.split_kv import merge_variant, parts_variant
+from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
 from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
 from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
@@ -43,7 +43,7 @@ def variants() -> Iterator[Variant]:
             yield from (preprocess, postprocess)
     yield planner_variant()
     yield planner_variant(has_bits=True)
-    yield parts_variant()
+    yield split_variant()
     yield lists_variant()
 
 

@@ -223,27 +223,27 @@ def _divisors(n: int) -> list[int]:
     return [i for i in range(1, n + 1) if n % i == 0]
 
 
-# Where heads are few, the q walk has room for tiles in parts, four at most for every SM. A tile of fewer blocks is over before
-# another launch pays, and a part of fewer is mostly its own beginning and end. With many SMs for a head, one tile may take
+# Where heads are few, the q walk has room for tiles in splits, four at most for every SM. A tile of fewer blocks is over before
+# another launch pays, and a split of fewer is mostly its own beginning and end. With many SMs for a head, one tile may take
 # longer than all others together, however many they are; with few it is the last of two or three waves that is to be filled.
-_CUT_LEAST_BLOCKS, PART_LEAST_BLOCKS = 32, 8
-_PARTS_PER_SM = 4
-_MANY_SMS, _FEW_WAVES, PARTS_MOST_TILES = 8, 3, 512
+_CUT_LEAST_BLOCKS, SPLIT_LEAST_BLOCKS = 32, 8
+_SPLITS_PER_SM = 4
+_MANY_SMS, _FEW_WAVES, SPLITS_MOST_TILES = 8, 3, 512
 
 
-def forward_parts(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
-    """How many parts of tiles there is room for in the forward's walk of `num_tiles`; 0 where no tile is cut.
+def forward_splits(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
+    """How many splits of tiles there is room for in the forward's walk of `num_tiles`; 0 where no tile is cut.
 
     `seqlen_k` and `num_tiles` are ints or SymInts, of which nothing is asked: a graph has no guard on the answer.
     """
     sms = num_sms // problem.nheads_q
     if sms < 2:
         return 0
-    most_tiles = PARTS_MOST_TILES if sms >= _MANY_SMS else _FEW_WAVES * sms
+    most_tiles = SPLITS_MOST_TILES if sms >= _MANY_SMS else _FEW_WAVES * sms
     blocks = seqlen_k // forward_config(problem).block_cols
     is_long = torch.sym_min(1, blocks // _CUT_LEAST_BLOCKS)
     are_few = torch.sym_min(1, most_tiles // torch.sym_max(num_tiles, 1))
-    room = torch.sym_min(_PARTS_PER_SM * sms, num_tiles * (blocks // PART_LEAST_BLOCKS))
+    room = torch.sym_min(_SPLITS_PER_SM * sms, num_tiles * (blocks // SPLIT_LEAST_BLOCKS))
     return room // 2 * 2 * is_long * are_few
 
 

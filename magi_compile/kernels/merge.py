@@ -22,13 +22,13 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
 
     Returns:
         out `[..., head_dim_v]` and lse `[...]`, both fp32, or fp64 where an input is. A row that sees nothing in
-        any part gives out 0 and lse -inf.
+        any partial gives out 0 and lse -inf.
     """
-    parts = torch.stack([lse.to(_accumulator(lse)) for lse in lses])
+    stacked = torch.stack([lse.to(_accumulator(lse)) for lse in lses])
     # Relative to the largest: exp(lse_i - lse) would carry the rounding of a large lse into the weights.
-    peak = parts.amax(0)
+    peak = stacked.amax(0)
     peak = peak.masked_fill(peak == -torch.inf, 0.0)
-    weights = torch.exp(parts - peak)
+    weights = torch.exp(stacked - peak)
     total = weights.sum(0)
     lse = peak + torch.log(total)
     weights = (weights / total.masked_fill(total == 0, 1.0)).unsqueeze(-1)
@@ -55,20 +55,20 @@ def merge_prior(
     return ForwardOutput(out.to(out_dtype), lse.t().contiguous())
 
 
-def sum_partials(parts: Sequence[Tensor]) -> Tensor:
+def sum_partials(partials: Sequence[Tensor]) -> Tensor:
     """The sum of tensors of one shape and dtype, rounded once: added in fp32 or wider; one pass on a GPU."""
-    if len(parts) == 1:
-        return parts[0]
-    if _fits_triton(parts):
-        return _triton().add(parts)
-    total = parts[0].to(_accumulator(parts[0]))
-    for part in parts[1:]:
-        total = total + part
-    return total.to(parts[0].dtype)
+    if len(partials) == 1:
+        return partials[0]
+    if _fits_triton(partials):
+        return _triton().add(partials)
+    total = partials[0].to(_accumulator(partials[0]))
+    for partial in partials[1:]:
+        total = total + partial
+    return total.to(partials[0].dtype)
 
 
-def _fits_triton(parts: Sequence[Tensor]) -> bool:
-    return parts[0].is_cuda and all(part.dtype.itemsize <= 4 for part in parts)
+def _fits_triton(partials: Sequence[Tensor]) -> bool:
+    return partials[0].is_cuda and all(partial.dtype.itemsize <= 4 for partial in partials)
 
 
 def _triton() -> ModuleType:

@@ -9,8 +9,8 @@ from torch import Tensor
 BLOCK_COST = 100
 MASK_COST = 15  # what the mask adds to a block
 TILE_COST = 150  # loading the rows of the tile, storing its result
-# Of a part of a tile, whose result is written twice as wide; of its merge, and of any merge at all. Measured.
-PART_COST, MERGE_COST, MERGE_LAUNCH_COST = 150, 300, 500
+# Of a split of a tile, whose result is written twice as wide; of its merge, and of any merge at all. Measured.
+SPLIT_COST, MERGE_COST, MERGE_LAUNCH_COST = 150, 300, 500
 
 
 def blocks_of(columns: Tensor, block_cols: int) -> Tensor:

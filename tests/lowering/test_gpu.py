@@ -98,7 +98,7 @@ def test_training_matches_flex_attention():
     check_training(LAYOUTS)
 
 
-def test_training_with_tiles_in_parts():
+def test_training_with_tiles_in_splits():
     """The long document's tiles are too few for the SMs, those of the short ones are not cut."""
     check_training([(4000,), (400,) * 10], batch=1, heads_q=4)
 

@@ -70,13 +70,13 @@ struct BackwardConfig {
     static constexpr int kKSlab = kBlockRows * kSlabCols;   // elements
     static constexpr int kQSlab = kBlockCols * kSlabCols;   // elements
     static constexpr int kScoreSlabs = kBlockCols / kSlabCols;
-    // dQ of a block is computed in parts: a wgmma high, and as wide as there are registers.
+    // dQ of a block is computed in panels: a wgmma high, and as wide as there are registers.
     static constexpr int kDqRows = 64;
     static constexpr int kDqCols = kHeadDim > 96 ? 64 : kHeadDim;
-    static constexpr int kDqRowParts = kBlockCols / kDqRows;
-    static constexpr int kDqColParts = kHeadDim / kDqCols;
+    static constexpr int kDqRowPanels = kBlockCols / kDqRows;
+    static constexpr int kDqColPanels = kHeadDim / kDqCols;
     static constexpr int kDqWarps = 4;
-    static constexpr int kDqParts = kDqRowParts * kDqColParts;
+    static constexpr int kDqPanels = kDqRowPanels * kDqColPanels;
     // Whether lanes that do something alone are elected. Measured: it gains up to 8 % here, and costs up to 2 %
     // elsewhere.
     static constexpr bool kElects = kIsDeterministic;
@@ -88,7 +88,7 @@ struct BackwardConfig {
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
-    static_assert(kSlabCols == kDqRows, "a slab of dS is one part of dQ");
+    static_assert(kSlabCols == kDqRows, "a slab of dS is one panel of dQ");
     static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");
     static_assert(kIsWide || kScoreStages * kScoreSlabs >= kSlabs, "dV and dK leave from the buffers of dS");
     static_assert(kStages >= 2, "Q of this and of the next block are in use at a time");
@@ -103,7 +103,7 @@ constexpr int kNoMask = -1;
 struct alignas(16) Block {
     Run run;   // only where there is a mask
     int first;
-    int end;   // queries from here on are no part of the run
+    int end;   // queries from here on are outside of the run
     int head;
     int mask_row;   // the tile's first key where some key may not see every query, else kNoMask
 };
@@ -189,7 +189,7 @@ struct DqStorage : OperandStorage<Config> {};
 
 template <class Config>
 struct DqStorage<Config, false> : OperandStorage<Config> {
-    float dq[Config::kDqRowParts][Config::kDqWarps][kWarpRows * Config::kHeadDim];
+    float dq[Config::kDqRowPanels][Config::kDqWarps][kWarpRows * Config::kHeadDim];
 };
 
 // What some kernels do without takes no room there, as a base.

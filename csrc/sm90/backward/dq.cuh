@@ -87,38 +87,38 @@ private:
                 }
             });
         } else {
-            differentiate_by_parts(head, first, end);
+            differentiate_by_panels(head, first, end);
         }
         dscores_.advance();
     }
 
-    __device__ __forceinline__ void differentiate_by_parts(int head, int first, int end) {
+    __device__ __forceinline__ void differentiate_by_panels(int head, int first, int end) {
 #pragma unroll
-        for (int part = 0; part < Config::kDqParts; ++part) {
+        for (int panel = 0; panel < Config::kDqPanels; ++panel) {
             Dq dq;
-            issue(dq, part);
-            if (Config::kIsDeterministic && part == 0) {
+            issue(dq, panel);
+            if (Config::kIsDeterministic && panel == 0) {
                 publish_together();   // of the last block: its additions have had the time since
             }
             wgmma_wait_group<0>();
             pin(dq);
-            if (part == Config::kDqParts - 1) {
+            if (panel == Config::kDqPanels - 1) {
                 release(smem_.dscores_empty[dscores_.slot], lane_);
             }
-            if (part == 0) {
+            if (panel == 0) {
                 await_staging();
             }
-            store(dq, part);
+            store(dq, panel);
         }
         fence_proxy_async_shared();
         __syncwarp();
 #pragma unroll
-        for (int row_part = 0; row_part < Config::kDqRowParts; ++row_part) {
-            const DqTarget rows = target(head, first + row_part * Config::kDqRows, end);
+        for (int row_panel = 0; row_panel < Config::kDqRowPanels; ++row_panel) {
+            const DqTarget rows = target(head, first + row_panel * Config::kDqRows, end);
             if constexpr (Config::kIsDeterministic) {
-                await_turn(rows, visits_[row_part]);
+                await_turn(rows, visits_[row_panel]);
             }
-            add(rows, staging_ + row_part * uint32_t(sizeof(smem_.dq[0])));
+            add(rows, staging_ + row_panel * uint32_t(sizeof(smem_.dq[0])));
         }
     }
 
@@ -126,9 +126,9 @@ private:
         return {dq_rows<Config::kHeadDim>(params_.dq.sums, head, row), head, row, row < end};
     }
 
-    __device__ __forceinline__ void issue(Dq& dq, int part) {
-        const uint32_t a = dq_operand<Config>(smem_.dscores[dscores_.slot][part / Config::kDqColParts], 0);
-        const uint32_t b = dq_operand<Config>(smem_.k[part % Config::kDqColParts], kKSlabBytes);
+    __device__ __forceinline__ void issue(Dq& dq, int panel) {
+        const uint32_t a = dq_operand<Config>(smem_.dscores[dscores_.slot][panel / Config::kDqColPanels], 0);
+        const uint32_t b = dq_operand<Config>(smem_.k[panel % Config::kDqColPanels], kKSlabBytes);
         pin(dq);
         wgmma_fence();
 #pragma unroll
@@ -140,18 +140,18 @@ private:
     }
 
     // Until what was in this warp's buffers has left; other lanes have nothing there. Measured: without a branch the
-    // assembler moves what makes the next part's descriptors in front of the wait, which pays where a head is two parts
-    // wide (1.01) and costs elsewhere (0.97).
+    // assembler moves what makes the next panel's descriptors in front of the wait, which pays where a head is two
+    // panels wide (1.01) and costs elsewhere (0.97).
     __device__ __forceinline__ void await_staging() {
-        if (Config::kDqColParts > 1 || is_chosen<Config>(lane_)) {
+        if (Config::kDqColPanels > 1 || is_chosen<Config>(lane_)) {
             cp_async_bulk_wait_group_read<0>();
         }
         __syncwarp();
     }
 
-    __device__ __forceinline__ void store(const Dq& dq, int part) {
+    __device__ __forceinline__ void store(const Dq& dq, int panel) {
         float* const staging =
-            smem_.dq[part / Config::kDqColParts][warp_] + part % Config::kDqColParts * kWarpRows * Config::kDqCols;
+            smem_.dq[panel / Config::kDqColPanels][warp_] + panel % Config::kDqColPanels * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
@@ -193,7 +193,7 @@ private:
     template <int kPending>
     __device__ __forceinline__ void await_additions() const {
         if constexpr (!Config::kIsWide) {
-            cp_async_bulk_wait_group<kPending * Config::kDqRowParts>();
+            cp_async_bulk_wait_group<kPending * Config::kDqRowPanels>();
             fence_proxy_async_global();
         }
         __syncwarp();
@@ -257,7 +257,7 @@ private:
     Position<1> kv_;
     Position<Config::kStages> block_;
     Position<Config::kScoreStages> dscores_;
-    int* visits_[Config::kDqRowParts] =
+    int* visits_[Config::kDqRowPanels] =
         {};   // of the rows that this lane has waited for, where additions have an order
 };
 

@@ -84,8 +84,8 @@ public:
     // With dS^T from shared memory.
     __device__ __forceinline__ void issue_dk(Grad& dk, const Element* dscores, int slot) const {
         const uint32_t a = wgmma_descriptor(dscores, 0);
-        accumulate(dk, q_operands_[slot], [a](GradPart& part, int step, uint32_t b) {
-            Wgmma<Element, kGradCols>::template ss<Major::K, Major::MN>(part, a + (step * kStepBytes >> 4), b, 1);
+        accumulate(dk, q_operands_[slot], [a](GradPanel& panel, int step, uint32_t b) {
+            Wgmma<Element, kGradCols>::template ss<Major::K, Major::MN>(panel, a + (step * kStepBytes >> 4), b, 1);
         });
     }
 
@@ -124,8 +124,8 @@ private:
     }
 
     __device__ __forceinline__ void accumulate_registers(Grad& sum, const Operand& a, uint32_t queries) const {
-        accumulate(sum, queries, [&a](GradPart& part, int step, uint32_t b) {
-            Wgmma<Element, kGradCols>::template rs<Major::MN>(part, a + 4 * step, b, 1);
+        accumulate(sum, queries, [&a](GradPanel& panel, int step, uint32_t b) {
+            Wgmma<Element, kGradCols>::template rs<Major::MN>(panel, a + 4 * step, b, 1);
         });
     }
 
@@ -138,9 +138,9 @@ private:
 #pragma unroll
         for (int step = 0; step < Config::kBlockCols / 16; ++step) {
 #pragma unroll
-            for (int part = 0; part < Config::kHeadDim / kGradCols; ++part) {
-                const int within = step * kSixteenRowsBytes + part * kGradCols / Config::kSlabCols * kQSlabBytes;
-                multiply(reinterpret_cast<GradPart&>(sum[part * kGradCols / 2]), step, b + (within >> 4));
+            for (int panel = 0; panel < Config::kHeadDim / kGradCols; ++panel) {
+                const int within = step * kSixteenRowsBytes + panel * kGradCols / Config::kSlabCols * kQSlabBytes;
+                multiply(reinterpret_cast<GradPanel&>(sum[panel * kGradCols / 2]), step, b + (within >> 4));
             }
         }
         wgmma_commit_group();
@@ -148,7 +148,7 @@ private:
 
     // The assembler takes no instruction with more registers than all threads have on average.
     static constexpr int kGradCols = Config::kHeadDim > 192 ? Config::kHeadDim / 2 : Config::kHeadDim;
-    using GradPart = float[kGradCols / 2];
+    using GradPanel = float[kGradCols / 2];
     static constexpr int kStepBytes = 32;   // 16 columns
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);

@@ -52,7 +52,7 @@ __device__ __forceinline__ Visibility visibility_of_bits(Visibility sees, const 
     if (!__any_sync(0xffffffff, some != 0)) {
         return kNothing;
     }
-    return __all_sync(0xffffffff, all == ~0u) ? sees : kPart;
+    return __all_sync(0xffffffff, all == ~0u) ? sees : kPartial;
 }
 
 // Sets the scores that bits hide to -inf, of queries by keys, behind apply_mask, which hides rows outside of the run.

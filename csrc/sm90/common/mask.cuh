@@ -7,7 +7,7 @@
 namespace ffa {
 
 // What a warpgroup sees of a block; kEnd: there is none left.
-enum Visibility : uint32_t { kNothing, kPart, kAll, kEnd };
+enum Visibility : uint32_t { kNothing, kPartial, kAll, kEnd };
 
 // Both ends of a row's interval never move left with the row, so the outermost rows decide. A run has a lane only if
 // `kHasStairs`.
@@ -27,7 +27,7 @@ __device__ __forceinline__ Visibility visibility(const Run& run, const Edges* ed
     }
     const bool all_rows = begin == row_begin && end == row_end;
     const bool all_cols = bottom.begin <= first && top.end >= first + num_cols;
-    return all_rows && all_cols ? kAll : kPart;
+    return all_rows && all_cols ? kAll : kPartial;
 }
 
 // Sets the scores that `run` hides to -inf. `scores` is this thread's part of a wgmma accumulator whose first row is

@@ -27,10 +27,26 @@ struct Position {
     }
 };
 
+// By one thread, in front of `fence_mbarrier_init`: a thread fills a buffer, and each of `num_warps` warps releases it.
+template <int kStages>
+__device__ __forceinline__ void init_ring(uint64_t (&full)[kStages], uint64_t (&empty)[kStages], int num_warps) {
+    for (int i = 0; i < kStages; ++i) {
+        mbarrier_init(full[i], 1);
+        mbarrier_init(empty[i], num_warps);
+    }
+}
+
 // By all lanes of a warp: it has no more use for a buffer, or has filled it.
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
     __syncwarp();
     mbarrier_arrive_if(lane == 0, barrier);
+}
+
+// Likewise, of the buffer at `position`, which moves on to the next one.
+template <int kStages>
+__device__ __forceinline__ void release(uint64_t (&empty)[kStages], Position<kStages>& position, int lane) {
+    release(empty[position.slot], lane);
+    position.advance();
 }
 
 // Likewise, of a buffer that is filled for all thread blocks of a cluster at a time.

@@ -7,22 +7,22 @@ struct Tile {
     int row_begin, row_end, run_begin, run_end;
 };
 
-// Tiles may be cut into parts, each with some of the tile's blocks, whose results lie in rows of their own until they
-// are merged. A shift leads from a part's row to there; this one says that a tile is whole.
-constexpr int kNotAPart = -2147483647 - 1;
+// Tiles may be cut into splits, each with some of the tile's blocks, whose results lie in rows of their own until they
+// are merged. A shift leads from a split's row to there; this one says that a tile is whole.
+constexpr int kNotASplit = -2147483647 - 1;
 
-// A tile in parts: those of part i begin at `part_row` + i * rows of a tile.
+// A tile in splits: those of split i begin at `split_row` + i * rows of a tile.
 struct alignas(16) Cut {
-    int row_begin, row_end, part_row, num_parts;
+    int row_begin, row_end, split_row, num_splits;
 };
 
-// What a tile with remote keys is beside that: its remote runs begin at `run_mid`, its local ones are the part `part`,
-// or no part.
+// What a tile with remote keys is beside that: its remote runs begin at `run_mid`, its local ones are the split
+// `split`, or kNoSplit.
 struct RemoteTile {
-    int run_mid, part;
+    int run_mid, split;
 };
 
-constexpr int kNoPart = -1;
+constexpr int kNoSplit = -1;
 
 // A diag_hi that cuts nothing, and the negative of such a diag_lo.
 constexpr int kNoDiagonal = 1 << 30;
@@ -56,5 +56,14 @@ struct alignas(16) Run {
         return edges[row * kLanes + lane - 1];
     }
 };
+
+__device__ __forceinline__ int count_blocks(const Run* runs, const Tile& tile) {
+    int sum = 0;
+#pragma unroll 8
+    for (int i = tile.run_begin; i < tile.run_end; ++i) {
+        sum += runs[i].num_blocks;
+    }
+    return sum;
+}
 
 }   // namespace ffa

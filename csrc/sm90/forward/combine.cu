@@ -1,4 +1,4 @@
-// The parts of each cut tile into its output: by how much each weighs, in the order of the parts, so that it repeats
+// The splits of each cut tile into its output: by how much each weighs, in the order of the splits, so that it repeats
 // bit for bit.
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
@@ -6,17 +6,17 @@
 namespace ffa {
 
 struct MergeParams {
-    const float* part_out;                       // [part_rows, nheads_q, head_dim], contiguous
-    const float* part_lse;                       // [nheads_q, part_rows]
+    const float* split_out;                      // [split_rows, nheads_q, head_dim], contiguous
+    const float* split_lse;                      // [nheads_q, split_rows]
     FFA_ELEMENT* out;                            // [total_q, nheads_q, head_dim]
     float* lse;                                  // [nheads_q, total_q]
-    const Cut* cuts;                             // [num_cuts]: those of no parts come last
+    const Cut* cuts;                             // [num_cuts]: those of no splits come last
     long long out_row_stride, out_head_stride;   // in elements
     int num_cuts;
     int tile_rows;
     int num_heads;
     int total_q;
-    int part_rows;
+    int split_rows;
 };
 
 static_assert(sizeof(MergeParams) == 80, "packed by magi_compile/kernels/sm90/params.py");
@@ -26,11 +26,11 @@ constexpr int kChunks = FFA_HEAD_DIM / 4;   // of a row: a thread takes one at a
 
 __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut, int row_in_tile, int head, int chunk) {
     const int row = cut.row_begin + row_in_tile;
-    const int first = cut.part_row + row_in_tile;
-    const float* const lses = params.part_lse + static_cast<long long>(head) * params.part_rows + first;
+    const int first = cut.split_row + row_in_tile;
+    const float* const lses = params.split_lse + static_cast<long long>(head) * params.split_rows + first;
     float peak = -kInfinity;
 #pragma unroll 4
-    for (int i = 0; i < cut.num_parts; ++i) {
+    for (int i = 0; i < cut.num_splits; ++i) {
         peak = fmaxf(peak, lses[i * params.tile_rows]);
     }
     const float reference = peak == -kInfinity ? 0.f : peak;
@@ -38,14 +38,14 @@ __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut,
     float total = 0.f;
     float4 sum = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 4
-    for (int i = 0; i < cut.num_parts; ++i) {
+    for (int i = 0; i < cut.num_splits; ++i) {
         const float weight = __expf(lses[i * params.tile_rows] - reference);
-        const float4 part = reinterpret_cast<const float4*>(params.part_out)[at(first + i * params.tile_rows)];
+        const float4 split = reinterpret_cast<const float4*>(params.split_out)[at(first + i * params.tile_rows)];
         total += weight;
-        sum.x += weight * part.x;
-        sum.y += weight * part.y;
-        sum.z += weight * part.z;
-        sum.w += weight * part.w;
+        sum.x += weight * split.x;
+        sum.y += weight * split.y;
+        sum.z += weight * split.z;
+        sum.w += weight * split.w;
     }
     const float scale = total == 0.f ? 0.f : 1.f / total;
     FFA_ELEMENT* const out = params.out + row * params.out_row_stride + head * params.out_head_stride;
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(ffa::kThreads)
             break;
         }
         const Cut cut = params.cuts[number];
-        if (cut.num_parts == 0) {
+        if (cut.num_splits == 0) {
             break;
         }
         const int row_in_tile = row - number * params.tile_rows;

@@ -96,8 +96,8 @@ struct alignas(1024) SharedStorage {
     uint64_t q_full, q_empty;
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
-    int part_shifts[Config::kQBuffers];   // travel with q
-    int part_items[Config::kQBuffers];    // likewise, see Items<Config, true>
+    int split_shifts[Config::kQBuffers];   // travel with q
+    int split_items[Config::kQBuffers];    // likewise, see Items<Config, true>
 };
 
 // Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.
@@ -118,14 +118,8 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     mbarrier_init(smem.runs_empty, 1);
     mbarrier_init(smem.q_full, 1);
     mbarrier_init(smem.q_empty, kConsumerWarps);
-    for (int i = 0; i < Config::kKStages; ++i) {
-        mbarrier_init(smem.k_full[i], 1);
-        mbarrier_init(smem.k_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < Config::kVStages; ++i) {
-        mbarrier_init(smem.v_full[i], 1);
-        mbarrier_init(smem.v_empty[i], kConsumerWarps);
-    }
+    init_ring(smem.k_full, smem.k_empty, kConsumerWarps);
+    init_ring(smem.v_full, smem.v_empty, kConsumerWarps);
     fence_mbarrier_init();
 }
 

@@ -1,4 +1,4 @@
-// How the output of a consumer warpgroup leaves: merged with what there is from before, in fp32 where it is a part,
+// How the output of a consumer warpgroup leaves: merged with what there is from before, in fp32 where it is a split,
 // rounded through the buffer of its Q elsewhere.
 #pragma once
 
@@ -77,59 +77,59 @@ __device__ __forceinline__ void Consumer<Config>::store_lse(const float (&lse)[2
     }
 }
 
-// Whether the tile has a part from before, whose keys it has not walked.
+// Whether the tile has a split from before, whose keys it has not walked.
 template <class Config>
-__device__ __forceinline__ bool Consumer<Config>::merges(bool is_part) const {
+__device__ __forceinline__ bool Consumer<Config>::merges(bool is_split) const {
     if constexpr (Config::kIsEarly) {
-        return is_part && __any_sync(0xffffffff, smem_.part_items[q_phase_ % Config::kQBuffers] < 0);
+        return is_split && __any_sync(0xffffffff, smem_.split_items[q_phase_ % Config::kQBuffers] < 0);
     }
-    return params_.prior_lse != nullptr && is_part;
+    return params_.prior_lse != nullptr && is_split;
 }
 
 template <class Config>
-__device__ __forceinline__ bool Consumer<Config>::leaves_wide(bool is_part) const {
+__device__ __forceinline__ bool Consumer<Config>::leaves_wide(bool is_split) const {
     if constexpr (Config::kIsEarly) {
-        return is_part && !merges(is_part);
+        return is_split && !merges(is_split);
     }
-    return params_.wide_out != nullptr && is_part;
+    return params_.wide_out != nullptr && is_split;
 }
 
-// Whoever works on the part waits for nobody.
+// Whoever works on the split waits for nobody.
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::wait_for_part() const {
+__device__ __forceinline__ void Consumer<Config>::wait_for_split() const {
     if constexpr (Config::kIsEarly) {
-        const int* const num_stored = params_.num_stored + ~smem_.part_items[q_phase_ % Config::kQBuffers];
+        const int* const num_stored = params_.num_stored + ~smem_.split_items[q_phase_ % Config::kQBuffers];
         while (!__all_sync(0xffffffff, load_acquire(num_stored) == 4 * Config::kConsumers)) {
         }
     }
 }
 
 template <class Config>
-__device__ __forceinline__ void Consumer<Config>::tell_of_part() const {
+__device__ __forceinline__ void Consumer<Config>::tell_of_split() const {
     if constexpr (Config::kIsEarly) {
         __syncwarp();
         if (lane_ == 0) {
-            add_release(params_.num_stored + smem_.part_items[q_phase_ % Config::kQBuffers], 1);
+            add_release(params_.num_stored + smem_.split_items[q_phase_ % Config::kQBuffers], 1);
         }
         __syncwarp();
     }
 }
 
 template <class Config>
-__device__ __forceinline__ int Consumer<Config>::part_shift() const {
-    return smem_.part_shifts[q_phase_ % Config::kQBuffers];
+__device__ __forceinline__ int Consumer<Config>::split_shift() const {
+    return smem_.split_shifts[q_phase_ % Config::kQBuffers];
 }
 
 // From where a row is counted in `wide_lse` or `prior_lse`.
 template <class Config>
 __device__ __forceinline__ long long Consumer<Config>::wide_lse_offset(const TileOfHead& tile) const {
-    return tile.head * params_.wide_rows + part_shift();
+    return tile.head * params_.wide_rows + split_shift();
 }
 
 // Of this thread's first two columns in a row of `wide_out`.
 template <class Config>
 __device__ __forceinline__ long long Consumer<Config>::wide_offset(const TileOfHead& tile, int row) const {
-    const long long wide_row = row + part_shift();
+    const long long wide_row = row + split_shift();
     return (wide_row * params_.schedule.num_heads + tile.head) * Config::kHeadDim + 2 * (lane_ % 4);
 }
 

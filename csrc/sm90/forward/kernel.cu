@@ -6,9 +6,9 @@
 // overlaps with P V of block j - 1 in the same warpgroup, and with the matmuls of the other warpgroups. The stream of
 // blocks does not stop at the borders of runs, and a warpgroup masks only the blocks that hide something from it.
 //
-// What a tile sees of only some of its keys is a part, and leaves in fp32. A second launch may merge the parts of a
+// What a tile sees of only some of its keys is a split, and leaves in fp32. A second launch may merge the splits of a
 // first with the rest of their keys; or two that run side by side share the tiles (scheduler_overlap.cuh); or one walks
-// all parts of a tile, and the kernel behind it (combine.cu) merges them.
+// all splits of a tile, and the kernel behind it (combine.cu) merges them.
 //
 // The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
 // magi_compile/kernels/heuristics.py through the compiler's command line.
@@ -29,7 +29,7 @@ __device__ __forceinline__ void forward(const typename Config::Params& params) {
     const int warpgroup = threadIdx.x / Config::kWarpgroup;
     if (threadIdx.x == 0) {
         init_barriers(smem);
-        griddepcontrol_launch_dependents();   // what merges parts waits for them itself
+        griddepcontrol_launch_dependents();   // what merges splits waits for them itself
     }
     __syncthreads();
     if (warpgroup == 0) {

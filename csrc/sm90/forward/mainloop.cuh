@@ -89,7 +89,7 @@ private:
             softmax.add(sum);
             sees = next;
 
-            while (sees == kPart || sees == kAll) {
+            while (sees == kPartial || sees == kAll) {
                 wait_for_v(is_v_there);
                 const uint32_t k = k_operand();
                 const uint32_t v = v_operand();
@@ -127,9 +127,9 @@ private:
 
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
-        const bool is_part = __any_sync(0xffffffff, part_shift() != kNotAPart);
-        if (merges(is_part)) {
-            wait_for_part();
+        const bool is_split = __any_sync(0xffffffff, split_shift() != kNotASplit);
+        if (merges(is_split)) {
+            wait_for_split();
             float keep[2];
             weigh(normalize, keep, lse, tile);
             scale_rows(out, normalize);
@@ -137,7 +137,7 @@ private:
         } else {
             scale_rows(out, normalize);
         }
-        const bool is_wide = leaves_wide(is_part);
+        const bool is_wide = leaves_wide(is_split);
         if (is_wide) {
             store_wide(out, tile);
         } else {
@@ -146,7 +146,7 @@ private:
         store_lse(lse, is_wide, tile);
         largest.store(params_, tile, first_row(tile), lane_);
         if (is_wide) {
-            tell_of_part();
+            tell_of_split();
         }
         if constexpr (Config::kQBuffers == 1) {
             release_q();
@@ -207,7 +207,7 @@ private:
         if constexpr (Config::kHasScore) {
             program.change(scores, uniform(smem_.blocks[scored_.slot].first));
         }
-        if (sees == kPart) {
+        if (sees == kPartial) {
             const Block& block = smem_.blocks[scored_.slot];
             apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile),
                                            block.first + 2 * (lane_ % 4));
@@ -242,11 +242,11 @@ private:
     __device__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const;
     __device__ void store_wide(const Out& out, const TileOfHead& tile) const;
     __device__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const;
-    __device__ bool merges(bool is_part) const;
-    __device__ bool leaves_wide(bool is_part) const;
-    __device__ void wait_for_part() const;
-    __device__ void tell_of_part() const;
-    __device__ int part_shift() const;
+    __device__ bool merges(bool is_split) const;
+    __device__ bool leaves_wide(bool is_split) const;
+    __device__ void wait_for_split() const;
+    __device__ void tell_of_split() const;
+    __device__ int split_shift() const;
     __device__ long long wide_lse_offset(const TileOfHead& tile) const;
     __device__ long long wide_offset(const TileOfHead& tile, int row) const;
     __device__ void store(const Out& out, const TileOfHead& tile);
@@ -308,10 +308,7 @@ private:
         scored_.advance();
     }
 
-    __device__ __forceinline__ void release_v() {
-        release(smem_.v_empty[v_.slot], lane_);
-        v_.advance();
-    }
+    __device__ __forceinline__ void release_v() { release(smem_.v_empty, v_, lane_); }
 
     // Every warpgroup releases every buffer, in order, also those it does not use.
     __device__ __forceinline__ void skip_block() {

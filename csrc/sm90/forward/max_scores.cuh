@@ -27,7 +27,7 @@ public:
         }
     }
 
-    // `row` is the first one of this thread. What others have found of a row, in a part of its tile or in an earlier
+    // `row` is the first one of this thread. What others have found of a row, in a split of its tile or in an earlier
     // launch over other keys, stays where it is larger; in front of the first launch it is -inf.
     __device__ __forceinline__ void store(const typename Config::Params& params, const TileOfHead& tile, int row,
                                           int lane) const {

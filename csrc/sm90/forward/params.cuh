@@ -22,15 +22,15 @@ struct ForwardParams {
     TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
     void* out_rows;    // [total_q, nheads_q, head_dim], with the strides below
     float* lse;        // [nheads_q, total_q]
-    float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for parts; or null
+    float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for splits; or null
     float* wide_lse;   // [nheads_q, wide_rows]
-    const float* prior_out;   // attention over other keys, to be merged with parts: as `wide_out`; or null
-    const float* prior_lse;   // as `wide_lse`
-    long long wide_rows;      // a head has in `wide_lse` or `prior_lse`
-    const Run* runs;          // [num_runs]
-    const Edges* edges;       // [total_q, kLanes], or nothing
-    const int* part_shifts;   // [num_tiles]: rows from a part's own row to its row in `wide_out` or `prior_out`,
-                              // kNotAPart for the other tiles; null where all are parts that lie at their own rows
+    const float* prior_out;    // attention over other keys, to be merged with splits: as `wide_out`; or null
+    const float* prior_lse;    // as `wide_lse`
+    long long wide_rows;       // a head has in `wide_lse` or `prior_lse`
+    const Run* runs;           // [num_runs]
+    const Edges* edges;        // [total_q, kLanes], or nothing
+    const int* split_shifts;   // [num_tiles]: rows from a split's own row to its row in `wide_out` or `prior_out`,
+                               // kNotASplit for the other tiles; null where all are splits that lie at their own rows
     Schedule schedule;
     int total_q;
     int qhead_per_kvhead;
@@ -62,16 +62,16 @@ struct ScoredForwardParams : ForwardParams {
 struct EarlyForwardParams : ForwardParams {
     Schedule lists[3];                // see TileList
     const RemoteTile* remote_tiles;   // [num_tiles of kRemote]
-    int* num_begun_parts;             // [1]: one more than that, once no more are begun
-    int* num_stored;                  // [items of kParts]: warps that have left their rows of it
-    int part_rows;                    // that a part has in `wide_out`: those of part i begin at i times as many
+    int* num_begun_splits;            // [1]: one more than that, once no more are begun
+    int* num_stored;                  // [items of kSplits]: warps that have left their rows of it
+    int split_rows;                   // that a split has in `wide_out`: those of split i begin at i times as many
     int first_behind;                 // thread block that begins behind the arrival; all from there on do
 };
 
 enum TileList {
     kRemote,   // tiles with remote keys
     kLocal,    // tiles without
-    kParts,    // the local runs of tiles with both
+    kSplits,   // the local runs of tiles with both
 };
 
 static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");

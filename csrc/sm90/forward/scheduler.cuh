@@ -57,9 +57,9 @@ private:
     int item_;
 };
 
-struct PartOfTile {
-    int shift;   // as ForwardParams::part_shifts
-    int item;    // of a launch that begins early: the item of `parts` that it is, or ~item if it is the rest of that
+struct SplitOfTile {
+    int shift;   // as ForwardParams::split_shifts
+    int item;    // of a launch that begins early: the item of kSplits that it is, or ~item if it is the rest of that
                  // tile
 };
 
@@ -74,8 +74,8 @@ public:
 
     __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
 
-    __device__ __forceinline__ PartOfTile part(const WorkItem& item) const {
-        return {params_.part_shifts ? params_.part_shifts[item.tile] : 0, 0};
+    __device__ __forceinline__ SplitOfTile split(const WorkItem& item) const {
+        return {params_.split_shifts ? params_.split_shifts[item.tile] : 0, 0};
     }
 
 private:

@@ -1,11 +1,11 @@
-// What a thread block of the forward kernel works on, item by item: a tile of a head, or a part of it.
+// What a thread block of the forward kernel works on, item by item: a tile of a head, or a split of it.
 //
 // A launch that begins before remote keys are there shares its items with one that is enqueued behind their arrival.
-// Those are tiles without remote keys, tiles with some, and as parts the local keys of these. Until a block from behind
-// the arrival runs, and says so, blocks take the tiles without remote keys, and then parts. After that no part is begun
-// any more: blocks take tiles with remote keys, of which they walk the local ones too unless a part has them, and then
-// what is left without. No block waits for remote keys, so that none keeps its SM from what brings them; one that finds
-// nothing to do ends, and one from behind the arrival has its place.
+// Those are tiles without remote keys, tiles with some, and as splits the local keys of these. Until a block from
+// behind the arrival runs, and says so, blocks take the tiles without remote keys, and then splits. After that no split
+// is begun any more: blocks take tiles with remote keys, of which they walk the local ones too unless a split has them,
+// and then what is left without. No block waits for remote keys, so that none keeps its SM from what brings them; one
+// that finds nothing to do ends, and one from behind the arrival has its place.
 #pragma once
 
 #include "forward/config.cuh"
@@ -18,7 +18,7 @@ class Items<Config, true> {
 public:
     __device__ __forceinline__ explicit Items(const EarlyForwardParams& params) : params_(params) {
         if (blockIdx.x >= params_.first_behind) {
-            end_parts();
+            end_splits();
         }
         advance();
     }
@@ -32,7 +32,7 @@ public:
             num_begun_ = look_at_num_begun();
         }
         if (num_begun_ == kUnknown) {
-            if (draw(kLocal) || draw(kParts)) {
+            if (draw(kLocal) || draw(kSplits)) {
                 return;
             }
             if (item_ < kEnded) {
@@ -49,24 +49,24 @@ public:
     // For padding tiles, which are the last of their section: nobody needs to draw the rest of it.
     __device__ __forceinline__ void leave_section() { atomicMax(list().ticket, at_item().section_end()); }
 
-    // Without local keys where a part has them.
+    // Without local keys where a split has them.
     __device__ __forceinline__ Tile tile(const WorkItem& item) {
         Tile tile = list().tiles[item.tile];
-        part_ = {kNotAPart, 0};
-        if (list_ == kParts) {
-            part_ = {shift_of(item.tile, tile), item_};
+        split_ = {kNotASplit, 0};
+        if (list_ == kSplits) {
+            split_ = {shift_of(item.tile, tile), item_};
         } else if (list_ == kRemote) {
             const RemoteTile remote = params_.remote_tiles[item.tile];
-            const int part_item = item_of_part(remote.part, item.head);
-            if (remote.part != kNoPart && part_item < num_begun_) {
+            const int split_item = item_of_split(remote.split, item.head);
+            if (remote.split != kNoSplit && split_item < num_begun_) {
                 tile.run_begin = remote.run_mid;
-                part_ = {shift_of(remote.part, tile), ~part_item};
+                split_ = {shift_of(remote.split, tile), ~split_item};
             }
         }
         return tile;
     }
 
-    __device__ __forceinline__ PartOfTile part(const WorkItem&) const { return part_; }
+    __device__ __forceinline__ SplitOfTile split(const WorkItem&) const { return split_; }
 
 private:
     __device__ __forceinline__ const Schedule& list() const { return params_.lists[list_]; }
@@ -79,19 +79,19 @@ private:
         return item_ < opaque(list().num_tiles) * list().num_heads;
     }
 
-    // The ticket of parts is beyond all items from here on, and who makes it so knows how many were begun.
-    __device__ __forceinline__ void end_parts() {
-        const Schedule& parts = params_.lists[kParts];
-        const int ticket = atomicOr(parts.ticket, kEnded);
+    // The ticket of splits is beyond all items from here on, and who makes it so knows how many were begun.
+    __device__ __forceinline__ void end_splits() {
+        const Schedule& splits = params_.lists[kSplits];
+        const int ticket = atomicOr(splits.ticket, kEnded);
         if (ticket < kEnded) {
-            add_release(params_.num_begun_parts, min(ticket, opaque(parts.num_tiles) * parts.num_heads) + 1);
+            add_release(params_.num_begun_splits, min(ticket, opaque(splits.num_tiles) * splits.num_heads) + 1);
         }
         num_begun_ = await_num_begun();
     }
 
-    // What was seen to arrive by who says how many parts were begun is there for this block too, and for its TMA.
+    // What was seen to arrive by who says how many splits were begun is there for this block too, and for its TMA.
     __device__ __forceinline__ int look_at_num_begun() const {
-        const int num_begun = load_acquire(params_.num_begun_parts) - 1;
+        const int num_begun = load_acquire(params_.num_begun_splits) - 1;
         fence_proxy_async_global();
         return num_begun;
     }
@@ -104,25 +104,25 @@ private:
         return num_begun;
     }
 
-    __device__ __forceinline__ int item_of_part(int part, int head) const {
-        const Schedule& parts = params_.lists[kParts];
-        const int heads = parts.heads_per_section, section = head / heads;
-        return (section * opaque(parts.num_tiles) + part) * heads + head - section * heads;
+    __device__ __forceinline__ int item_of_split(int split, int head) const {
+        const Schedule& splits = params_.lists[kSplits];
+        const int heads = splits.heads_per_section, section = head / heads;
+        return (section * opaque(splits.num_tiles) + split) * heads + head - section * heads;
     }
 
-    __device__ __forceinline__ int shift_of(int part, const Tile& tile) const {
-        return part * params_.part_rows - tile.row_begin;
+    __device__ __forceinline__ int shift_of(int split, const Tile& tile) const {
+        return split * params_.split_rows - tile.row_begin;
     }
 
     static constexpr int kNone = -1;         // as item_
     static constexpr int kUnknown = -1;      // as num_begun_
-    static constexpr int kEnded = 1 << 30;   // the ticket of parts from there on
+    static constexpr int kEnded = 1 << 30;   // the ticket of splits from there on
 
     const EarlyForwardParams& params_;
     TileList list_;
     int item_;
     int num_begun_ = kUnknown;
-    PartOfTile part_;
+    SplitOfTile split_;
 };
 
 }   // namespace ffa

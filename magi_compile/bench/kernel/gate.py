@@ -45,7 +45,7 @@ class Check(NamedTuple):
         return {**self._asdict(), "passed": self.passed}
 
 
-class Run(NamedTuple):
+class Call(NamedTuple):
     """One call of a contender, forward and backward; its graph is kept for further backward passes.
 
     Attributes:
@@ -61,17 +61,17 @@ class Run(NamedTuple):
     grads: tuple[Tensor, ...]
 
 
-def run(attend: Attend, contender: Contender, inputs: Inputs) -> Run:
+def run(attend: Attend, contender: Contender, inputs: Inputs) -> Call:
     """Call `attend` once, and its backward if there is one."""
     layout = contender.layout
     leaves = [layout.of(x).detach().requires_grad_(contender.has_backward) for x in inputs[:3]]
     dout, out = layout.of(inputs.dout), attend(*leaves)
     if not contender.has_backward:
-        return Run(leaves, dout, out, ())
-    return Run(leaves, dout, out, torch.autograd.grad(out, leaves, dout, retain_graph=True))
+        return Call(leaves, dout, out, ())
+    return Call(leaves, dout, out, torch.autograd.grad(out, leaves, dout, retain_graph=True))
 
 
-def check(actual: Run, layout: Layout, workload: Workload, inputs: Inputs) -> Check:
+def check(actual: Call, layout: Layout, workload: Workload, inputs: Inputs) -> Check:
     """Hold the results of `run` to the oracle; the workload must be short enough for dense fp64 scores."""
     results = [layout.to_packed(x.detach()) for x in (actual.out, *actual.grads)]
     return judge(results, *exact_and_plain(workload, inputs))

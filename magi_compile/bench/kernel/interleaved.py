@@ -20,7 +20,7 @@ from magi_compile.bench.results import provenance, rows
 from magi_compile.bench.workloads.cells import Cell
 from magi_compile.bench.workloads.workload import build
 
-Runs = dict[str, Callable[[], object]]
+Calls = dict[str, Callable[[], object]]
 
 
 def execute(
@@ -90,22 +90,22 @@ def _measure(
         else:
             outcomes[name] = made
     for which in settings.passes:
-        runs = {name: x.runs[which] for name, x in prepared.items() if which in x.runs}
-        for name, times in in_rounds(runs, settings, rounds).items():
+        calls = {name: x.passes[which] for name, x in prepared.items() if which in x.passes}
+        for name, times in in_rounds(calls, settings, rounds).items():
             result = timing.summary(times)
             result["tflops"] = workload.flops(which) / result["ms"] / 1e9
             outcomes[name]["passes"][which] = result
     return outcomes
 
 
-def in_rounds(runs: Runs, settings: Settings, rounds: int) -> dict[str, list[float]]:
+def in_rounds(calls: Calls, settings: Settings, rounds: int) -> dict[str, list[float]]:
     """The milliseconds of a call of each, once a round, in an order of its own each round."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order = list(calls)
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
-            times[name].append(timing.of_one_round(runs[name], settings.device, settings.protocol))
+            times[name].append(timing.of_one_round(calls[name], settings.device, settings.protocol))
     return times
 
 

@@ -12,7 +12,7 @@ import torch
 
 from magi_compile.bench.contenders.base import Attend, Contender, refusals
 from magi_compile.bench.kernel import gate, timing
-from magi_compile.bench.kernel.gate import Run
+from magi_compile.bench.kernel.gate import Call
 from magi_compile.bench.workloads.cells import Cell
 from magi_compile.bench.workloads.workload import Inputs, Workload, build
 
@@ -22,11 +22,11 @@ class Prepared(NamedTuple):
 
     Attributes:
         outcome: the fields of its row, without times.
-        runs: its passes, by name.
+        passes: what runs each of its passes, by name.
     """
 
     outcome: dict[str, Any]
-    runs: dict[str, Callable[[], object]]
+    passes: dict[str, Callable[[], object]]
 
 
 class Bench:
@@ -110,13 +110,13 @@ class Bench:
         outcome = self.gate(cell)
         if outcome["status"] != "ok":
             return outcome
-        attend, run, first_s = self._prepare_and_run(workload, inputs)
-        leaves, dout, out, _ = run
-        runs: dict[str, Callable[[], object]] = {"fwd": lambda: attend(*leaves)}
+        attend, call, first_s = self._prepare_and_run(workload, inputs)
+        leaves, dout, out, _ = call
+        passes: dict[str, Callable[[], object]] = {"fwd": lambda: attend(*leaves)}
         if self.contender.has_backward:
             # Gradients are returned, not accumulated: accumulation is no part of attention.
-            runs["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-            runs["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+            passes["bwd"] = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+            passes["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
         outcome = {
             **outcome,
             "area": workload.pairs // cell.nheads_q,
@@ -127,15 +127,15 @@ class Bench:
             "first_s": outcome["first_s"] + first_s,
             "plan_ms": self._plan_ms(workload, inputs),
         }
-        return Prepared(outcome, runs)
+        return Prepared(outcome, passes)
 
-    def _prepare_and_run(self, workload: Workload, inputs: Inputs) -> tuple[Attend, Run, float]:
+    def _prepare_and_run(self, workload: Workload, inputs: Inputs) -> tuple[Attend, Call, float]:
         """Preparation and all passes once, and the seconds, compilation included."""
         begin = time.perf_counter()
         attend = self.contender.prepare(workload, inputs)
-        run = gate.run(attend, self.contender, inputs)
+        call = gate.run(attend, self.contender, inputs)
         self._wait()
-        return attend, run, time.perf_counter() - begin
+        return attend, call, time.perf_counter() - begin
 
     def _plan_ms(self, workload: Workload, inputs: Inputs) -> float:
         """Preparation again: what the next mask of the same shape costs."""
@@ -154,8 +154,8 @@ class Bench:
     ) -> dict[str, dict[str, Any]]:
         measured = {}
         for which in passes:
-            if which in prepared.runs:
-                result = timing.measure(prepared.runs[which], self.device, protocol)
+            if which in prepared.passes:
+                result = timing.measure(prepared.passes[which], self.device, protocol)
                 result["tflops"] = workload.flops(which) / result["ms"] / 1e9
                 measured[which] = result
         return measured

@@ -107,7 +107,7 @@ class Stage(NamedTuple):
 
 
 class MovingRows(NamedTuple):
-    """Key rows on their way to or from one rank, one entry for each degree and run of rows in one chunk; int64
+    """Key rows on their way to or from one rank, one entry for each degree and range of rows in one chunk; int64
     `[num_degrees * num_needs]`, in the order of degrees, receivers and keys."""
 
     stage: Tensor
@@ -218,15 +218,19 @@ class CommPlan:
         is_new = (place[1:] != place[:-1]) | (row[1:] != end[:-1])
         first, last = group(is_new | (peer_row[1:] != peer_end[:-1]), len(place))
         row = pick(row, first)
-        runs = torch.stack(
+        ranges = torch.stack(
             [pick(peer, first), row, pick(peer_row, first), pick(end, last) - row], 1
         )
         sizes = torch.bincount(pick(pick(stage, order), first), minlength=2 * num_stages).tolist()
-        runs_of, counts_of = runs.split(sizes), counts.view(-1, cp_size).tolist()
+        ranges_of, counts_of = ranges.split(sizes), counts.view(-1, cp_size).tolist()
         peaks = chain.from_iterable(x.rows.amax(0).tolist() for x in self.buffers)
         return [
             Transfer(
-                runs_of[i], runs_of[num_stages + i], counts_of[i], counts_of[num_stages + i], peak
+                ranges_of[i],
+                ranges_of[num_stages + i],
+                counts_of[i],
+                counts_of[num_stages + i],
+                peak,
             )
             for i, peak in enumerate(peaks)
         ]

@@ -3,8 +3,8 @@
 The sequence is cut into chunks of equal length and every rank gets equally many of them, so tensors keep one
 shape on all ranks. What is left to choose is the permutation:
 
-    sequential   rank r holds the r-th run of chunks. Least traffic, no balance.
-    zigzag       rank r holds runs r and 2 * cp_size - 1 - r of 2 * cp_size. Balances one causal sequence.
+    sequential   rank r holds the r-th range of chunks. Least traffic, no balance.
+    zigzag       rank r holds ranges r and 2 * cp_size - 1 - r of 2 * cp_size. Balances one causal sequence.
     min_heap     chunks from heavy to light, each to the least loaded rank that has room (MagiAttention's).
                  Balances anything, scatters every document over all ranks.
     local        ours (`placement`): balanced within a tolerance, and documents stay together.

@@ -25,7 +25,7 @@ from magi_compile.dtensor.planning.ranges import group, pick
 COMPANY = 1 / 3
 
 
-class _Run:
+class _LongDocument:
     """The heavy chunks of a long document (its end), and the lighter ones that they all need (its beginning):
     `(area, chunk)` pairs, ascending."""
 
@@ -57,7 +57,7 @@ class _Run:
         return taken, load
 
     def take_company(self, load: int, count: int) -> list[tuple[int, int]]:
-        """Pops as large a part of the company as `load` is of the run: what all of these ranks need is spread
+        """Pops as large a part of the company as `load` is of the document: what all of these ranks need is spread
         over them, so that none has to send it all."""
         if not load:
             return []
@@ -71,15 +71,15 @@ class _Run:
         self._area += item[0]
 
 
-def _runs(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_Run]:
-    """All runs: heavy chunks in a row that need the ones before them."""
-    runs: list[_Run] = []
+def _long_documents(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_LongDocument]:
+    """Heavy chunks in a row that need the ones before them."""
+    documents: list[_LongDocument] = []
     chunks = is_heavy.nonzero().flatten()
     starts = (chunks[1:] != chunks[:-1] + 1) | (pick(lowest, chunks[1:]) >= chunks[1:])
     firsts, lasts = group(starts, len(chunks))
     floors = torch.minimum(pick(lowest, pick(chunks, lasts)), pick(chunks, firsts))
     fields = (pick(chunks, firsts), pick(chunks, lasts) + 1, floors)
-    is_taken = is_heavy.tolist()  # a chunk in the company of two runs stays with the first
+    is_taken = is_heavy.tolist()  # a chunk in the company of two documents stays with the first
     for begin, end, floor in zip(*(x.tolist() for x in fields), strict=True):
         areas = area[begin:end]
         limit = COMPANY * max(areas)
@@ -88,8 +88,8 @@ def _runs(area: list[int], is_heavy: Tensor, lowest: Tensor) -> list[_Run]:
             is_taken[chunk] = True
         pairs = [*zip(areas, range(begin, end), strict=True)]
         company += [pair for pair in pairs if pair[0] < limit]
-        runs.append(_Run([pair for pair in pairs if pair[0] >= limit], company))
-    return runs
+        documents.append(_LongDocument([pair for pair in pairs if pair[0] >= limit], company))
+    return documents
 
 
 class _Lights:
@@ -181,7 +181,7 @@ class _Lights:
 
 
 def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
-    """One rank after another: heavy chunks from the end of one run, their share of its beginning, then a window
+    """One rank after another: heavy chunks from the end of one document, their share of its beginning, then a window
     of light chunks. The target of each rank is the mean of what is left, so errors do not add up."""
     num_chunks, size = table.num_chunks, table.chunk_size
     per_rank = num_chunks // cp_size
@@ -190,36 +190,37 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     begin = torch.arange(num_chunks) * size
     lowest = _lowest(table)
     is_heavy = table.area * num_chunks > left
-    runs = _runs(area, is_heavy, lowest.div(size, rounding_mode="floor"))
-    company = [chunk for run in runs for _, chunk in run.company]
+    documents = _long_documents(area, is_heavy, lowest.div(size, rounding_mode="floor"))
+    company = [chunk for document in documents for _, chunk in document.company]
     is_light = (~is_heavy).index_fill(0, torch.tensor(company, dtype=torch.int64), False)
     light = _Lights(is_light.nonzero().flatten(), table.area, begin - lowest, size)
     assignment: Assignment = []
     for rank in range(cp_size):
         target = max(left / (cp_size - rank), 1.0)
-        runs = sorted((run for run in runs if run.heavy or run.company), key=_Run.heaviest)
-        while runs and len(light) < per_rank:
-            run = runs.pop(0)
-            light.extend(sorted(chunk for _, chunk in run.heavy + run.company))
+        documents = [x for x in documents if x.heavy or x.company]
+        documents.sort(key=_LongDocument.heaviest)
+        while documents and len(light) < per_rank:
+            document = documents.pop(0)
+            light.extend(sorted(chunk for _, chunk in document.heavy + document.company))
         heavy: list[tuple[int, int]] = []
-        sources: list[_Run] = []  # of each chunk in `heavy`
+        sources: list[_LongDocument] = []  # of each chunk in `heavy`
         chunks: list[int] = []
         load = 0
-        # One run, and others only where no window of light chunks could make up for what is missing.
-        for run in reversed(runs):
+        # One document, and others only where no window of light chunks could make up for what is missing.
+        for document in reversed(documents):
             room = per_rank - len(heavy) - len(chunks)
             if heavy and target - load <= light.most_area(room):
                 break
-            taken, taken_area = run.take_heavy(target - load, light.least_areas(room))
+            taken, taken_area = document.take_heavy(target - load, light.least_areas(room))
             heavy += taken
-            sources += [run] * len(taken)
+            sources += [document] * len(taken)
             load += taken_area
-            for company_area, chunk in run.take_company(taken_area, room - len(taken)):
+            for company_area, chunk in document.take_company(taken_area, room - len(taken)):
                 chunks.append(chunk)
                 load += company_area
         kept, window = _fill(heavy, light, per_rank - len(chunks), target - load, slack * target)
-        for item, run in zip(heavy[kept:], sources[kept:], strict=True):
-            run.give_back(item)
+        for item, document in zip(heavy[kept:], sources[kept:], strict=True):
+            document.give_back(item)
         chunks += [chunk for _, chunk in heavy[:kept]]
         chunks += light.take(window, per_rank - len(chunks))
         assignment.append(chunks)

@@ -116,11 +116,11 @@ class RankPlan:
         meta += [len(self.forward), len(self.backward)]
         meta += [int(self.forward_is_early), int(self.backward_is_early)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
-        # All tables of runs become a list and int32 together.
-        runs = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
-        table = torch.cat([*runs, torch.zeros(0, 4, dtype=torch.int64)])
+        # All tables of ranges become a list and int32 together.
+        ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
+        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64)])
         numbers = iter(table.flatten().tolist())
-        tables = iter(table.int().split([*map(len, runs), 0]))
+        tables = iter(table.int().split([*map(len, ranges), 0]))
         data = []
         for slices, transfer in stages:
             meta += [int(transfer is None), len(slices), slices.seqlen_k]

@@ -79,9 +79,9 @@ class _Order:
         return self._sums[num_rows]
 
 
-def _apart(runs: Tensor, counts: list[int], rank: int) -> tuple[Tensor, Tensor]:
-    """The local rows of `runs` that have another rank as their peer, and those that have `rank` itself."""
-    every = rows.rows_of(runs[:, 1], runs[:, 3], sum(counts))
+def _apart(ranges: Tensor, counts: list[int], rank: int) -> tuple[Tensor, Tensor]:
+    """The local rows of `ranges` that have another rank as their peer, and those that have `rank` itself."""
+    every = rows.rows_of(ranges[:, 1], ranges[:, 3], sum(counts))
     before, own, after = every.split([sum(counts[:rank]), counts[rank], sum(counts[rank + 1 :])])
     return torch.cat([before, after]), own
 

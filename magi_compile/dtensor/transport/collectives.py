@@ -42,9 +42,9 @@ _Made = TypeVar("_Made")
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One rank's share of a collective: runs of rows, in the columns `peer, row, peer_row, count`.
+    """One rank's share of a collective: ranges of rows, in the columns `peer, row, peer_row, count`.
 
-    Between two ranks, runs come in the same order on both sides. Home rows may go to several ranks; no row goes to
+    Between two ranks, ranges come in the same order on both sides. Home rows may go to several ranks; no row goes to
     one rank twice. The rows of the buffer are `0 .. num_received - 1`, each filled once.
 
     Attributes:
@@ -69,13 +69,13 @@ class Route:
     _derived: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
-    def unpack(host: list[int], runs: Tensor, cp_size: int) -> Route:
+    def unpack(host: list[int], ranges: Tensor, cp_size: int) -> Route:
         """A route of `[num_sends, num_recvs, peak_received, *send_counts, *recv_counts, *sends, *recvs]`, with
-        `runs`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`."""
+        `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`."""
         num_sends, num_recvs, peak_received, *rest = host
         counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
         on_host = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
-        sends, recvs = runs.split([num_sends, num_recvs])
+        sends, recvs = ranges.split([num_sends, num_recvs])
         host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
         return Route(sends, recvs, host_sends, host_recvs, send_counts, recv_counts, peak_received)

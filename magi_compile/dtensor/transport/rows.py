@@ -16,7 +16,7 @@ from magi_compile.dtensor.planning.ranges import expand
 
 
 def rows_of(first: Tensor, count: Tensor, total: int) -> Tensor:
-    """Every row of the runs `[first, first + count)`, which hold `total` together, in order; int32."""
+    """Every row of the ranges `[first, first + count)`, which hold `total` together, in order; int32."""
     index, step = expand(count.long(), total)
     return (first[index] + step).to(torch.int32)
 

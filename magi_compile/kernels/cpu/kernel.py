@@ -26,7 +26,7 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.cpu.piece_mask import PieceMask, has_scores
 from magi_compile.kernels.cpu.pieces import Piece, cut, plan_pieces
 from magi_compile.kernels.cpu.scores import ScoredTiles
-from magi_compile.kernels.cpu.softmax import Part, attention_of_scores
+from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
 from magi_compile.kernels.merge import merge_partials, merge_prior
 from magi_compile.kernels.scored import ScoredBackwardOutput
 from magi_compile.masks.slices import AttnSlices
@@ -121,7 +121,7 @@ class CpuKernel:
         slices: AttnSlices | None,
         plan: list[Tensor],
         problem: AttnProblem,
-        attend: Callable[..., Part],
+        attend: Callable[..., Partial],
         max_scores: Tensor | None,
     ) -> ForwardOutput:
         """The attention of all pieces, each by `attend`, in the dtype of q or in fp32."""
@@ -141,24 +141,24 @@ class CpuKernel:
         for piece in pieces:
             rows, keys = piece.rows, piece.keys
             mask = PieceMask.of(piece, bits, problem, q.dtype)
-            part, part_lse, part_max = attend(
+            partial_out, partial_lse, partial_max = attend(
                 q_heads[:, :, rows], k_heads[:, :, keys], v_heads[:, :, keys], mask
             )
             if max_heads is not None:
-                assert part_max is not None
-                max_heads[:, :, rows] = torch.maximum(max_heads[:, :, rows], part_max)
-            part = part[..., : problem.head_dim_v]
+                assert partial_max is not None
+                max_heads[:, :, rows] = torch.maximum(max_heads[:, :, rows], partial_max)
+            partial_out = partial_out[..., : problem.head_dim_v]
             if piece.has_bits:
                 assert mask.added is not None
                 sees_nothing = (mask.added == -torch.inf).all(-1)
-                part = part.masked_fill(sees_nothing[:, None], 0.0)
-                part_lse = part_lse.masked_fill(sees_nothing, -torch.inf)
+                partial_out = partial_out.masked_fill(sees_nothing[:, None], 0.0)
+                partial_lse = partial_lse.masked_fill(sees_nothing, -torch.inf)
             if not piece.is_first:
-                part, part_lse = merge_partials(
-                    (out_heads[:, :, rows], part), (lse_heads[:, :, rows], part_lse)
+                partial_out, partial_lse = merge_partials(
+                    (out_heads[:, :, rows], partial_out), (lse_heads[:, :, rows], partial_lse)
                 )
-            out_heads[:, :, rows] = part
-            lse_heads[:, :, rows] = part_lse
+            out_heads[:, :, rows] = partial_out
+            lse_heads[:, :, rows] = partial_lse
         return ForwardOutput(out, lse)
 
     def backward(
@@ -226,7 +226,7 @@ class CpuKernel:
         lse_heads = _rows_by_head(lse, problem)
         for piece in _pieces(plan, problem):
             rows, keys = piece.rows, piece.keys
-            dq_part, dk_part, dv_part = attend(
+            dq_partial, dk_partial, dv_partial = attend(
                 dout_heads[:, :, rows],
                 Saved(
                     q_heads[:, :, rows],
@@ -237,9 +237,9 @@ class CpuKernel:
                 ),
                 PieceMask.of(piece, bits, problem, torch.float32),
             )
-            dq_heads[:, :, rows].add_(dq_part[..., : problem.head_dim])
-            dk_heads[:, keys].add_(_sum_group(dk_part[..., : problem.head_dim]))
-            dv_heads[:, keys].add_(_sum_group(dv_part[..., : problem.head_dim_v]))
+            dq_heads[:, :, rows].add_(dq_partial[..., : problem.head_dim])
+            dk_heads[:, keys].add_(_sum_group(dk_partial[..., : problem.head_dim]))
+            dv_heads[:, keys].add_(_sum_group(dv_partial[..., : problem.head_dim_v]))
         return BackwardOutput(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -278,9 +278,11 @@ def _sum_group(x: Tensor) -> Tensor:
     return x.squeeze(1) if x.shape[1] == 1 else x.sum(1)
 
 
-def _forward_flash(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem) -> Part:
+def _forward_flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem
+) -> Partial:
     scale = problem.softmax_scale
-    return Part(*_compat.cpu_flash_forward(q, k, v, mask.added, mask.is_causal, scale))
+    return Partial(*_compat.cpu_flash_forward(q, k, v, mask.added, mask.is_causal, scale))
 
 
 def _backward_flash(
@@ -291,7 +293,9 @@ def _backward_flash(
     )
 
 
-def _forward_scores(q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem) -> Part:
+def _forward_scores(
+    q: Tensor, k: Tensor, v: Tensor, mask: PieceMask, problem: AttnProblem
+) -> Partial:
     q, k = q.float(), k.float()
     if problem.softcap:
         scores, _ = _capped_scores(q, k, mask, problem)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from magi_compile.kernels.base import AttnProblem, Saved
 from magi_compile.kernels.cpu.piece_mask import PieceMask
-from magi_compile.kernels.cpu.softmax import Part, attention_of_scores
+from magi_compile.kernels.cpu.softmax import Partial, attention_of_scores
 from magi_compile.score.evaluate import Tile
 from magi_compile.score.program import ScoreCall
 
@@ -27,7 +27,7 @@ class ScoredTiles:
             if number in (wanted or ())
         }
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> Part:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: PieceMask) -> Partial:
         """The attention of a tile."""
         scores = self._scores(self._tile(q.float(), k.float(), mask))
         return attention_of_scores(scores.view(*q.shape[:3], -1), v, self.problem)

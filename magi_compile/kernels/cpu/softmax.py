@@ -10,7 +10,7 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem
 
 
-class Part(NamedTuple):
+class Partial(NamedTuple):
     """What a piece of the mask gives: `[nheads_kv, qhead_per_kvhead, rows, head_dim_v]` and, of the others, without the last dimension."""
 
     out: Tensor
@@ -18,8 +18,8 @@ class Part(NamedTuple):
     max_scores: Tensor | None = None  # where the problem asks for them
 
 
-def attention_of_scores(scores: Tensor, v: Tensor, problem: AttnProblem) -> Part:
+def attention_of_scores(scores: Tensor, v: Tensor, problem: AttnProblem) -> Partial:
     """The attention of fp32 scores, -inf where nothing is visible."""
     lse = torch.logsumexp(scores, -1)
     p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
-    return Part(p @ v.float(), lse, scores.amax(-1) if problem.has_max_scores else None)
+    return Partial(p @ v.float(), lse, scores.amax(-1) if problem.has_max_scores else None)

@@ -25,7 +25,7 @@ from magi_compile.kernels.sm90.backward.launch import (
 )
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
-from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_parts
+from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_splits
 from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
@@ -74,8 +74,8 @@ class CudaKernel:
             return plan_on_device(slices, sizes, problem)
         # Elsewhere (fake tensors, slices on a CPU) the same in operations of torch.
         plan = build_tile_plan(slices, **sizes._asdict())
-        parts = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
-        return [*plan[:3], parts, as_shape(sizes, plan.q_tiles), *plan[3:]]
+        splits = cut_tiles(plan.q_tiles, plan.q_runs, slices.seqlen_k, sizes, problem)
+        return [*plan[:3], splits, as_shape(sizes, plan.q_tiles), *plan[3:]]
 
     def pack(self, plan: list[Tensor]) -> list[Tensor]:
         return packed_plan.pack(plan)
@@ -99,13 +99,13 @@ class CudaKernel:
         out_dtype: torch.dtype | None = None,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
-        q_tiles, q_runs, q_edges, parts, sizes, *_ = plan
+        q_tiles, q_runs, q_edges, splits, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem))
         walk = Walk(q_tiles, q_runs, q_edges)
         bits = _bits_of(slices, problem)
         # What is a prior, or has one, stays whole: its own merge is in registers.
-        if parts.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_parts(q, k, v, walk, parts, problem, bits, max_scores)
+        if splits.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
+            return forward_in_splits(q, k, v, walk, splits, problem, bits, max_scores)
         return forward(
             *(q, k, v, walk, problem),
             bits=bits,

@@ -27,7 +27,7 @@ FORWARD = Struct(
     {"q": TENSOR_MAP, "k": (TENSOR_MAP, 2), "v": (TENSOR_MAP, 2), "out": TENSOR_MAP}
     | _addresses("out_rows", "lse", "wide_out", "wide_lse", "prior_out", "prior_lse")
     | {"wide_rows": LONG}
-    | _addresses("runs", "edges", "part_shifts")
+    | _addresses("runs", "edges", "split_shifts")
     | {"schedule": SCHEDULE}
     | _ints("total_q", "qhead_per_kvhead", "remote_begin")
     | {"scale_log2": FLOAT, "cap_scale": FLOAT, "out_row_stride": LONG, "out_head_stride": LONG}
@@ -55,20 +55,20 @@ def scored_forward_params(num_words: int) -> Struct:
 EARLY_FORWARD = Struct(
     "EarlyForwardParams",
     {"lists": (SCHEDULE, 3)}
-    | _addresses("remote_tiles", "num_begun_parts", "num_stored")
-    | _ints("part_rows", "first_behind"),
+    | _addresses("remote_tiles", "num_begun_splits", "num_stored")
+    | _ints("split_rows", "first_behind"),
     base=FORWARD,
 )
 MERGE = Struct(
     "MergeParams",
-    _addresses("part_out", "part_lse", "out", "lse", "cuts")
+    _addresses("split_out", "split_lse", "out", "lse", "cuts")
     | {"out_row_stride": LONG, "out_head_stride": LONG}
-    | _ints("num_cuts", "tile_rows", "num_heads", "total_q", "part_rows"),
+    | _ints("num_cuts", "tile_rows", "num_heads", "total_q", "split_rows"),
 )
-TILE_PARTS = Struct(
-    "TilePartsParams",
-    _addresses("tiles", "runs", "part_runs", "part_tiles", "cuts", "part_shifts")
-    | _ints("num_tiles", "num_runs", "max_parts", "num_sms")
+SPLIT_TILES = Struct(
+    "SplitTilesParams",
+    _addresses("tiles", "runs", "split_runs", "split_tiles", "cuts", "split_shifts")
+    | _ints("num_tiles", "num_runs", "max_splits", "num_sms")
     | _ints("least_blocks", "tile_rows", "block_cols"),
 )
 

@@ -22,7 +22,7 @@ def merge_kernel(
     num_rows,
     nheads,
     head_dim,
-    NUM_PARTS: tl.constexpr,
+    NUM_PARTIALS: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
@@ -32,7 +32,7 @@ def merge_kernel(
     dim = tl.arange(0, DIM)
     at_lse = head * num_rows + row
     peak = tl.full([ROWS], -float("inf"), tl.float32)
-    for i in tl.static_range(NUM_PARTS):
+    for i in tl.static_range(NUM_PARTIALS):
         peak = tl.maximum(peak, tl.load(lses[i] + at_lse, mask=row < num_rows, other=0.0))
     # Relative to the largest: exp(lse_i - lse) would carry the rounding of a large lse into the weights.
     base = tl.where(peak == -float("inf"), 0.0, peak)
@@ -40,22 +40,22 @@ def merge_kernel(
     at_out = (row.to(tl.int64)[:, None] * nheads + head) * head_dim + dim[None, :]
     total = tl.zeros([ROWS], tl.float32)
     value = tl.zeros([ROWS, DIM], tl.float32)
-    for i in tl.static_range(NUM_PARTS):
+    for i in tl.static_range(NUM_PARTIALS):
         weight = tl.exp(tl.load(lses[i] + at_lse, mask=row < num_rows, other=0.0) - base)
-        part = tl.load(outs[i] + at_out, mask=live, other=0.0).to(tl.float32)
+        partial = tl.load(outs[i] + at_out, mask=live, other=0.0).to(tl.float32)
         total += weight
-        value += weight[:, None] * part
+        value += weight[:, None] * partial
     value = value / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(out + at_out, value.to(out.dtype.element_ty), mask=live)
     tl.store(lse + at_lse, base + tl.log(total), mask=row < num_rows)
 
 
 @triton.jit
-def sum_kernel(parts, total, numel, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(partials, total, numel, NUM_PARTIALS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.zeros([BLOCK], tl.float32)
-    for i in tl.static_range(NUM_PARTS):
-        value += tl.load(parts[i] + at, mask=at < numel, other=0.0).to(tl.float32)
+    for i in tl.static_range(NUM_PARTIALS):
+        value += tl.load(partials[i] + at, mask=at < numel, other=0.0).to(tl.float32)
     tl.store(total + at, value.to(total.dtype.element_ty), mask=at < numel)
 
 
@@ -77,20 +77,20 @@ def merge(
                 num_rows,
                 nheads,
                 head_dim,
-                NUM_PARTS=len(outs),
+                NUM_PARTIALS=len(outs),
                 ROWS=ROWS,
                 DIM=triton.next_power_of_2(head_dim),
             )
     return out, lse
 
 
-def add(parts: Sequence[Tensor]) -> Tensor:
+def add(partials: Sequence[Tensor]) -> Tensor:
     """See `merge.sum_partials`."""
-    parts = tuple(x.contiguous() for x in parts)
-    total = torch.empty_like(parts[0])
+    partials = tuple(x.contiguous() for x in partials)
+    total = torch.empty_like(partials[0])
     if total.numel():
         with torch.cuda.device_of(total):
             sum_kernel[(triton.cdiv(total.numel(), SUM_BLOCK),)](
-                parts, total, total.numel(), NUM_PARTS=len(parts), BLOCK=SUM_BLOCK
+                partials, total, total.numel(), NUM_PARTIALS=len(partials), BLOCK=SUM_BLOCK
             )
     return total

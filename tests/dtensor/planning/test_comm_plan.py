@@ -25,8 +25,8 @@ def all_stages(slices, cp_size, degree, strategy="local"):
     return where, stages
 
 
-def rows_of(runs):
-    parts = [torch.arange(row, row + count) for _, row, _, count in runs.tolist()]
+def rows_of(ranges):
+    parts = [torch.arange(row, row + count) for _, row, _, count in ranges.tolist()]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
@@ -85,7 +85,7 @@ def check_stages(slices, where, stages):
 
 @pytest.mark.parametrize("degree", [0, 2])
 @pytest.mark.parametrize("name", ["varlen_causal", "holes", "full_63x63"])
-def test_both_sides_name_the_same_runs(name, degree):
+def test_both_sides_name_the_same_ranges(name, degree):
     _, stages = all_stages(SQUARE[name].slices(), 3, degree)
     for stage in range(len(stages[0])):
         if stages[0][stage].transfer is None:
@@ -93,8 +93,8 @@ def test_both_sides_name_the_same_runs(name, degree):
         sent, received = [], []
         for rank in range(3):
             transfer = stages[rank][stage].transfer
-            sent += [(rank, *run) for run in transfer.sends.tolist()]
-            received += [(rank, *run) for run in transfer.recvs.tolist()]
+            sent += [(rank, *columns) for columns in transfer.sends.tolist()]
+            received += [(rank, *columns) for columns in transfer.recvs.tolist()]
         mirrored = [
             (sender, receiver, row, buffer_row, count)
             for receiver, sender, buffer_row, row, count in received

@@ -9,7 +9,7 @@ import torch
 
 from magi_compile.dtensor.transport.native import pull_triton
 from magi_compile.dtensor.transport.native.pulls import Pulls
-from tests.dtensor.support.wanted import expected_buffer, home_rows, random_runs, routes_of
+from tests.dtensor.support.wanted import expected_buffer, home_rows, random_ranges, routes_of
 from tests.kernels.support.interpreted_triton import _scalars_are_indices  # noqa: F401
 
 ROWS = 200
@@ -20,7 +20,7 @@ ROWS = 200
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32], ids=str)
 def test_pull(dtype, width, num_programs):
     size = 3
-    routes = routes_of(random_runs(size, ROWS, 20, seed=width), seed=width)
+    routes = routes_of(random_ranges(size, ROWS, 20, seed=width), seed=width)
     homes = [10 * home_rows(rank, ROWS, (width,), torch.float32).to(dtype) for rank in range(size)]
     offset = 48
     addresses = torch.tensor([home.data_ptr() - offset for home in homes])

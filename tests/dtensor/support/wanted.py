@@ -5,52 +5,52 @@ import torch
 from magi_compile.dtensor.transport.collectives import Route
 
 
-def random_runs(size, num_rows, max_run, seed):
-    """`[receiver][sender]`: the runs `(first, count)` of home rows that go there; some pairs have none."""
+def random_ranges(size, num_rows, longest, seed):
+    """`[receiver][sender]`: the ranges `(first, count)` of home rows that go there; some pairs have none."""
     generator = torch.Generator().manual_seed(seed)
 
     def integer(end):
         return int(torch.randint(0, end, (), generator=generator))
 
-    def runs():
-        found, row = [], integer(max_run)
+    def ranges():
+        found, row = [], integer(longest)
         while row < num_rows and integer(8):
-            count = min(1 + integer(max_run), num_rows - row)
+            count = min(1 + integer(longest), num_rows - row)
             found.append((row, count))
             row += count + integer(3)
         return found
 
-    return [[runs() if integer(5) else [] for _ in range(size)] for _ in range(size)]
+    return [[ranges() if integer(5) else [] for _ in range(size)] for _ in range(size)]
 
 
 def routes_of(wanted, seed, device="cpu"):
-    """The route of each rank. In a buffer, runs lie in an order of their own."""
+    """The route of each rank. In a buffer, ranges lie in an order of their own."""
     size = len(wanted)
     generator = torch.Generator().manual_seed(seed)
     sends, recvs = [[] for _ in range(size)], [[] for _ in range(size)]
     for receiver in range(size):
-        runs = [(sender, *run) for sender in range(size) for run in wanted[receiver][sender]]
-        begin = [0] * len(runs)
+        ranges = [(sender, *span) for sender in range(size) for span in wanted[receiver][sender]]
+        begin = [0] * len(ranges)
         row = 0
-        for index in torch.randperm(len(runs), generator=generator).tolist():
-            begin[index], row = row, row + runs[index][2]
-        for (sender, first, count), buffer_row in zip(runs, begin, strict=True):
+        for index in torch.randperm(len(ranges), generator=generator).tolist():
+            begin[index], row = row, row + ranges[index][2]
+        for (sender, first, count), buffer_row in zip(ranges, begin, strict=True):
             sends[sender].append((receiver, first, buffer_row, count))
             recvs[receiver].append((sender, buffer_row, first, count))
 
-    def counts(runs):
+    def counts(ranges):
         totals = [0] * size
-        for peer, _, _, count in runs:
+        for peer, _, _, count in ranges:
             totals[peer] += count
         return totals
 
-    peak = max(sum(counts(runs)) for runs in recvs)
+    peak = max(sum(counts(ranges)) for ranges in recvs)
     routes = []
     for rank in range(size):
         host = [len(sends[rank]), len(recvs[rank]), peak, *counts(sends[rank])]
-        host += counts(recvs[rank]) + [x for run in sends[rank] + recvs[rank] for x in run]
-        runs = torch.tensor(sends[rank] + recvs[rank], dtype=torch.int32).view(-1, 4)
-        routes.append(Route.unpack(host, runs.to(device), size))
+        host += counts(recvs[rank]) + [x for span in sends[rank] + recvs[rank] for x in span]
+        ranges = torch.tensor(sends[rank] + recvs[rank], dtype=torch.int32).view(-1, 4)
+        routes.append(Route.unpack(host, ranges.to(device), size))
     return routes
 
 
@@ -71,7 +71,7 @@ def expected_buffer(route, tensors):
 def expected_total(route, rank, buffers, total):
     """What a reduce makes of `total`, where `buffers` are those of all ranks: fp32 sums, `rank` first, then in order."""
     total = total.clone()
-    runs = route.host_sends.tolist()
-    for peer, row, peer_row, count in sorted(runs, key=lambda run: run[0] != rank):
+    ranges = route.host_sends.tolist()
+    for peer, row, peer_row, count in sorted(ranges, key=lambda span: span[0] != rank):
         total[row : row + count] += buffers[peer][peer_row : peer_row + count].float()
     return total

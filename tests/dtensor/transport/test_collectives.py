@@ -55,9 +55,9 @@ def routes(size, seed, is_empty=False):
     result = []
     for rank in range(size):
         counts = [len(wanted[peer][rank]) for peer in range(size)] + list(map(len, wanted[rank]))
-        runs = torch.tensor(sends[rank] + recvs[rank]).view(-1, 4)
+        ranges = torch.tensor(sends[rank] + recvs[rank]).view(-1, 4)
         head = [len(sends[rank]), len(recvs[rank]), peak, *counts]
-        result.append(Route.unpack(head + runs.flatten().tolist(), runs.int(), size))
+        result.append(Route.unpack(head + ranges.flatten().tolist(), ranges.int(), size))
     return wanted, buffer_rows, result
 
 
@@ -110,13 +110,13 @@ def test_reduce_sums_in_fp32_in_a_fixed_order(ranks_of, size, dtype):
     ranks_of(size).run(run_reduce, dtype)
 
 
-def run_route_in_runs(group):
-    """Runs longer than one row, to the rank itself too, and a buffer in the order of arrival."""
+def run_route_in_ranges(group):
+    """Ranges of more than one row, to the rank itself too, and a buffer in the order of arrival."""
     size, rank = group.size(), group.rank()
     sends = [[peer, 2, 3 * rank, 3] for peer in range(size)]
     recvs = [[peer, 3 * peer, 2, 3] for peer in range(size)]
     counts = [3] * (2 * size)
-    flat = [x for run in sends + recvs for x in run]
+    flat = [x for columns in sends + recvs for x in columns]
     host = [size, size, 3 * size, *counts, *flat]
     route = Route.unpack(host, torch.tensor(sends + recvs).int(), size)
     buffer = cast(values_of(rank, torch.float32, 2), route, group)
@@ -124,8 +124,8 @@ def run_route_in_runs(group):
     assert torch.equal(buffer, torch.cat(expected))
 
 
-def test_cast_of_runs(ranks_of):
-    ranks_of(3).run(run_route_in_runs)
+def test_cast_of_ranges(ranks_of):
+    ranks_of(3).run(run_route_in_ranges)
 
 
 class Refuses:

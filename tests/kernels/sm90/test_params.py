@@ -13,7 +13,7 @@ from cuda.bindings import nvrtc as compiler
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.sm90 import params
 from magi_compile.kernels.sm90.backward import launch as backward
-from magi_compile.kernels.sm90.forward import split_kv as parts
+from magi_compile.kernels.sm90.forward import split_kv
 from magi_compile.kernels.sm90.masks import mask_bits, mask_slices
 from magi_compile.kernels.sm90.masks.bits_source import bits_source
 from magi_compile.kernels.sm90.masks.mask_graph import mask_graph
@@ -36,8 +36,8 @@ SOURCES = [
     (params.FORWARD, FORWARD),
     (params.EARLY_FORWARD, FORWARD),
     (params.BITS_FORWARD, FORWARD),
-    (params.MERGE, parts.merge_variant(128, torch.bfloat16)),
-    (params.TILE_PARTS, parts.parts_variant()),
+    (params.MERGE, split_kv.merge_variant(128, torch.bfloat16)),
+    (params.SPLIT_TILES, split_kv.split_variant()),
     (params.TILE_PLAN, planner.planner_variant()),
     (params.BACKWARD, BACKWARD),
     (params.BITS_BACKWARD, BACKWARD),

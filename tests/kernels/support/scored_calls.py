@@ -114,8 +114,8 @@ class Call:
         self.score = ScoreCall(found, values, [], self.seqlen, self.seqlen, by_entry)
         self.slices = mask.slices(self.batch, self.seqlen)
         plan = build_tile_plan(self.slices, **plan_tiles(self.problem)._asdict(), exact=False)
-        parts, sizes = torch.empty(0, dtype=torch.int32), list(plan_tiles(self.problem))
-        self.plan = [*plan[:3], parts, sizes, *plan[3:]]
+        splits, sizes = torch.empty(0, dtype=torch.int32), list(plan_tiles(self.problem))
+        self.plan = [*plan[:3], splits, sizes, *plan[3:]]
 
     def packed(self, x):
         if self.mask.is_by_head:

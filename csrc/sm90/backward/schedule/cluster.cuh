@@ -1,4 +1,4 @@
-// Which part of a tile is that of a thread block of the backward kernel, where a cluster of two shares it.
+// Which half of a tile is that of a thread block of the backward kernel, where a cluster of two shares it.
 #pragma once
 
 #include "common/ptx.cuh"

@@ -58,14 +58,8 @@ template <class Config>
 __device__ __forceinline__ void init_barriers(TableGradientsStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
     mbarrier_init(smem.q_full, 1);
-    for (int i = 0; i < Config::kKStages; ++i) {
-        mbarrier_init(smem.k_full[i], 1);
-        mbarrier_init(smem.k_empty[i], kConsumerWarps);
-    }
-    for (int i = 0; i < Config::kVStages; ++i) {
-        mbarrier_init(smem.v_full[i], 1);
-        mbarrier_init(smem.v_empty[i], kConsumerWarps);
-    }
+    init_ring(smem.k_full, smem.k_empty, kConsumerWarps);
+    init_ring(smem.v_full, smem.v_empty, kConsumerWarps);
     fence_mbarrier_init();
 }
 

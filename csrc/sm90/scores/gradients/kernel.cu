@@ -14,15 +14,6 @@
 
 namespace ffa {
 
-__device__ __forceinline__ int count_blocks(const Run* runs, const Tile& tile) {
-    int sum = 0;
-#pragma unroll 8
-    for (int i = tile.run_begin; i < tile.run_end; ++i) {
-        sum += runs[i].num_blocks;
-    }
-    return sum;
-}
-
 template <class Config>
 __device__ __forceinline__ void table_gradients(const typename Config::Params& params) {
     extern __shared__ __align__(1024) unsigned char memory[];

@@ -161,7 +161,7 @@ private:
     // Hidden scores become -inf, those of rows behind the tile too, which are another's.
     __device__ __forceinline__ void mask(Scores& scores, Visibility sees, const Tile& tile) const {
         const int row = first_row(tile);
-        if (sees == kPart) {
+        if (sees == kPartial) {
             const Block& block = smem_.blocks[k_.slot];
             const int col = block.first + 2 * (lane_ % 4);
             apply_mask<true>(scores, block.run, params_.edges, row, col);
@@ -236,15 +236,9 @@ private:
 
     __device__ __forceinline__ void wait_for_v() const { mbarrier_wait_together(smem_.v_full[v_.slot], v_.phase); }
 
-    __device__ __forceinline__ void release_k() {
-        release(smem_.k_empty[k_.slot], lane_);
-        k_.advance();
-    }
+    __device__ __forceinline__ void release_k() { release(smem_.k_empty, k_, lane_); }
 
-    __device__ __forceinline__ void release_v() {
-        release(smem_.v_empty[v_.slot], lane_);
-        v_.advance();
-    }
+    __device__ __forceinline__ void release_v() { release(smem_.v_empty, v_, lane_); }
 
     static constexpr int kQSlabBytes = Config::kQSlab * sizeof(Element);
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);

@@ -197,9 +197,9 @@ class _CastOrder:
     """What a rank reads in a cast, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
-        runs, own = _apart(route.recvs, route.host_recvs, rank)
-        host_runs, _ = _apart(route.host_recvs, route.host_recvs, rank)
-        self.pulls = Pulls(runs, host_runs, rank, size)
+        ranges, own = _apart(route.recvs, route.host_recvs, rank)
+        host_ranges, _ = _apart(route.host_recvs, route.host_recvs, rank)
+        self.pulls = Pulls(ranges, host_ranges, rank, size)
         num_own = route.recv_counts[rank]
         self.own_buffer_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
         self.own_home_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
@@ -209,13 +209,13 @@ class _ReduceOrder:
     """What a rank reads in a reduce, in the order of peers, where that adds up, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
-        runs, own = _apart(route.sends, route.host_sends, rank)
-        host_runs, _ = _apart(route.host_sends, route.host_sends, rank)
-        self.pulls = Pulls(_one_after_another(runs), _one_after_another(host_runs), rank, size)
+        ranges, own = _apart(route.sends, route.host_sends, rank)
+        host_ranges, _ = _apart(route.host_sends, route.host_sends, rank)
+        self.pulls = Pulls(_one_after_another(ranges), _one_after_another(host_ranges), rank, size)
         num_own = route.send_counts[rank]
         self.own_home_rows = rows.rows_of(own[:, 1], own[:, 3], num_own)
         self.own_buffer_rows = rows.rows_of(own[:, 2], own[:, 3], num_own)
-        self._home_rows = rows.rows_of(runs[:, 1], runs[:, 3], self.pulls.num_rows)
+        self._home_rows = rows.rows_of(ranges[:, 1], ranges[:, 3], self.pulls.num_rows)
         self._counts = [0 if peer == rank else n for peer, n in enumerate(route.send_counts)]
         self._sums: dict[int, rows.Sums] = {}
 
@@ -226,15 +226,15 @@ class _ReduceOrder:
         return self._sums[num_rows]
 
 
-def _apart(runs: Tensor, host_runs: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The runs whose peer is another rank, and those whose peer is `rank` itself."""
-    peers, own = host_runs[:, 0].contiguous(), host_runs.new_tensor([rank, rank + 1])
+def _apart(ranges: Tensor, host_ranges: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The ranges whose peer is another rank, and those whose peer is `rank` itself."""
+    peers, own = host_ranges[:, 0].contiguous(), host_ranges.new_tensor([rank, rank + 1])
     first, last = torch.searchsorted(peers, own).tolist()
-    return torch.cat([runs[:first], runs[last:]]), runs[first:last]
+    return torch.cat([ranges[:first], ranges[last:]]), ranges[first:last]
 
 
 def _one_after_another(sends: Tensor) -> Tensor:
-    """`sends` of a route as runs to read: into a buffer that holds one after another."""
+    """`sends` of a route as ranges to read: into a buffer that holds one after another."""
     peer, _, peer_row, count = sends.unbind(1)
     row = count.cumsum(0, dtype=count.dtype) - count
     return torch.stack([peer, row, peer_row, count], 1)

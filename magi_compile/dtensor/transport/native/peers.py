@@ -79,10 +79,10 @@ def _failures_of_a_cast(
     rank, size = group.rank(), group.size()
     sends = [[peer, 0, rank, 1] for peer in range(size)]
     recvs = [[peer, peer, 0, 1] for peer in range(size)]
-    flat = [number for run in sends + recvs for number in run]
+    flat = [number for columns in sends + recvs for number in columns]
     try:
-        runs = torch.tensor(sends + recvs, dtype=torch.int32, device=device)
-        route = Route.unpack([size, size, size, *[1] * (2 * size), *flat], runs, size)
+        ranges = torch.tensor(sends + recvs, dtype=torch.int32, device=device)
+        route = Route.unpack([size, size, size, *[1] * (2 * size), *flat], ranges, size)
         mine = torch.full((1, 16), rank, dtype=torch.int32, device=device)
         for cast in collective.casts([mine], [route], group):
             (got,) = cast.wait()

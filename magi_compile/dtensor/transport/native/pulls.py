@@ -1,4 +1,4 @@
-"""Reading rows from the slots of peers: by copy engines where runs of rows are long, by a few SMs otherwise."""
+"""Reading rows from the slots of peers: by copy engines where ranges of rows are long, by a few SMs otherwise."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Pulls:
         num_rows: how many.
 
     Args:
-        runs: int32 `[num_runs, 4]`, ordered by peer: `peer, target_row, source_row, count`.
-        host_runs: the same on the CPU.
+        ranges: int32 `[num_ranges, 4]`, ordered by peer: `peer, target_row, source_row, count`.
+        host_ranges: the same on the CPU.
         rank: this rank.
         size: number of ranks.
     """
 
-    def __init__(self, runs: Tensor, host_runs: Tensor, rank: int, size: int):
-        self._runs, self._host_runs, self._rank, self._size = runs, host_runs, rank, size
-        self.num_rows = int(host_runs[:, 3].sum())
+    def __init__(self, ranges: Tensor, host_ranges: Tensor, rank: int, size: int):
+        self._ranges, self._host_ranges, self._rank, self._size = ranges, host_ranges, rank, size
+        self.num_rows = int(host_ranges[:, 3].sum())
         # Every rank begins with the one after it, so that no rank is read by all at once.
-        turn = (host_runs[:, 0] - rank - 1) % size
-        self._copies = host_runs[torch.argsort(turn, stable=True)].tolist()
+        turn = (host_ranges[:, 0] - rank - 1) % size
+        self._copies = host_ranges[torch.argsort(turn, stable=True)].tolist()
 
     def engine(self, row_bytes: int) -> str:
         """The faster one for rows of this size, on average."""
@@ -51,11 +51,11 @@ class Pulls:
 
     def enqueue(self, slot: Slot, targets: Targets, engine: str, stream: torch.cuda.Stream) -> None:
         """Reads into `targets`."""
-        targets = [part for part in targets if part[1].shape[1]]
+        targets = [target for target in targets if target[1].shape[1]]
         if not self.num_rows or not targets:
             return
         if engine == COPY_ENGINE:
-            copies = [copy for part in targets for copy in self._copies_to(slot, *part)]
+            copies = [copy for target in targets for copy in self._copies_to(slot, *target)]
             where, sources, sizes = (list(column) for column in zip(*copies, strict=True))
             stream_ops.copy(where, sources, sizes, stream)
             return
@@ -75,13 +75,13 @@ class Pulls:
     def places(self) -> Tensor:
         """int32 `[3, num_rows]` on the device, `peer, source_row, target_row`, with the peers in turn all along."""
         # On the device throughout, because a copy from the host would wait for the stream.
-        size, runs = self._size, self._runs
-        of_peer = runs.new_zeros(size).index_add_(0, runs[:, 0], runs[:, 3])
+        size, ranges = self._size, self._ranges
+        of_peer = ranges.new_zeros(size).index_add_(0, ranges[:, 0], ranges[:, 3])
         before = of_peer.cumsum(0) - of_peer
-        run, step = expand(runs[:, 3], self.num_rows)
-        peer, target_row, source_row, _ = runs[run].unbind(1)
+        index, step = expand(ranges[:, 3], self.num_rows)
+        peer, target_row, source_row, _ = ranges[index].unbind(1)
         # In proportion, so that the last rows of all peers are read together.
-        position = torch.arange(self.num_rows, device=runs.device) - before[peer]
+        position = torch.arange(self.num_rows, device=ranges.device) - before[peer]
         share = (position.double() + 0.5) / of_peer[peer]
         turn = (peer - self._rank - 1) % size
         order = torch.argsort(share + turn * 1e-9)

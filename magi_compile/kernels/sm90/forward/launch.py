@@ -206,7 +206,7 @@ def _call(
         tiles=Pointer(TILES),
         runs=Pointer(RUNS),
         edges=Pointer(EDGES),
-        part_shifts=None,
+        split_shifts=None,
         remote_begin=NO_REMOTE_KEYS,
     )
     return Call((out, lse, *made), (launch,))

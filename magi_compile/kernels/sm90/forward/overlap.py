@@ -1,8 +1,8 @@
 """A forward pass that begins before some of its keys are there: two launches side by side that share the tiles of one plan.
 
-    in front of the arrival    tiles that see local keys alone, then, of others, the local part, which leaves in fp32;
+    in front of the arrival    tiles that see local keys alone, then, of others, the local split, which leaves in fp32;
                                once the other launch runs, what that one takes
-    behind the arrival         tiles that see remote keys, merged with their local part if there is one; then what is left
+    behind the arrival         tiles that see remote keys, merged with their local split if there is one; then what is left
 
 Local keys are there from the start, remote keys are not. Nothing waits inside a kernel for them, so that thread blocks never hold
 SMs that the remote keys need to get here: a block that finds nothing to do ends, and one of the other launch takes its place.
@@ -50,15 +50,17 @@ from magi_compile.kernels.sm90.runtime.structs import Pointer
 from magi_compile.plan.cost import longest_first, run_costs, sums
 from magi_compile.plan.tiles import RUN_FIELDS, Walk
 
-#: In place of the number of a part, as in csrc/sm90/common/tile_plan.cuh.
-NO_PART = -1
-#: Of how many tiles one at most is cut in two: bounds the memory of their parts.
-TILES_OF_A_PART = 2
+#: In place of the number of a split, as in csrc/sm90/common/tile_plan.cuh.
+NO_SPLIT = -1
+#: Of how many tiles one at most is cut in two: bounds the memory of their splits.
+TILES_OF_A_SPLIT = 2
 
 # More buffers: in place of prior outputs, which are made here, and behind the output and its lse.
 _REMOTE_K, _REMOTE_V = 6, 7
-_PART_OUT, _PART_LSE, _COUNTERS, _REMOTE_PARTS, _LOCAL_TILES, _PART_TILES = range(OTHER, OTHER + 6)
-# In words, the counters of a call: a ticket of each list, then how many parts were begun, then how many warps have stored each.
+_SPLIT_OUT, _SPLIT_LSE, _COUNTERS, _REMOTE_SPLITS, _LOCAL_TILES, _SPLIT_TILES = range(
+    OTHER, OTHER + 6
+)
+# In words, the counters of a call: a ticket of each list, then how many splits were begun, then how many warps have stored each.
 _NUM_BEGUN, _NUM_STORED = 3, 4
 _NO_BLOCK = 2**31 - 1  # begins behind the arrival
 
@@ -71,17 +73,17 @@ class SplitPlan(NamedTuple):
     """The q walk of a plan, by what it needs of remote keys. Lists are longest first, with padding behind."""
 
     remote_tiles: Tensor  # int32 [num_tiles, 4]: those that see remote keys
-    remote_parts: Tensor  # int32 [num_tiles, 2], of these: the first remote run, and which part the local runs are, or NO_PART
+    remote_splits: Tensor  # int32 [num_tiles, 2], of these: the first remote run, and which split the local runs are, or NO_SPLIT
     local_tiles: Tensor  # int32 [num_tiles, 4]: those that do not
-    part_tiles: Tensor  # int32 [num_parts, 4]: local runs of tiles that see both
+    split_tiles: Tensor  # int32 [num_splits, 4]: local runs of tiles that see both
     runs: Tensor  # int32 [num_runs, 12], the local ones of each tile first
     edges: Tensor  # int32 [total_q, NUM_LANES, 2]
     remote_begin: int
     sizes: PlanTiles  # that it was made for
 
     @property
-    def num_part_rows(self) -> int:
-        return self.part_tiles.shape[0] * self.sizes.q_tile_rows
+    def num_split_rows(self) -> int:
+        return self.split_tiles.shape[0] * self.sizes.q_tile_rows
 
 
 def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
@@ -119,18 +121,18 @@ def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
 
     sees_remote = run_end > run_mid
     is_cut = sees_remote & (run_mid > run_begin)
-    part_tiles, part_order = listed(is_cut, run_begin, run_mid, local)
-    num_parts = num_tiles // TILES_OF_A_PART + 1
-    part = torch.empty_like(part_order)
-    part[part_order] = torch.arange(num_tiles, device=part.device)
-    part = torch.where(is_cut & (part < num_parts), part, NO_PART)
+    split_tiles, split_order = listed(is_cut, run_begin, run_mid, local)
+    num_splits = num_tiles // TILES_OF_A_SPLIT + 1
+    split = torch.empty_like(split_order)
+    split[split_order] = torch.arange(num_tiles, device=split.device)
+    split = torch.where(is_cut & (split < num_splits), split, NO_SPLIT)
     remote_tiles, remote_order = listed(sees_remote, run_begin, run_end, local + remote)
     local_tiles, _ = listed(~is_padding & ~sees_remote, run_begin, run_mid, local)
     return SplitPlan(
         remote_tiles,
-        torch.stack([run_mid, part], 1)[remote_order].int(),
+        torch.stack([run_mid, split], 1)[remote_order].int(),
         local_tiles,
-        part_tiles[:num_parts].contiguous(),
+        split_tiles[:num_splits].contiguous(),
         runs,
         q_edges,
         remote_begin,
@@ -172,9 +174,10 @@ class EarlyForward:
         check_remote_keys(*remote)
         check_sizes(plan.sizes, plan_tiles(problem))
         if deterministic:
-            plan = plan._replace(part_tiles=plan.part_tiles[:0])
-        num_tiles, num_parts = plan.remote_tiles.shape[0], plan.part_tiles.shape[0]
-        sizes = (num_tiles, num_parts, plan.remote_begin, max(free_sms, 1), plan.edges.shape[0] > 0)
+            plan = plan._replace(split_tiles=plan.split_tiles[:0])
+        num_tiles, num_splits = plan.remote_tiles.shape[0], plan.split_tiles.shape[0]
+        has_stairs = plan.edges.shape[0] > 0
+        sizes = (num_tiles, num_splits, plan.remote_begin, max(free_sms, 1), has_stairs)
         self._device = q.device
         with on_device(q.device):
             (q, *local_and_remote), self._call = routed(_call, (q, *keys, *remote), problem, *sizes)
@@ -183,7 +186,7 @@ class EarlyForward:
             self._made = allocate(self._call.made, q.device, self._stream)
             self._here, self._beside = torch.cuda.current_stream(q.device), _stream(q.device)
         given = (q, k, v, plan.remote_tiles, plan.runs, plan.edges, *remote, None, max_scores)
-        walk = (plan.remote_parts, plan.local_tiles, plan.part_tiles)
+        walk = (plan.remote_splits, plan.local_tiles, plan.split_tiles)
         self._held = (*given, *self._made, *walk)  # until all of it is enqueued
         self._addresses = addresses_of(self._held)
 
@@ -210,7 +213,7 @@ class EarlyForward:
 
 
 class _Call(NamedTuple):
-    """Both launches, and what they need: the output and its lse, those of parts, and counters."""
+    """Both launches, and what they need: the output and its lse, those of splits, and counters."""
 
     made: tuple[Buffer, ...]
     in_front: Launch
@@ -222,7 +225,7 @@ def _call(
     layouts: tuple[Layout, ...],
     problem: AttnProblem,
     num_tiles: int,
-    num_parts: int,
+    num_splits: int,
     remote_begin: int,
     free_sms: int,
     has_stairs: bool,
@@ -234,12 +237,12 @@ def _call(
     (q_shape, q_stride), (local_shape, _), _, (remote_shape, _), _ = layouts
     total_q, nheads_q, head_dim = q_shape
     config, sms = forward_config(problem), num_sms(device_index)
-    part_rows, num_counters = num_parts * config.tile_rows, _NUM_STORED + num_parts * nheads_q
+    split_rows, num_counters = num_splits * config.tile_rows, _NUM_STORED + num_splits * nheads_q
     made = (
         Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype),
         Buffer.of((nheads_q, total_q), torch.float32),
-        Buffer.of((part_rows, nheads_q, head_dim), torch.float32),
-        Buffer.of((nheads_q, part_rows), torch.float32),
+        Buffer.of((split_rows, nheads_q, head_dim), torch.float32),
+        Buffer.of((nheads_q, split_rows), torch.float32),
         Buffer.of((num_counters,), torch.int32, zeros=num_counters),
     )
 
@@ -254,7 +257,7 @@ def _call(
             (
                 (TILES, num_tiles, local + remote),
                 (_LOCAL_TILES, num_tiles, local),
-                (_PART_TILES, num_parts, local),
+                (_SPLIT_TILES, num_splits, local),
             )
         )
     ]
@@ -266,21 +269,21 @@ def _call(
             **forward_fields(layouts, problem, config, made[0], (_REMOTE_K, _REMOTE_V)),
             out_rows=Pointer(OUT),
             lse=Pointer(LSE),
-            wide_out=Pointer(_PART_OUT),
-            wide_lse=Pointer(_PART_LSE),
-            prior_out=Pointer(_PART_OUT),
-            prior_lse=Pointer(_PART_LSE),
-            wide_rows=part_rows,
+            wide_out=Pointer(_SPLIT_OUT),
+            wide_lse=Pointer(_SPLIT_LSE),
+            prior_out=Pointer(_SPLIT_OUT),
+            prior_lse=Pointer(_SPLIT_LSE),
+            wide_rows=split_rows,
             runs=Pointer(RUNS),
             edges=Pointer(EDGES),
-            part_shifts=None,
+            split_shifts=None,
             schedule=schedule | {"tiles": Pointer(TILES), "ticket": None},
             remote_begin=remote_begin,
             lists=lists,
-            remote_tiles=Pointer(_REMOTE_PARTS),
-            num_begun_parts=counter(_NUM_BEGUN),
+            remote_tiles=Pointer(_REMOTE_SPLITS),
+            num_begun_splits=counter(_NUM_BEGUN),
             num_stored=counter(_NUM_STORED),
-            part_rows=config.tile_rows,
+            split_rows=config.tile_rows,
             first_behind=first_behind,
         )
         variant = forward_variant(problem, config, has_stairs=has_stairs, is_early=True)

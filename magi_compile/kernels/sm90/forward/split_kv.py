@@ -1,7 +1,7 @@
-"""Long tiles in parts, where tiles and heads are too few to keep the SMs busy: some tiles of the q walk are cut along their
+"""Long tiles in splits, where tiles and heads are too few to keep the SMs busy: some tiles of the q walk are cut along their
 blocks, the forward leaves what it finds in fp32, and one more launch merges it.
 
-How many parts there may be follows from shapes; which tiles are cut, the GPU decides (`csrc/sm90/planner/split_tiles.cu`).
+How many splits there may be follows from shapes; which tiles are cut, the GPU decides (`csrc/sm90/planner/split_tiles.cu`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_stride
 from magi_compile.kernels.heuristics import (
-    PART_LEAST_BLOCKS,
-    PARTS_MOST_TILES,
+    SPLIT_LEAST_BLOCKS,
+    SPLITS_MOST_TILES,
     PlanTiles,
     forward_config,
-    forward_parts,
+    forward_splits,
 )
 from magi_compile.kernels.sm90.forward.launch import (
     EDGES,
@@ -33,7 +33,7 @@ from magi_compile.kernels.sm90.forward.launch import (
     ForwardShape,
     forward_launch,
 )
-from magi_compile.kernels.sm90.params import MERGE, TILE_PARTS
+from magi_compile.kernels.sm90.params import MERGE, SPLIT_TILES
 from magi_compile.kernels.sm90.runtime.calls import Buffer, Call, Launch
 from magi_compile.kernels.sm90.runtime.driver import (
     Layout,
@@ -51,17 +51,17 @@ from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS, Walk
 CUT_FIELDS = (
     "row_begin",
     "row_end",
-    "part_row",
-    "num_parts",
+    "split_row",
+    "num_splits",
 )  # as in csrc/sm90/common/tile_plan.cuh
 _CUT_THREADS, _MOST_SMS = 512, 160  # as in csrc/sm90/planner/split_tiles.cu
 _MERGE_THREADS, _MERGE_BLOCKS = 256, 4  # blocks of an SM
 
 
-class PartLayout(NamedTuple):
+class SplitLayout(NamedTuple):
     """Where in the one int32 tensor of a plan things lie, in words: runs come first. All ints or SymInts."""
 
-    num_parts: int  # that there is room for, an even number
+    num_splits: int  # that there is room for, an even number
     num_tiles: int
     tiles: int
     cuts: int
@@ -69,36 +69,36 @@ class PartLayout(NamedTuple):
     size: int
 
     @staticmethod
-    def of(num_tiles: int, num_runs: int, num_parts: int) -> PartLayout:
-        """For parts of so many tiles and runs: see TilePartsParams."""
-        num_tiles = num_tiles + num_parts
-        tiles = len(RUN_FIELDS) * (2 * num_runs + num_parts)
+    def of(num_tiles: int, num_runs: int, num_splits: int) -> SplitLayout:
+        """For splits of so many tiles and runs: see SplitTilesParams."""
+        num_tiles = num_tiles + num_splits
+        tiles = len(RUN_FIELDS) * (2 * num_runs + num_splits)
         cuts = tiles + len(TILE_FIELDS) * num_tiles
-        shifts = cuts + len(CUT_FIELDS) * (num_parts // 2)
-        return PartLayout(num_parts, num_tiles, tiles, cuts, shifts, shifts + num_tiles)
+        shifts = cuts + len(CUT_FIELDS) * (num_splits // 2)
+        return SplitLayout(num_splits, num_tiles, tiles, cuts, shifts, shifts + num_tiles)
 
     @staticmethod
     @lru_cache(maxsize=1024)
-    def of_size(num_tiles: int, num_runs: int, size: int) -> PartLayout:
-        """With as many parts as there is room for."""
-        of_none, of_two = PartLayout.of(num_tiles, num_runs, 0).size, PartLayout.of(0, 0, 2).size
-        return PartLayout.of(num_tiles, num_runs, 2 * ((size - of_none) // of_two))
+    def of_size(num_tiles: int, num_runs: int, size: int) -> SplitLayout:
+        """With as many splits as there is room for."""
+        of_none, of_two = SplitLayout.of(num_tiles, num_runs, 0).size, SplitLayout.of(0, 0, 2).size
+        return SplitLayout.of(num_tiles, num_runs, 2 * ((size - of_none) // of_two))
 
 
 @cache
-def parts_variant() -> Variant:
+def split_variant() -> Variant:
     """The kernel that cuts tiles."""
-    names = ("BLOCK", "MASK", "TILE", "PART", "MERGE", "MERGE_LAUNCH")
+    names = ("BLOCK", "MASK", "TILE", "SPLIT", "MERGE", "MERGE_LAUNCH")
     defines = {f"FFA_{name}_COST": getattr(cost, f"{name}_COST") for name in names}
-    defines["FFA_MOST_TILES"] = PARTS_MOST_TILES
+    defines["FFA_MOST_TILES"] = SPLITS_MOST_TILES
     return Variant(
-        "planner/split_tiles.cu", "ffa_tile_parts", tuple((k, str(v)) for k, v in defines.items())
+        "planner/split_tiles.cu", "ffa_split_tiles", tuple((k, str(v)) for k, v in defines.items())
     )
 
 
 @cache
 def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
-    """The kernel that merges parts."""
+    """The kernel that merges splits."""
     defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_HEAD_DIM", str(head_dim)))
     return Variant("forward/combine.cu", "ffa_forward_merge", defines)
 
@@ -106,7 +106,7 @@ def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
 def cut_tiles(
     q_tiles: Tensor, q_runs: Tensor, seqlen_k: int, sizes: PlanTiles, problem: AttnProblem
 ) -> Tensor:
-    """The q walk of a plan with tiles in parts, int32, in a `PartLayout`, on torch's current stream; empty where `problem` needs
+    """The q walk of a plan with tiles in splits, int32, in a `SplitLayout`, on torch's current stream; empty where `problem` needs
     none, and on a CPU. Of fake tensors a fake one."""
     device, counts = q_tiles.device, (q_tiles.shape[0], q_runs.shape[0])
     size = _size(problem, seqlen_k, *counts, device)
@@ -116,21 +116,21 @@ def cut_tiles(
     with on_device(device):
         launch = cut_launch(pointers, (*counts, size), sizes, problem, device.index)
         call = Call((Buffer.of((size,), torch.int32),), (launch,))
-        (parts,) = call.run([q_tiles, q_runs], device)
-    return parts
+        (splits,) = call.run([q_tiles, q_runs], device)
+    return splits
 
 
 def _size(
     problem: AttnProblem, seqlen_k: int, num_tiles: int, num_runs: int, device: torch.device
 ) -> int:
-    """How many words the parts of a plan take."""
-    if device.type != "cuda" or problem.has_score:  # nothing merges parts under a score program
+    """How many words the splits of a plan take."""
+    if device.type != "cuda" or problem.has_score:  # nothing merges splits under a score program
         return 0
-    num_parts = forward_parts(problem, seqlen_k, num_tiles, num_sms(device.index))
-    return torch.sym_min(1, num_parts) * PartLayout.of(num_tiles, num_runs, num_parts).size
+    num_splits = forward_splits(problem, seqlen_k, num_tiles, num_sms(device.index))
+    return torch.sym_min(1, num_splits) * SplitLayout.of(num_tiles, num_runs, num_splits).size
 
 
-size_of_parts = lru_cache(maxsize=1024)(_size)
+size_of_splits = lru_cache(maxsize=1024)(_size)
 
 
 def cut_launch(
@@ -143,15 +143,15 @@ def cut_launch(
     """The launch that cuts tiles.
 
     Args:
-        pointers: to tiles, to runs, and to where the parts go.
-        counts: of tiles, of runs, and of the words of the parts.
+        pointers: to tiles, to runs, and to where the splits go.
+        counts: of tiles, of runs, and of the words of the splits.
         sizes: of tiles.
         problem: what is computed.
         device_index: of the GPU.
     """
     sms_of_head = num_sms(device_index) // problem.nheads_q
     return Launch(
-        *(load_function(parts_variant(), device_index), 1, _CUT_THREADS),
+        *(load_function(split_variant(), device_index), 1, _CUT_THREADS),
         cut_params(pointers, counts, sizes, sms_of_head),
         shared_bytes=_CUT_THREADS // 32 * 4,
     )
@@ -166,47 +166,47 @@ def cut_params(
     """The parameters of the kernel that cuts tiles, see `cut_launch`."""
     tiles, runs, (buffer, begin) = pointers
     num_tiles, num_runs, size = counts
-    layout = PartLayout.of_size(num_tiles, num_runs, size)
+    layout = SplitLayout.of_size(num_tiles, num_runs, size)
 
-    def part(words: int) -> Pointer:
+    def at(words: int) -> Pointer:
         return Pointer(buffer, begin + 4 * words)
 
-    return TILE_PARTS.pack(
+    return SPLIT_TILES.pack(
         tiles=tiles,
         runs=runs,
-        part_runs=part(0),
-        part_tiles=part(layout.tiles),
-        cuts=part(layout.cuts),
-        part_shifts=part(layout.shifts),
+        split_runs=at(0),
+        split_tiles=at(layout.tiles),
+        cuts=at(layout.cuts),
+        split_shifts=at(layout.shifts),
         num_tiles=num_tiles,
         num_runs=num_runs,
-        max_parts=layout.num_parts,
+        max_splits=layout.num_splits,
         num_sms=min(sms_of_head, _MOST_SMS),
-        least_blocks=PART_LEAST_BLOCKS,
+        least_blocks=SPLIT_LEAST_BLOCKS,
         tile_rows=sizes.q_tile_rows,
         block_cols=sizes.q_block_cols,
     )
 
 
-def forward_in_parts(
+def forward_in_splits(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     walk: Walk,
-    parts: Tensor,
+    splits: Tensor,
     problem: AttnProblem,
     bits: Tensor | None = None,
     max_scores: Tensor | None = None,
 ) -> ForwardOutput:
-    """Attention of `q [total_q, nheads_q, head_dim]` over the `parts` of the q walk of a plan, which are not empty, on
+    """Attention of `q [total_q, nheads_q, head_dim]` over the `splits` of the q walk of a plan, which are not empty, on
     torch's current stream; see `forward`."""
     assert (max_scores is not None) == problem.has_max_scores
     tiles, runs, edges = walk
-    sizes = (tiles.shape[0], runs.shape[0], parts.shape[0], edges.shape[0] > 0)
+    sizes = (tiles.shape[0], runs.shape[0], splits.shape[0], edges.shape[0] > 0)
     with on_device(q.device):
         (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
         out, lse, *_ = call.run(
-            [q, k, v, None, parts, edges, None, None, bits, max_scores], q.device
+            [q, k, v, None, splits, edges, None, None, bits, max_scores], q.device
         )
     return ForwardOutput(out, lse)
 
@@ -221,19 +221,19 @@ def _call(
     has_stairs: bool,
     device_index: int,
 ) -> Call | None:
-    """What tensors q, k and v of such layouts need, with parts of `size` words in place of runs; None where TMA cannot
+    """What tensors q, k and v of such layouts need, with splits of `size` words in place of runs; None where TMA cannot
     read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts
     total_q, nheads_q, head_dim = q_shape
-    layout = PartLayout.of_size(num_tiles, num_runs, size)
-    tile_rows, num_cuts = forward_config(problem).tile_rows, layout.num_parts // 2
-    part_rows = layout.num_parts * tile_rows
-    num_words = part_rows * nheads_q * head_dim  # of their outputs, in front of their lses
+    layout = SplitLayout.of_size(num_tiles, num_runs, size)
+    tile_rows, num_cuts = forward_config(problem).tile_rows, layout.num_splits // 2
+    split_rows = layout.num_splits * tile_rows
+    num_words = split_rows * nheads_q * head_dim  # of their outputs, in front of their lses
     out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype)
     lse = Buffer.of((nheads_q, total_q), torch.float32)
-    of_parts = Buffer.of((num_words + part_rows * nheads_q,), torch.float32)
+    of_splits = Buffer.of((num_words + split_rows * nheads_q,), torch.float32)
     at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
     shape = ForwardShape(layouts, problem, layout.num_tiles, has_stairs, None, device_index)
     ticket, walk = forward_launch(
@@ -245,16 +245,16 @@ def _call(
             "wide_out": at_out,
             "wide_lse": at_lse,
         },
-        wide_rows=part_rows,
+        wide_rows=split_rows,
         tiles=Pointer(RUNS, 4 * layout.tiles),
         runs=Pointer(RUNS),
         edges=Pointer(EDGES),
-        part_shifts=Pointer(RUNS, 4 * layout.shifts),
+        split_shifts=Pointer(RUNS, 4 * layout.shifts),
         remote_begin=NO_REMOTE_KEYS,
     )
     params = MERGE.pack(
-        part_out=at_out,
-        part_lse=at_lse,
+        split_out=at_out,
+        split_lse=at_lse,
         out=Pointer(OUT),
         lse=Pointer(LSE),
         cuts=Pointer(RUNS, 4 * layout.cuts),
@@ -264,7 +264,7 @@ def _call(
         tile_rows=tile_rows,
         num_heads=nheads_q,
         total_q=total_q,
-        part_rows=part_rows,
+        split_rows=split_rows,
     )
     num_threads = num_cuts * tile_rows * nheads_q * head_dim // 4
     merge = Launch(
@@ -275,4 +275,4 @@ def _call(
         shared_bytes=0,
         may_start_early=True,
     )
-    return Call((out, lse, of_parts, *ticket), (walk, merge))
+    return Call((out, lse, of_splits, *ticket), (walk, merge))

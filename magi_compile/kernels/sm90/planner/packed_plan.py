@@ -1,4 +1,4 @@
-"""The plan of a mask as two tensors: all of its parts in one, and a shape that says where they lie."""
+"""The plan of a mask as two tensors: one that holds all of the others, and a shape that says where they lie."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from magi_compile.plan.tiles import RUN_FIELDS, TILE_FIELDS
 
 _ALIGNMENT = 4  # int32s: kernels read 16 bytes at a time
 _TILE, _RUN, _EDGE = (len(TILE_FIELDS),), (len(RUN_FIELDS),), (NUM_LANES, 2)
-_ROWS = (_TILE, _RUN, _EDGE, (), _TILE, _RUN, _EDGE)  # of each part
+_ROWS = (_TILE, _RUN, _EDGE, (), _TILE, _RUN, _EDGE)  # of each tensor
 
 
 class Layout(NamedTuple):
-    """How many rows each part of a plan has, ints or SymInts; `parts` are int32s, see `parts.PartLayout`."""
+    """How many rows each tensor of a plan has, ints or SymInts; `splits` are int32s, see `split_kv.SplitLayout`."""
 
     q_tiles: Any
     q_runs: Any
     q_edges: Any
-    parts: Any
+    splits: Any
     k_tiles: Any
     k_runs: Any
     k_edges: Any
 
     @property
     def offsets(self) -> list[Any]:
-        """Where each part begins, in int32s, and where the last one ends."""
+        """Where each tensor begins, in int32s, and where the last one ends."""
         sizes = (rows * _numel(row) for rows, row in zip(self, _ROWS, strict=True))
         return list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """The parts in `packed`."""
+        """The tensors in `packed`."""
         return [
             calls.part_of(packed, offset, (rows, *row))
             for rows, row, offset in zip(self, _ROWS, self.offsets, strict=False)
@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
 
 def shape_of(sizes: Sequence[int], layout: Layout) -> tuple[Any, ...]:
-    """That of the tensor that says where parts of a plan lie, which is made for tiles of `sizes`."""
+    """That of the tensor that says where the tensors of a plan lie, which is made for tiles of `sizes`."""
     return (0, *sizes, *layout)
 
 
@@ -65,15 +65,15 @@ def pack(plan: list[Tensor]) -> list[Tensor]:
 
     What `views` and `sizes_in` gave is not made again.
     """
-    *q_walk, parts, sizes, k_tiles, k_runs, k_edges = plan
+    *q_walk, splits, sizes, k_tiles, k_runs, k_edges = plan
     base, shape = calls.base_of(q_walk[0]), calls.base_of(sizes)
     if base is not None and shape is not None:
         return [base, shape]
-    tensors = (*q_walk, parts, k_tiles, k_runs, k_edges)
+    tensors = (*q_walk, splits, k_tiles, k_runs, k_edges)
     layout = Layout(*(x.shape[0] for x in tensors))
     numbers = shape_of(sizes.shape[:-1], layout)
-    shape = parts.new_empty_strided(numbers, strides_of(numbers))
-    packed = parts.new_empty(layout.offsets[-1])
+    shape = splits.new_empty_strided(numbers, strides_of(numbers))
+    packed = splits.new_empty(layout.offsets[-1])
     if not _compat.is_fake(packed):
         for view, x in zip(layout.views(packed), tensors, strict=True):
             view.copy_(x)

@@ -11,7 +11,7 @@ from torch import Tensor
 from magi_compile._checks import flag_addresses, raise_pending
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.heuristics import PlanTiles
-from magi_compile.kernels.sm90.forward.split_kv import cut_launch, size_of_parts
+from magi_compile.kernels.sm90.forward.split_kv import cut_launch, size_of_splits
 from magi_compile.kernels.sm90.params import TILE_PLAN
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.packed_plan import Layout
@@ -46,7 +46,7 @@ def plan_on_device(
     Args:
         slices: of the mask.
         sizes: of tiles.
-        problem: for which tiles of the q walk are cut into parts; None: they stay whole.
+        problem: for which tiles of the q walk are cut into splits; None: they stay whole.
 
     Returns:
         The plan of `CudaKernel`.
@@ -84,8 +84,8 @@ def _call(
     q_counts, k_counts = (
         (room.padded.num_tiles, room.num_runs, room.num_edge_rows) for room in rooms
     )
-    num_parts = size_of_parts(problem, seqlen_k, *q_counts[:2], device) if problem else 0
-    layout = Layout(*q_counts, num_parts, *k_counts)
+    num_splits = size_of_splits(problem, seqlen_k, *q_counts[:2], device) if problem else 0
+    layout = Layout(*q_counts, num_splits, *k_counts)
     (flag,) = flag_addresses(device, [(q_room.padded.message, "")])
     offsets, num_scratch, walks = layout.offsets, 0, []
     for room, first in ((q_room, 0), (k_room, 4)):
@@ -104,10 +104,10 @@ def _call(
     function = load_function(planner_variant(has_bits), device.index)
     num_threads = _THREADS_WITH_BITS if has_bits else _THREADS
     launches = [Launch(function, 2, num_threads, params, shared_bytes=num_threads // 32 * 4)]
-    if num_parts:
+    if num_splits:
         assert problem is not None
         tiles, runs, _, cut = (Pointer(_PACKED, 4 * x) for x in offsets[:4])
-        counts = (*q_counts[:2], num_parts)
+        counts = (*q_counts[:2], num_splits)
         launches.append(cut_launch((tiles, runs, cut), counts, sizes, problem, device.index))
     shape = packed_plan.shape_of(sizes, layout)
     made = (

@@ -137,12 +137,12 @@ class Call(NamedTuple):
         addresses += addresses_of(behind)
         for one in self.launches:
             one(addresses, stream)
-        if (runs := getattr(_recording, "runs", None)) is not None and not behind:
-            runs.append(Run(self, tuple(given), tuple(made)))
+        if (done := getattr(_recording, "done", None)) is not None and not behind:
+            done.append(LaunchedCall(self, tuple(given), tuple(made)))
         return made
 
 
-class Run(NamedTuple):
+class LaunchedCall(NamedTuple):
     """A call, what it was given, and what it made."""
 
     call: Call
@@ -154,15 +154,15 @@ _recording = threading.local()
 
 
 @contextmanager
-def recorded() -> Iterator[list[Run]]:
+def recorded() -> Iterator[list[LaunchedCall]]:
     """A list of the calls that this thread runs meanwhile."""
-    outer = getattr(_recording, "runs", None)
-    runs: list[Run] = []
-    _recording.runs = runs
+    outer = getattr(_recording, "done", None)
+    done: list[LaunchedCall] = []
+    _recording.done = done
     try:
-        yield runs
+        yield done
     finally:
-        _recording.runs = outer
+        _recording.done = outer
 
 
 def allocate(buffers: Sequence[Buffer], device: torch.device, stream: int) -> list[Tensor]:

@@ -75,13 +75,13 @@ class Launcher:
             return function(*arguments)
         arguments = _each_once(arguments)
         try:
-            with calls.recorded() as runs:
+            with calls.recorded() as done:
                 results = function(*arguments)
         except Exception as error:
             self._library.magi_note_error(f"{type(error).__name__}: {error}".encode())
             raise
-        if len(runs) == 1:
-            self._adopt(runs[0], _tensors_of(arguments), results)
+        if len(done) == 1:
+            self._adopt(done[0], _tensors_of(arguments), results)
         return results
 
     def forget(self) -> None:
@@ -92,22 +92,22 @@ class Launcher:
         self._library.magi_watch(*map(ctypes.c_int64, (address, count, stride)))
 
     def _adopt(
-        self, run: calls.Run, tensors: Sequence[Tensor | None], results: Sequence[Tensor]
+        self, done: calls.LaunchedCall, tensors: Sequence[Tensor | None], results: Sequence[Tensor]
     ) -> None:
-        given, made = _places(run.given, tensors), _numbers(results, run.made)
+        given, made = _places(done.given, tensors), _numbers(results, done.made)
         if given is None or made is None:
             return  # of copies, or completed behind the launches
-        device = run.made[0].device
+        device = done.made[0].device
         with on_device(device):
             context = current_context()
         words = [_DEVICE_TYPES[device.type], device.index or 0, context]
-        words += [len(given), *(x for place in given for x in place), len(run.call.made)]
-        for buffer in run.call.made:
+        words += [len(given), *(x for place in given for x in place), len(done.call.made)]
+        for buffer in done.call.made:
             sizes = (len(buffer.shape), *buffer.shape, *buffer.stride)
             words += [_DTYPES[buffer.dtype], buffer.zeros, *sizes]
-        words += [len(made), *made, len(run.call.launches)]
+        words += [len(made), *made, len(done.call.launches)]
         params = b""
-        for launch in run.call.launches:
+        for launch in done.call.launches:
             words += _words_of(launch)
             params += launch.data
         self._library.magi_adopt((ctypes.c_int64 * len(words))(*words), params)

@@ -13,7 +13,7 @@ from tests.dtensor.support.wanted import (
     expected_buffer,
     expected_total,
     home_rows,
-    random_runs,
+    random_ranges,
     routes_of,
 )
 
@@ -44,7 +44,7 @@ def run_casts(group, engine, dtype, num_rows, steps):
     for step in range(steps):
         homes = everybodys(group.size(), num_rows, dtype, step)
         routes = [
-            routes_of(random_runs(group.size(), num_rows, longest, seed), seed, device)[rank]
+            routes_of(random_ranges(group.size(), num_rows, longest, seed), seed, device)[rank]
             for longest, seed in ((5, step), (200, step + 1))
         ]
         mine = [x[rank].to(device) for x in homes]
@@ -76,7 +76,7 @@ def run_reduces(group, engine, dtype, steps):
     collective = NativeCollective(engine)
     found, pending = [], None
     for step in range(steps):
-        wanted = random_runs(size, ROWS, 5 if step % 2 else 200, step)
+        wanted = random_ranges(size, ROWS, 5 if step % 2 else 200, step)
         routes = routes_of(wanted, step, device)
         buffers = [
             [home_rows(peer, routes[peer].num_received, x, dtype, step) for peer in range(size)]
@@ -108,7 +108,7 @@ def run_late_ranks(group, engine):
     """Every rank is late in its turn, by more than the others need for two casts."""
     device, rank, size = device_of(group), group.rank(), group.size()
     collective = NativeCollective(engine)
-    route = routes_of(random_runs(size, ROWS, 50, 3), 3, device)[rank]
+    route = routes_of(random_ranges(size, ROWS, 50, 3), 3, device)[rank]
     homes = [
         [home_rows(peer, ROWS, (256,), torch.float32, step) for peer in range(size)]
         for step in range(4)
@@ -133,7 +133,7 @@ def run_in_new_threads(group):
     """As in the backward of autograd, whose thread may come here before it has used the device at all."""
     device, rank, size = device_of(group), group.rank(), group.size()
     collective = NativeCollective()
-    routes = routes_of(random_runs(size, ROWS, 50, 6), 6, device)
+    routes = routes_of(random_ranges(size, ROWS, 50, 6), 6, device)
     homes = [home_rows(peer, ROWS, (64,), torch.float32) for peer in range(size)]
     mine = homes[rank].to(device)
 
@@ -156,8 +156,8 @@ def run_in_a_graph(group, engine):
     """A graph that is replayed with new values and by ranks that are late in turn, between casts outside of it."""
     device, rank, size = device_of(group), group.rank(), group.size()
     collective = NativeCollective(engine)
-    routes = routes_of(random_runs(size, ROWS, 50, 4), 4)
-    route = routes_of(random_runs(size, ROWS, 50, 4), 4, device)[rank]
+    routes = routes_of(random_ranges(size, ROWS, 50, 4), 4)
+    route = routes_of(random_ranges(size, ROWS, 50, 4), 4, device)[rank]
     x = torch.zeros(ROWS, 64, device=device)
     total = torch.zeros(ROWS, 64, device=device)
 

@@ -16,7 +16,7 @@ from tests.dtensor.support.wanted import (
     expected_buffer,
     expected_total,
     home_rows,
-    random_runs,
+    random_ranges,
     routes_of,
 )
 
@@ -33,7 +33,7 @@ def run_casts_and_reduces(group, dtype):
         collective = on_cpus.Emulated()
         for step, num_rows in enumerate([20, 90, 40, 3000, 50]):
             seeds = (2 * step, 2 * step + 1)
-            routes = [routes_of(random_runs(size, num_rows, 30, seed), seed) for seed in seeds]
+            routes = [routes_of(random_ranges(size, num_rows, 30, seed), seed) for seed in seeds]
             homes = [[home_rows(i, num_rows, x, dtype, step) for i in ranks] for x in SHAPES]
             mine = [x[rank] for x in homes]
             casts = collective.casts(mine, [x[rank] for x in routes], group)

@@ -9,7 +9,7 @@ from tests.dtensor.support.wanted import (
     expected_buffer,
     expected_total,
     home_rows,
-    random_runs,
+    random_ranges,
     routes_of,
 )
 
@@ -27,7 +27,7 @@ def pull(pulls, slots, target):
 @SIZES
 def test_casts(size):
     homes = [home_rows(rank, ROWS, (WIDTH,), torch.float32) for rank in range(size)]
-    for rank, route in enumerate(routes_of(random_runs(size, ROWS, 9, seed=size), seed=7)):
+    for rank, route in enumerate(routes_of(random_ranges(size, ROWS, 9, seed=size), seed=7)):
         order = _CastOrder(route, rank, size)
         buffer = torch.full((route.num_received, WIDTH), torch.nan)
         pull(order.pulls, homes, buffer)
@@ -38,7 +38,7 @@ def test_casts(size):
 
 @SIZES
 def test_reduces(size):
-    routes = routes_of(random_runs(size, ROWS, 9, seed=size), seed=8)
+    routes = routes_of(random_ranges(size, ROWS, 9, seed=size), seed=8)
     buffers = [
         home_rows(rank, route.num_received, (WIDTH,), torch.bfloat16)
         for rank, route in enumerate(routes)

@@ -86,13 +86,13 @@ def test_max_scores(kernel, case, dtype):
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("heads", [HEADS[0], HEADS[2]], ids=lambda heads: heads.id)
-def test_max_scores_of_rows_in_parts(kernel, heads, softcap):
+def test_max_scores_of_rows_in_splits(kernel, heads, softcap):
     """Few rows and many keys: several blocks of threads find the largest score of a row, in any order."""
     case = replace(one(MaskType.FULL, 130, 9000), heads=heads, softcap=softcap)
     problem = replace(case.problem(torch.bfloat16, "cuda"), has_max_scores=True)
     inputs, slices = case.inputs(torch.bfloat16, "cuda"), case.slices("cuda")
     plan = kernel.plan(slices, problem)
-    assert plan[3].shape[0] > 0, "no tile is cut in parts"
+    assert plan[3].shape[0] > 0, "no tile is cut in splits"
     max_scores = new_max_scores(inputs.q)
     result = kernel.forward(*inputs[:3], slices, plan, problem, max_scores=max_scores)
     assert_attention_close(result, inputs, slices, problem)

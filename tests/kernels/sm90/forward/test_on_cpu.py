@@ -16,7 +16,7 @@ from magi_compile.kernels.base import new_max_scores
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.forward import launch as module
 from magi_compile.kernels.sm90.forward import overlap as early
-from magi_compile.kernels.sm90.forward import split_kv as parts
+from magi_compile.kernels.sm90.forward import split_kv
 from magi_compile.kernels.sm90.runtime.driver import SHARED_BYTES
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
@@ -35,7 +35,7 @@ from tests.kernels.sm90.forward.test_overlap import local_and_remote
 from tests.kernels.support.bits import BIT_CASES, BitCase, random_table
 from tests.kernels.support.max_scores import assert_max_scores_close
 from tests.kernels.support.on_a_cpu import compile_once, launching
-from tests.kernels.support.part_plan import PartPlan
+from tests.kernels.support.split_walk import SplitWalk
 
 NUM_SMS = 3
 MOST_THREADS = 512  # of a block on this CPU; what launches more does with fewer
@@ -241,7 +241,7 @@ def test_remote_keys_during_a_launch_over_sections_of_heads(timing, run_early, m
     assert_attention_close(result, inputs, case.slices(), problem)
 
 
-def test_without_parts_remote_keys_may_come_whenever_they_want(run_early):
+def test_without_splits_remote_keys_may_come_whenever_they_want(run_early):
     problem, inputs = prepared(CASES[1], "128")
     arguments = (inputs, CASES[1].slices(), problem, 120)
     expected, _, _ = run_early(*arguments, deterministic=True)
@@ -257,33 +257,35 @@ def test_one_block_computes_where_all_are_to_be_left_free(run_early):
     result, grids, plan = run_early(inputs, CASES[1].slices(), problem, 120, free_sms=2 * NUM_SMS)
     assert_attention_close(result, inputs, CASES[1].slices(), problem)
     assert grids == [1, NUM_SMS]
-    assert (plan.part_tiles[:, 0] < plan.part_tiles[:, 1]).any()
+    assert (plan.split_tiles[:, 0] < plan.split_tiles[:, 1]).any()
 
 
 @pytest.fixture
-def in_parts(launches, monkeypatch):
-    """Attention with tiles in parts, and how many parts each cut tile has."""
-    monkeypatch.setattr(parts, "num_sms", lambda device: 8)
-    monkeypatch.setattr(parts, "PART_LEAST_BLOCKS", 2)
+def in_splits(launches, monkeypatch):
+    """Attention with tiles in splits, and how many splits each cut tile has."""
+    monkeypatch.setattr(split_kv, "num_sms", lambda device: 8)
+    monkeypatch.setattr(split_kv, "SPLIT_LEAST_BLOCKS", 2)
     monkeypatch.setattr(
-        parts, "_size", lambda problem, _, *counts: parts.PartLayout.of(*counts[:2], 8).size
+        split_kv, "_size", lambda problem, _, *counts: split_kv.SplitLayout.of(*counts[:2], 8).size
     )
-    variant = parts.parts_variant()
+    variant = split_kv.split_variant()
     free_merge = tuple((k, "0" if "MERGE" in k else v) for k, v in variant.defines)
-    monkeypatch.setattr(parts, "parts_variant", lambda: replace(variant, defines=free_merge))
+    monkeypatch.setattr(split_kv, "split_variant", lambda: replace(variant, defines=free_merge))
 
     def run(inputs, slices, problem, max_scores=None):
         sizes = plan_tiles(problem)
         plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
         walk = plan.q_walk
-        words = parts.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
-        result = parts.forward_in_parts(*inputs[:3], walk, words, problem, slices.bits, max_scores)
-        return result, PartPlan.of(*walk[:2], words).parts_of_cuts
+        words = split_kv.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
+        result = split_kv.forward_in_splits(
+            *inputs[:3], walk, words, problem, slices.bits, max_scores
+        )
+        return result, SplitWalk.of(*walk[:2], words).splits_of_cuts
 
     return run
 
 
-PARTS = [
+SPLITS = [
     (one(MaskType.FULL, 50, 700), "64", [3]),
     (one(MaskType.FULL, 50, 900), "128", [4]),
     (one(MaskType.CAUSAL, 250, 900), "128-softcap", [2, 2]),
@@ -296,29 +298,29 @@ PARTS = [
 
 
 @pytest.mark.parametrize(
-    ("case", "shape", "expected"), PARTS, ids=lambda x: getattr(x, "name", None)
+    ("case", "shape", "expected"), SPLITS, ids=lambda x: getattr(x, "name", None)
 )
-def test_in_parts(case, shape, expected, in_parts):
+def test_in_splits(case, shape, expected, in_splits):
     problem, inputs = prepared(case, shape)
-    result, num_parts = in_parts(inputs, case.slices(), problem)
-    assert num_parts == expected
+    result, num_splits = in_splits(inputs, case.slices(), problem)
+    assert num_splits == expected
     assert_attention_close(result, inputs, case.slices(), problem)
-    again, _ = in_parts(inputs, case.slices(), problem)
+    again, _ = in_splits(inputs, case.slices(), problem)
     assert torch.equal(result.out, again.out)
     assert torch.equal(result.lse, again.lse)
 
 
 @pytest.mark.parametrize("has_max_scores", [False, True])
 def test_a_wide_output_and_a_prior(has_max_scores, launches):
-    """Stages: every tile is a part that lies at its own rows."""
+    """Stages: every tile is a split that lies at its own rows."""
     case = CASES[1]
     problem, inputs = prepared(case, "128")
     problem = replace(problem, has_max_scores=has_max_scores)
     result, max_scores = None, new_max_scores(inputs.q) if has_max_scores else None
     for begin, end in ((0, 111), (111, case.seqlen_k)):
-        part = case.slices().restrict_k(begin, end)
+        stage = case.slices().restrict_k(begin, end)
         slices = AttnSlices(
-            part.q_ranges, part.k_ranges - begin, part.mask_types, part.seqlen_q, end - begin
+            stage.q_ranges, stage.k_ranges - begin, stage.mask_types, stage.seqlen_q, end - begin
         )
         plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=True)
         result = module.forward(
@@ -390,13 +392,13 @@ def test_max_scores_of_one_sign(sign, launches):
 
 @pytest.mark.parametrize(
     ("case", "shape", "expected"),
-    [PARTS[number] for number in (0, 2, 4, 5)],
+    [SPLITS[number] for number in (0, 2, 4, 5)],
     ids=lambda x: getattr(x, "name", None),
 )
-def test_max_scores_in_parts(case, shape, expected, in_parts):
+def test_max_scores_in_splits(case, shape, expected, in_splits):
     problem, inputs, slices, max_scores = asked(case, shape)
-    result, num_parts = in_parts(inputs, slices, problem, max_scores)
-    assert num_parts == expected
+    result, num_splits = in_splits(inputs, slices, problem, max_scores)
+    assert num_splits == expected
     assert_attention_close(result, inputs, slices, problem)
     assert_max_scores_close(max_scores, inputs, slices, problem)
 

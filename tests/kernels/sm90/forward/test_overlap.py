@@ -9,7 +9,7 @@ pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.overlap import EarlyKernel
-from magi_compile.kernels.sm90.forward.overlap import NO_PART, TILES_OF_A_PART, split_plan
+from magi_compile.kernels.sm90.forward.overlap import NO_SPLIT, TILES_OF_A_SPLIT, split_plan
 from magi_compile.kernels.sm90.kernel import CudaKernel
 from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
@@ -72,43 +72,43 @@ def test_the_lists_make_up_the_plan(case, exact):
     split = split_plan(plan.q_walk, SIZES, remote_begin)
     local, local_visits = computed(split.local_tiles, split.runs, split.edges, *sizes)
     remote, remote_visits = computed(split.remote_tiles, split.runs, split.edges, *sizes)
-    parts, part_visits = computed(split.part_tiles, split.runs, split.edges, *sizes)
+    splits, split_visits = computed(split.split_tiles, split.runs, split.edges, *sizes)
     dense = slices.to_dense().int()
     assert torch.equal(local + remote, dense)
     assert (local_visits + remote_visits == 1).all()
     assert not local[:, remote_begin:].any()
-    # A part is all that its tile sees of local keys, and no tile has two.
-    assert (part_visits <= remote_visits).all()
-    assert torch.equal(parts[:, :remote_begin], remote[:, :remote_begin] * part_visits[:, None])
-    assert not parts[:, remote_begin:].any()
+    # A split is all that its tile sees of local keys, and no tile has two.
+    assert (split_visits <= remote_visits).all()
+    assert torch.equal(splits[:, :remote_begin], remote[:, :remote_begin] * split_visits[:, None])
+    assert not splits[:, remote_begin:].any()
 
-    # Each tile with a part knows which it is, and from where on it sees remote keys.
+    # Each tile with a split knows which it is, and from where on it sees remote keys.
     found = []
-    tiles = zip(split.remote_tiles.tolist(), split.remote_parts.tolist(), strict=True)
-    for (row_begin, row_end, run_begin, run_end), (run_mid, part) in tiles:
+    tiles = zip(split.remote_tiles.tolist(), split.remote_splits.tolist(), strict=True)
+    for (row_begin, row_end, run_begin, run_end), (run_mid, number) in tiles:
         if row_begin == row_end:
-            assert part == NO_PART
+            assert number == NO_SPLIT
             continue
         cols = split.runs[run_begin:run_end, 2] >= remote_begin
         assert cols.tolist() == sorted(cols.tolist())
         assert run_mid == run_end - int(cols.sum())
-        if part != NO_PART:
-            assert split.part_tiles[part].tolist() == [row_begin, row_end, run_begin, run_mid]
-            found.append(part)
-    num_parts = len(plan.q_tiles) // TILES_OF_A_PART + 1
-    assert len(split.part_tiles) == min(num_parts, len(plan.q_tiles))
-    is_part = split.part_tiles[:, 0] < split.part_tiles[:, 1]
-    assert sorted(found) == list(range(int(is_part.sum())))
+        if number != NO_SPLIT:
+            assert split.split_tiles[number].tolist() == [row_begin, row_end, run_begin, run_mid]
+            found.append(number)
+    num_splits = len(plan.q_tiles) // TILES_OF_A_SPLIT + 1
+    assert len(split.split_tiles) == min(num_splits, len(plan.q_tiles))
+    is_split = split.split_tiles[:, 0] < split.split_tiles[:, 1]
+    assert sorted(found) == list(range(int(is_split.sum())))
 
 
-def test_the_longest_parts_come_first():
+def test_the_longest_splits_come_first():
     # The later a row, the more local keys it sees; all see the same remote ones.
     slices = AttnSlices.from_lists(
         [(0, 640), (0, 640)], [(0, 640), (641, 700)], [1, 0], seqlen_k=700
     )
     plan = build_tile_plan(slices, **SIZES._asdict())
     split = split_plan(plan.q_walk, SIZES, 641)
-    assert split.part_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
+    assert split.split_tiles[:, 0].tolist() == [576, 512, 448, 384, 320, 256]
 
 
 def test_the_kernel_says_that_it_can():

@@ -1,4 +1,4 @@
-"""The Hopper forward kernel with tiles in parts, against the fp64 oracle."""
+"""The Hopper forward kernel with tiles in splits, against the fp64 oracle."""
 
 from dataclasses import replace
 
@@ -14,8 +14,8 @@ from magi_compile.plan.tiles import Walk
 from magi_compile.testing.cases import Case, Heads, one, sliding_window, varlen
 from magi_compile.testing.numerics import assert_attention_close
 from tests.kernels.support.bits import BitCase, random_table
-from tests.kernels.support.part_plan import PartPlan
 from tests.kernels.support.prior import check_prior
+from tests.kernels.support.split_walk import SplitWalk
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,9 +74,9 @@ def forward(kernel, inputs, slices, problem):
     return kernel.forward(*inputs[:3], slices, kernel.plan(slices, problem), problem)
 
 
-def num_parts(plan):
-    q_tiles, q_runs, _, parts, *_ = plan
-    return sum(PartPlan.of(q_tiles, q_runs, parts).parts_of_cuts)
+def num_splits(plan):
+    q_tiles, q_runs, _, splits, *_ = plan
+    return sum(SplitWalk.of(q_tiles, q_runs, splits).splits_of_cuts)
 
 
 def assert_same(expected, actual):
@@ -89,7 +89,7 @@ def assert_same(expected, actual):
 def test_matches_the_oracle(kernel, case, dtype):
     slices, problem, inputs = prepared(case, dtype)
     plan = kernel.plan(slices, problem)
-    assert num_parts(plan) > 1
+    assert num_splits(plan) > 1
     result = kernel.forward(*inputs[:3], slices, plan, problem)
     assert_attention_close(result, inputs, slices, problem)
 
@@ -137,19 +137,19 @@ def test_in_a_cuda_graph(kernel):
         assert_same(expected[mask_type], captured)
 
 
-def test_whole_tiles_do_as_without_room_for_parts(kernel):
+def test_whole_tiles_do_as_without_room_for_splits(kernel):
     """The tiles of a window are too short to be cut, though there is room."""
     slices, problem, inputs = prepared(replace(sliding_window(3600, 300), heads=HEADS[128]))
     plan = kernel.plan(slices, problem)
-    *q_walk, parts, _, _, _, _ = plan
-    assert parts.numel() > 0
-    assert num_parts(plan) == 0
+    *q_walk, splits, _, _, _, _ = plan
+    assert splits.numel() > 0
+    assert num_splits(plan) == 0
     assert_same(
         forward_whole(*inputs[:3], Walk(*q_walk), problem),
         kernel.forward(*inputs[:3], slices, plan, problem),
     )
 
 
-def test_no_room_for_parts_where_tiles_are_many(kernel):
+def test_no_room_for_splits_where_tiles_are_many(kernel):
     slices, problem, _ = prepared(replace(LONG, heads=Heads(64, 8, 128, 128)))
     assert kernel.plan(slices, problem)[3].numel() == 0

@@ -16,7 +16,7 @@ from magi_compile.kernels.base import AttnProblem, ForwardOutput
 from magi_compile.kernels.heuristics import plan_tiles
 from magi_compile.kernels.sm90.forward import launch as module
 from magi_compile.kernels.sm90.forward import overlap as early
-from magi_compile.kernels.sm90.forward import split_kv as parts
+from magi_compile.kernels.sm90.forward import split_kv
 from magi_compile.kernels.sm90.params import EARLY_FORWARD, FORWARD, MERGE
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
 from magi_compile.kernels.sm90.runtime import driver as launch
@@ -30,7 +30,7 @@ from magi_compile.plan.stairs import NUM_LANES
 from magi_compile.plan.tiles import Walk, build_tile_plan
 from tests.kernels.support import idle_driver
 from tests.kernels.support.idle_driver import fields
-from tests.kernels.support.part_plan import PartPlan
+from tests.kernels.support.split_walk import SplitWalk
 
 PROBLEM = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.125)
 TILES, RUNS = (torch.zeros(n, m, dtype=torch.int32) for n, m in ((60, 4), (90, 12)))
@@ -50,7 +50,7 @@ def inputs():
 
 
 MAPS = ("q", "k[0]", "k[1]", "v[0]", "v[1]", "out")
-OTHERS = ("wide_out", "wide_lse", "prior_out", "prior_lse", "wide_rows", "part_shifts")
+OTHERS = ("wide_out", "wide_lse", "prior_out", "prior_lse", "wide_rows", "split_shifts")
 
 
 def addresses(found, *names):
@@ -126,25 +126,26 @@ def test_two_launches_of_one_output(launches, monkeypatch):
         tensors = (q, k, remote[0], v, remote[1], out)
         assert addresses(found, *MAPS) == [x.data_ptr() for x in tensors]
         assert addresses(found, "out_rows", "lse") == [out.data_ptr(), lse.data_ptr()]
-        lists = ("remote_tiles", "local_tiles", "part_tiles")
+        lists = ("remote_tiles", "local_tiles", "split_tiles")
         for i, name in enumerate(lists):
             assert found[f"lists[{i}].tiles"] == getattr(plan, name).data_ptr()
         assert found["schedule.tiles"] == plan.remote_tiles.data_ptr()
         assert found["runs"] == plan.runs.data_ptr()
-        assert found["remote_tiles"] == plan.remote_parts.data_ptr()
+        assert found["remote_tiles"] == plan.remote_splits.data_ptr()
         assert 0 not in addresses(found, "wide_out", "wide_lse")
         assert addresses(found, "wide_out", "wide_lse") == addresses(
             found, "prior_out", "prior_lse"
         )
-        assert found["wide_rows"] == plan.num_part_rows
-        assert addresses(found, "part_shifts", "schedule.ticket") == [0, 0]
+        assert found["wide_rows"] == plan.num_split_rows
+        assert addresses(found, "split_shifts", "schedule.ticket") == [0, 0]
         counters = [found[f"lists[{i}].ticket"] for i in range(3)]
-        counters += addresses(found, "num_begun_parts", "num_stored")
+        counters += addresses(found, "num_begun_splits", "num_stored")
         assert counters == [counters[0] + 4 * i for i in range(5)]
     first, second = (fields(EARLY_FORWARD, params) for params in launches)
     assert (first.pop("first_behind"), second.pop("first_behind")) == (2**31 - 1, 0)
     assert first == second
-    assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
+    # Kept for the backward, without the splits'.
+    assert lse.untyped_storage().nbytes() == lse.nbytes
 
 
 def test_remote_keys_that_tma_can_not_read_are_refused():
@@ -156,33 +157,34 @@ def test_remote_keys_that_tma_can_not_read_are_refused():
         check_remote_keys(x, torch.zeros(101, 1, 65, dtype=torch.bfloat16)[..., :64])
 
 
-def test_a_walk_in_parts_and_what_merges_them(launches):
+def test_a_walk_in_splits_and_what_merges_them(launches):
     q, k, v = inputs()
-    size = parts.PartLayout.of(num_tiles=3, num_runs=5, num_parts=6).size
+    size = split_kv.SplitLayout.of(num_tiles=3, num_runs=5, num_splits=6).size
     words = torch.zeros(size, dtype=torch.int32)
-    plan = PartPlan.of(TILES[:3], RUNS[:5], words)
-    assert plan.num_parts == 6
-    out, lse = parts.forward_in_parts(q, k, v, Walk(TILES[:3], RUNS[:5], EDGES), words, PROBLEM)
+    plan = SplitWalk.of(TILES[:3], RUNS[:5], words)
+    assert plan.num_splits == 6
+    out, lse = split_kv.forward_in_splits(q, k, v, Walk(TILES[:3], RUNS[:5], EDGES), words, PROBLEM)
     found, merged = (
         fields(layout, params) for layout, params in zip((FORWARD, MERGE), launches, strict=True)
     )
     assert found["out"] == found["out_rows"] == out.data_ptr()
-    assert addresses(found, "schedule.tiles", "runs", "lse", "part_shifts") == [
+    assert addresses(found, "schedule.tiles", "runs", "lse", "split_shifts") == [
         x.data_ptr() for x in (plan.tiles, plan.runs, lse, plan.shifts)
     ]
-    assert addresses(merged, "part_out", "part_lse", "out", "lse") == addresses(
+    assert addresses(merged, "split_out", "split_lse", "out", "lse") == addresses(
         found, "wide_out", "wide_lse", "out_rows", "lse"
     )
     assert merged["cuts"] == plan.cuts.data_ptr()
     scalars = addresses(merged, "num_cuts", "tile_rows", "num_heads", "total_q")
     assert scalars == [3, 192, 4, 256]
-    part_rows = merged["part_rows"]
-    assert part_rows == found["wide_rows"] == 6 * 192
-    assert found["wide_lse"] - found["wide_out"] == 4 * part_rows * 4 * 64
+    split_rows = merged["split_rows"]
+    assert split_rows == found["wide_rows"] == 6 * 192
+    assert found["wide_lse"] - found["wide_out"] == 4 * split_rows * 4 * 64
     assert addresses(found, "prior_out", "prior_lse") == [0, 0]
     strides = ("out_row_stride", "out_head_stride")
     assert addresses(merged, *strides) == addresses(found, *strides) == [256, 64]
-    assert lse.untyped_storage().nbytes() == lse.nbytes  # kept for the backward, without the parts'
+    # Kept for the backward, without the splits'.
+    assert lse.untyped_storage().nbytes() == lse.nbytes
 
 
 @pytest.mark.parametrize("what", ["address", "stride", "inner"])
