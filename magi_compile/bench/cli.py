@@ -22,6 +22,7 @@ from magi_compile.bench.ranks import command as ranks
 from magi_compile.bench.results import rows
 from magi_compile.bench.results.compare import compare, to_text
 from magi_compile.bench.step import command as step
+from magi_compile.bench.trees import command as trees
 from magi_compile.bench.workloads.cells import PASSES, Cell, format_length
 from magi_compile.bench.workloads.lengths import SAMPLERS
 from magi_compile.bench.workloads.presets import PRESETS, Preset
@@ -59,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doors.add_arguments(
         commands.add_parser("doors", help="training steps of transformers' and torchtitan's models")
+    )
+    trees.add_arguments(
+        commands.add_parser("trees", help="several checkouts of this package, interleaved")
     )
     masks = commands.add_parser("masks", help="list the masks, or draw one")
     masks.add_argument("--show", metavar="NAME", help="draw this mask")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 
@@ -28,15 +29,19 @@ class _Running(NamedTuple):
     log: IO[bytes]
 
 
-class Worker:
-    """One contender's process. It starts at the first request, and again after it was lost or spent."""
+class Process:
+    """A process of Python that answers requests. It starts at the first one, and again after it was lost or spent.
 
-    def __init__(self, contender: str, device: str, gate_seqlen: int):
-        module = "magi_compile.bench.kernel.worker"
-        self._command = [sys.executable, "-m", module, contender, device, str(gate_seqlen)]
+    Args:
+        arguments: of Python.
+        environment: None: that of this process.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None):
+        self._command, self._environment = [sys.executable, *arguments], environment
         self._running: _Running | None = None
 
-    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    def ask(self, request: dict[str, Any], limit_s: float) -> Any:
         """Asks the worker, which is started if it does not run, and waits for its answer.
 
         Args:
@@ -49,7 +54,7 @@ class Worker:
         Raises:
             WorkerLost: it died, or took longer than `limit_s` and was stopped.
         """
-        self._running = self._running or _start(self._command)
+        self._running = self._running or _start(self._command, self._environment)
         requests = self._running.requests
         try:
             requests.write(json.dumps(request).encode() + b"\n")
@@ -92,8 +97,18 @@ class Worker:
         return WorkerLost("crash", f"{cause}: {lines[-1][:200] if lines else 'no output'}")
 
 
-def _start(command: list[str]) -> _Running:
+class Worker(Process):
+    """One contender's process."""
+
+    def __init__(self, contender: str, device: str, gate_seqlen: int):
+        module = "magi_compile.bench.kernel.worker"
+        super().__init__(["-m", module, contender, device, str(gate_seqlen)])
+
+
+def _start(command: list[str], environment: Mapping[str, str] | None) -> _Running:
     log = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the process)
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log)
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+    )
     assert process.stdin and process.stdout
     return _Running(process, process.stdin, process.stdout, log)

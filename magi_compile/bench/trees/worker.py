@@ -1,0 +1,89 @@
+"""A process for one tree: JSON requests on stdin, a JSON line each on stdout.
+
+Run by its path, with a tree in front of PYTHONPATH: what it imports of `magi_compile` is that tree's, old or new. So it
+uses public names alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_compile import flex_flash_attention
+from magi_compile.masks import AttnSlices
+
+SPIN_CYCLES = 2_000_000  # behind which launches queue up, and as many again for each call
+
+
+class Call:
+    """One case: the tensors of a call, and its passes."""
+
+    def __init__(self, case: dict[str, Any]):
+        self.is_backward = case["pass"] == "bwd"
+        device = torch.device(case["device"])
+        slices = torch.tensor(case["slices"], dtype=torch.int32, device=device)
+        ranges = slices[:, :2].contiguous(), slices[:, 2:4].contiguous(), slices[:, 4].contiguous()
+        self.slices = AttnSlices(*ranges, case["tokens"], case["tokens"])
+        generator = torch.Generator(device).manual_seed(case["seed"])
+
+        def tensor(nheads: int) -> Tensor:
+            shape = (case["tokens"], nheads, case["head_dim"])
+            dtype = getattr(torch, case["dtype"])
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        nheads = case["nheads_q"], case["nheads_kv"], case["nheads_kv"], case["nheads_q"]
+        q, k, v, self.dout = map(tensor, nheads)
+        self.qkv = q, k, v
+        for x in self.qkv:
+            x.requires_grad_(self.is_backward)
+        self.out = flex_flash_attention(*self.qkv, self.slices).out
+
+    def __call__(self) -> list[Tensor]:
+        if self.is_backward:
+            return list(torch.autograd.grad(self.out, self.qkv, self.dout, retain_graph=True))
+        return [flex_flash_attention(*self.qkv, self.slices).out]
+
+    def milliseconds(self, calls: int) -> float:
+        """Of a call: on a GPU behind a spinning kernel, so that the host takes no part in it."""
+        self()
+        if self.dout.device.type == "cpu":
+            begin = time.perf_counter()
+            for _ in range(calls):
+                self()
+            return (time.perf_counter() - begin) * 1e3 / calls
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SPIN_CYCLES * (1 + calls))
+        start.record()
+        for _ in range(calls):
+            self()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / calls
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what anybody prints goes to standard error
+    call = None
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["op"] == "prepare":
+            call = None  # its memory goes before there is another
+            call = Call(request["case"])
+            results = [call.out, *call()]
+            answer: Any = [x.detach().double().abs().mean().item() for x in results]
+        else:
+            assert call is not None
+            answer = call.milliseconds(request["calls"])
+        replies.write(json.dumps({"answer": answer, "spent": False}) + "\n")
+        replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Trees against each other on a CPU: a copy of this one, and one that computes something else."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from magi_compile.bench.cli import main
+from magi_compile.bench.trees.run import means
+
+ROOT = Path(__file__).parents[3]
+QUICK = ["trees", "--device", "cpu", "--quick"]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """This tree once more, with attention that can be told from it."""
+    tree = tmp_path_factory.mktemp("tree")
+    skipped = shutil.ignore_patterns("__pycache__", "length_tables")
+    shutil.copytree(ROOT / "magi_compile", tree / "magi_compile", ignore=skipped)
+    return tree
+
+
+def test_the_same_twice(copy, tmp_path, capsys):
+    out = tmp_path / "same"
+    trees = ["--tree", f"this={ROOT}", "--tree", f"copy={copy}"]
+    assert main([*QUICK, *trees, "--out", str(out)]) == 0
+    assert "bwd causal 128 2:1 d16: " in capsys.readouterr().out
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert [row["pass"] for row in found["rows"]] == ["fwd", "bwd"]
+    assert all(set(row["ms"]) == {"this", "copy"} for row in found["rows"])
+    assert "--tree this=... --tree copy=..." in found["context"]["command"]
+    assert str(tmp_path) not in out.with_suffix(".json").read_text()
+    assert "| causal | 128 | 2:1 | 16 |" in out.with_suffix(".md").read_text()
+
+
+def test_other_results_are_no_number(copy, capsys):
+    kernel = copy / "magi_compile" / "kernels" / "cpu" / "kernel.py"
+    text = kernel.read_text()
+    kernel.write_text(
+        text + "\n_forward_flash_of_this = CpuKernel._forward\n\n\ndef _twice(self, *a, **k):\n"
+        "    found = _forward_flash_of_this(self, *a, **k)\n    return found._replace(out=2 * found.out)\n\n\n"
+        "CpuKernel._forward = _twice\n"
+    )
+    trees = ["--tree", f"this={ROOT}", "--tree", f"other={copy}", "--passes", "fwd"]
+    assert main([*QUICK, *trees]) == 1
+    assert "other has other results" in capsys.readouterr().out
+
+
+def test_means_are_geometric():
+    rows = [{"ms": {"a": 1.0, "b": x}} for x in (0.5, 2.0)] + [{"reason": "crash"}]
+    assert means(rows) == {"b": (pytest.approx(1.0), 0.5, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--tree", f"a={ROOT}"],
+            "`--tree` must be given twice or more, under different names, got a",
+        ),
+        (
+            ["--tree", "a=/nowhere"],
+            "must be NAME=PATH of a folder that holds magi_compile, got 'a=/nowhere'",
+        ),
+    ],
+)
+def test_bad_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([*QUICK, *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
