@@ -5,8 +5,8 @@
 The one-GPU rate is that of the same kernel on the same mask over the whole sequence, the mean of all GPUs; beside it is
 what the slowest of them has of it, since all wait for that one. A row's rate counts the mask's mean area of a rank and
 the time of the slowest rank; `stages` is the number of remote stages, forward and backward, where "auto" is the cost
-model's choice with rates measured on this machine, and "wait" is 0 without beginning before remote keys are there, which
-"early" tells of the others. Exposed communication is a step's time minus that of the same step with everything that moves rows taken out. All
+model's choice with rates measured on this machine, and "wait" is 0 with a forward that waits for remote keys, where "early" tells
+of one that begins before. Exposed communication is a step's time minus that of the same step with everything that moves rows taken out. All
 that is compared takes turns, in another order each round: what always came first was up to 6 % slower than the same
 step later. Planning is the host's time for a mask never seen before. FLOPs are 4 * area * nheads_q * head_dim forward
 and 2.5 times that backward; medians over rounds, of which short steps get more.
@@ -95,15 +95,8 @@ class NoCommunication:
     def __init__(self) -> None:
         self._buffers: dict[Route, list[Tensor]] = {}
 
-    def signals(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        pass
-
     def casts(
-        self,
-        tensors: Sequence[Tensor],
-        routes: Sequence[Route],
-        group: dist.ProcessGroup,
-        signals: None = None,
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[Stopped]:
         for route in routes:
             if route not in self._buffers:
@@ -117,11 +110,7 @@ class NoCommunication:
         return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
 
     def start_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        route: Route,
-        group: dist.ProcessGroup,
-        signals: None = None,
+        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> Stopped:
         return Stopped([])
 
@@ -308,11 +297,7 @@ class Rank:
                     0 if plan.forward_is_early else len(plan.forward) - 1,
                     len(plan.backward) - 1,
                 ],
-                "begins_early": [
-                    plan.forward_is_early,
-                    plan.backward_is_early
-                    and collectives[name].signals(self.group, self.device) is not None,
-                ],
+                "begins_early": plan.forward_is_early,
                 "chunk": plan.dispatch.chunk_size,
                 "received_rows": [received_rows(x) for x in (plan.forward, plan.backward)],
                 "one_gpu_tflops": [round(x) for x in alone],
@@ -442,7 +427,7 @@ def to_markdown(context: dict, rows: list[dict]) -> str:
             stages = row["stages"]
             if stages == "auto":
                 stages = f"auto: {row['stages_run'][index]}"
-            if row.get("begins_early", [False, False])[index]:
+            if name == "forward" and row["begins_early"]:
                 stages = f"{stages}, early"
             cells = [row["mask"], row["tokens"], row["collective"], stages, name]
             cells += [row[field][index] for field in COLUMNS_OF_PASS.values()]

@@ -1,8 +1,6 @@
 """The backward across ranks: keys and values travel to the queries that see them, and their gradients travel home.
 
     stages     start cast 1 | for each stage: begin, wait for its cast, start the next one, main, start its reduce, finish
-    one call   start the cast | begin | main, on local keys and on what has arrived | wait for the cast | main, on what is left |
-               start the reduce | finish
 
 Of a kernel in steps (`magi_compile.kernels.overlap`): `begin` needs no keys, `main` gives dk and dv, `finish` gives dq. The next
 cast travels while a stage is computed, and so do the gradients of the stage before. Keys and values are cast again rather than
@@ -18,15 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.execution import Execution, routes_of
-from magi_compile.dtensor.transport.collectives import (
-    Collective,
-    KernelSignals,
-    PendingReduce,
-    Route,
-)
+from magi_compile.dtensor.transport.collectives import Collective, PendingReduce, Route
 from magi_compile.kernels.base import BackwardOutput, Grads, Saved
 from magi_compile.kernels.merge import sum_partials
-from magi_compile.kernels.overlap import EarlyKernel, KeyTensors, PhasedKernel, SavedQueries
+from magi_compile.kernels.overlap import KeyTensors, PhasedKernel, SavedQueries
 
 
 def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput:
@@ -38,22 +31,16 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
     q, k, v, out, lse = saved
     queries = SavedQueries(q, out, lse)
     home = _KeyGradients(k, v, collective, reduce_group)
-    if (
-        isinstance(kernel, EarlyKernel)
-        and plan.backward_is_early
-        and kernel.backward_may_be_early()
-    ):
-        signals = collective.signals(group, q.device)
-        if signals is not None:
-            dq = _backward_early(grads, saved, execution, signals, home)
-            return BackwardOutput(dq, *home.sums())
     dq_shares: list[Tensor] = []
+    # What can fail does so before rows are on their way.
+    kernel_plans = [
+        [] if stage.is_empty else stage.kernel_plan(kernel, problem) for stage in plan.backward
+    ]
     casts = collective.casts((k, v), routes_of(plan.backward), group)
     cast = next(casts, None)  # the first one starts
-    for stage in plan.backward:
+    for stage, kernel_plan in zip(plan.backward, kernel_plans, strict=True):
         keys: Sequence[Tensor] = (k, v)
         route, steps = stage.route, None
-        kernel_plan = [] if stage.is_empty else stage.kernel_plan(kernel, problem)
         if route is not None:
             if isinstance(kernel, PhasedKernel) and not stage.is_empty:
                 steps = kernel.phased_backward(grads, queries, stage.slices, kernel_plan, problem)
@@ -79,34 +66,6 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
     return BackwardOutput(dq, *home.sums())
 
 
-def _backward_early(
-    grads: Grads, saved: Saved, execution: Execution, signals: KernelSignals, home: _KeyGradients
-) -> Tensor:
-    """Gradients of the only stage, in which keys of this rank and of others lie side by side; dq."""
-    plan, kernel, problem, collective, group, _ = execution
-    assert isinstance(kernel, EarlyKernel)
-    q, k, v, out, lse = saved
-    (stage,) = plan.backward
-    route = stage.route
-    assert route is not None
-    # What can fail does so before rows are on their way.
-    early_plan = stage.early_backward_plan(kernel, problem, group.rank())
-    casts = collective.casts((k, v), [route], group, signals)
-    cast = next(casts)
-    keys = KeyTensors(*cast.buffers, *home.room(route, cast.buffers))
-    queries = SavedQueries(q, out, lse)
-    steps = kernel.early_backward(grads, queries, signals.addresses, early_plan, problem)
-    steps.begin()
-    steps.main(keys)  # local keys, and remote ones if they arrive meanwhile
-    cast.wait()
-    steps.main(keys)  # what is left
-    # Another stream then waits for what the kernel says, which is enqueued by now, even if streams share a queue.
-    home.send(route, keys.dk, keys.dv, signals)
-    dq = steps.finish()
-    assert next(casts, None) is None
-    return dq
-
-
 class _KeyGradients:
     """dk and dv of a rank's rows `k` and `v`: what other ranks have of them arrives while the next stage is computed."""
 
@@ -121,20 +80,14 @@ class _KeyGradients:
             return self._collective.outbox(self._like, route, self._group)
         return [x.new_empty(x.shape) for x in keys]
 
-    def send(
-        self,
-        route: Route | None,
-        dk: Tensor,
-        dv: Tensor,
-        signals: KernelSignals | None = None,
-    ) -> None:
+    def send(self, route: Route | None, dk: Tensor, dv: Tensor) -> None:
         """dk and dv of a stage, on their way to the ranks whose rows they are; without a route those are this rank's."""
         if route is None:
             self._sum = (dk.contiguous(), dv.contiguous())
             return
         if self._reducing is not None:
             self._sum = self._add(torch.promote_types(dk.dtype, torch.float32))
-        self._reducing = self._collective.start_reduce((dk, dv), route, self._group, signals)
+        self._reducing = self._collective.start_reduce((dk, dv), route, self._group)
 
     def sums(self) -> Sequence[Tensor]:
         """dk and dv of all stages."""

@@ -30,7 +30,6 @@ class DeviceStage:
         self.slices = slices
         self.route = route
         self._plans: dict[Hashable, list[Tensor]] = {}
-        self._early_plans: dict[Hashable, Any] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -42,26 +41,6 @@ class DeviceStage:
             refuse_to_be_recorded(self.slices.q_ranges)
             self._plans[key] = kernel.plan(self.slices, problem)
         return self._plans[key]
-
-    def early_backward_plan(self, kernel: EarlyKernel, problem: AttnProblem, rank: int) -> Any:
-        """What an `EarlyKernel` is called with; the local keys are those of `rank`, which is this one."""
-        key = kernel.name, kernel.plan_key(problem)
-        if key not in self._early_plans:
-            assert self.route is not None
-            plan = self.kernel_plan(kernel, problem)
-            is_local = self.route.derive(_is_from, rank)
-            self._early_plans[key] = kernel.early_backward_plan(plan, is_local, problem)
-        return self._early_plans[key]
-
-
-def _is_from(route: Route, rank: int) -> Tensor:
-    """Which rows of the buffer come from `rank`, bool `[num_received]`."""
-    peer, row, _, count = route.recvs.long().unbind(1)
-    is_from = (peer == rank).int()
-    changes = is_from.new_zeros(route.num_received + 1)
-    changes.index_add_(0, row, is_from)
-    changes.index_add_(0, row + count, -is_from)
-    return changes.cumsum(0)[:-1] > 0
 
 
 def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
@@ -125,7 +104,6 @@ class DevicePlan:
     forward: list[DeviceStage]
     backward: list[DeviceStage]
     merged: MergedStage | None  # of the forward stages, if they are one
-    backward_is_early: bool  # of which there is one stage then, with a route
 
 
 class Execution(NamedTuple):
@@ -151,8 +129,8 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
 
 
 def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
-    digest, rank, cp_size, rows, key_rows, num_forward, num_backward, *is_early = meta[:9]
-    counts = iter(meta[9:])
+    digest, rank, cp_size, rows, key_rows, num_forward, num_backward, is_early = meta[:8]
+    counts = iter(meta[8:])
     position = 0
 
     def take_counts(number: int) -> list[int]:
@@ -178,8 +156,6 @@ def _unpack(meta: list[int], data: Tensor) -> DevicePlan:
     forward, backward = stages[:num_forward], stages[num_forward:]
     merged = None
     # A rank of which all keys are local or all are remote has one stage anyway.
-    if is_early[0] and len(forward) == 2 and not any(stage.is_empty for stage in forward):
+    if is_early and len(forward) == 2 and not any(stage.is_empty for stage in forward):
         merged = MergedStage(*forward)
-    backward_is_early = bool(is_early[1]) and not backward[0].is_empty
-    whose = (digest, rank, cp_size, rows, key_rows)
-    return DevicePlan(*whose, forward, backward, merged, backward_is_early)
+    return DevicePlan(digest, rank, cp_size, rows, key_rows, forward, backward, merged)

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING
 
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import CostModel
-from magi_compile.dtensor.planning.stages import (
-    backward_seconds,
-    early_backward_seconds,
-    early_seconds,
-    forward_seconds,
-)
+from magi_compile.dtensor.planning.stages import backward_seconds, early_seconds, forward_seconds
 
 if TYPE_CHECKING:
     from magi_compile.dtensor.planning.comm_plan import Stage
@@ -109,10 +104,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         forward = early_seconds(loads, cost)
     else:
         forward = forward_seconds(loads, degrees[0], cost)
-    if plan.backward_is_early:
-        backward = early_backward_seconds(loads, cost)
-    else:
-        backward = backward_seconds(loads, degrees[1], cost)
+    backward = backward_seconds(loads, degrees[1], cost)
     ideal = loads.area.double().mean().item() * cost.seconds_per_area
     area, local, received, sent = (tuple(x.tolist()) for x in loads[:4])
     early = "one call, which begins with a rank's own keys while the others travel"
@@ -128,9 +120,7 @@ def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
         received_rows=received,
         sent_rows=sent,
         forward=early if plan.forward_is_early else _in_words(plan.forward),
-        backward=f"{early}, and while gradients leave"
-        if plan.backward_is_early
-        else _in_words(plan.backward),
+        backward=_in_words(plan.backward),
         forward_seconds=forward,
         backward_seconds=backward,
         forward_efficiency=ideal / forward if ideal else 1.0,

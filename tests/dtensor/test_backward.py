@@ -9,20 +9,15 @@ import torch
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
 from magi_compile.dtensor.forward import forward
-from magi_compile.dtensor.planning.cost import DEFAULT_COST
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.dtensor.transport.all_to_all import AllToAll
-from magi_compile.dtensor.transport.collectives import COLLECTIVES
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.kernels.select import KERNELS, problem_of
 from magi_compile.testing.cases import Heads
-from tests.dtensor.support import early_on_cpus, phases_on_cpus
+from tests.dtensor.support import phases_on_cpus
 from tests.dtensor.support.across_ranks import run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
-
-OPTIONS = ContextParallelOptions(chunk_size=16, degree=0, backward_degree=1)
-
 
 HEADS = Heads(4, 2, 16, 16)
 
@@ -30,16 +25,7 @@ HEADS = Heads(4, 2, 16, 16)
 PROBLEM = AttnProblem("cpu", None, torch.float32, 4, 2, 16, 16, 1.0)
 
 
-MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x129"]
-
-
 PHASES = ["begin", "main", "finish"]
-
-
-# What moves takes so long that to hide any of it pays.
-EARLY_BACKWARD = replace(
-    OPTIONS, backward_degree=0, cost=replace(DEFAULT_COST, latency_seconds=1.0)
-)
 
 
 def phased(backward_degree):
@@ -98,8 +84,8 @@ class Telling(AllToAll):
     def __init__(self, say):
         self.say, self.boxes = say, []
 
-    def casts(self, tensors, routes, group, signals=None):
-        for pending in super().casts(tensors, routes, group, signals):
+    def casts(self, tensors, routes, group):
+        for pending in super().casts(tensors, routes, group):
             self.say("cast")
             yield Ticket(pending, self.say)
 
@@ -107,11 +93,11 @@ class Telling(AllToAll):
         self.boxes.append(super().outbox(like, route, group))
         return self.boxes[-1]
 
-    def start_reduce(self, tensors, route, group, signals=None):
+    def start_reduce(self, tensors, route, group):
         self.say("reduce")
         in_place = all(x is y for x, y in zip(tensors, self.boxes[-1], strict=True))
         self.say("in place" if in_place else "elsewhere")
-        return Ticket(super().start_reduce(tensors, route, group, signals), self.say)
+        return Ticket(super().start_reduce(tensors, route, group), self.say)
 
 
 def run_and_tell(group, degree):
@@ -177,58 +163,19 @@ def test_what_stages_hide(ranks_of):
         ]
 
 
-def run_early_backward(group, case, options, dtype, collective="signalling", may_be_early=True):
-    early_on_cpus.steps.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        module = early_on_cpus.__name__
-        patch.setitem(KERNELS, "early_cpu", f"{module}:EarlyCpuKernel")
-        patch.setitem(COLLECTIVES, "signalling", f"{module}:Signalling")
-        patch.setattr(early_on_cpus, "may_be_early", may_be_early)
-        run_on_ranks(group, case, options, dtype, kernel="early_cpu", collective=collective)
-    return early_on_cpus.steps[:]
-
-
-@pytest.mark.parametrize("name", [*MASKS, "nobody_sees_anything"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_backward_that_begins_early(ranks_of, size, name):
-    case = replace(SQUARE[name], heads=HEADS)
-    for steps in ranks_of(size).run(run_early_backward, case, EARLY_BACKWARD, torch.float32):
-        # A rank whose keys nobody sees takes part in the cast and the reduce, and has nothing to work on.
-        assert [x.split()[0] for x in steps] in ([], ["local", "main", "finish"])
-        assert steps or name in ("nobody_sees_anything", "holes") or size == 1
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        (replace(EARLY_BACKWARD, early=False), torch.float32),
-        (EARLY_BACKWARD, torch.float32, "all_to_all"),
-        (EARLY_BACKWARD, torch.float32, "signalling", False),
-    ],
-    ids=["off", "no_signals", "no_kernel"],
-)
-def test_a_backward_that_waits(ranks_of, more):
-    case = replace(SQUARE["varlen_causal"], heads=HEADS)
-    assert ranks_of(2).run(run_early_backward, case, *more) == [[], []]
-
-
-@pytest.mark.parametrize("name", ["early_backward_plan", "plan"])
-def test_what_fails_in_a_backward_does_so_before_rows_are_on_their_way(name, monkeypatch):
-    kernel = early_on_cpus.EarlyCpuKernel()
+@pytest.mark.parametrize("degree", [0, 2])
+def test_what_fails_in_a_backward_does_so_before_rows_are_on_their_way(degree, monkeypatch):
+    kernel = phases_on_cpus.PhasedCpuKernel()
 
     def refuse(*_):
         raise RuntimeError("no plan")
 
-    monkeypatch.setattr(kernel, name, refuse, raising=False)
-    collective = SimpleNamespace(
-        signals=early_on_cpus.Signalling().signals,
-        casts=lambda *_: pytest.fail("rows are on their way"),
-    )
+    monkeypatch.setattr(kernel, "plan", refuse)
+    collective = SimpleNamespace(casts=lambda *_: pytest.fail("rows are on their way"))
     # Plans are kept, and this one is new.
-    slices = documents([900 + len(name), 1148], causal=True)
-    plan = unpack(*plan_rank(slices, 2, 0, EARLY_BACKWARD).tensors("cpu"))
+    slices = documents([904, 1144], causal=True)
+    plan = unpack(*plan_rank(slices, 2, 0, phased(degree)).tensors("cpu"))
     q, k, v = (torch.zeros(plan.rows, heads, 16) for heads in (4, 2, 2))
-    group = SimpleNamespace(rank=lambda: 0)
-    execution = Execution(plan, kernel, PROBLEM, collective, group, group)
+    execution = Execution(plan, kernel, PROBLEM, collective, None, None)
     with pytest.raises(RuntimeError, match="no plan"):
         backward(Grads(q, None), Saved(q, k, v, q, q), execution)

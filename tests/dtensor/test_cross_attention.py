@@ -23,7 +23,7 @@ from magi_compile.dtensor import (
 from magi_compile.testing.cases import FULL, Case, Heads, one, random_disjoint
 from tests.dtensor import transformer
 from tests.dtensor.support.across_ranks import run_on_ranks
-from tests.dtensor.test_backward import EARLY_BACKWARD, run_early_backward
+from tests.dtensor.test_backward import phased, run_in_phases
 from tests.dtensor.test_forward import OPTIONS as EARLY
 from tests.dtensor.test_forward import run_early
 from tests.dtensor.test_packing_with_context_parallel import OPTIONS, check, graphs, mesh_of
@@ -77,10 +77,10 @@ def test_attention_compiled(ranks_of):
     ranks_of(2).run(run_cases, CASES[:1], WAYS[:1], True)
 
 
-def test_kernels_that_begin_early(ranks_of):
+def test_kernels_in_steps(ranks_of):
     case = replace(PACKED, heads=Heads(4, 2, 16, 16))
     assert any(ranks_of(2).run(run_early, case, EARLY, torch.float32))
-    assert any(ranks_of(2).run(run_early_backward, case, EARLY_BACKWARD, torch.float32))
+    assert any(ranks_of(2).run(run_in_phases, case, phased(0), torch.float32))
 
 
 # Models

@@ -22,7 +22,6 @@ class CostModel:
         backward_wave_rows: key rows that the whole GPU works on at a time backward, where dK and dV of a block of
             rows are one thread block's work; few times as many cannot be dealt evenly. 0 where that is no matter.
         starts_early: whether the forward kernel is an `EarlyKernel`, which hides a cast without another stage.
-        backward_starts_early: whether a backward pass can do so, and hide the way home too: the collective has to have signals.
     """
 
     seconds_per_area: float
@@ -34,7 +33,6 @@ class CostModel:
     backward_reduce_factor: float = 1.0
     backward_wave_rows: float = 0.0
     starts_early: bool = False
-    backward_starts_early: bool = False
 
     @staticmethod
     def of_heads(
@@ -58,7 +56,6 @@ class CostModel:
             backward_stage_seconds_per_row=50 * stage,
             backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms=132),
             starts_early=True,
-            backward_starts_early=True,
         )
 
 

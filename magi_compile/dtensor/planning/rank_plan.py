@@ -4,7 +4,7 @@ A plan is two int tensors, so that a compiled graph takes it as a value: a new m
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
 
     meta    digest, rank, cp_size, rows of the rank, its keys, stages forward, stages backward, whether the forward begins
-            early, whether the backward does, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
+            early, then for each stage: in place?, num_slices, seqlen_k, num_sends, num_recvs, peak_received, send_counts, recv_counts, sends, recvs
     data    for each stage: q_ranges, k_ranges, mask_types, sends, recvs
 """
 
@@ -41,11 +41,7 @@ from magi_compile.dtensor.planning.dispatch import (
     dispatch_together,
 )
 from magi_compile.dtensor.planning.one_thread import one_thread
-from magi_compile.dtensor.planning.stages import (
-    backward_begins_early,
-    choose_degree,
-    forward_begins_early,
-)
+from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.slices import AttnSlices
 
 CACHE_SIZE = 64
@@ -61,7 +57,7 @@ class ContextParallelOptions:
         slack: by what share the heaviest rank may exceed the mean in favour of less communication.
         degree: remote stages of the forward pass, 0 for a single call; None asks the cost model.
         backward_degree: the same for the backward pass.
-        early: whether a pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost` says that it pays.
+        early: whether a forward pass with degree 0 may begin before remote keys arrive, where the kernel can and `cost` says that it pays.
         cost: the rates of computation and communication.
     """
 
@@ -100,7 +96,6 @@ class RankPlan:
     forward: list[Stage]
     backward: list[Stage]
     forward_is_early: bool = False
-    backward_is_early: bool = False
     _packed: dict[torch.device, PlanTensors] = field(default_factory=dict, repr=False)
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
@@ -113,8 +108,7 @@ class RankPlan:
     def _pack(self, device: torch.device) -> PlanTensors:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
-        meta += [len(self.forward), len(self.backward)]
-        meta += [int(self.forward_is_early), int(self.backward_is_early)]
+        meta += [len(self.forward), len(self.backward), int(self.forward_is_early)]
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of ranges become a list and int32 together.
         ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
@@ -276,25 +270,19 @@ def _plan(where: Dispatch, rank: int, options: ContextParallelOptions, digest: i
     rows = RankRows.of(where)
     degree, backward_degree = options.degree, options.backward_degree
     early = options.early and options.cost.starts_early
-    early_backward = options.early and options.cost.backward_starts_early
-    is_early, is_backward_early = False, False
-    may_be_early = (early and degree == 0) or (early_backward and backward_degree == 0)
-    if degree is None or backward_degree is None or may_be_early:
+    is_early = False
+    if degree is None or backward_degree is None or (early and degree == 0):
         loads = StageLoads.of(rows)
         if degree is None:
             degree = choose_degree(loads, options.cost, early=early)
         if backward_degree is None:
-            backward_degree = choose_degree(
-                loads, options.cost, backward=True, early=early_backward
-            )
+            backward_degree = choose_degree(loads, options.cost, backward=True)
         if early and degree == 0 and forward_begins_early(loads, options.cost):
             degree, is_early = 1, True
-        if early_backward and backward_degree == 0:
-            is_backward_early = backward_begins_early(loads, options.cost)
     degrees = sorted({degree, backward_degree})
     plans = plan_communication(rows, degrees).stages(rank)
     forward, backward = (plans[degrees.index(x)] for x in (degree, backward_degree))
-    return RankPlan(where, rank, digest, forward, backward, is_early, is_backward_early)
+    return RankPlan(where, rank, digest, forward, backward, is_early)
 
 
 def _content_of(slices: AttnSlices, cp_size: int) -> list[int]:

@@ -5,9 +5,9 @@ and read again. So what a stage costs does not depend on the mask, and what it h
 with the rates of a `CostModel`, and the fastest degree wins; where little moves, that is 0: one cast and one
 attention call over everything.
 
-A kernel that begins before remote keys are there (`EarlyKernel`) hides the cast in one call. Forward it does another pass over
-as few rows as it takes, backward its work on local keys also hides the way home. It takes a little longer over all keys: that pays
-where much moves for what is computed, and where it does not, a pass waits, or a stage hides as much.
+A kernel that begins a forward pass before remote keys are there (`EarlyKernel`) hides the cast in one call, with another pass over
+as few rows as it takes. It takes a little longer over all keys: that pays where much moves for what is computed, and where it
+does not, a pass waits, or a stage hides as much.
 """
 
 from __future__ import annotations
@@ -35,10 +35,6 @@ BEFORE_KEYS = 1 / 3
 #: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes. On one GPU it is 0
 #: to 3.5 %, most on full masks: thread blocks begin with remote keys one after another, and share less of them in the L2 cache.
 EARLY_FORWARD_COST = 0.02
-
-#: By how much longer the backward of an `EarlyKernel` computes. Alone on a GPU it is 0 to 2 %; on four, beside what moves and
-#: at the limit of their power, up to 4 % of a causal or a full mask.
-EARLY_BACKWARD_COST = 0.04
 
 
 def forward_seconds(loads: StageLoads, degree: int, cost: CostModel) -> float:
@@ -71,22 +67,6 @@ def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     return bool(_early_forward(area, local, cast).amax() < (area + cast).amax())
 
 
-def early_backward_seconds(loads: StageLoads, cost: CostModel) -> float:
-    """The same of a backward pass: local keys keep the kernel busy while remote ones arrive, and while their gradients leave."""
-    cast = _cast_seconds(loads, _column([1]), cost)[0]
-    area, local = _areas(loads, cost.seconds_per_area * cost.backward_area_factor)
-    moving = cast * (1 + cost.backward_reduce_factor)
-    stage = loads.query_rows * cost.backward_stage_seconds_per_row
-    hidden = local + BEFORE_KEYS * stage
-    computing = area * (1 + EARLY_BACKWARD_COST) + stage
-    return (computing + (moving - hidden).clamp(min=0)).amax().item()
-
-
-def backward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
-    """Whether a backward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same."""
-    return early_backward_seconds(loads, cost) < backward_seconds(loads, 0, cost)
-
-
 def choose_degree(
     loads: StageLoads,
     cost: CostModel,
@@ -101,7 +81,7 @@ def choose_degree(
         loads: of all ranks.
         cost: rates.
         backward: of the backward pass.
-        early: whether a pass with degree 0 may begin before remote keys are there.
+        early: whether a forward pass with degree 0 may begin before remote keys are there; no matter with `backward`.
         max_degree: the largest to consider.
 
     Returns:
@@ -111,9 +91,7 @@ def choose_degree(
         return 1  # nothing moves, and keys that are attended in place are not even copied
     seconds = _backward if backward else _forward
     predicted = seconds(loads, _column(range(max_degree + 1)), cost).tolist()
-    if early and backward:
-        predicted[0] = min(predicted[0], early_backward_seconds(loads, cost))
-    elif early and forward_begins_early(loads, cost):
+    if early and not backward and forward_begins_early(loads, cost):
         predicted[0] = early_seconds(loads, cost)
     return next(i for i, x in enumerate(predicted) if x <= min(predicted) * (1 + TIE))
 

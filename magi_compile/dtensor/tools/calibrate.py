@@ -90,9 +90,6 @@ def calibrate(
         backward_reduce_factor=reduce / casting,
         backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms),
         starts_early=isinstance(kernel, EarlyKernel),
-        backward_starts_early=isinstance(kernel, EarlyKernel)
-        and kernel.backward_may_be_early()
-        and moving.signals(group, device) is not None,
     )
 
 

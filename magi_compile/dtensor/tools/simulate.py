@@ -27,10 +27,8 @@ from magi_compile.dtensor.planning.dispatch import (
 )
 from magi_compile.dtensor.planning.ranges import total_by_owner, unite
 from magi_compile.dtensor.planning.stages import (
-    backward_begins_early,
     backward_seconds,
     choose_degree,
-    early_backward_seconds,
     early_seconds,
     forward_begins_early,
     forward_seconds,
@@ -108,10 +106,9 @@ def simulate(
         )
         rows = RankRows.of(where)
         loads = StageLoads.of(rows)
-        early, early_bwd = cost.starts_early, cost.backward_starts_early
-        degree_fwd = choose_degree(loads, cost, early=early)
-        degree_bwd = choose_degree(loads, cost, backward=True, early=early_bwd)
-        is_early = early and degree_fwd == 0 and forward_begins_early(loads, cost)
+        degree_fwd = choose_degree(loads, cost, early=cost.starts_early)
+        degree_bwd = choose_degree(loads, cost, backward=True)
+        is_early = cost.starts_early and degree_fwd == 0 and forward_begins_early(loads, cost)
         # A forward pass that begins early is cut in two like one stage.
         degrees = {1 if is_early else degree_fwd, degree_bwd}
         plan_communication(rows, sorted(degrees)).stages(0)
@@ -121,9 +118,7 @@ def simulate(
     ideal_bwd = ideal * cost.backward_area_factor
     forward, backward = (
         early_seconds(loads, cost) if is_early else forward_seconds(loads, degree_fwd, cost),
-        early_backward_seconds(loads, cost)
-        if early_bwd and degree_bwd == 0 and backward_begins_early(loads, cost)
-        else backward_seconds(loads, degree_bwd, cost),
+        backward_seconds(loads, degree_bwd, cost),
     )
     return Outcome(
         cp=cp_size,

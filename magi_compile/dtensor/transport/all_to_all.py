@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.transport import rows
-from magi_compile.dtensor.transport.collectives import KernelSignals, Route
+from magi_compile.dtensor.transport.collectives import Route
 
 SMS = 32  # fastest with 16 of 0, 16, 32 and 48 on four H200s, whose exchange is 25 thread blocks
 
@@ -29,15 +29,8 @@ class AllToAll:
     def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
         return []
 
-    def signals(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Rows that are sent are packed by a kernel, which would wait for SMs until attention ends."""
-
     def casts(
-        self,
-        tensors: Sequence[Tensor],
-        routes: Sequence[Route],
-        group: dist.ProcessGroup,
-        signals: KernelSignals | None = None,
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[_Cast]:
         return (_Cast(tensors, route.derive(_Order, group.rank()), group) for route in routes)
 
@@ -47,11 +40,7 @@ class AllToAll:
         return [x.new_empty(route.num_received, *x.shape[1:]) for x in like]
 
     def start_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        route: Route,
-        group: dist.ProcessGroup,
-        signals: KernelSignals | None = None,
+        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
         return _Reduce(tensors, route.derive(_Order, group.rank()), group)
 

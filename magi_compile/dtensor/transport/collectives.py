@@ -6,7 +6,6 @@
 Implementations are listed in `COLLECTIVES` and found by `select`. One is an object with
 
     refusals(group, device)              why it cannot serve; equal on every rank, so that all choose alike
-    signals(group, device)               how a kernel that runs hears of a cast, and a reduce of a kernel; None where they cannot
     casts(tensors, routes, group)        an iterator: each `next` starts the cast of the next route
     outbox(like, route, group)           buffers for the next reduce, best written in place
     start_reduce(tensors, route, group)  starts a reduce
@@ -26,14 +25,12 @@ import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from magi_compile.kernels.overlap import Signals
 
 logger = logging.getLogger("magi_compile")
 
@@ -125,18 +122,6 @@ def refuse_to_be_recorded(x: Tensor) -> None:
         )
 
 
-class KernelSignals(NamedTuple):
-    """Two words of a device, 0 for all that is enqueued behind `begin`."""
-
-    words: Tensor  # int32 [2]: 1 once a cast's rows are there; 1 once a kernel's rows may leave
-    begin: torch.cuda.Event
-
-    @property
-    def addresses(self) -> Signals:
-        at = self.words.data_ptr()
-        return Signals(at, at + self.words.element_size())
-
-
 class PendingCast(Protocol):
     """A cast under way.
 
@@ -174,21 +159,10 @@ class Collective(Protocol):
         """Every reason why this cannot serve; empty when it can. The same on every rank of `group`."""
         ...
 
-    def signals(self, group: dist.ProcessGroup, device: torch.device) -> KernelSignals | None:
-        """Signals for the next cast in `group` and the reduce that follows; the same kind of answer on every rank."""
-        ...
-
     def casts(
-        self,
-        tensors: Sequence[Tensor],
-        routes: Sequence[Route],
-        group: dist.ProcessGroup,
-        signals: KernelSignals | None = None,
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[PendingCast]:
-        """Casts of `tensors [rows, ...]`, of one dtype, one for each route; the next starts at each `next`.
-
-        With `signals`, made before, there is one route, and its rows are there once the first word is 1.
-        """
+        """Casts of `tensors [rows, ...]`, of one dtype, one for each route; the next starts at each `next`."""
         ...
 
     def outbox(
@@ -202,17 +176,9 @@ class Collective(Protocol):
         ...
 
     def start_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        route: Route,
-        group: dist.ProcessGroup,
-        signals: KernelSignals | None = None,
+        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> PendingReduce:
-        """Starts to send the rows of the buffers `tensors [num_received, ...]`, of one dtype, home.
-
-        With `signals` these are an outbox made behind `signals.begin`, and the rows leave as soon as the second word is 1. What
-        makes it 1 is enqueued already.
-        """
+        """Starts to send the rows of the buffers `tensors [num_received, ...]`, of one dtype, home."""
         ...
 
 

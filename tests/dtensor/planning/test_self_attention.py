@@ -38,7 +38,7 @@ def digest_of(lists_of_masks, options):
         (ContextParallelOptions(chunk_size=16), "4efe7fafd5a39731"),
         (ContextParallelOptions(chunk_size=16, degree=0, backward_degree=2), "7acd19ad0aed962b"),
         (ContextParallelOptions(chunk_size=8, strategy="min_heap", degree=1), "71d146a1a95656b4"),
-        (ContextParallelOptions(), "3d3d36e7f333ca17"),
+        (ContextParallelOptions(), "23ea3c5d12d176a6"),
     ],
 )
 def test_plans(options, expected):

@@ -10,12 +10,9 @@ from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.dtensor.planning.rank_plan import plan_rank
 from magi_compile.dtensor.planning.stages import (
-    EARLY_BACKWARD_COST,
     TIE,
-    backward_begins_early,
     backward_seconds,
     choose_degree,
-    early_backward_seconds,
     early_seconds,
     forward_begins_early,
     forward_seconds,
@@ -209,34 +206,3 @@ def test_a_rank_without_local_keys_hides_nothing():
     each = (torch.full((2,), x) for x in (10**9, 0, 10**4, 10**4))
     loads = StageLoads(*each, 8192)
     assert not forward_begins_early(loads, DEFAULT_COST)
-
-
-def test_a_backward_begins_early_where_much_moves_for_what_is_computed():
-    slow = replace(DEFAULT_COST, seconds_per_row=1e-6)
-    packed = loads_of(documents(document_packs(32768, 1)[0], causal=True), 4)
-    full = loads_of(AttnSlices.full(32768), 4)
-    for loads, cost, is_early in (
-        (packed, DEFAULT_COST, True),
-        (full, DEFAULT_COST, False),
-        (full, slow, True),
-    ):
-        assert backward_begins_early(loads, cost) == is_early
-        waiting, early = backward_seconds(loads, 0, cost), early_backward_seconds(loads, cost)
-        assert (early < waiting) == is_early
-    others = [backward_seconds(packed, degree, DEFAULT_COST) for degree in range(5)]
-    assert early_backward_seconds(packed, DEFAULT_COST) < min(others)
-    assert choose_degree(packed, DEFAULT_COST, backward=True, early=True) == 0
-
-
-def test_what_an_early_backward_can_not_hide():
-    loads = loads_of(AttnSlices.full(32768), 4)
-    at_once = replace(DEFAULT_COST, seconds_per_row=0.0, latency_seconds=0.0)
-    slow = replace(DEFAULT_COST, seconds_per_row=1e-3, backward_reduce_factor=2.0)
-    area = (
-        float(loads.area.max()) * DEFAULT_COST.seconds_per_area * DEFAULT_COST.backward_area_factor
-    )
-    stage = loads.query_rows * DEFAULT_COST.backward_stage_seconds_per_row
-    computing = area * (1 + EARLY_BACKWARD_COST) + stage
-    assert early_backward_seconds(loads, at_once) == pytest.approx(computing)
-    moving = 3 * (int(loads.recv_rows.max()) * 1e-3 + slow.latency_seconds)
-    assert moving < early_backward_seconds(loads, slow) < moving + computing

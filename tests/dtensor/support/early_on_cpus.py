@@ -4,19 +4,16 @@ from contextlib import nullcontext
 
 import torch
 
-from magi_compile.dtensor.transport.all_to_all import AllToAll
-from magi_compile.dtensor.transport.collectives import KernelSignals
-from magi_compile.kernels.base import Saved
 from magi_compile.kernels.cpu import CpuKernel
 from magi_compile.masks.slices import AttnSlices
 
 free: list[int] = []  # the SMs that each forward call was asked to leave free
-steps: list[str] = []  # of all backward calls
-may_be_early = True  # what the kernel says of its backward
 
 
 class EarlyCpuKernel(CpuKernel):
     name = "early_cpu"
+    # What else an `EarlyKernel` has; nothing here calls it.
+    backward_may_be_early = early_backward_plan = early_backward = CpuKernel.backward
 
     def early_plan(self, slices, problem, remote_begin):
         is_far = slices.k_ranges[:, 0] >= remote_begin
@@ -40,16 +37,6 @@ class EarlyCpuKernel(CpuKernel):
         free.append(free_sms)
         return ForwardPass(self, q, keys, remote, plan, problem)
 
-    def backward_may_be_early(self):
-        return may_be_early
-
-    def early_backward_plan(self, plan, is_local, problem):
-        return plan, is_local
-
-    def early_backward(self, grads, saved, signals, plan, problem):
-        assert signals.are_complete - signals.have_arrived == 4
-        return BackwardPass(self, grads, saved, plan, problem)
-
 
 class ForwardPass:
     def __init__(self, kernel, q, keys, remote, plans, problem):
@@ -69,40 +56,3 @@ class ForwardPass:
 
     def finish(self):
         return self.result
-
-
-class BackwardPass:
-    def __init__(self, kernel, grads, saved, plan, problem):
-        self.kernel, self.grads, self.saved, self.problem = kernel, grads, saved, problem
-        self.plan, self.is_local = plan
-        self.tensors = None
-
-    def begin(self):
-        steps.append(f"local {int(self.is_local.sum())}")
-
-    def main(self, keys):
-        if self.tensors is None:
-            self.tensors = keys
-            return
-        assert all(x is y for x, y in zip(keys, self.tensors, strict=True))
-        steps.append("main")
-        q, out, lse = self.saved
-        saved = Saved(q, keys.k, keys.v, out, lse)
-        # The plan says all that this kernel wants to know of the slices.
-        self.dq, dk, dv = self.kernel.backward(self.grads, saved, None, self.plan, self.problem)
-        for room, grad in ((keys.dk, dk), (keys.dv, dv)):
-            assert room.is_contiguous()
-            room.copy_(grad)
-
-    def finish(self):
-        steps.append("finish")
-        return self.dq
-
-
-class Signalling(AllToAll):
-    """Says that it has signals, and gives none."""
-
-    name = "signalling"
-
-    def signals(self, group, device):
-        return KernelSignals(torch.zeros(2, dtype=torch.int32), None)

@@ -26,4 +26,3 @@ def test_ranks_agree(ranks_of, size):
     assert 0.1 < model.backward_area_factor < 100
     assert math.isfinite(model.backward_reduce_factor)
     assert not model.starts_early
-    assert not model.backward_starts_early

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.transport import rows
-from magi_compile.dtensor.transport.collectives import KernelSignals, Route
+from magi_compile.dtensor.transport.collectives import Route
 from magi_compile.dtensor.transport.native.peers import refusals
 from magi_compile.dtensor.transport.native.pulls import SMS, Pulls, Targets
 from magi_compile.dtensor.transport.native.window import Slot, Window, round_up
@@ -37,20 +37,8 @@ class NativeCollective:
     def refusals(self, group: dist.ProcessGroup, device: torch.device) -> list[str]:
         return refusals(group, device, self)
 
-    def signals(self, group: dist.ProcessGroup, device: torch.device) -> KernelSignals | None:
-        # Branches of a graph need not run beside each other, and one of these waits for the other's kernel.
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        words = self._window("reduces", group, device).words
-        words.zero_()
-        return KernelSignals(words, torch.cuda.current_stream(device).record_event())
-
     def casts(
-        self,
-        tensors: Sequence[Tensor],
-        routes: Sequence[Route],
-        group: dist.ProcessGroup,
-        signals: KernelSignals | None = None,
+        self, tensors: Sequence[Tensor], routes: Sequence[Route], group: dist.ProcessGroup
     ) -> Iterator[_Cast]:
         if not routes:
             return
@@ -64,8 +52,6 @@ class NativeCollective:
         like = [x[:0] for x in tensors]
         for order, part in zip(orders, packed.split(received), strict=True):
             self._pull(order.pulls, slot, [(0, part)], window.stream, met)
-            if signals is not None:
-                window.tell(signals.addresses.have_arrived)
             done = window.end()
             buffers = rows.split(part, like)
             rows.move(tensors, order.own_home_rows, buffers, order.own_buffer_rows)
@@ -80,11 +66,7 @@ class NativeCollective:
         return _parts(window.next_slot(num_bytes, current), offsets, like, route)
 
     def start_reduce(
-        self,
-        tensors: Sequence[Tensor],
-        route: Route,
-        group: dist.ProcessGroup,
-        signals: KernelSignals | None = None,
+        self, tensors: Sequence[Tensor], route: Route, group: dist.ProcessGroup
     ) -> _Reduce:
         order = route.derive(_ReduceOrder, group.rank(), group.size())
         window = self._window("reduces", group, tensors[0].device)
@@ -94,16 +76,8 @@ class NativeCollective:
         for x, part in zip(tensors, _parts(slot, offsets, tensors, route), strict=True):
             if x.data_ptr() != part.data_ptr():
                 part.copy_(x)
-        met = None
-        if signals is None:
-            arrived = _room(tensors, order.pulls.num_rows)
-            met = window.meet(slot, current)
-        else:
-            window.meet_when(slot, signals.addresses.are_complete, signals.begin)
-            # What the current stream frees may be in use until that kernel ends, for which these rows do not wait. What
-            # this one frees may be read by the current stream, but not any more behind `begin`.
-            with torch.cuda.stream(window.stream):
-                arrived = _room(tensors, order.pulls.num_rows)
+        arrived = _room(tensors, order.pulls.num_rows)
+        met = window.meet(slot, current)
         targets = list(zip(offsets, arrived, strict=True))
         self._pull(order.pulls, slot, targets, window.stream, met)
         return _Reduce(tensors, arrived, order, window, window.end())
@@ -120,12 +94,12 @@ class NativeCollective:
         slot: Slot,
         targets: Targets,
         stream: torch.cuda.Stream,
-        met: torch.cuda.Event | None = None,
+        met: torch.cuda.Event,
     ) -> None:
         row_bytes = sum(x.shape[1] * x.element_size() for _, x in targets)
         engine = self._engine or pulls.engine(row_bytes // len(targets))
         pulls.enqueue(slot, targets, engine, stream)
-        if engine == SMS and met is not None:
+        if engine == SMS:
             # Both are ready from here on, and `stream` has priority. Attention that came first would take all SMs and
             # keep these few out until it ends.
             torch.cuda.current_stream(slot.memory.device).wait_event(met)

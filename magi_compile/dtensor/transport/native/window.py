@@ -53,7 +53,6 @@ class Window:
 
     Attributes:
         stream: reads from slots.
-        words: int32 `[2]`, by which kernels are told and tell.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
@@ -61,7 +60,6 @@ class Window:
         self._group_name, self._rank, self._size = group.group_name, group.rank(), group.size()
         self._device = device
         self.stream = torch.cuda.Stream(device, priority=-1)
-        self.words = torch.zeros(2, dtype=torch.int32, device=device)
         self._slots: list[Slot] = []
         self._capacity = 0  # bytes of a slot
         self._turn = 0
@@ -105,16 +103,6 @@ class Window:
         """Lets `stream` read the slots of all ranks, once what `current` holds is done everywhere: at the event."""
         self._is_being_filled = False
         return self._meet(slot.meeting, current)
-
-    def meet_when(self, slot: Slot, flag: int, begin: torch.cuda.Event) -> None:
-        """`meet`, once a kernel has made the word at `flag` 1, which is 0 behind `begin`; that kernel is enqueued."""
-        self._is_being_filled = False
-        self.stream.wait_event(begin)
-        stream_ops.enqueue([await_flag(flag, 1), *slot.meeting], self.stream)
-
-    def tell(self, flag: int) -> None:
-        """The word at `flag` becomes 1 when `stream` comes here."""
-        stream_ops.enqueue([set_flag(flag, 1)], self.stream)
 
     def _meet(self, meeting: list[Op], current: torch.cuda.Stream) -> torch.cuda.Event:
         self.stream.wait_stream(current)
