@@ -76,7 +76,6 @@ class _Shape(NamedTuple):
     num_tiles: int
     num_lists: int
     has_dlse: bool
-    has_signals: bool
     score: ScoreArguments | None
     device_index: int
 
@@ -256,7 +255,7 @@ class _Prepared:
         of_dk, of_dv = (_contiguous(layout) for layout in keys)
         dtype, cols = problem.dtype, config.block_cols
         rows = config.tile_rows // config.num_ctas
-        has_signals = shape.has_signals
+        has_signals = shape.num_lists > 1
         struct = BACKWARD[shape.num_lists]
         fields: dict[str, Any] = {}
         if problem.has_bits or shape.score is not None:
@@ -412,7 +411,6 @@ def _given(
     problem: AttnProblem,
     deterministic: bool,
     remote_tiles: Tensor | None = None,
-    has_signals: bool = False,
     bits: Tensor | None = None,
     score: ScoreArguments | None = None,
 ) -> tuple[list[Tensor | None], _Prepared]:
@@ -420,7 +418,7 @@ def _given(
     `saved` are q, out and lse."""
     (dout, dlse), (q, out, lse), (tiles, runs, edges) = grads, saved, walk
     num_lists = 1 if remote_tiles is None else 2
-    sizes = (tiles.shape[0], num_lists, dlse is not None, has_signals, score)
+    sizes = (tiles.shape[0], num_lists, dlse is not None, score)
     (dout, q, out), prepared = routed(_prepared, (dout, q, out), problem, deterministic, *sizes)
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
@@ -453,7 +451,7 @@ class BackwardPass:
         problem: what `CudaKernel.refusals` finds nothing against.
         deterministic: whether additions to dq have one order.
         remote_tiles: if there are some.
-        signals: of remote keys, if there are some.
+        signals: of remote keys, where there are remote tiles.
     """
 
     def __init__(
@@ -470,9 +468,7 @@ class BackwardPass:
         self._has_remote_keys = remote_tiles is not None
         with on_device(device):
             self._stream = current_stream(device)
-            given, self._prepared = _given(
-                grads, saved, walk, problem, deterministic, remote_tiles, signals is not None
-            )
+            given, self._prepared = _given(grads, saved, walk, problem, deterministic, remote_tiles)
             self._dq, _ = made = allocate(self._prepared.made, device, self._stream)
         self._held = [*given, *made]  # until all of it is enqueued
         self._addresses = addresses_of(given)
