@@ -35,9 +35,9 @@ from magi_compile.masks.solver.solve import refuse_broken
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
 MIN_CAPACITY = 256
 # Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
-MIN_PIECE = 256
+MIN_PERIOD = 256
 MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
-FEW_PIECES = 4  # of which all keys consist: then there is little to walk
+FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 
 
 def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
@@ -47,20 +47,20 @@ def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
     return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
 
 
-def piece_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
+def period_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     """What speaks against the intervals of a mask that repeats along the keys, where there is an alternative.
 
     Raises:
         UnsupportedMaskError: a row sees more intervals than are representable.
     """
     seqlen_k, symbols = sizes_of(call)
-    count, piece = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_piece))
-    if piece is None or piece >= MIN_PIECE:
+    count, period = (f(seqlen_k, symbols) for f in (program.max_intervals, program.least_period))
+    if period is None or period >= MIN_PERIOD:
         return []
-    if piece * FEW_PIECES >= (seqlen_k or MAX_SEQLEN):
+    if period * FEW_PERIODS >= (seqlen_k or MAX_SEQLEN):
         return []
     return [
-        f"a row sees up to {count} key intervals, one in each piece of {piece} keys; with pieces of fewer than {MIN_PIECE} "
+        f"a row sees up to {count} key intervals, one in each period of {period} keys; with periods of fewer than {MIN_PERIOD} "
         "keys FlexAttention is faster"
     ]
 
@@ -123,7 +123,7 @@ def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
             "magi_compile.masks.slices_from_block_mask",
         )
     try:
-        reasons = piece_reasons(call, program)
+        reasons = period_reasons(call, program)
         refuse_without_data(call, program)
     except UnsupportedMaskError as error:
         return tuple(error.reasons)

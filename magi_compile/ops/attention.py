@@ -179,7 +179,7 @@ def flex_flash_attention(
         softmax_scale = q.shape[2] ** -0.5
     return _packed_result(
         *_attend(
-            *(q, k, v, slices, softmax_scale, softcap, kernel),
+            *(q, k, v, slices, softmax_scale, softcap, kernel or ""),
             return_max_scores=return_max_scores,
         )
     )
@@ -216,19 +216,8 @@ class _Scored(NamedTuple):
     lengths: list[int]
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slices: AttnSlices,
-    softmax_scale: float,
-    softcap: float,
-    kernel: str | None = None,
-    scored: _Scored | None = None,
-    *,
-    return_max_scores: bool = False,
-) -> tuple[Tensor, ...]:
-    """out, lse and, if they are asked for, the largest scores."""
+def _lists_of(slices: AttnSlices) -> tuple[AttnSlices, list[Tensor]]:
+    """`slices`, which their op has checked, and the tensors by which ops take them."""
     lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
     if not slices.is_checked:
         totals = slices.seqlen_q, slices.seqlen_k
@@ -237,8 +226,42 @@ def _attend(
         slices = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals)
     if slices.bits is not None:
         lists.append(slices.bits)
-    has_score = scored is not None
-    if scored is not None and not kernel and q.is_cuda:
+    return slices, lists
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    softmax_scale: float,
+    softcap: float,
+    kernel: str = "",
+    *,
+    return_max_scores: bool = False,
+) -> tuple[Tensor, ...]:
+    """out, lse and, if they are asked for, the largest scores."""
+    slices, lists = _lists_of(slices)
+    plan = plan_of_call(q, k, v, slices, float(softcap), kernel)
+    ops = torch.ops.magi
+    op = ops.attention_with_max_scores if return_max_scores else ops.attention
+    return op(q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel)
+
+
+def _attend_scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slices: AttnSlices,
+    softmax_scale: float,
+    scored: _Scored,
+    *,
+    return_max_scores: bool = False,
+) -> tuple[Tensor, ...]:
+    """The same with a score program, by the CUDA kernels where they have code for it, else by Triton's."""
+    slices, lists = _lists_of(slices)
+    kernel = ""
+    if q.is_cuda:
         heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
         problem = problem_on(q.device, q.dtype, heads, softmax_scale)
         problem = replace(
@@ -247,18 +270,15 @@ def _attend(
             has_score=True,
             has_max_scores=return_max_scores,
         )
-        kernel = None if _has_cuda_code(problem, scored) else "triton"
-    plan = plan_of_call(q, k, v, slices, float(softcap), kernel or "", has_score=has_score)
+        kernel = "" if _has_cuda_code(problem, scored) else "triton"
+    plan = plan_of_call(q, k, v, slices, 0.0, kernel, has_score=True)
+    program, tables, lengths = scored
     ops = torch.ops.magi
-    if scored is not None:
-        program, tables, lengths = scored
-        op = ops.scored_attention_with_max_scores if return_max_scores else ops.scored_attention
-        return op(
-            *(q, k, v, tables, lists, plan, [], program.text, lengths),
-            *(float(softmax_scale), kernel or ""),
-        )
-    op = ops.attention_with_max_scores if return_max_scores else ops.attention
-    return op(q, k, v, lists, plan, float(softmax_scale), float(softcap), kernel or "")
+    op = ops.scored_attention_with_max_scores if return_max_scores else ops.scored_attention
+    return op(
+        *(q, k, v, tables, lists, plan, [], program.text, lengths),
+        *(float(softmax_scale), kernel),
+    )
 
 
 @overload
@@ -415,15 +435,13 @@ def flex_attention(
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:
         q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    scored = None
-    if program is not None:
+    of_all = (q, k, v, mask.slices, softmax_scale)
+    if program is None:
+        out, *rows = _attend(*of_all, score.softcap, return_max_scores=return_max_scores)
+    else:
         lengths = [seqlen_q, key.shape[2], nheads_q if mask.is_by_head else 1]
         scored = _Scored(*program, lengths)
-    out, *rows = _attend(
-        *(q, k, v, mask.slices, softmax_scale, score.softcap),
-        scored=scored,
-        return_max_scores=return_max_scores,
-    )
+        out, *rows = _attend_scored(*of_all, scored, return_max_scores=return_max_scores)
     if mask.is_by_head:
         out = out.view(batch, nheads_q, seqlen_q, value.shape[3])
         lse, *others = (x.view(batch, nheads_q, seqlen_q) for x in rows)

@@ -1,4 +1,4 @@
-"""Merging partial results: exact arithmetic, and rows that see nothing in some or all parts."""
+"""Merging partial results: exact arithmetic, and rows that see nothing in some or all partials."""
 
 import pytest
 import torch
@@ -13,14 +13,15 @@ from tests.kernels.support.prior import check_prior
 INF = torch.inf
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 4])
-def test_equals_the_whole_softmax(num_parts):
+@pytest.mark.parametrize("num_partials", [1, 2, 4])
+def test_equals_the_whole_softmax(num_partials):
     generator = torch.Generator().manual_seed(0)
     scores = 10 * torch.randn(3, 5, 64, generator=generator, dtype=torch.float64)
     v = torch.randn(64, 7, generator=generator, dtype=torch.float64)
-    parts = list(zip(scores.chunk(num_parts, -1), v.chunk(num_parts), strict=True))
+    partials = list(zip(scores.chunk(num_partials, -1), v.chunk(num_partials), strict=True))
     out, lse = merge_partials(
-        [torch.softmax(s, -1) @ x for s, x in parts], [torch.logsumexp(s, -1) for s, _ in parts]
+        [torch.softmax(s, -1) @ x for s, x in partials],
+        [torch.logsumexp(s, -1) for s, _ in partials],
     )
     torch.testing.assert_close(out, torch.softmax(scores, -1) @ v)
     torch.testing.assert_close(lse, torch.logsumexp(scores, -1))
@@ -51,11 +52,11 @@ def test_low_precision_is_merged_in_fp32(dtype):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("num_parts", [1, 2, 5])
+@pytest.mark.parametrize("num_partials", [1, 2, 5])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_parts(device, dtype, num_parts, shape):
-    check_merge(merge_prior, shape, num_parts, dtype, device)
-    check_sum(sum_partials, shape, num_parts, dtype, device)
+def test_partials(device, dtype, num_partials, shape):
+    check_merge(merge_prior, shape, num_partials, dtype, device)
+    check_sum(sum_partials, shape, num_partials, dtype, device)
 
 
 def test_without_a_prior_only_the_dtype_changes():

@@ -92,7 +92,7 @@ def test_training_on_a_cpu_cannot_fall_back():
         compiled()(x, block_mask(causal, SEQLEN), score_mod=not_pointwise)
 
 
-def test_what_small_pieces_would_cost():
+def test_what_short_periods_would_cost():
     """A neighbourhood of 13 by 13 pixels in lines of 128: what Hopper kernels would visit, and a BlockMask, over what it shows."""
 
     def around(b, h, q, kv):

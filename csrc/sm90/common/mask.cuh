@@ -30,7 +30,7 @@ __device__ __forceinline__ Visibility visibility(const Run& run, const Edges* ed
     return all_rows && all_cols ? kAll : kPartial;
 }
 
-// Sets the scores that `run` hides to -inf. `scores` is this thread's part of a wgmma accumulator whose first row is
+// Sets the scores that `run` hides to -inf. `scores` is this thread's share of a wgmma accumulator whose first row is
 // `row` (and row + 8) and whose first column is `col`. All threads of a warp have the same run.
 template <bool kHasStairs, int kCount>
 __device__ __forceinline__ void apply_mask(float (&scores)[kCount], const Run& run, const Edges* edges, int row,

@@ -15,7 +15,7 @@ class CostModel:
         stage_seconds_per_row: what one more stage costs forward for each query row of the rank: its partial output is
             written in fp32 and read again, Q is read once more, and a kernel has a ramp and a tail.
         backward_stage_seconds_per_row: the same backward, where what comes before and after the gradients of the keys
-            is done once more, and dq comes in parts that are added up.
+            is done once more, and dq comes in partial sums that are added up.
         latency_seconds: one collective without data.
         backward_area_factor: backward compute over forward compute.
         backward_reduce_factor: sending back dK and dV of a row over receiving K and V of it.

@@ -32,7 +32,7 @@ IDLE_WAVES = 0.5
 #: How much of what a backward call costs beyond its area comes before it needs keys, and runs beside the cast.
 BEFORE_KEYS = 1 / 3
 
-#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of parts takes. On one GPU it is 0
+#: By how much longer the forward of an `EarlyKernel` computes, beyond what the pass over the rows of splits takes. On one GPU it is 0
 #: to 3.5 %, most on full masks: thread blocks begin with remote keys one after another, and share less of them in the L2 cache.
 EARLY_FORWARD_COST = 0.02
 
@@ -59,7 +59,7 @@ def early_seconds(loads: StageLoads, cost: CostModel) -> float:
 def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
     """Whether a forward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same.
 
-    That is where it hides more than it costs. What parts of tiles cost is left out: where rows have few keys, tiles
+    That is where it hides more than it costs. What splits of tiles cost is left out: where rows have few keys, tiles
     without remote ones keep a rank busy for most of the time, and have none.
     """
     area, local = _areas(loads, cost.seconds_per_area)
@@ -132,7 +132,7 @@ def _areas(loads: StageLoads, seconds_per_area: float) -> tuple[Tensor, Tensor]:
 
 
 def _early_forward(area: Tensor, local: Tensor, cast: Tensor) -> Tensor:
-    """Seconds of a forward pass that begins early on each rank, but for those that parts of tiles cost."""
+    """Seconds of a forward pass that begins early on each rank, but for those that splits of tiles cost."""
     return area * (1 + EARLY_FORWARD_COST) + (cast - local).clamp(min=0)
 
 

@@ -105,9 +105,9 @@ class CudaKernel:
         bits = _bits_of(slices, problem)
         # What is a prior, or has one, stays whole: its own merge is in registers.
         if splits.shape[0] > 0 and prior is None and out_dtype in (None, q.dtype):
-            return forward_in_splits(q, k, v, walk, splits, problem, bits, max_scores)
+            return forward_in_splits((q, k, v), walk, splits, problem, bits, max_scores)
         return forward(
-            *(q, k, v, walk, problem),
+            *((q, k, v), walk, problem),
             bits=bits,
             prior=prior,
             out_dtype=out_dtype,
@@ -130,7 +130,7 @@ class CudaKernel:
         check_sizes(sizes, plan_tiles(problem))
         walk = Walk(q_tiles, q_runs, q_edges)
         bits = _bits_of(slices, problem)
-        return forward(q, k, v, walk, problem, bits=bits, score=score, max_scores=max_scores)
+        return forward((q, k, v), walk, problem, bits=bits, score=score, max_scores=max_scores)
 
     def scored_backward(
         self,

@@ -19,7 +19,7 @@ from magi_compile.masks.program.expr import (
 from magi_compile.masks.program.parse import parse
 from magi_compile.masks.program.source import functions, parameters
 from magi_compile.masks.solver.key_sets import MAX_INTERVALS, KeySet, Refusal
-from magi_compile.masks.solver.periodic import least_piece, unroll
+from magi_compile.masks.solver.periodic import least_period, unroll
 from magi_compile.masks.solver.solve import UnsupportedMaskError, solve
 
 _UNSAFE_IN_NAME = re.compile(r"[#`;\s]+|,\s*(?=t\d+: )")
@@ -226,14 +226,14 @@ class MaskProgram:
             return MAX_INTERVALS
         return len(self.keys(seqlen_k, symbols or ()).lanes)
 
-    def least_piece(
+    def least_period(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int | None:
-        """How many keys lie in the shortest pieces of which a row may see several, where the mask repeats along the keys by
+        """How many keys lie in the shortest periods of which a row may see several, where the mask repeats along the keys by
         `kv % length`; None where it does not, or where that is not known. The arguments are those of `max_intervals`."""
         if not self.repeats or (symbols is None and self.num_symbols):
             return None
-        return least_piece(self.solved, seqlen_k or MAX_SEQLEN, tuple(symbols or ()))
+        return least_period(self.solved, seqlen_k or MAX_SEQLEN, tuple(symbols or ()))
 
     @property
     def is_always_true(self) -> bool:

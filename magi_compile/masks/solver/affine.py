@@ -23,7 +23,7 @@ from magi_compile.masks.solver.key_sets import Grid, Promise, Refusal
 @dataclass(frozen=True)
 class Term:
     """`m * ((a * base + r) // c) + s`, where `base` depends on b and kv and is kv itself or holds look-ups, or is the number of a key
-    in its piece of a `grid`.
+    in its period of a `grid`.
 
     Whether `m` is negative is known, also where it is not a constant.
     """
@@ -251,7 +251,7 @@ class Arithmetic:
         return self.repeat(grid)
 
     def repeat(self, grid: Grid) -> Term:
-        """The number of a key in its piece of the grid."""
+        """The number of a key in its period of the grid."""
         quotient = build("floordiv", build("add", KV, grid.shift), grid.step)
         return Term(build("mod", build("add", quotient, grid.start), grid.length), grid=grid)
 

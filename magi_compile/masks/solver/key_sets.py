@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """The keys with `lo <= x % length < hi`: one interval of each piece of the grid."""
+    """The keys with `lo <= x % length < hi`: one interval of each period of the grid."""
 
     grid: Grid
     lo: Expr

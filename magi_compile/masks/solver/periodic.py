@@ -3,8 +3,8 @@
     (kv // 32 == q // 32) & (kv % 32 <= q % 32)    ->    one lane
     kv % 4096 <= q, of 8192 keys                   ->    two lanes
 
-A row sees one interval of each piece of a grid. Its pieces are numbered from the one with the first key of the lane on, so that
-as many lanes do as there can be pieces in one row, which a bound of the lane's length tells. That needs no data where both edges
+A row sees one interval of each period of a grid. Its periods are numbered from the one with the first key of the lane on, so that
+as many lanes do as there can be periods in one row, which a bound of the lane's length tells. That needs no data where both edges
 move together.
 """
 
@@ -60,49 +60,51 @@ def unroll(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> KeySet:
     return keys._replace(lanes=tuple(lanes))
 
 
-def least_piece(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> int | None:
-    """How many keys the shortest pieces have of which a row may see several; None: it sees one of each grid."""
-    pieces = [piece for lane in keys.lanes for piece in _pieces_in_rows(lane, seqlen_k, symbols)]
-    return min(pieces, default=None)
+def least_period(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> int | None:
+    """How many keys the shortest periods have of which a row may see several; None: it sees one of each grid."""
+    periods = [
+        period for lane in keys.lanes for period in _periods_in_rows(lane, seqlen_k, symbols)
+    ]
+    return min(periods, default=None)
 
 
-def _pieces_in_rows(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> Iterator[int]:
+def _periods_in_rows(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> Iterator[int]:
     while lane.repeats:
-        grid, count = _next_repeat(lane, symbols).grid, _num_pieces(lane, seqlen_k, symbols)
+        grid, count = _next_repeat(lane, symbols).grid, _num_periods(lane, seqlen_k, symbols)
         if count > 1:
-            yield _keys_of_a_piece(grid, symbols)
-        lane = _in_piece(lane, 0, symbols)  # the others are as long
+            yield _keys_of_a_period(grid, symbols)
+        lane = _in_period(lane, 0, symbols)  # the others are as long
 
 
 def _plain_lanes(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> Iterator[Lane]:
     if not lane.repeats:
         yield lane
         return
-    count = _num_pieces(lane, seqlen_k, symbols)
+    count = _num_periods(lane, seqlen_k, symbols)
     if count > MAX_INTERVALS:
         grid = _next_repeat(lane, symbols).grid
         number = build("mod", _number(KV, grid), grid.length)
         raise Refusal(f"`{number}`: {too_many(count)}")
     for i in range(count):
-        yield from _plain_lanes(_in_piece(lane, i, symbols), seqlen_k, symbols)
+        yield from _plain_lanes(_in_period(lane, i, symbols), seqlen_k, symbols)
 
 
 def _next_repeat(lane: Lane, symbols: tuple[int, ...]) -> Repeat:
-    """The one with the longest pieces: shorter ones then count in what these leave."""
-    return max(lane.repeats, key=lambda repeat: _keys_of_a_piece(repeat.grid, symbols))
+    """The one with the longest periods: shorter ones then count in what these leave."""
+    return max(lane.repeats, key=lambda repeat: _keys_of_a_period(repeat.grid, symbols))
 
 
 def _begin(lane: Lane) -> Expr:
-    """Where pieces are counted from. The order of keys is not known yet there."""
+    """Where periods are counted from. The order of keys is not known yet there."""
     return ZERO if has_bounds(lane.lo) else build("max", lane.lo, ZERO)
 
 
-def _in_piece(lane: Lane, i: int, symbols: tuple[int, ...]) -> Lane:
-    """What is left of a lane in the piece `i` of its next repeat."""
+def _in_period(lane: Lane, i: int, symbols: tuple[int, ...]) -> Lane:
+    """What is left of a lane in the period `i` of its next repeat."""
     repeat = _next_repeat(lane, symbols)
     grid = repeat.grid
-    piece = build("add", build("floordiv", _number(_begin(lane), grid), grid.length), const(i))
-    first = build("mul", piece, grid.length)
+    period = build("add", build("floordiv", _number(_begin(lane), grid), grid.length), const(i))
+    first = build("mul", period, grid.length)
     lo = build("add", first, build("max", repeat.lo, ZERO))
     hi = build("add", first, build("min", repeat.hi, grid.length))
     return lane._replace(
@@ -122,7 +124,7 @@ def _key(number: Expr, grid: Grid) -> Expr:
     return build("sub", build("mul", build("sub", number, grid.start), grid.step), grid.shift)
 
 
-def _keys_of_a_piece(grid: Grid, symbols: tuple[int, ...]) -> int:
+def _keys_of_a_period(grid: Grid, symbols: tuple[int, ...]) -> int:
     sizes = []
     for size in (grid.step, grid.length):
         value = int_value(_bind(size, symbols))
@@ -133,19 +135,19 @@ def _keys_of_a_piece(grid: Grid, symbols: tuple[int, ...]) -> int:
     return sizes[0] * sizes[1]
 
 
-def _num_pieces(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> int:
-    """How many pieces of its next repeat a lane has keys in at most, in any row."""
+def _num_periods(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> int:
+    """How many periods of its next repeat a lane has keys in at most, in any row."""
     grid = _next_repeat(lane, symbols).grid
     begin, end = (_bind(edge, symbols) for edge in (_begin(lane), lane.hi))
     num_keys = upper_bound_of(build("sub", build("min", end, const(seqlen_k)), begin))
     num_keys = seqlen_k if num_keys is None else min(num_keys, seqlen_k)
     if num_keys <= 0:
         return 0
-    size = _keys_of_a_piece(grid, symbols)
+    size = _keys_of_a_period(grid, symbols)
     steps = build("mul", grid.start, grid.step)
     place = build("add", build("add", begin, grid.shift), steps)
-    in_piece = remainder_of(_bind(place, symbols), size)
-    return ((size - 1 if in_piece is None else in_piece) + num_keys - 1) // size + 1
+    in_period = remainder_of(_bind(place, symbols), size)
+    return ((size - 1 if in_period is None else in_period) + num_keys - 1) // size + 1
 
 
 @lru_cache(maxsize=4096)

@@ -273,7 +273,7 @@ class _Solver:
         return Expr("upper_bound", (base, limit)), (Promise(Expr("is_sorted", (base,))),)
 
     def repeated(self, grid: Grid, limit: Expr, is_lower: bool) -> KeySet:
-        """The keys whose number in their piece is at most `limit`, or above it."""
+        """The keys whose number in their period is at most `limit`, or above it."""
         above = build("add", limit, ONE)
         repeat = Repeat(grid, above, grid.length) if is_lower else Repeat(grid, ZERO, above)
         return KeySet((Lane(ZERO, END, repeats=(repeat,)),))

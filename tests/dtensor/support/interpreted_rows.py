@@ -33,13 +33,13 @@ def test_sums(dtype):
 
 
 def merge_prior(output, prior, out_dtype):
-    parts = [output] if prior is None else [prior, output]
-    return ForwardOutput(*merge_triton.merge(*zip(*parts, strict=True), out_dtype))
+    partials = [output] if prior is None else [prior, output]
+    return ForwardOutput(*merge_triton.merge(*zip(*partials, strict=True), out_dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_parts", [2, 3])
+@pytest.mark.parametrize("num_partials", [2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_parts(shape, num_parts, dtype):
-    check_merge(merge_prior, shape, num_parts, dtype)
-    check_sum(merge_triton.add, shape, num_parts, dtype)
+def test_partials(shape, num_partials, dtype):
+    check_merge(merge_prior, shape, num_partials, dtype)
+    check_sum(merge_triton.add, shape, num_partials, dtype)

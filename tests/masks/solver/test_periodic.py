@@ -52,15 +52,15 @@ def test_how_many_intervals(text, counts):
         assert intervals.to_dense().equal(evaluate(text, 1, 70, seqlen_k, [], [50]))
 
 
-def test_short_pieces():
+def test_short_periods():
     square = MaskProgram.parse("(abs(kv // 9 - q // 9) <= 2) & (abs(kv % 9 - q % 9) <= 2)")
-    assert square.least_piece(81) == square.least_piece() == 9
-    assert MaskProgram.parse("(kv // 9 == q // 9) & (kv % 9 <= q % 9)").least_piece() is None
-    assert MaskProgram.parse("q >= kv").least_piece(81) is None
+    assert square.least_period(81) == square.least_period() == 9
+    assert MaskProgram.parse("(kv // 9 == q // 9) & (kv % 9 <= q % 9)").least_period() is None
+    assert MaskProgram.parse("q >= kv").least_period(81) is None
     by_symbol = MaskProgram.parse("kv % (s0 * 2) <= q")
-    assert by_symbol.least_piece(81) is None
-    assert by_symbol.least_piece(81, [7]) == 14
-    assert by_symbol.least_piece(14, [7]) is None
+    assert by_symbol.least_period(81) is None
+    assert by_symbol.least_period(81, [7]) == 14
+    assert by_symbol.least_period(14, [7]) is None
 
 
 def test_too_many():

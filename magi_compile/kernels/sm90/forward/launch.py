@@ -104,9 +104,7 @@ def score_headers(score: ScoreSource | None) -> tuple[tuple[str, str], ...]:
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, ...],
     walk: Walk,
     problem: AttnProblem,
     *,
@@ -116,17 +114,15 @@ def forward(
     score: ScoreCall | None = None,
     max_scores: Tensor | None = None,
 ) -> ForwardOutput:
-    """Attention of `q [total_q, nheads_q, head_dim]` over the q walk of a plan, on torch's current stream.
+    """Attention of q over the q walk of a plan, on torch's current stream.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`.
-        k: `[total_k, nheads_kv, head_dim]`.
-        v: `[total_k, nheads_kv, head_dim]`.
+        qkv: `[total_q, nheads_q, head_dim]`, and twice `[total_k, nheads_kv, head_dim]`.
         walk: the q walk of the plan.
         problem: what `CudaKernel.refusals` finds nothing against.
         bits: int32 `[num_blocks, BLOCK, WORDS]`, contiguous: the bit blocks of the mask, where `problem` has some.
-        prior: attention of `q` over other keys, to be merged with this one; its `out` in fp32.
-        out_dtype: of the output, that of `q` by default, or fp32.
+        prior: attention of q over other keys, to be merged with this one; its `out` in fp32.
+        out_dtype: of the output, that of q by default, or fp32.
         score: what becomes of the scores, where `problem` has a score program.
         max_scores: where the largest score of each row goes, where `problem` asks for it, see `Kernel.forward`.
 
@@ -134,6 +130,7 @@ def forward(
         TypeError: if `prior` or `out_dtype` has another dtype.
     """
     assert (max_scores is not None) == problem.has_max_scores
+    q, k, _ = qkv
     out_dtype = out_dtype or q.dtype
     if out_dtype not in (q.dtype, torch.float32):
         raise TypeError(
@@ -147,8 +144,8 @@ def forward(
     program, tables = given_score(score, problem, q, k)
     shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype, program)
     with on_device(q.device):
-        (q, k, v), call = routed(_call, (q, k, v), problem, *shapes)
-        out, lse, *_ = call.run([q, k, v, *walk, *priors, bits, max_scores], q.device, tables)
+        qkv, call = routed(_call, qkv, problem, *shapes)
+        out, lse, *_ = call.run([*qkv, *walk, *priors, bits, max_scores], q.device, tables)
     return ForwardOutput(out, lse)
 
 

@@ -189,25 +189,21 @@ def cut_params(
 
 
 def forward_in_splits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    qkv: tuple[Tensor, ...],
     walk: Walk,
     splits: Tensor,
     problem: AttnProblem,
     bits: Tensor | None = None,
     max_scores: Tensor | None = None,
 ) -> ForwardOutput:
-    """Attention of `q [total_q, nheads_q, head_dim]` over the `splits` of the q walk of a plan, which are not empty, on
-    torch's current stream; see `forward`."""
+    """Attention of q over the `splits` of the q walk of a plan, which are not empty, on torch's current stream; see `forward`."""
     assert (max_scores is not None) == problem.has_max_scores
     tiles, runs, edges = walk
     sizes = (tiles.shape[0], runs.shape[0], splits.shape[0], edges.shape[0] > 0)
-    with on_device(q.device):
-        (q, k, v), call = routed(_call, (q, k, v), problem, *sizes)
-        out, lse, *_ = call.run(
-            [q, k, v, None, splits, edges, None, None, bits, max_scores], q.device
-        )
+    device = qkv[0].device
+    with on_device(device):
+        qkv, call = routed(_call, qkv, problem, *sizes)
+        out, lse, *_ = call.run([*qkv, None, splits, edges, None, None, bits, max_scores], device)
     return ForwardOutput(out, lse)
 
 

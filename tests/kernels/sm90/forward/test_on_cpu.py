@@ -96,7 +96,7 @@ def test_one_launch(case, shape, launches):
     problem, inputs = prepared(case, shape)
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
+    result = module.forward(inputs[:3], plan.q_walk, problem)
     assert_attention_close(result, inputs, slices, problem)
     assert launches == [NUM_SMS]
 
@@ -111,7 +111,7 @@ def test_a_window_of_several_slices(left, right, shape, launches):
     assert len(slices) > 3
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert int((plan.q_runs[:, 0] < plan.q_runs[:, 1]).sum()) <= 6
-    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
+    result = module.forward(inputs[:3], plan.q_walk, problem)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -131,7 +131,7 @@ def test_stairs(case, shape, launches):
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     assert (plan.q_runs[:, RUN_FIELDS.index("lane")] > 0).any()
-    result = module.forward(inputs.q, inputs.k, inputs.v, plan.q_walk, problem)
+    result = module.forward(inputs[:3], plan.q_walk, problem)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -144,7 +144,7 @@ def test_bits(case, shape, launches):
     sizes = plan_tiles(problem)
     plan = build_tile_plan(slices, **sizes._asdict(), exact=False)
     assert (plan.q_runs[:, RUN_FIELDS.index("bits")] > 0).any()
-    result = module.forward(*inputs[:3], plan.q_walk, problem, bits=slices.bits)
+    result = module.forward(inputs[:3], plan.q_walk, problem, bits=slices.bits)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -154,7 +154,7 @@ def test_bits_in_turns(launches):
     problem, inputs = prepared(case, "64")
     slices = case.slices()
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    result = module.forward(*inputs[:3], plan.q_walk, problem, bits=slices.bits)
+    result = module.forward(inputs[:3], plan.q_walk, problem, bits=slices.bits)
     assert_attention_close(result, inputs, slices, problem)
 
 
@@ -278,7 +278,7 @@ def in_splits(launches, monkeypatch):
         walk = plan.q_walk
         words = split_kv.cut_tiles(*walk[:2], slices.seqlen_k, sizes, problem)
         result = split_kv.forward_in_splits(
-            *inputs[:3], walk, words, problem, slices.bits, max_scores
+            inputs[:3], walk, words, problem, slices.bits, max_scores
         )
         return result, SplitWalk.of(*walk[:2], words).splits_of_cuts
 
@@ -325,9 +325,7 @@ def test_a_wide_output_and_a_prior(has_max_scores, launches):
         plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=True)
         result = module.forward(
             *(
-                inputs.q,
-                inputs.k[begin:end],
-                inputs.v[begin:end],
+                (inputs.q, inputs.k[begin:end], inputs.v[begin:end]),
                 plan.q_walk,
                 problem,
             ),
@@ -372,7 +370,7 @@ def test_max_scores(case, shape, trend, launches):
         inputs.k.mul_(factor.flip(0) if trend == FALLING else factor)
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
     result = module.forward(
-        *(*inputs[:3], plan.q_walk, problem), bits=slices.bits, max_scores=max_scores
+        *(inputs[:3], plan.q_walk, problem), bits=slices.bits, max_scores=max_scores
     )
     assert_attention_close(result, inputs, slices, problem)
     assert_max_scores_close(max_scores, inputs, slices, problem)
@@ -385,7 +383,7 @@ def test_max_scores_of_one_sign(sign, launches):
     inputs.q.abs_()
     inputs.k.abs_().mul_(sign)
     plan = build_tile_plan(slices, **plan_tiles(problem)._asdict(), exact=False)
-    module.forward(*inputs[:3], plan.q_walk, problem, max_scores=max_scores)
+    module.forward(inputs[:3], plan.q_walk, problem, max_scores=max_scores)
     assert_max_scores_close(max_scores, inputs, slices, problem)
     assert (max_scores[max_scores > -torch.inf].sign() == sign).all()
 

@@ -145,7 +145,7 @@ def test_whole_tiles_do_as_without_room_for_splits(kernel):
     assert splits.numel() > 0
     assert num_splits(plan) == 0
     assert_same(
-        forward_whole(*inputs[:3], Walk(*q_walk), problem),
+        forward_whole(inputs[:3], Walk(*q_walk), problem),
         kernel.forward(*inputs[:3], slices, plan, problem),
     )
 

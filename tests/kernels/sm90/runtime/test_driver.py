@@ -61,7 +61,7 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
     calls = []
     for _ in range(3):
         q, k, v = inputs()
-        calls.append((q, k, v, *module.forward(q, k, v, WALK, PROBLEM)))
+        calls.append((q, k, v, *module.forward((q, k, v), WALK, PROBLEM)))
     assert module._call.cache_info().misses == 1
     for params, (q, k, v, out, lse) in zip(launches, calls, strict=True):
         found = fields(FORWARD, params)
@@ -78,7 +78,7 @@ def test_every_launch_has_the_addresses_of_its_tensors(launches):
 def test_an_output_has_the_strides_of_q(launches):
     q, k, v = inputs()
     q = q.transpose(0, 1).contiguous().transpose(0, 1)
-    out, _ = module.forward(q, k, v, WALK, PROBLEM)
+    out, _ = module.forward((q, k, v), WALK, PROBLEM)
     assert out.stride() == q.stride() == (64, 256 * 64, 1)
     (params,) = launches
     found = fields(FORWARD, params)
@@ -89,7 +89,7 @@ def test_a_prior_and_a_wide_output(launches):
     q, k, v = inputs()
     prior = ForwardOutput(torch.zeros(256, 4, 64), torch.zeros(4, 256))
     out, _ = module.forward(
-        *(q, k, v, Walk(TILES[:1], RUNS, EDGES), PROBLEM), prior=prior, out_dtype=torch.float32
+        *((q, k, v), Walk(TILES[:1], RUNS, EDGES), PROBLEM), prior=prior, out_dtype=torch.float32
     )
     (params,) = launches
     found = fields(FORWARD, params)
@@ -163,7 +163,9 @@ def test_a_walk_in_splits_and_what_merges_them(launches):
     words = torch.zeros(size, dtype=torch.int32)
     plan = SplitWalk.of(TILES[:3], RUNS[:5], words)
     assert plan.num_splits == 6
-    out, lse = split_kv.forward_in_splits(q, k, v, Walk(TILES[:3], RUNS[:5], EDGES), words, PROBLEM)
+    out, lse = split_kv.forward_in_splits(
+        (q, k, v), Walk(TILES[:3], RUNS[:5], EDGES), words, PROBLEM
+    )
     found, merged = (
         fields(layout, params) for layout, params in zip((FORWARD, MERGE), launches, strict=True)
     )
@@ -195,7 +197,7 @@ def test_what_tma_can_not_read_is_copied(what, launches):
         "stride": torch.empty(256, 2, 65).to(k)[..., :64],
         "inner": torch.empty(256, 64, 2).to(k).transpose(1, 2),
     }[what]
-    module.forward(q, k, v, WALK, PROBLEM)
+    module.forward((q, k, v), WALK, PROBLEM)
     (params,) = launches
     assert fields(FORWARD, params)["k[0]"] != k.data_ptr()
 
