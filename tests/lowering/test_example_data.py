@@ -13,6 +13,7 @@ from magi_compile.lowering.example_data import example_of, order_reasons
 from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.masks import Way
 from magi_compile.lowering.options import LoweringOptions
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.trace import read_graph
 
 LENGTH = 256
@@ -32,7 +33,7 @@ def reasons_of(function, *inputs, capacity=512):
                     call = FlexCall.parse(module, node, gm)
                     captures = [value_of(x) for x in call.mask_buffers]
                     program = read_graph(call.mask_mod, captures)
-                    sizes = (1, LENGTH, LENGTH)
+                    sizes = MaskSizes(1, LENGTH, LENGTH)
                     cpu = torch.device("cpu")
                     where = (call.table_sources, [], sizes, capacity, cpu)
                     found.append(order_reasons(program, *where))
