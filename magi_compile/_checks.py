@@ -49,7 +49,7 @@ class MaskCheck(NamedTuple):
         ok: bool, 0-d: whether it is so.
         message: what has to be so, with the name of the captured tensor.
         detail: what was found instead, with a `{}` for each of `values`.
-        values: up to three integers, 0-d; they mean something only if `ok` is False.
+        values: up to four integers, 0-d; they mean something only if `ok` is False.
         of_conversion: whether intervals alone take it for granted: the mask_mod means something without it, too.
     """
 
@@ -75,7 +75,7 @@ class _DeviceFlags:
     """
 
     CAPACITY = 256
-    MAX_VALUES = 3
+    MAX_VALUES = 4
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -181,7 +181,7 @@ def require(checks: Sequence[MaskCheck]) -> None:
 def flag_addresses(device: torch.device, checks: Sequence[tuple[str, str]]) -> list[int]:
     """Where a kernel that makes checks itself reports those that fail, for each message and detail of `checks`.
 
-    Four int64 each, which stay where they are: what was found goes into the last three, then 1 into the first.
+    Five int64 each, which stay where they are: what was found goes into the last four, then 1 into the first.
     """
     return [_flags_of(device).address(*words) for words in checks]
 

@@ -22,6 +22,7 @@ from magi_compile.masks import (
     padded_slices_from_intervals,
     row_intervals,
 )
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.names import is_in_place, is_random, name_of
 from magi_compile.masks.program.source import run
 from magi_compile.masks.solver.solve import refuse_broken
@@ -33,7 +34,7 @@ def order_reasons(
     program: MaskProgram,
     tables: Sequence[Node],
     symbols: Sequence[Any],
-    sizes: tuple[int, int, int],
+    sizes: MaskSizes,
     capacity: int,
     device: torch.device,
 ) -> tuple[str, ...]:
@@ -43,7 +44,7 @@ def order_reasons(
         program: a mask that has intervals for data in some order.
         tables: the nodes of its captured tensors.
         symbols: its captured ints.
-        sizes: batch entries, queries and keys.
+        sizes: of the mask.
         capacity: how many slices there is room for.
         device: where its slices are.
 
@@ -58,9 +59,8 @@ def order_reasons(
         if any(value is None for value in values):
             return ()
         known = [value for value in values if value is not None]
-        lengths = dict(zip(("batch", "seqlen_q", "seqlen_k"), sizes, strict=True))
         try:
-            intervals = row_intervals(program, known, symbols, **lengths, device=device)
+            intervals = row_intervals(program, known, symbols, **sizes._asdict(), device=device)
             _, fits = padded_slices_from_intervals(intervals, capacity)
             checks = [check for check in (*intervals.checks, fits) if not bool(check.ok)]
             if all(check.of_conversion for check in checks):

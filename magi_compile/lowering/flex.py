@@ -63,12 +63,13 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     scores = Scores.of(call)
     reasons += scores.reasons
 
-    way, problem, kernel = Way.of(call, options), _problem(call, scores), None
+    way, kernel = Way.of(call, options), None
+    problem = way.problem(_problem(call, scores))
     obstacles = way.obstacles
     if way.may_have_bits:
+        with_bits = replace(problem, has_bits=True)
         try:
-            kernel = select(way.problem(problem), options.kernel).name
-            problem = way.problem(problem)
+            kernel, problem = select(with_bits, options.kernel).name, with_bits
         except NotImplementedError as error:
             obstacles = (str(error),)
     if way.reasons and kernel is None:

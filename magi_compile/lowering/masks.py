@@ -27,7 +27,8 @@ from magi_compile.masks import (
     padded_slices_from_intervals,
     row_intervals,
 )
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads
+from magi_compile.masks.evaluation.bit_blocks import Grid
+from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solver.solve import refuse_broken
@@ -65,6 +66,16 @@ def period_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     ]
 
 
+def heads_of(call: FlexCall) -> Heads:
+    """How many heads q and keys have, which are static in every graph."""
+    return Heads(*(int(value_of(x).shape[1]) for x in (call.q, call.k)))
+
+
+def heads_of_intervals(call: FlexCall, program: MaskProgram) -> Heads:
+    """Of which heads a mask has intervals of their own."""
+    return heads_of(call) if program.differs_by_head else ONE_MASK
+
+
 def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
     """What a mask that depends on no tensor shows in every run; None for others, and while lengths are not known."""
     seqlen_k, symbols = sizes_of(call)
@@ -72,9 +83,9 @@ def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals
     is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
     if program.reads_tensors or not is_known or seqlen_k is None or symbols is None:
         return None
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads_of_intervals(call, program))
     with _compat.without_fake_tensors():
-        return row_intervals(program, (), symbols, **sizes, device="cpu")
+        return row_intervals(program, (), symbols, **sizes._asdict(), device="cpu")
 
 
 def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
@@ -98,13 +109,14 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
 
 
 def least_capacity(call: FlexCall, program: MaskProgram) -> int:
-    """How many slices a mask that depends on no tensor has, on average over batch entries; 0 where that is not known yet."""
+    """How many slices a mask that depends on no tensor has, on average over batch entries and heads with masks of their own; 0 where
+    that is not known yet."""
     intervals = intervals_without_data(call, program)
-    if intervals is None or not intervals.batch:
+    if intervals is None or not intervals.sizes.entries:
         return 0
     with _compat.without_fake_tensors():
         _, fits = padded_slices_from_intervals(intervals, 1)
-        return -(-int(fits.values[0]) // intervals.batch)
+        return -(-int(fits.values[0]) // intervals.sizes.entries)
 
 
 def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
@@ -137,14 +149,14 @@ class Way:
     Attributes:
         program: the mask.
         reasons: why it takes that of bit blocks; empty where it takes that of intervals.
-        heads: of q and of keys, whose masks differ; 1 and 1 where all heads have the same mask.
+        heads: those with masks of their own, in either way.
         decides: whether the data of each run decide between both.
         obstacles: why it cannot take that of bit blocks, if it has to.
     """
 
     program: MaskProgram
     reasons: tuple[str, ...]
-    heads: tuple[int, int]
+    heads: Heads
     decides: bool
     obstacles: tuple[str, ...] = ()
 
@@ -155,14 +167,14 @@ class Way:
         captures = [value_of(buffer) for buffer in call.mask_buffers]
         program = read_graph(call.mask_mod, captures, names)
         reasons = reasons_for_bits(call, program)
+        heads = ONE_MASK if program.refusals else heads_of_intervals(call, program)
         # An op on a GPU would wait for the data.
         is_on_cpu = value_of(call.q).device.type == "cpu"
         varies = program.reads_tensors or bool(program.columns) or program.num_symbols > 0
         if not reasons and varies:
-            reasons = _data_reasons(call, program, options)
-        heads = (1, 1)
+            reasons = _data_reasons(call, program, heads, options)
         if reasons and program.is_verifiable and _is_by_head(call, program):
-            heads = (int(value_of(call.q).shape[1]), int(value_of(call.k).shape[1]))
+            heads = heads_of(call)
         decides = not reasons and varies and is_on_cpu and program.is_verifiable
         obstacles = _room_reasons(call, heads) if reasons and not is_on_cpu else ()
         return cls(program, reasons, heads, decides, obstacles)
@@ -174,23 +186,25 @@ class Way:
 
     @property
     def is_by_head(self) -> bool:
-        return self.heads != (1, 1)
+        return self.heads != ONE_MASK
 
     def problem(self, problem: AttnProblem) -> AttnProblem:
-        """What attention with bit blocks asks of a kernel: heads with masks of their own are rows of one head."""
-        nheads_q, nheads_kv = (1, 1) if self.is_by_head else (problem.nheads_q, problem.nheads_kv)
-        return replace(problem, nheads_q=nheads_q, nheads_kv=nheads_kv, has_bits=True)
+        """What attention with this mask asks of a kernel: heads with masks of their own are rows of one head."""
+        return replace(problem, nheads_q=1, nheads_kv=1) if self.is_by_head else problem
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """For readers: which way it takes, if not that of intervals alone, and why."""
+        """For readers: which way it takes, if not that of intervals alone, and why; and whether heads have masks of their own."""
+        found = [f"by bit blocks: {reason}" for reason in self.reasons]
         if self.decides:
-            return ("by intervals, or by bit blocks where the data is out of order",)
-        return tuple(f"by bit blocks: {reason}" for reason in self.reasons)
+            found.append("by intervals, or by bit blocks where the data is out of order")
+        if self.is_by_head:
+            found.append("each head has a mask of its own")
+        return tuple(found)
 
 
 def _data_reasons(
-    call: FlexCall, program: MaskProgram, options: LoweringOptions
+    call: FlexCall, program: MaskProgram, heads: Heads, options: LoweringOptions
 ) -> tuple[str, ...]:
     """Why a mask that has intervals for data in some order takes another way all the same, whatever the data of later runs."""
     if options.bits and program.is_verifiable:
@@ -201,24 +215,24 @@ def _data_reasons(
     sizes = (batch, seqlen_q, value_of(call.k).shape[2])
     if not all(isinstance(size, int) for size in sizes):
         return ()
-    capacity = _capacity(Emitter(call.node.graph, call.node), call, program, options)
+    capacity = _capacity(Emitter(call.node.graph, call.node), call, program, heads, options)
     return order_reasons(
         program,
         call.table_sources,
         [value_of(x) for x in call.mask_symbols],
-        sizes,
+        MaskSizes(*sizes, heads),
         capacity,
         value_of(call.q).device,
     )
 
 
-def _room_reasons(call: FlexCall, heads: tuple[int, int]) -> tuple[str, ...]:
+def _room_reasons(call: FlexCall, heads: Heads) -> tuple[str, ...]:
     """What speaks against room for the bits of all blocks: how many need some is not known before the data are."""
     (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
     sizes = (batch, seqlen_q, seqlen_k)
     if not all(isinstance(size, int) for size in sizes):
         return ("the lengths are dynamic in the graph, from which the room for bit blocks follows",)
-    count = Grid(batch, Heads(*heads), seqlen_q, seqlen_k).num_blocks
+    count = Grid(batch, heads, seqlen_q, seqlen_k).num_blocks
     if count <= MAX_BIT_BLOCKS:
         return ()
     return (f"there would be room for {count} bit blocks; at most {MAX_BIT_BLOCKS} are kept",)
@@ -227,7 +241,8 @@ def _room_reasons(call: FlexCall, heads: tuple[int, int]) -> tuple[str, ...]:
 def _is_by_head(call: FlexCall, program: MaskProgram) -> bool:
     if program.is_always_true:  # so that block lists decide
         return value_of(call.block_lists[0]).shape[1] > 1
-    return program.is_by_head
+    # Its expression knows better than its code, where there is one.
+    return program.is_by_head if program.refusals else program.differs_by_head
 
 
 @dataclass
@@ -250,17 +265,19 @@ def emit_mask(emit: Emitter, call: FlexCall, way: Way, options: LoweringOptions)
         emit.size(call.q, 0),
         emit.size(call.q, 2),
         emit.size(call.k, 2),
-        0 if way.reasons else _capacity(emit, call, way.program, options),
+        0 if way.reasons else _capacity(emit, call, way.program, way.heads, options),
         value_of(call.q).device,
         list(call.block_lists),
         call.block_size if call.block_lists else [],
         options.verify,
-        *([list(way.heads)] if has_bits else []),
+        *([list(way.heads)] if has_bits or way.is_by_head else []),
     )
     return Mask(tuple(emit.call(operator.getitem, slices, i) for i in range(3 + has_bits)))
 
 
-def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: LoweringOptions) -> Any:
+def _capacity(
+    emit: Emitter, call: FlexCall, program: MaskProgram, heads: Heads, options: LoweringOptions
+) -> Any:
     """Room for the slices of intervals."""
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     if options.slice_capacity is not None:
@@ -273,4 +290,6 @@ def _capacity(emit: Emitter, call: FlexCall, program: MaskProgram, options: Lowe
         )
         if isinstance(capacity, int):
             capacity = max(capacity, least_capacity(call, program))
+    if heads.q > 1:
+        capacity = emit.arithmetic(operator.mul, capacity, heads.q)
     return emit.arithmetic(operator.mul, capacity, batch)

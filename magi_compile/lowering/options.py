@@ -16,8 +16,9 @@ class LoweringOptions:
         strict: raise an error where an attention cannot be lowered or runs eagerly inside a compiled function, instead of leaving it
             on FlexAttention.
         kernel: the only kernel to use ("cuda", "cuda_padded", "fa4", "triton", "cpu", "reference"); None chooses by device and problem.
-        slice_capacity: the most slices of a mask that is derived in a graph, per batch entry. None stands for one slice for every 16
-            query rows and every interval of the mask, and at least 256. A mask that needs more has
+        slice_capacity: the most slices of a mask that is derived in a graph, per batch entry, and per head where heads have masks of
+            their own. None stands for one slice for every 16 query rows and every interval of the mask, and at least 256. A mask that
+            needs more has
             bit blocks on a CPU. On a GPU it has them if the data of the call that is compiled need more; where later data do, it
             raises `MaskDataError`.
         bits: evaluate masks that have intervals for data in some order alone by bit blocks, whatever their data. Otherwise the data

@@ -87,11 +87,11 @@ class BlockLists(NamedTuple):
         return self.checks_of(*visible_blocks(intervals, rows, keys))
 
     def checks_of(self, is_seen: Tensor, is_full: Tensor) -> list[MaskCheck]:
-        """The same of what `visible_blocks` says."""
-        partial, full = self.grids(*is_seen.shape[1:])
+        """The same of what `visible_blocks` says. Lists of one head are those of all, as a mask of one head is that of all."""
+        partial, full = self.grids(*is_seen.shape[2:])
         return [
-            _check(is_seen & ~(partial | full).all(1), HOLDS_ALL),
-            _check(full.any(1) & ~is_full, IS_FULL),
+            _check((is_seen & ~(partial | full)).any(1), HOLDS_ALL),
+            _check((full & ~is_full).any(1), IS_FULL),
         ]
 
 
@@ -104,22 +104,23 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
         keys: keys of a block.
 
     Returns:
-        Two bool tensors `[batch, q blocks, kv blocks]`. Blocks at the end may be smaller.
+        Two bool tensors `[batch, heads, q blocks, kv blocks]`, of one head where all have the same mask. Blocks at the end may be
+        smaller.
     """
     lo, hi = intervals.lo.long(), intervals.hi.long()
-    _, batch, seqlen_q = lo.shape
+    _, entries, seqlen_q = lo.shape
     num_q, num_k = -(-seqlen_q // rows), -(-intervals.seqlen_k // keys)
     q_block = torch.arange(seqlen_q, device=lo.device) // rows
-    line = torch.arange(batch, device=lo.device)[:, None] * num_q + q_block
+    line = torch.arange(entries, device=lo.device)[:, None] * num_q + q_block
 
     def rows_per_block(first: Tensor, last: Tensor) -> Tensor:
         """In how many rows of its q block each kv block is in `[first, last)`."""
-        change = torch.zeros(batch * num_q * (num_k + 1), dtype=torch.int32, device=lo.device)
+        change = torch.zeros(entries * num_q * (num_k + 1), dtype=torch.int32, device=lo.device)
         is_live = (first < last).to(torch.int32).flatten()
         for block, step in ((first, is_live), (last, -is_live)):
             place = line * (num_k + 1) + block.clamp(0, num_k)
             change.index_add_(0, place.flatten(), step)
-        counts = change.view(batch, num_q, num_k + 1).cumsum(-1, dtype=torch.int32)
+        counts = change.view(entries, num_q, num_k + 1).cumsum(-1, dtype=torch.int32)
         return counts[..., :num_k]
 
     is_seen = rows_per_block(lo // keys, torch.where(lo < hi, (hi + keys - 1) // keys, 0)) > 0
@@ -127,7 +128,8 @@ def visible_blocks(intervals: RowIntervals, rows: int, keys: int) -> tuple[Tenso
     begin = torch.arange(num_q, device=lo.device) * rows
     height = (seqlen_q - begin).clamp(max=rows)
     is_full = rows_per_block((lo + keys - 1) // keys, end) == height[:, None]
-    return is_seen, is_full
+    heads = intervals.heads.q
+    return is_seen.unflatten(0, (-1, heads)), is_full.unflatten(0, (-1, heads))
 
 
 def broadcast(kind: tuple[Tensor, Tensor], num_q: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, scalar_indexing
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
-    Heads,
     Listed,
     slices_with_bits,
     without_padding,
@@ -23,6 +22,7 @@ from magi_compile.masks.evaluation.row_intervals import (
     exact_intervals,
     row_intervals,
 )
+from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads
 from magi_compile.masks.evaluation.to_slices import slices_from_intervals
 from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
 from magi_compile.masks.geometry import Rects
@@ -110,13 +110,14 @@ def _visible_blocks(
     sizes = {"batch": grid.batch, "seqlen_q": grid.seqlen_q, "seqlen_k": grid.seqlen_k}
     with contextlib.suppress(UnsupportedMaskError):
         traced = read_mask_mod(mask_mod, device)
-        intervals = exact_intervals(traced.program, traced.tables, (), **sizes, device=device)
+        intervals = exact_intervals(
+            traced.program, traced.tables, (), **sizes, heads=grid.heads, device=device
+        )
         if intervals is not None:
             _verify(traced, intervals)
-            is_seen, is_full = visible_blocks(intervals, rows, keys)
-            return is_seen[:, None], is_full[:, None]
+            return visible_blocks(intervals, rows, keys)
         if not _looks_at_head(traced):
-            grid = grid._replace(heads=Heads())
+            grid = grid._replace(heads=ONE_MASK)
     with scalar_indexing():
         return blocks_of_mask_mod(mask_mod, grid, rows, keys, device)
 
@@ -168,7 +169,7 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
 
     Raises:
         TypeError: `block_mask` is something else.
-        UnsupportedMaskError: intervals cannot express the mask.
+        UnsupportedMaskError: intervals cannot express the mask, or it differs between heads.
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
     return convert_block_mask(block_mask, batch).slices
@@ -213,10 +214,13 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
     is_everything = traced is not None and traced.program.is_always_true
     if traced is not None and not is_everything:
         sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        intervals = exact_intervals(traced.program, traced.tables, (), **sizes, device=device)
+        intervals = exact_intervals(
+            traced.program, traced.tables, (), **sizes, heads=heads, device=device
+        )
         if intervals is not None:
-            return Converted(_agreed(traced, intervals, block_mask), watched)
-    grid = Grid(batch, Heads(), seqlen_q, seqlen_k)
+            is_by_head = intervals.heads != ONE_MASK
+            return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
+    grid = Grid(batch, ONE_MASK, seqlen_q, seqlen_k)
     listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid, decide=is_everything)
     is_by_head = listed.differ_by_head if is_everything else _looks_at_head(traced)
     if is_everything and not is_by_head:
@@ -282,7 +286,7 @@ def _intervals_of(
     """Checked."""
     seqlen_q, seqlen_k = lengths
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    intervals = row_intervals(traced.program, traced.tables, (), **sizes, device=device)
+    intervals = row_intervals(traced.program, traced.tables, (), **sizes, heads=None, device=device)
     if not traced.program.reads_tensors:
         refuse_broken(intervals.checks)
     intervals.check()

@@ -18,7 +18,7 @@ from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_on
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
-from magi_compile.masks.evaluation.bit_blocks import Heads
+from magi_compile.masks.evaluation.sizes import Heads
 from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,

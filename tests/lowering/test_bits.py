@@ -40,7 +40,7 @@ def bits(b, h, q, kv):
 
 
 def by_head(b, h, q, kv):
-    return (q >= kv) & (q - kv < 20 * (h + 1))
+    return TREE[q, kv] & (q - kv < 20 * (h + 1))
 
 
 def dilated(b, h, q, kv):
@@ -275,7 +275,7 @@ def test_explained():
     wanted = create_mask(by_head, BATCH, HEADS, SEQLEN, SEQLEN, device="cpu")
     assert call.density == pytest.approx(float(wanted.double().mean()))
     assert "blocks of bits" in str(call)
-    assert "by bit blocks: the mask depends on the head" in str(call)
+    assert "by bit blocks: `TREE[q, kv]` looks up a row and a key together" in str(call)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from magi_compile.lowering.example_data import example_of, order_reasons
 from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.masks import Way
 from magi_compile.lowering.options import LoweringOptions
+from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 
 LENGTH = 256
@@ -20,7 +21,7 @@ IN_ORDER = torch.arange(LENGTH) // 40
 SHUFFLED = IN_ORDER[torch.randperm(LENGTH, generator=torch.Generator().manual_seed(1))]
 
 
-def reasons_of(function, *inputs, capacity=512):
+def reasons_of(function, *inputs, capacity=512, heads=ONE_MASK):
     """What `order_reasons` says of the FlexAttention call in `function`."""
     found = []
 
@@ -32,7 +33,7 @@ def reasons_of(function, *inputs, capacity=512):
                     call = FlexCall.parse(module, node, gm)
                     captures = [value_of(x) for x in call.mask_buffers]
                     program = read_graph(call.mask_mod, captures)
-                    sizes = (1, LENGTH, LENGTH)
+                    sizes = MaskSizes(1, LENGTH, LENGTH, heads)
                     cpu = torch.device("cpu")
                     where = (call.table_sources, [], sizes, capacity, cpu)
                     found.append(order_reasons(program, *where))
@@ -83,6 +84,20 @@ def test_data_out_of_order_have_none():
 def test_more_slices_than_there_is_room_for_are_a_reason():
     (reason,) = reasons_of(attend, qkv(), outside(IN_ORDER), capacity=3)
     assert "must fit in 3 slices" in reason
+
+
+def test_data_of_one_head_out_of_order():
+    def mask_of(ids):
+        def mask_mod(b, h, q, kv):
+            return ids[h, q] == ids[h, kv]
+
+        return create_block_mask(mask_mod, None, 2, LENGTH, LENGTH, device="cpu")
+
+    heads, in_order = Heads(2, 2), torch.stack([IN_ORDER, IN_ORDER // 2])
+    assert reasons_of(attend, qkv(), mask_of(in_order), heads=heads) == ()
+    broken = torch.stack([IN_ORDER, SHUFFLED])
+    (reason,) = reasons_of(attend, qkv(), mask_of(broken), heads=heads)
+    assert "of batch entry 0 and head 1 looks up lies in several places" in reason
 
 
 def test_inside_a_checkpointed_region():

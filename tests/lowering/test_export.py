@@ -52,13 +52,23 @@ class WithBlockLists(Model):
         return self.mask
 
 
+class ByHead(Model):
+    """Heads have masks of their own, which depend on no tensor."""
+
+    def block_mask(self, document):
+        def mask_mod(b, h, q, kv):
+            return (q >= kv) & (q - kv < 20 + 30 * h)
+
+        return create_block_mask(mask_mod, None, 2, SEQLEN, SEQLEN, device="cpu", BLOCK_SIZE=64)
+
+
 @pytest.fixture(autouse=True)
 def without_gradients():
     with torch.no_grad():
         yield
 
 
-@pytest.fixture(params=[Model, WithBlockLists])
+@pytest.fixture(params=[Model, WithBlockLists, ByHead])
 def case(request):
     model, x = request.param().eval(), torch.randn(2, SEQLEN, 32)
     return model, (x, DOCUMENT), model(x, DOCUMENT)

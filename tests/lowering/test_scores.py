@@ -21,6 +21,7 @@ from tests.score.score_mods import (
     qkv,
     relative,
     results,
+    scattered_by_head,
     window_by_head,
 )
 
@@ -64,9 +65,12 @@ def test_the_score_mod_is_shown():
     assert f", score {decision.score}" in str(decision)
 
 
-def test_heads_with_masks_of_their_own():
-    decision = check("learned", window_by_head, heads=HEADS)
-    assert "by bit blocks" in decision.notes[0]
+@pytest.mark.parametrize("mask_mod", [window_by_head, scattered_by_head], ids=lambda f: f.__name__)
+def test_heads_with_masks_of_their_own(mask_mod):
+    decision = check("learned", mask_mod, heads=HEADS)
+    assert decision.notes[-1] == "each head has a mask of its own"
+    has_bits = any(note.startswith("by bit blocks") for note in decision.notes)
+    assert has_bits == (mask_mod is scattered_by_head)
 
 
 def test_inductor():

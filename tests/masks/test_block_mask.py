@@ -216,7 +216,7 @@ def test_masks_that_intervals_can_not_express(block_size):
         return (table[q] == table[kv]) & (q >= kv)
 
     def by_head(b, h, q, kv):
-        return (q >= kv) & (kv < 90 * h)
+        return pairs[q, kv] | ((q >= kv) & (kv < 90 * h))
 
     def of_pairs(b, h, q, kv):
         return pairs[q, kv] | ((q < 128) & (kv < 128))

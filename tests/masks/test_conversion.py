@@ -14,6 +14,7 @@ from magi_compile.masks import (
     slices_from_intervals,
     trace_mask_mod,
 )
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.library import document_causal
 from tests.masks.support.helpers import dense_mask, dynamo_program, evaluate, packed
 from tests.masks.support.mask_mods import MASK_MODS
@@ -59,6 +60,44 @@ def test_random_masks_equal_their_dense_mask(seed):
         if all(check.ok for check in intervals.checks):
             checked += 1
             assert torch.equal(intervals.to_dense(), evaluate(text, *size, tables, symbols)), text
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_masks_by_head(seed):
+    """Of those that can be expressed, where the data is as they need it: intervals, slices, and a second opinion's places."""
+    generator, checked, by_head = random.Random(seed), 0, 0
+    while by_head < 30:
+        program = MaskProgram.parse(text := random_mask(generator, generator.randint(1, 4), True))
+        size = batch, seqlen_q, seqlen_k = [generator.randint(1, n) for n in (2, 30, 30)]
+        heads, symbols = Heads(*generator.choice([(2, 1), (4, 2), (3, 3), (1, 1)])), [3]
+        try:
+            program.keys(seqlen_k, symbols)
+        except UnsupportedMaskError:
+            continue
+        tables = tables_for(batch, max(seqlen_q, seqlen_k), generator.randint(0, 99), heads.q)
+        sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads)
+        intervals = row_intervals(program, tables, symbols, **sizes._asdict(), device="cpu")
+        if not all(check.ok for check in intervals.checks):
+            continue
+        checked, by_head = checked + 1, by_head + program.differs_by_head
+        expected = evaluate(text, *size, tables, symbols, heads.q)
+        assert torch.equal(intervals.to_dense(), expected), text
+        slices, fits = padded_slices_from_intervals(intervals, 4000)
+        assert bool(fits.ok)
+        slices.validate()
+        wanted = torch.zeros(
+            batch * heads.q, seqlen_q, batch * heads.kv, seqlen_k, dtype=torch.bool
+        )
+        for entry in range(batch * heads.q):
+            wanted[entry, :, entry // heads.group] = expected[entry]
+        assert torch.equal(slices.to_dense(), wanted.flatten(2).flatten(0, 1)), text
+
+
+def test_a_mask_by_head_is_none_of_all_heads():
+    with pytest.raises(UnsupportedMaskError, match=r"depends on the head \(h\), and one mask"):
+        row_intervals("kv < h", batch=1, seqlen_q=4, seqlen_k=4)
+    with pytest.raises(UnsupportedMaskError, match=r"depends on the head \(h\), and one mask"):
+        trace_mask_mod(lambda b, h, q, kv: q - kv < h)
 
 
 def assert_disjoint_and_sorted(intervals):

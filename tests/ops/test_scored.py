@@ -17,6 +17,7 @@ from tests.score.score_mods import (
     qkv,
     results,
     scattered,
+    scattered_by_head,
     window_by_head,
 )
 
@@ -44,9 +45,11 @@ def test_values_and_gradients(case, dtype):
     assert_as_good_as_plain(ours, case.make, tensors, captures, visible)
 
 
-@pytest.mark.parametrize("mask_mod", [window_by_head, scattered], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "mask_mod", [window_by_head, scattered, scattered_by_head], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", ["relative", "documents", "where"])
-def test_masks_by_bit_blocks(name, mask_mod):
+def test_masks_of_heads_and_of_bit_blocks(name, mask_mod):
     """Heads with masks of their own are batch entries, and rows of some blocks see nothing."""
     case = BY_NAME[name]
     mask, visible = both_masks(mask_mod, HEADS)

@@ -115,6 +115,11 @@ def window_by_head(b, h, q, kv):
     return (q >= kv) & (q - kv < 12 * (h + 1))
 
 
+def scattered_by_head(b, h, q, kv):
+    """Blocks of bits of each head."""
+    return scattered(b, h, q, kv) & window_by_head(b, h, q, kv)
+
+
 def scattered(b, h, q, kv):
     """Blocks of bits; some rows see nothing."""
     return ((q * 7 + kv * 5) % 11 < 3) & (q % 9 != 4) & (q >= kv)

@@ -1,7 +1,9 @@
-// Whether the block lists of a BlockMask agree with its mask_mod: a thread block for each q block of each batch entry.
+// Whether the block lists of a BlockMask agree with its mask_mod: a thread block for each q block of each entry.
 //
 //   key intervals of rows -> how many rows of the q block see each kv block, and see all of it
 //   block lists           -> the kv blocks that every head lists, and those that some head calls full
+//
+// An entry is a batch entry, whose mask all heads have, or one of its heads, which reads its own lists.
 //
 // The last thread block to end reports what is wrong, and then empties the slices of the mask.
 #include "common/block.cuh"
@@ -24,7 +26,7 @@ struct BlockList {
 };
 
 struct BlockListsParams {
-    const int* intervals;     // [2, num_lanes, batch, seqlen_q]: first keys, then ends; intervals of a row never touch
+    const int* intervals;     // [2, num_lanes, batch * heads, seqlen_q]: first keys, then ends; intervals of a row never touch
     const unsigned* broken;   // [num_checks]: not 0 where the intervals mean nothing
     Bits* found;              // [2], zeros: becomes the complement of the first block that is wrong
     unsigned* num_done;       // zero
@@ -34,6 +36,7 @@ struct BlockListsParams {
     Int* flags[2];            // of a block that is seen and not listed; of one that is listed as full and is not
     BlockList partial, full;
     int num_lanes, batch, seqlen_q, seqlen_k, block_rows, block_keys, num_checks, capacity;
+    int heads, heads_per_group;   // as in MaskSlicesParams
 };
 
 struct Shared {
@@ -50,7 +53,8 @@ public:
           shared_(shared),
           num_q_((params.seqlen_q + params.block_rows - 1) / params.block_rows),
           num_k_((params.seqlen_k + params.block_keys - 1) / params.block_keys),
-          b_(blockIdx.x / num_q_),
+          entry_(blockIdx.x / num_q_),
+          b_(entry_ / params.heads),
           q_(blockIdx.x % num_q_) {}
 
     __device__ void run(int num_blocks) {
@@ -78,8 +82,8 @@ private:
     __device__ void count_rows(int begin, int count) {
         for_each(count, [&](int block) { shared_.seen[block] = shared_.full[block] = 0; });
         const int height = this->height();
-        const Int num_rows = static_cast<Int>(params_.batch) * params_.seqlen_q;
-        const Int first_row = static_cast<Int>(b_) * params_.seqlen_q + static_cast<Int>(q_) * params_.block_rows;
+        const Int num_rows = static_cast<Int>(params_.batch) * params_.heads * params_.seqlen_q;
+        const Int first_row = static_cast<Int>(entry_) * params_.seqlen_q + static_cast<Int>(q_) * params_.block_rows;
         for_each(params_.num_lanes * height, [&](int i) {
             const Int place = i / height * num_rows + first_row + i % height;
             const int lo = params_.intervals[place];
@@ -109,8 +113,10 @@ private:
             shared_.of_all_heads[word] = ~0u;
             shared_.called_full[word] = 0;
         });
-        const int num_heads = max(params_.partial.num_heads, params_.full.num_heads);
-        for (int head = 0; head < num_heads; ++head) {
+        const bool has_own_lists = params_.heads > 1;
+        const int first = has_own_lists ? entry_ % params_.heads : 0;
+        const int end = has_own_lists ? first + 1 : max(params_.partial.num_heads, params_.full.num_heads);
+        for (int head = first; head < end; ++head) {
             for_each(kWords, [&](int word) { shared_.of_head[word] = 0; });
             for_each_listed(params_.partial, head, begin, count,
                             [&](int word, unsigned bit) { atomicOr(&shared_.of_head[word], bit); });
@@ -181,7 +187,7 @@ private:
                 Int* const flag = params_.flags[check];
                 flag[1] = place % num_k_;
                 flag[2] = place / num_k_ % num_q_;
-                flag[3] = place / num_k_ / num_q_;
+                flag[3] = place / num_k_ / num_q_ / params_.heads;
                 __threadfence_system();
                 flag[0] = 1;
             }
@@ -194,7 +200,7 @@ private:
     const BlockListsParams& params_;
     Shared& shared_;
     const int num_q_, num_k_;
-    const int b_, q_;
+    const int entry_, b_, q_;
 };
 
 }   // namespace ffa

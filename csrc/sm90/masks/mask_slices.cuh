@@ -18,14 +18,16 @@ struct MaskSlicesParams {
     int* q_ranges;           // [capacity, 2]
     int* k_ranges;           // [capacity, 2]
     int* mask_types;         // [capacity]
-    int* intervals;          // [2, kNumLanes, batch, seqlen_q]: first keys, then ends
+    int* intervals;          // [2, kNumLanes, batch * heads, seqlen_q]: first keys, then ends
     int* scratch;            // 8-byte aligned
     unsigned* broken;        // [kNumChecks], zeros: becomes the complement of the first place where a check fails
     unsigned* num_arrived;   // zero; for `wait_for_grid`
     int batch, seqlen_q, seqlen_k, capacity;
+    int heads;             // with masks of their own, each an entry: b * heads + h; 1 where all have the same mask
+    int heads_per_group;   // which read the same keys
 };
 
-static_assert(sizeof(MaskSlicesParams) == 72, "packed by magi_compile/kernels/sm90/params.py");
+static_assert(sizeof(MaskSlicesParams) == 80, "packed by magi_compile/kernels/sm90/params.py");
 
 // Arithmetic of 64-bit integers that ends at the least and the highest one, which are further than any key, as in
 // masks/evaluation/integers.py; division rounds down.
@@ -66,7 +68,7 @@ __device__ __forceinline__ Int floordiv(Int x, Int y) {
     return x / y - (x % y != 0 && (x < 0) != (y < 0));
 }
 
-// The runs of equal values of an expression along the keys of one batch entry.
+// The runs of equal values of an expression along the keys of one entry.
 struct Runs {
     Int* value;          // [num_runs]
     int* begin;          // [num_runs]
@@ -98,7 +100,7 @@ public:
     __device__ MaskSlices(const MaskSlicesParams& params, const Int* words)
         : params_(params),
           words_(words),
-          num_rows_(params.batch * params.seqlen_q),
+          num_rows_(params.batch * params.heads * params.seqlen_q),
           num_key_words_((params.seqlen_k + 31) / 32),
           num_sorted_(1),
           num_row_words_((static_cast<Int>(Mask::kNumLanes) * num_rows_ + 31) / 32) {
@@ -130,9 +132,10 @@ public:
         }
     }
 
-    // What a program asks for; b is the batch entry.
+    // What a program asks for.
 
     __device__ __forceinline__ Int word(int i) const { return words_[i]; }
+    __device__ __forceinline__ int heads() const { return params_.heads; }
     __device__ __forceinline__ int seqlen_q() const { return params_.seqlen_q; }
     __device__ __forceinline__ int seqlen_k() const { return params_.seqlen_k; }
 
@@ -141,27 +144,27 @@ public:
     }
 
     // Whether the values never decrease in [lo, hi).
-    __device__ bool is_ordered(int index, int b, int lo, int hi) const {
+    __device__ bool is_ordered(int index, int entry, int lo, int hi) const {
         if (lo >= hi) {
             return true;
         }
-        const Runs runs = this->runs(index, b);
+        const Runs runs = this->runs(index, entry);
         return runs.num_drops[runs.run_of(lo)] == runs.num_drops[runs.run_of(hi - 1)];
     }
 
     // The first key of [lo, hi), where values never decrease, whose value is above `limit`, or hi.
-    __device__ Int bound_within(int index, int b, Int limit, int lo, int hi) const {
+    __device__ Int bound_within(int index, int entry, Int limit, int lo, int hi) const {
         if (lo >= hi) {
             return hi;
         }
-        const Runs runs = this->runs(index, b);
+        const Runs runs = this->runs(index, entry);
         const int first = runs.run_of(lo), count = runs.run_of(hi - 1) + 1 - first;
         const int below = partition_point(count, [&](int i) { return runs.value[first + i] <= limit; });
         return below == 0 ? lo : min(hi, runs.begin_of(first + below));
     }
 
-    __device__ Group group(int index, int b, Int wanted) const {
-        const Runs runs = this->runs(index, b);
+    __device__ Group group(int index, int entry, Int wanted) const {
+        const Runs runs = this->runs(index, entry);
         const int count = runs.count();
         const auto value = [&](int place) { return runs.value[runs.order[place]]; };
         const int place = partition_point(count, [&](int i) { return value(i) < wanted; });
@@ -177,11 +180,11 @@ public:
 
     // Cuts [lo, hi) down to the keys of a group in it; whether these are next to each other. It has no keys outside the
     // group but those in between.
-    __device__ bool narrow_to(const Group& group, int index, int b, int& lo, int& hi) const {
+    __device__ bool narrow_to(const Group& group, int index, int entry, int& lo, int& hi) const {
         if (group.is_whole() || lo >= hi) {
             return true;
         }
-        const Runs runs = this->runs(index, b);
+        const Runs runs = this->runs(index, entry);
         const auto run = [&](int i) { return runs.order[group.place + i]; };
         const int first = partition_point(group.count, [&](int i) { return runs.begin_of(run(i) + 1) <= lo; });
         const int end = partition_point(group.count, [&](int i) { return runs.begin[run(i)] < hi; });
@@ -192,11 +195,11 @@ public:
     }
 
     // Cuts [lo, hi) down to where a condition on the keys holds; whether these keys are next to each other.
-    __device__ bool narrow(int index, int b, int& lo, int& hi) const {
+    __device__ bool narrow(int index, int entry, int& lo, int& hi) const {
         bool is_whole = true;
         int begin = 0, end = 0;
         if (lo < hi) {
-            const Runs runs = this->runs(index, b);
+            const Runs runs = this->runs(index, entry);
             int first = runs.run_of(lo), last = runs.run_of(hi - 1);
             begin = lo;
             end = hi;
@@ -213,12 +216,12 @@ public:
         return is_whole;
     }
 
-    __device__ __forceinline__ void require_in_row(int check, int b, int q, bool holds) const {
-        report(check, b * params_.seqlen_q + q, holds);
+    __device__ __forceinline__ void require_in_row(int check, int entry, int q, bool holds) const {
+        report(check, entry * params_.seqlen_q + q, holds);
     }
 
-    __device__ __forceinline__ void require_at_key(int check, int b, int kv, bool holds) const {
-        report(check, b * params_.seqlen_k + kv, holds);
+    __device__ __forceinline__ void require_at_key(int check, int entry, int kv, bool holds) const {
+        report(check, entry * params_.seqlen_k + kv, holds);
     }
 
 private:
@@ -228,14 +231,28 @@ private:
         }
     }
 
-    __device__ __forceinline__ int num_entries(int index) const {
-        return Mask::kIndexesOfEntries >> index & 1 ? params_.batch : 1;
+    // An index is made for each batch entry, head, or both, as far as its values differ between these.
+    __device__ __forceinline__ static bool is_of_batch(int index) { return Mask::kIndexesOfBatch >> index & 1; }
+    __device__ __forceinline__ static bool is_of_heads(int index) { return Mask::kIndexesOfHeads >> index & 1; }
+
+    __device__ __forceinline__ int num_indexes(int index) const {
+        return (is_of_batch(index) ? params_.batch : 1) * (is_of_heads(index) ? params_.heads : 1);
     }
 
-    __device__ __forceinline__ Runs runs(int index, int b) const {
-        int slot = num_entries(index) == 1 ? 0 : b;
+    // The first entry that an index is for, by its number.
+    __device__ __forceinline__ int entry_of(int index, int number) const {
+        return is_of_heads(index) ? number : number * params_.heads;
+    }
+
+    __device__ __forceinline__ int number_of(int index, int entry) const {
+        const int b = is_of_batch(index) ? entry / params_.heads : 0;
+        return is_of_heads(index) ? b * params_.heads + entry % params_.heads : b;
+    }
+
+    __device__ __forceinline__ Runs runs(int index, int entry) const {
+        int slot = number_of(index, entry);
         for (int other = 0; other < index; ++other) {
-            slot += num_entries(other);
+            slot += num_indexes(other);
         }
         const int num_words = 4 * params_.seqlen_k + num_sorted_ + num_key_words_ + 1;
         int* const memory = runs_ + static_cast<Int>(slot) * ((num_words + 1) / 2 * 2);
@@ -252,30 +269,31 @@ private:
 
     __device__ void mark_keys() {
         for (int index = 0; index < Mask::kNumIndexes; ++index) {
-            for (int b = 0; b < num_entries(index); ++b) {
-                bits_of_grid(params_.seqlen_k, runs(index, b).borders, [&](Int kv) {
+            for (int i = 0; i < num_indexes(index); ++i) {
+                const int entry = entry_of(index, i);
+                bits_of_grid(params_.seqlen_k, runs(index, entry).borders, [&](Int kv) {
                     const int key = static_cast<int>(kv);
-                    const Int value = Mask::key(*this, index, b, key);
-                    return key == 0 || Mask::key(*this, index, b, key - 1) != value;
+                    const Int value = Mask::key(*this, index, entry, key);
+                    return key == 0 || Mask::key(*this, index, entry, key - 1) != value;
                 });
             }
         }
     }
 
-    // A thread block for each batch entry of each index.
+    // A thread block for each index.
     __device__ void index_keys() {
         int number = 0;
         for (int index = 0; index < Mask::kNumIndexes; ++index) {
-            for (int b = 0; b < num_entries(index); ++b, ++number) {
+            for (int i = 0; i < num_indexes(index); ++i, ++number) {
                 if (number % gridDim.x == blockIdx.x) {
-                    index_keys(index, b);
+                    index_keys(index, entry_of(index, i));
                 }
             }
         }
     }
 
-    __device__ void index_keys(int index, int b) {
-        const Runs runs = this->runs(index, b);
+    __device__ void index_keys(int index, int entry) {
+        const Runs runs = this->runs(index, entry);
         const int count = prefix_sum(
             num_key_words_, [&](int word) { return __popc(runs.borders[word]); },
             [&](int word, int run) {
@@ -283,7 +301,7 @@ private:
                     runs.begin[run++] = 32 * word + __ffs(bits) - 1;
                 }
             });
-        for_each(count, [&](int run) { runs.value[run] = Mask::key(*this, index, b, runs.begin[run]); });
+        for_each(count, [&](int run) { runs.value[run] = Mask::key(*this, index, entry, runs.begin[run]); });
         for_each(1, [&](int) { *runs.num_runs = count; });
         const int num_drops = prefix_sum(
             count, [&](int run) { return int(runs.drops(run)); },
@@ -419,7 +437,8 @@ private:
                 const Int first = first_[i], last = last_[i];
                 q_begin = static_cast<int>(first % num_rows_);
                 q_end = static_cast<int>(last % num_rows_) + 1;
-                const int shift = q_begin / params_.seqlen_q * params_.seqlen_k;
+                const int entry = q_begin / params_.seqlen_q;
+                const int shift = entry / params_.heads_per_group * params_.seqlen_k;
                 k_begin = lo(first) + shift;
                 k_end = hi(last) + shift;
                 mask_type = ends(first) ? 0 : change_behind(first);

@@ -160,7 +160,7 @@ MASK_SLICES = Struct(
     "MaskSlicesParams",
     _addresses("q_ranges", "k_ranges", "mask_types", "intervals", "scratch", "broken")
     | _addresses("num_arrived")
-    | _ints("batch", "seqlen_q", "seqlen_k", "capacity"),
+    | _ints("batch", "seqlen_q", "seqlen_k", "capacity", "heads", "heads_per_group"),
 )
 BLOCK_LIST = Struct(
     "BlockList",
@@ -173,7 +173,7 @@ BLOCK_LISTS = Struct(
     _addresses("intervals", "broken", "found", "num_done", "q_ranges", "k_ranges", "mask_types")
     | {"flags": (ADDRESS, 2), "partial": BLOCK_LIST, "full": BLOCK_LIST}
     | _ints("num_lanes", "batch", "seqlen_q", "seqlen_k", "block_rows", "block_keys")
-    | _ints("num_checks", "capacity"),
+    | _ints("num_checks", "capacity", "heads", "heads_per_group"),
 )
 
 

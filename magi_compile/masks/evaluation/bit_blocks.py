@@ -16,7 +16,7 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck, MaskDataError, require
 from magi_compile.masks.bits import BLOCK, FIRST_BITS, WORDS, pack
 from magi_compile.masks.block_lists import HOLDS_ALL, IS_FULL, BlockLists
-from magi_compile.masks.evaluation.to_slices import packed_totals
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.program.look_ups import Broken
 from magi_compile.masks.program.source import on_grids
 from magi_compile.masks.slices import AttnSlices
@@ -27,14 +27,6 @@ MaskMod = Callable[..., Tensor]
 
 
 _OF_DATA = ("out of bounds", "out of range", "ZeroDivisionError")  # what PyTorch says of it
-
-
-class Heads(NamedTuple):
-    """Whose masks they are: those of `q` heads, each of which is a batch entry of its own then, and reads one of `kv` heads; 1 and 1
-    where all heads have the same mask."""
-
-    q: int = 1
-    kv: int = 1
 
 
 class Grid(NamedTuple):
@@ -58,13 +50,8 @@ class Grid(NamedTuple):
         return self.batch * self.heads.q * self.blocks_q * self.blocks_k
 
     @property
-    def totals(self) -> tuple[int, int]:
-        """How many rows and keys the slices span."""
-        rows, keys = self.batch * self.heads.q, self.batch * self.heads.kv
-        return (
-            packed_totals(rows, self.seqlen_q, self.seqlen_k)[0],
-            packed_totals(keys, self.seqlen_q, self.seqlen_k)[1],
-        )
+    def sizes(self) -> MaskSizes:
+        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k, self.heads)
 
     def place(self, number: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Batch entry, head, first query and first key of blocks."""
@@ -154,7 +141,7 @@ def slices_with_bits(
         num_bits = num_bits + has_bits.sum()
     require(faults.checks)
     q_ranges, k_ranges = (torch.where(is_empty[:, None], 0, x) for x in _ranges(grid, device))
-    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *grid.totals, bits)
+    return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *grid.sizes.totals, bits)
 
 
 def without_padding(slices: AttnSlices) -> AttnSlices:
@@ -323,8 +310,8 @@ class _Faults:
 def _ranges(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows and keys of all blocks, int32 `[num_blocks, 2]` each."""
     b, h, row, key = grid.place(torch.arange(grid.num_blocks, device=device))
-    heads = grid.heads
-    entry_q, entry_k = b * heads.q + h, b * heads.kv + h // (heads.q // heads.kv)
+    entry_q = b * grid.heads.q + h
+    entry_k = entry_q // grid.heads.group
     ranges = []
     for entry, first, seqlen in ((entry_q, row, grid.seqlen_q), (entry_k, key, grid.seqlen_k)):
         end = (first + BLOCK).clamp(max=seqlen)

@@ -5,7 +5,7 @@ All on the tensors' device, in O(rows + keys) memory, and on a GPU without waiti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from magi_compile._checks import MaskCheck
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.integers import INT32, INT64, Value, apply, counted
 from magi_compile.masks.evaluation.key_index import Groups, Marks, Stretches, gather
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.expr import TRUE, Expr
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.program.source import column, names_of_captures
@@ -29,16 +30,14 @@ class Evaluation:
         program: MaskProgram,
         tables: Sequence[Tensor],
         symbols: Sequence[int],
-        batch: int,
-        seqlen_q: int,
-        seqlen_k: int,
+        sizes: MaskSizes,
         device: torch.device,
     ):
         self.program = program
         self.tables = tables
         self.symbols = symbols
-        self.sizes = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
-        self.seqlen_k = seqlen_k
+        self.sizes = sizes
+        self.seqlen_k = sizes.seqlen_k
         self.device = device
         self.checks: list[MaskCheck] = []
         self.memo: dict[tuple[str, Expr], object] = {}
@@ -51,7 +50,7 @@ class Evaluation:
     # Lanes and promises
 
     def lane(self, lane: Lane) -> tuple[Tensor, Tensor]:
-        """The edges of a lane, int32 and in [0, seqlen_k], broadcastable to `[batch, seqlen_q]`."""
+        """The edges of a lane, int32 and in [0, seqlen_k], broadcastable to `[entries, seqlen_q]`."""
         lo, hi = self.edge(lane.lo, lambda *_: 0), self.edge(lane.hi, lambda *_: self.seqlen_k)
         splits = []
         for promise in lane.grouped:
@@ -152,14 +151,18 @@ class Evaluation:
         *,
         of_conversion: bool = False,
     ) -> None:
-        """Adds a check: `broken` `[1 or batch, rows or keys]` must be False everywhere."""
+        """Adds a check: `broken` `[1 or entries, rows or keys]` must be False everywhere."""
         if not broken.numel():
             return
         flat = broken.flatten()
         first = flat.to(torch.uint8).argmax()
         row, entry = first % broken.shape[1], first // broken.shape[1]
+        place: tuple[Tensor, ...] = (row, entry)
+        if self.program.differs_by_head:
+            heads = self.sizes.heads.q
+            words, place = messages.of_a_head(words), (row, entry // heads, entry % heads)
         sought = () if values is None else (values.expand_as(broken).take(first),)
-        check = MaskCheck(~flat.any(), *words, (*sought, row, entry), of_conversion)
+        check = MaskCheck(~flat.any(), *words, (*sought, *place), of_conversion)
         self.checks.append(check)
 
     # Values
@@ -180,9 +183,7 @@ class Evaluation:
             number = self.symbols[args[0]]
             return Value(number, number, number)
         if op == "var":
-            size = self.sizes[args[0]]
-            index = torch.arange(size, dtype=torch.int32, device=self.device)
-            return Value(index[:, None] if args[0] == "b" else index[None], 0, size - 1)
+            return self.variable(args[0])
         if op == "table":
             return self.look_up(expr)
         if op in ("group_begin", "group_end"):
@@ -196,6 +197,18 @@ class Evaluation:
         if op in ("floordiv", "mod"):
             values[1] = self.divisor(args[1], values[1])
         return apply(op, values)
+
+    def variable(self, name: str) -> Value:
+        """`[entries, 1]` or `[1, rows or keys]`."""
+        size, heads = self.sizes.by_variable[name], self.sizes.heads.q
+        is_of_entry = name in ("b", "h")
+        count = self.sizes.entries if is_of_entry else size
+        index = torch.arange(count, dtype=torch.int32, device=self.device)
+        if is_of_entry and heads > 1:
+            index = index // heads if name == "b" else index % heads
+        elif name == "h":
+            index = torch.zeros_like(index)
+        return Value(index[:, None] if is_of_entry else index[None], 0, size - 1)
 
     def want_truth(self, expr: Expr, value: Value) -> None:
         if isinstance(value.data, Tensor) and value.data.dtype != torch.bool:
@@ -214,19 +227,14 @@ class Evaluation:
         return value
 
     def look_up(self, expr: Expr) -> Value:
-        """A captured tensor at its indices, `[1 or batch, 1 or rows or keys]`."""
+        """A captured tensor at its indices, `[1 or entries, 1 or rows or keys]`."""
         table, indices = self.tables[expr.args[0]], expr.args[1:]
         text = self.program.describe(expr)
         check_look_up(expr, text, table.shape, self.sizes)
         if not indices:
             data = table.to(self.device).reshape(1, 1)
         elif is_plain(expr):
-            sizes = [self.sizes[index.args[0]] for index in indices]
-            data = table[: sizes[0]]
-            if len(indices) == 2:
-                data = data[:, : sizes[1]]
-            else:
-                data = data[:, None] if indices[0].args[0] == "b" else data[None]
+            data = self.in_place(table, [index.args[0] for index in indices])
         else:
             places = [
                 self.index(index, size, text)
@@ -238,6 +246,20 @@ class Evaluation:
         if data.dtype in (torch.int8, torch.int16, torch.uint8, torch.int32):
             return Value(data.to(torch.int32), *INT32)
         return Value(data.to(torch.int64), *INT64)
+
+    def in_place(self, table: Tensor, names: list[str]) -> Tensor:
+        """A captured tensor that is looked up where it stands, at the variables `names`."""
+        sizes = self.sizes.by_variable
+        data = table[tuple(slice(sizes[name]) for name in names)]
+        if "b" not in names:
+            data = data[None]
+        if "h" not in names:
+            data = data[:, None]
+        if names[-1] in ("b", "h"):
+            data = data[..., None]
+        if "b" in names or "h" in names:
+            data = data.expand(self.sizes.batch, self.sizes.heads.q, -1)
+        return data.flatten(0, 1)
 
     def index(self, expr: Expr, size: int, text: str) -> Tensor:
         """Values of an index into a dimension; negative ones count from the end, as in PyTorch."""
@@ -254,7 +276,7 @@ class Evaluation:
     # Searches along kv
 
     def along_kv(self, value: Value) -> Tensor:
-        """`[1 or batch, seqlen_k]`"""
+        """`[1 or entries, seqlen_k]`"""
         return self.tensor(value).expand(-1, self.seqlen_k)
 
     def groups(self, keys: Expr) -> Groups:
@@ -294,7 +316,7 @@ def with_columns(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: Mapping[str, int],
+    sizes: MaskSizes,
     device: torch.device,
 ) -> list[Tensor]:
     """The captured tensors and, behind them, those that the program computes: all that its expression looks up.
@@ -303,7 +325,7 @@ def with_columns(
         program: the mask.
         tables: the captured tensors.
         symbols: the captured ints.
-        sizes: how many values each of the variables b, q and kv takes.
+        sizes: how many values each variable takes.
         device: where to compute.
 
     Returns:
@@ -314,35 +336,40 @@ def with_columns(
         return list(tables)
     nothing = torch.empty(0, dtype=torch.int32, device=device)  # for those that are not looked up
     first = min(program.columns)
-    computed = [column(function, named, sizes, device) for function in program.columns.values()]
+    lengths = sizes.by_variable
+    computed = [column(function, named, lengths, device) for function in program.columns.values()]
     return [*tables[:first], *[nothing] * (first - len(tables)), *computed]
 
 
 def is_plain(look_up: Expr) -> bool:
-    """Whether a captured tensor is looked up where it stands: at rows or keys, at batch entries, or at both."""
-    indices = look_up.args[1:]
-    of_entries = [index.args[0] == "b" for index in indices if index.op == "var"]
-    return len(of_entries) == len(indices) and of_entries in ([True], [False], [True, False])
+    """Whether a captured tensor is looked up where it stands: at batch entries, heads, and rows or keys, or at some of these."""
+    places = [
+        _ORDER.get(index.args[0], -1) if index.op == "var" else -1 for index in look_up.args[1:]
+    ]
+    return -1 not in places and places == sorted(set(places))
 
 
-def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: Mapping[str, int]) -> None:
+_ORDER = {"b": 0, "h": 1, "q": 2, "kv": 2}
+
+
+def check_look_up(look_up: Expr, text: str, shape: Sequence[int], sizes: MaskSizes) -> None:
     """Raises ValueError where a captured tensor of `shape` cannot be looked up so, whatever its values.
 
     Args:
         look_up: the captured tensor at its indices.
         text: the same, for messages.
         shape: of the captured tensor.
-        sizes: how many values each of the variables b, q and kv takes.
+        sizes: how many values each variable takes.
     """
-    indices = look_up.args[1:]
+    indices, lengths = look_up.args[1:], sizes.by_variable
     if len(indices) != len(shape):
         raise ValueError(
             f"captured tensor in `{text}` must have {len(indices)} dimensions, got {len(shape)}"
         )
     for dim, index in enumerate(indices):
-        if is_plain(look_up) and shape[dim] < sizes[index.args[0]]:
+        if is_plain(look_up) and shape[dim] < lengths[index.args[0]]:
             raise ValueError(
-                f"captured tensor in `{text}` must have at least {sizes[index.args[0]]} entries in "
+                f"captured tensor in `{text}` must have at least {lengths[index.args[0]]} entries in "
                 f"dimension {dim}, got {shape[dim]}"
             )
         if not shape[dim]:

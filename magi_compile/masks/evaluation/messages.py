@@ -10,6 +10,12 @@ from magi_compile._checks import of_intervals
 Words = tuple[str, str]
 
 
+def of_a_head(words: Words) -> Words:
+    """`words` whose values name a head behind the batch entry."""
+    message, detail = words
+    return message, detail.replace("batch entry {}", "batch entry {} and head {}")
+
+
 def are_neighbours(keys: str) -> Words:
     return (
         of_intervals(f"the keys with `{keys}` that a row may see must be next to each other"),

@@ -15,6 +15,7 @@ from magi_compile._checks import MaskCheck
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.evaluate import Evaluation
 from magi_compile.masks.evaluation.integers import INT32, INT64, counted
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.expr import FITS, Expr
 from magi_compile.masks.program.program import MaskProgram
 
@@ -37,13 +38,13 @@ def range_checks(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: tuple[int, int, int],
+    sizes: MaskSizes,
     device: torch.device,
 ) -> list[MaskCheck]:
     """The same checks alone; `tables` are the captured tensors and those computed."""
-    if 0 in sizes or not any(node.op in FITS for node in program.expr.walk()):
+    if sizes.is_empty or not any(node.op in FITS for node in program.expr.walk()):
         return []
-    run = Evaluation(program, tables, symbols, *sizes, device)
+    run = Evaluation(program, tables, symbols, sizes, device)
     expect_ranges(run)
     return run.checks
 

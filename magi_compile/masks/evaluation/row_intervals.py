@@ -1,4 +1,4 @@
-"""RowIntervals: for each row of each batch entry, the keys it sees, as a few disjoint intervals.
+"""RowIntervals: for each row of each batch entry, or of each head of it, the keys it sees, as a few disjoint intervals.
 
 The exact meeting point of all kinds of masks. `row_intervals` evaluates a mask program with plain tensor
 operations, on the device of the captured tensors, in O(rows) memory. On a GPU nothing waits for the device:
@@ -17,6 +17,7 @@ from magi_compile._checks import MaskCheck
 from magi_compile.masks.evaluation.evaluate import Evaluation, with_columns
 from magi_compile.masks.evaluation.integers import MAX_SYMBOL
 from magi_compile.masks.evaluation.ranges import expect_ranges
+from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.expr import Expr
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.solver.solve import UnsupportedMaskError
@@ -27,29 +28,31 @@ class RowIntervals:
     """The keys each row sees: the union of `[lo[j], hi[j])` over j.
 
     Attributes:
-        lo: int32 `[num_intervals, batch, seqlen_q]`.
+        lo: int32 `[num_intervals, batch * heads.q, seqlen_q]`.
         hi: int32, the same shape. Intervals that are not empty are disjoint, not adjacent, and in increasing
             order of j; empty ones are `[0, 0)`.
         seqlen_k: number of keys of a batch entry.
         checks: the intervals are right if all of them are ok.
+        heads: those with masks of their own.
     """
 
     lo: Tensor
     hi: Tensor
     seqlen_k: int
     checks: tuple[MaskCheck, ...] = ()
+    heads: Heads = ONE_MASK
 
     @property
     def num_intervals(self) -> int:
         return self.lo.shape[0]
 
     @property
-    def batch(self) -> int:
-        return self.lo.shape[1]
-
-    @property
     def seqlen_q(self) -> int:
         return self.lo.shape[2]
+
+    @property
+    def sizes(self) -> MaskSizes:
+        return MaskSizes(self.lo.shape[1] // self.heads.q, self.seqlen_q, self.seqlen_k, self.heads)
 
     def check(self) -> None:
         """Raises ValueError for the first check that fails. Waits for the device if it is a GPU."""
@@ -57,7 +60,7 @@ class RowIntervals:
             check.raise_if_broken()
 
     def to_dense(self) -> Tensor:
-        """The mask as bool `[batch, seqlen_q, seqlen_k]`. For tests and small masks."""
+        """The mask as bool `[batch * heads.q, seqlen_q, seqlen_k]`. For tests and small masks."""
         key = torch.arange(self.seqlen_k, device=self.lo.device)
         inside = (key >= self.lo[..., None]) & (key < self.hi[..., None])
         return inside.any(0)
@@ -71,6 +74,7 @@ def row_intervals(
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
+    heads: Heads | None = None,
     device: torch.device | str | None = None,
 ) -> RowIntervals:
     """Evaluates a mask program.
@@ -82,13 +86,14 @@ def row_intervals(
         batch: number of batch entries.
         seqlen_q: rows of a batch entry.
         seqlen_k: keys of a batch entry.
+        heads: those with masks of their own, each an entry; None where the mask must be the same for all heads.
         device: where to compute; by default where the first table with entries is.
 
     Returns:
         The intervals, and as checks what they rely on in the data.
 
     Raises:
-        UnsupportedMaskError: intervals cannot express the mask.
+        UnsupportedMaskError: intervals cannot express the mask, or it depends on the head and `heads` are None.
         TypeError: a table has the wrong dtype.
         ValueError: too few tables or symbols, or a table with the wrong device or shape.
     """
@@ -98,14 +103,16 @@ def row_intervals(
         device = next((t.device for t in tables if t.dim()), torch.device("cpu"))
     device = torch.device(device)
     check_arguments(program, tables, symbols, device)
-    shape = (batch, seqlen_q)
+    if heads is None:
+        program.require_one_mask()
+    sizes = MaskSizes(batch, seqlen_q, seqlen_k, heads or ONE_MASK)
+    shape = (sizes.entries, seqlen_q)
     keys = program.keys(seqlen_k, symbols)
-    if 0 in (batch, seqlen_q, seqlen_k):
+    if sizes.is_empty:
         empty = torch.zeros(max(len(keys.lanes), 1), *shape, dtype=torch.int32, device=device)
-        return RowIntervals(empty, empty, seqlen_k)
-    sizes = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
+        return RowIntervals(empty, empty, seqlen_k, (), sizes.heads)
     tables = with_columns(program, tables, symbols, sizes, device)
-    run = Evaluation(program, tables, symbols, batch, seqlen_q, seqlen_k, device)
+    run = Evaluation(program, tables, symbols, sizes, device)
     expect_ranges(run)
     lanes = [run.lane(lane) for lane in keys.lanes]
     for promise in keys.required:
@@ -115,7 +122,7 @@ def row_intervals(
         lanes = [(zero, zero)]
     lanes = _disjoint(lanes)
     lo, hi = (torch.stack([x.expand(shape) for x in edges]) for edges in zip(*lanes, strict=True))
-    return RowIntervals(lo, hi, seqlen_k, tuple(run.checks))
+    return RowIntervals(lo, hi, seqlen_k, tuple(run.checks), sizes.heads)
 
 
 def exact_intervals(
@@ -126,6 +133,7 @@ def exact_intervals(
     batch: int,
     seqlen_q: int,
     seqlen_k: int,
+    heads: Heads,
     device: torch.device,
 ) -> RowIntervals | None:
     """The row intervals of a mask and its data; None where there are none: the mask has no intervals, or the data are not in the
@@ -138,6 +146,7 @@ def exact_intervals(
         batch: number of batch entries.
         seqlen_q: rows of a batch entry.
         seqlen_k: keys of a batch entry.
+        heads: those whose masks may differ; where they do, each is an entry.
         device: where to compute.
 
     Returns:
@@ -149,8 +158,9 @@ def exact_intervals(
     if program.refusals:
         return None
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    own = heads if program.differs_by_head else ONE_MASK
     try:
-        intervals = row_intervals(program, tables, symbols, **sizes, device=device)
+        intervals = row_intervals(program, tables, symbols, **sizes, heads=own, device=device)
     except UnsupportedMaskError:  # too many, which depends on lengths
         return None
     is_exact = True

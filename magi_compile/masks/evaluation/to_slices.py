@@ -1,8 +1,8 @@
 """Row intervals to slices.
 
 A slice is a run of rows whose intervals change the same way from row to row: each edge stands still or moves
-by one. Batch entries lie one after the other: row q of entry b is row `b * seqlen_q + q` of the slices, key kv
-is key `b * seqlen_k + kv`.
+by one. Entries lie one after the other: row q of entry n is row `n * seqlen_q + q` of the slices, key kv is key
+`n // heads.group * seqlen_k + kv`. A batch entry is an entry, or each of its heads where these have masks of their own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.arguments import MAX_SEQLEN
 from magi_compile.masks.evaluation import messages
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
 from magi_compile.masks.slices import AttnSlices
 
 
 class _Runs(NamedTuple):
-    """Maximal runs of rows, each interval number on its own; all `[num_intervals * batch * seqlen_q]`, in the
+    """Maximal runs of rows, each interval number on its own; all `[num_intervals * entries * seqlen_q]`, in the
     order of (interval number, row)."""
 
     starts: Tensor  # bool: a run starts here
@@ -35,8 +34,8 @@ def slices_from_intervals(intervals: RowIntervals) -> AttnSlices:
     """
     runs = _runs(intervals)
     first, last = runs.starts.nonzero().flatten(), runs.ends.nonzero().flatten()
-    totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
-    slices = AttnSlices.unchecked(*_gather_runs(intervals, runs, first, last), *totals)
+    lists = _gather_runs(intervals, runs, first, last)
+    slices = AttnSlices.unchecked(*lists, *intervals.sizes.totals)
     return slices.normalize()
 
 
@@ -74,29 +73,8 @@ def padded_slices_from_intervals(
         q_ranges = torch.zeros(capacity, 2, dtype=torch.int32, device=count.device)
         k_ranges, mask_types = torch.zeros_like(q_ranges), q_ranges.new_zeros(capacity)
     check = MaskCheck(count <= capacity, *messages.fits(capacity), (count,), of_conversion=True)
-    totals = packed_totals(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
+    totals = intervals.sizes.totals
     return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals), check
-
-
-def packed_totals(batch: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int]:
-    """How many rows and keys the slices of all batch entries span.
-
-    Args:
-        batch: number of batch entries.
-        seqlen_q: rows of a batch entry.
-        seqlen_k: keys of a batch entry.
-
-    Returns:
-        Rows and keys of all entries, both below 2**30.
-
-    Raises:
-        ValueError: more than slices can number.
-    """
-    totals = (batch * seqlen_q, batch * seqlen_k)
-    for name, total in zip(("seqlen_q", "seqlen_k"), totals, strict=True):
-        if isinstance(total, int) and total >= MAX_SEQLEN:
-            raise ValueError(f"`batch * {name}` must be below 2**30, got {total}")
-    return totals
 
 
 def _runs(intervals: RowIntervals) -> _Runs:
@@ -122,9 +100,9 @@ def _gather_runs(
     intervals: RowIntervals, runs: _Runs, first: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Ranges and types of the runs from row number `first` to row number `last`."""
-    rows_per_interval = intervals.batch * intervals.seqlen_q
+    rows_per_interval = intervals.sizes.entries * intervals.seqlen_q
     row, last_row = first % rows_per_interval, last % rows_per_interval
-    shift = row // intervals.seqlen_q * intervals.seqlen_k
+    shift = row // intervals.seqlen_q // intervals.heads.group * intervals.seqlen_k
     q_ranges = torch.stack([row, last_row + 1], -1)
     k_begin, k_end = intervals.lo.flatten()[first], intervals.hi.flatten()[last]
     k_ranges = torch.stack([k_begin + shift, k_end + shift], -1)

@@ -1,7 +1,7 @@
 """A second opinion on a converted mask: the mask_mod's own graph, asked at points.
 
 Whatever the solver made of a mask, intervals and slices have to show what the mask_mod shows. Here both are evaluated at a few
-thousand points (b, q, kv): random ones, ones beside the edges of slices, ones beside the edges of blocks. All on the tensors'
+thousand points (b, h, q, kv): random ones, ones beside the edges of slices, ones beside the edges of blocks. All on the tensors'
 device; on a GPU nothing waits for it.
 """
 
@@ -19,6 +19,7 @@ from magi_compile.masks.bits import BLOCK as BIT_BLOCK
 from magi_compile.masks.bits import FIRST_BITS
 from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
+from magi_compile.masks.evaluation.sizes import MaskSizes
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.program.source import at_points, names_of_captures
 from magi_compile.masks.slices import AttnSlices
@@ -32,23 +33,11 @@ BLOCK = 64  # edges of the blocks of all kernels are multiples of it
 
 
 class Points(NamedTuple):
-    """Entries of the mask, int64 `[num_points]` each."""
+    """Pairs of the mask, int64 `[num_points]` each; an entry is a batch entry, or a head of one: see `MaskSizes`."""
 
-    b: Tensor
+    entry: Tensor
     q: Tensor
     kv: Tensor
-
-
-class MaskSizes(NamedTuple):
-    """How many values b, q and kv take."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-
-    @property
-    def by_variable(self) -> dict[str, int]:
-        return dict(zip(("b", "q", "kv"), self, strict=True))
 
 
 def is_verified(program: str) -> bool:
@@ -64,13 +53,14 @@ def remember(program: str) -> None:
 
 def random_points(count: int, sizes: MaskSizes, device: torch.device) -> Points:
     """Points anywhere, every other one beside an edge of blocks."""
-    b, q, kv = (_below(count, size, device) for size in sizes)
+    lengths = (sizes.entries, sizes.seqlen_q, sizes.seqlen_k)
+    entry, q, kv = (_below(count, size, device) for size in lengths)
     is_edge = torch.arange(count, device=device) % 2 == 0
     q, kv = (
         torch.where(is_edge, x // BLOCK * BLOCK - (x & 1), x).clamp(0, size - 1)
         for x, size in ((q, sizes.seqlen_q), (kv, sizes.seqlen_k))
     )
-    return Points(b, q, kv)
+    return Points(entry, q, kv)
 
 
 def points_of_slices(count: int, lists: Sequence[Tensor], sizes: MaskSizes) -> Points:
@@ -92,20 +82,20 @@ def points_of_slices(count: int, lists: Sequence[Tensor], sizes: MaskSizes) -> P
     lo = first + torch.where(kind >= 2, row - begin, 0)
     hi = last - torch.where(kind % 2 == 1, end - 1 - row, 0)
     key = torch.where(_below(count, 2, device) == 0, lo, hi) - _below(count, 2, device)
-    b = (row // sizes.seqlen_q).clamp(0, sizes.batch - 1)
-    q = (row - b * sizes.seqlen_q).clamp(0, sizes.seqlen_q - 1)
-    kv = (key - b * sizes.seqlen_k).clamp(0, sizes.seqlen_k - 1)
-    return Points(b, q, kv)
+    entry = (row // sizes.seqlen_q).clamp(0, sizes.entries - 1)
+    q = (row - entry * sizes.seqlen_q).clamp(0, sizes.seqlen_q - 1)
+    kv = key - entry // sizes.heads.group * sizes.seqlen_k
+    return Points(entry, q, kv.clamp(0, sizes.seqlen_k - 1))
 
 
 def points_of_intervals(count: int, intervals: RowIntervals, sizes: MaskSizes) -> Points:
     """Points beside the ends of a row's intervals."""
     device = intervals.lo.device
-    b, q, _ = (_below(count, size, device) for size in sizes)
+    entry, q = (_below(count, size, device) for size in (sizes.entries, sizes.seqlen_q))
     ends = torch.stack([intervals.lo, intervals.hi])
     side, number = (_below(count, size, device) for size in ends.shape[:2])
-    kv = ends[side, number, b, q] - _below(count, 2, device)
-    return Points(b, q, kv.long().clamp(0, sizes.seqlen_k - 1))
+    kv = ends[side, number, entry, q] - _below(count, 2, device)
+    return Points(entry, q, kv.long().clamp(0, sizes.seqlen_k - 1))
 
 
 def joined(*points: Points) -> Points:
@@ -115,8 +105,9 @@ def joined(*points: Points) -> Points:
 def shown_by_slices(lists: Sequence[Tensor], points: Points, sizes: MaskSizes) -> Tensor:
     """Which points the slices show, bool `[num_points]`."""
     q_ranges, k_ranges, mask_types = lists
-    row = (points.b * sizes.seqlen_q + points.q).to(torch.int32)[:, None]
-    key = (points.b * sizes.seqlen_k + points.kv).to(torch.int32)[:, None]
+    row = (points.entry * sizes.seqlen_q + points.q).to(torch.int32)[:, None]
+    key = points.entry // sizes.heads.group * sizes.seqlen_k + points.kv
+    key = key.to(torch.int32)[:, None]
     lo = k_ranges[:, 0] + torch.where(mask_types >= 2, row - q_ranges[:, 0], 0)
     hi = k_ranges[:, 1] - torch.where(mask_types % 2 == 1, q_ranges[:, 1] - 1 - row, 0)
     is_inside = (row >= q_ranges[:, 0]) & (row < q_ranges[:, 1]) & (key >= lo) & (key < hi)
@@ -131,7 +122,7 @@ def check_slices(
     sizes: MaskSizes,
 ) -> list[MaskCheck]:
     """That the slices `(q_ranges, k_ranges, mask_types)` show what the mask_mod shows, at points."""
-    if 0 in sizes or not program.is_verifiable:
+    if sizes.is_empty or not program.is_verifiable:
         return []
     count = max(64, min(NUM_POINTS, MAX_PAIRS // max(1, len(lists[2]))))
     device = lists[0].device
@@ -139,24 +130,25 @@ def check_slices(
         random_points(count // 2, sizes, device),
         points_of_slices(count - count // 2, lists, sizes),
     )
-    return _checks(program, tables, symbols, points, shown_by_slices(lists, points, sizes))
+    shown = shown_by_slices(lists, points, sizes)
+    return _checks(program, tables, symbols, points, shown, sizes.heads.q)
 
 
 def check_intervals(
     program: MaskProgram, tables: Sequence[Tensor], symbols: Sequence[int], intervals: RowIntervals
 ) -> list[MaskCheck]:
     """The same of row intervals."""
-    sizes = MaskSizes(intervals.batch, intervals.seqlen_q, intervals.seqlen_k)
-    if 0 in sizes or not program.is_verifiable:
+    sizes = intervals.sizes
+    if sizes.is_empty or not program.is_verifiable:
         return []
     device = intervals.lo.device
     points = joined(
         random_points(NUM_POINTS // 2, sizes, device),
         points_of_intervals(NUM_POINTS // 2, intervals, sizes),
     )
-    lo, hi = (x[:, points.b, points.q] for x in (intervals.lo, intervals.hi))
+    lo, hi = (x[:, points.entry, points.q] for x in (intervals.lo, intervals.hi))
     shown = ((points.kv >= lo) & (points.kv < hi)).any(0)
-    return _checks(program, tables, symbols, points, shown)
+    return _checks(program, tables, symbols, points, shown, sizes.heads.q)
 
 
 def check_bits(
@@ -169,17 +161,16 @@ def check_bits(
     """The same of slices of the blocks of `grid`, of which the n-th may have bits."""
     if not grid.num_blocks or not program.is_verifiable:
         return []
-    sizes = MaskSizes(grid.batch, grid.seqlen_q, grid.seqlen_k)
     device = slices.mask_types.device
-    points = random_points(NUM_POINTS, sizes, device)
-    h = _below(NUM_POINTS, grid.heads.q, device)
-    return _checks(program, tables, symbols, points, shown_by_bits(slices, points, h, grid), h)
+    points = random_points(NUM_POINTS, grid.sizes, device)
+    shown = shown_by_bits(slices, points, grid)
+    return _checks(program, tables, symbols, points, shown, grid.heads.q)
 
 
-def shown_by_bits(slices: AttnSlices, points: Points, h: Tensor, grid: Grid) -> Tensor:
-    """Which points of the heads `h [num_points]` such slices show, bool `[num_points]`."""
+def shown_by_bits(slices: AttnSlices, points: Points, grid: Grid) -> Tensor:
+    """Which points such slices show, bool `[num_points]`."""
     assert slices.bits is not None
-    line = (points.b * grid.heads.q + h) * grid.blocks_q + points.q // BIT_BLOCK
+    line = points.entry * grid.blocks_q + points.q // BIT_BLOCK
     number = line * grid.blocks_k + points.kv // BIT_BLOCK
     mask_type, key = slices.mask_types[number].long(), points.kv % BIT_BLOCK
     block = (mask_type - FIRST_BITS).clamp(min=0)
@@ -194,11 +185,13 @@ def _checks(
     symbols: Sequence[int],
     points: Points,
     shown: Tensor,
-    h: Tensor | None = None,
+    heads: int,
 ) -> list[MaskCheck]:
     named = names_of_captures(tables, symbols)
-    h = torch.zeros_like(points.b) if h is None else h
-    arguments = {"b": points.b, "h": h, "q": points.q, "kv": points.kv}
+    b, h = points.entry // heads, points.entry % heads
+    arguments = {"b": b, "h": h, "q": points.q, "kv": points.kv}
+    names = [name for name in arguments if name != "h" or program.is_by_head]
+    where = ", ".join(f"{name} = {{}}" for name in names)
     wanted = (at_points(program.functions["mask"], arguments, named) != 0).expand_as(shown)
     checks = []
     for is_wrong, mask_mod, slices in (
@@ -210,10 +203,8 @@ def _checks(
             f"magi_compile must convert the mask `{program}` exactly, and has not: this is a bug of ours, please report it; "
             "until it is mended, ask for FlexAttention with kernel_options={'BACKEND': 'TRITON'}"
         )
-        detail = (
-            f"at b = {{}}, q = {{}}, kv = {{}} the mask_mod {mask_mod} what its slices {slices}"
-        )
-        place = tuple(x[first] for x in points)
+        detail = f"at {where} the mask_mod {mask_mod} what its slices {slices}"
+        place = tuple(arguments[name][first] for name in names)
         checks.append(MaskCheck(~is_wrong.any(), f"{message} [{mask_mod}]", detail, place))
     return checks
 

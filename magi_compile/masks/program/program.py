@@ -134,8 +134,23 @@ class MaskProgram:
         return "h" in parameters(self.functions["mask"])
 
     @cached_property
+    def differs_by_head(self) -> bool:
+        """Whether its key intervals, if it has some, depend on the head."""
+        return "h" in self.expr.variables
+
+    def require_one_mask(self) -> None:
+        """Raises UnsupportedMaskError, with all reasons, where it has no key intervals that all heads share."""
+        reasons = [*self.refusals]
+        if self.differs_by_head:
+            reasons.insert(
+                0, "the mask depends on the head (h), and one mask for all heads is needed"
+            )
+        if reasons:
+            raise UnsupportedMaskError(reasons)
+
+    @cached_property
     def refusals(self) -> tuple[str, ...]:
-        """Every reason why intervals cannot express it; empty where they can."""
+        """Every reason why intervals, of each head if it depends on that, cannot express it; empty where they can."""
         try:
             _ = self.solved
         except UnsupportedMaskError as error:

@@ -49,13 +49,13 @@ def trace_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Tra
         device: of the tensors that these stand for.
 
     Returns:
-        The program, which has key intervals, and its tensors.
+        The program, which has key intervals that all heads share, and its tensors.
 
     Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
+        UnsupportedMaskError: with all reasons why the mask has no program, or no such intervals.
     """
     traced = read_mask_mod(mask_mod, device)
-    _ = traced.program.solved  # raises
+    traced.program.require_one_mask()
     return traced
 
 

@@ -125,11 +125,11 @@ def column(
     sizes: Mapping[str, int],
     device: torch.device,
 ) -> Tensor:
-    """A function's values for all of the b, q and kv that it takes: `[sizes[name] for name in them]`."""
+    """A function's values for all of the b, h, q and kv that it takes: `[sizes[name] for name in them]`."""
     names = [name for name in parameters(function) if name in VARIABLES]
     shape = [sizes[name] for name in names]
     grid = [torch.arange(size, device=device) for size in shape]
-    if len(grid) == 2:
+    if len(grid) > 1:
         grid = [x.flatten() for x in torch.meshgrid(*grid, indexing="ij")]
     values = at_points(function, dict(zip(names, grid, strict=True)), captures)
     return values.reshape(shape) if names else values

@@ -56,13 +56,14 @@ from magi_compile.masks.program.source import (
 _ORDERED = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal")
 _COMPARISONS = (*_ORDERED, "eq", "ne", "not_equal")
 _CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
+_OF_ROW, _OF_KEY = frozenset(("b", "h", "q")), frozenset(("b", "h", "kv"))
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
 
 
 def trace_graph(
     graph: GraphModule | Graph, captures: Sequence[Any], names: Sequence[str] = ()
 ) -> MaskProgram:
-    """`read_graph`, of a mask that intervals can express.
+    """`read_graph`, of a mask of all heads that intervals can express.
 
     Args:
         graph: as in `read_graph`, like what follows.
@@ -70,13 +71,13 @@ def trace_graph(
         names: see `graph`.
 
     Returns:
-        The program, which has key intervals.
+        The program, which has key intervals that all heads share.
 
     Raises:
-        UnsupportedMaskError: with all reasons why the mask has no program, or no key intervals.
+        UnsupportedMaskError: with all reasons why the mask has no program, or no such intervals.
     """
     program = read_graph(graph, captures, names)
-    _ = program.solved  # raises
+    program.require_one_mask()
     return program
 
 
@@ -138,7 +139,7 @@ class _Value:
     @property
     def is_column(self) -> bool:
         """Whether a table can hold it for every row, or for every key."""
-        return self.variables <= {"b", "q"} or self.variables <= {"b", "kv"}
+        return self.variables <= _OF_ROW or self.variables <= _OF_KEY
 
 
 class Tracer:
@@ -423,10 +424,9 @@ class Tracer:
             side.expr and side.expr.reasons for side in sides
         ):
             return None
-        if frozenset().union(*(side.variables for side in sides)) <= {"b", "q"}:
+        variables = frozenset().union(*(side.variables for side in sides))
+        if variables <= _OF_ROW or variables <= _OF_KEY:
             return None  # one column
-        if frozenset().union(*(side.variables for side in sides)) <= {"b", "kv"}:
-            return None
         dtype = torch.result_type(*examples)
         ends = _ENDS if name.startswith("g") else _ENDS[::-1]
         keys = []
@@ -459,7 +459,7 @@ class Tracer:
             number = self.numbers.setdefault(text, len(self.tables) + len(self.numbers))
             self.columns[node] = number
             self.titles[number] = self.title(node)
-        indices = [name for name in ("b", "q", "kv") if name in value.variables]
+        indices = [name for name in INDICES if name in value.variables]
         return table(self.columns[node], *map(var, indices))
 
     def text_of(self, name: str, node: Node) -> str | None:

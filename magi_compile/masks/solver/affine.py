@@ -22,7 +22,7 @@ from magi_compile.masks.solver.key_sets import Grid, Promise, Refusal
 
 @dataclass(frozen=True)
 class Term:
-    """`m * ((a * base + r) // c) + s`, where `base` depends on b and kv and is kv itself or holds look-ups, or is the number of a key
+    """`m * ((a * base + r) // c) + s`, where `base` depends on b, h and kv and is kv itself or holds look-ups, or is the number of a key
     in its period of a `grid`.
 
     Whether `m` is negative is known, also where it is not a constant.
@@ -61,8 +61,8 @@ Number = Expr | Term | Choice
 
 
 def is_of_keys(*exprs: Expr) -> bool:
-    """Whether they are the same in all rows of a batch entry."""
-    return not any(expr.variables & {"q", "h"} for expr in exprs)
+    """Whether they are the same in all rows of a batch entry and head."""
+    return not any("q" in expr.variables for expr in exprs)
 
 
 def looks_up_keys(expr: Expr) -> bool:

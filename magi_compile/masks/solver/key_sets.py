@@ -50,7 +50,7 @@ class Repeat(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The keys of `[lo, hi)` for which `keys`, an expression of b and kv alone, holds, and that are in all of `repeats`.
+    """The keys of `[lo, hi)` for which `keys`, an expression of b, h and kv alone, holds, and that are in all of `repeats`.
 
     `grouped` are promises `is_grouped`. Where one is broken, keys of other values lie between those it speaks of, in `[lo, hi)`
     too: they do not count, and no harm is done if none lies between those that do.

@@ -110,10 +110,6 @@ def solve(expr: Expr) -> KeySet:
     for node in expr.walk():
         if node.op == "unsupported":
             solver.reasons += node.args[1:]
-    if "h" in expr.variables:
-        solver.reasons.append(
-            "the mask depends on the head (h): per-head masks are not representable"
-        )
     keys = as_key_set(solver.truth(expr, True))
     if len(keys.lanes) > MAX_INTERVALS and not solver.reasons:
         solver.reasons.append(too_many(len(keys.lanes)))

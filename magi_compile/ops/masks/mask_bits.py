@@ -115,7 +115,7 @@ def _mask_bits_fake(*arguments: Any) -> Lists:
 # A mask without captured tensors is a call without any tensor.
 define_repeatable(
     _lib,
-    f"mask_bits({ARGUMENTS}, int[] heads) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"mask_bits({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
     _mask_bits,
     _mask_bits_fake,
     dispatch_key="BackendSelect",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from magi_compile._checks import MaskCheck
 from magi_compile.masks import AttnSlices, MaskProgram
 from magi_compile.masks.block_lists import BlockLists
-from magi_compile.masks.evaluation.bit_blocks import Grid, Heads
+from magi_compile.masks.evaluation.bit_blocks import Grid
+from magi_compile.masks.evaluation.sizes import Heads, MaskSizes
 from magi_compile.masks.evaluation.verify import (
-    MaskSizes,
     check_bits,
     check_slices,
     is_verified,
@@ -22,7 +22,7 @@ from magi_compile.masks.evaluation.verify import (
 
 ARGUMENTS = (
     "Tensor[] tables, SymInt[] symbols, str program, SymInt batch, SymInt seqlen_q, SymInt seqlen_k, SymInt capacity, "
-    "Device device, Tensor[] block_lists, SymInt[] block_size, bool verify"
+    "Device device, Tensor[] block_lists, SymInt[] block_size, bool verify=False, int[] heads=[1, 1]"
 )
 
 
@@ -69,10 +69,10 @@ class MaskCall(NamedTuple):
 
     @property
     def sizes(self) -> MaskSizes:
-        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k)
+        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k, Heads(*self.heads))
 
     @property
-    def lengths(self) -> dict[str, int]:
+    def lengths(self) -> dict[str, Any]:
         """The sizes by the names that functions have for them."""
         return self.sizes._asdict()
 
@@ -89,7 +89,7 @@ class MaskCall(NamedTuple):
     ) -> AttnSlices:
         """Slices of the mask, from q_ranges, k_ranges and mask_types."""
         q_ranges, k_ranges, mask_types = lists
-        return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *self.grid.totals, bits)
+        return AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *self.sizes.totals, bits)
 
     def second_opinion(
         self, slices: AttnSlices, tables: Sequence[Tensor] | None = None

@@ -27,7 +27,9 @@ def _mask_slices(*arguments: Any) -> Lists:
     if on_device is not None:
         hand_over_to_launcher()
         lists, tables = on_device(
-            *(mask, tables, symbols, (*sizes, call.capacity), device, blocks),
+            *(mask, tables, symbols),
+            (*sizes[:3], call.capacity, sizes.heads),
+            *(device, blocks),
             tuple(call.block_size),
         )
         checks = range_checks(mask, tables, symbols, sizes, device)
@@ -59,7 +61,7 @@ def _mask_slices_fake(*arguments: Any) -> Lists:
 # A mask without captured tensors is a call without any tensor.
 define_repeatable(
     _lib,
-    f"mask_slices({ARGUMENTS}=False) -> (Tensor, Tensor, Tensor)",
+    f"mask_slices({ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
     _mask_slices,
     _mask_slices_fake,
     dispatch_key="BackendSelect",

@@ -324,8 +324,10 @@ def test_quick_on_a_cpu(tmp_path):
         assert found[mod, "fwd", "flex"]["status"] == "ok"
         assert found[mod, "fwd", "magi"]["ratio"] > 0
         assert found[mod, "fwdbwd", "flex"]["status"] == "unsupported"
-    assert found["window_by_head", "fwd", "magi"]["way"] == "bits"
-    assert "bits: cpu" in text
+    row = found["window_by_head", "fwd", "magi"]
+    assert row["way"] == "intervals, or bits"
+    assert "each head has a mask of its own" in row["notes"]
+    assert "intervals, or bits: cpu" in text
     assert str(tmp_path) not in text
 
 

@@ -22,6 +22,7 @@ from magi_compile.kernels.sm90.params import (
     BITS_FORWARD,
     BLOCK_LISTS,
     FORWARD,
+    MASK_SLICES,
     TILE_PLAN,
     mask_mod_params,
     mask_program_params,
@@ -201,7 +202,8 @@ def masks(setup: Setup) -> None:
         found, (by_python, repeated_again), strict=True
     ):
         of_program, of_lists = (params for *_, params in launched)
-        field = idle_driver.fields(mask_program_params((len(of_program) - 72) // 8), of_program)
+        num_words = (len(of_program) - MASK_SLICES.size) // 8
+        field = idle_driver.fields(mask_program_params(num_words), of_program)
         assert field["words[0]"] == document.data_ptr()
         assert field["fixed.mask_types"] == lists[2].data_ptr()
         assert field["fixed.num_arrived"] == field["fixed.intervals"] - 4
@@ -214,6 +216,10 @@ def masks(setup: Setup) -> None:
     for lists, size in ((block_lists(), 100), ([], 128)):
         torch.ops.magi.mask_slices([document], [], text, *sizes, lists, [size] * 2)
         assert (bool(setup.in_python()), bool(setup.repeated())) == (True, False)
+    # Heads with masks of their own, and other ones.
+    for heads, repeats in (([4, 2], False), ([4, 2], True), ([4, 4], False)):
+        torch.ops.magi.mask_slices([document], [], text, *sizes, [], [], False, heads)
+        assert (bool(setup.in_python()), bool(setup.repeated())) == (not repeats, repeats)
     # Scalars that are elsewhere, and ints that become int64, are copies.
     for _ in range(2):
         torch.ops.magi.mask_slices([document.to(torch.uint16)], [], text, *sizes, [], [])

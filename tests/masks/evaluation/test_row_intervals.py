@@ -228,7 +228,7 @@ def test_scalars_may_be_elsewhere():
 
 def test_names_and_shape():
     intervals = row_intervals("(q == kv) | (kv < 2)", **SIZES)
-    assert (intervals.num_intervals, intervals.batch, intervals.seqlen_q) == (2, 2, 6)
+    assert (intervals.num_intervals, intervals.sizes) == (2, (2, 6, 6, (1, 1)))
     assert intervals.lo.dtype == torch.int32
     assert intervals.lo[:, 0, 4].tolist() == [0, 4]
     assert intervals.hi[:, 0, 4].tolist() == [2, 5]

@@ -102,8 +102,9 @@ def test_promises_of_order(text, promises):
 def test_all_reasons_at_once():
     text = "(h < 2) & (t0[q, kv] == 1) | (kv % b == 1) & (q * kv < 4)"
     with pytest.raises(UnsupportedMaskError) as error:
-        _ = MaskProgram.parse(text).solved
+        MaskProgram.parse(text).require_one_mask()
     assert len(error.value.reasons) == 4
+    assert len(MaskProgram.parse(text).refusals) == 3
 
 
 def test_too_many_intervals():

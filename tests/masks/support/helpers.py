@@ -27,11 +27,13 @@ def evaluate(
     seqlen_k: int,
     tables: Sequence = (),
     symbols: Sequence = (),
+    heads: int = 1,
 ) -> Tensor:
-    """A printed mask expression, as Python and PyTorch understand it: `[batch, seqlen_q, seqlen_k]`."""
+    """A printed mask expression, as Python and PyTorch understand it: `[batch * heads, seqlen_q, seqlen_k]`."""
 
     names = {
-        "b": torch.arange(batch)[:, None, None],
+        "b": torch.arange(batch)[:, None, None, None],
+        "h": torch.arange(heads)[:, None, None],
         "q": torch.arange(seqlen_q)[:, None],
         "kv": torch.arange(seqlen_k),
         "min": torch.minimum,
@@ -42,7 +44,8 @@ def evaluate(
     }
     # Constants as tensors, so that ~ and // are those of tensors.
     text = re.sub(r"\b(\d+|True|False)\b", r"tensor(\1)", text)
-    return eval(text, {"tensor": torch.tensor, **names}).expand(batch, seqlen_q, seqlen_k)
+    shown = eval(text, {"tensor": torch.tensor, **names})
+    return shown.expand(batch, heads, seqlen_q, seqlen_k).flatten(0, 1)
 
 
 def packed(mask: Tensor) -> Tensor:

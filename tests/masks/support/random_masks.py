@@ -2,6 +2,8 @@
 
 t0, t1: grouped ids [S], [B, S]; t2: sorted [S]; t3: bools [S]; t4: lengths [B]; t5: ids twice [S]; t6: sorted
 in eights [S]; s0: an int.
+
+Of masks by head: t7: lengths [H]; t8: lengths [B, H]; t9: sorted [H, S]; t10: grouped ids [B, H, S].
 """
 
 import random
@@ -45,20 +47,33 @@ LEAVES = [
     "t3[kv]",
     "t3[q]",
 ]
+ROWS_BY_HEAD = ["h", "t7[h]", "t8[b, h]", "t9[h, q]", "q - t7[h] * 2", "t7[h - 1]", "q // (h + 1)"]
+KEYS_BY_HEAD = ["kv - t7[h]", "kv * (h + 1)", "t9[h, kv]", "(kv + t8[b, h]) % 8", "kv - h * 3"]
+LEAVES_BY_HEAD = [
+    *LEAVES,
+    "(h % 2 == {row} % 2)",
+    "(abs(q - kv) <= t7[h])",
+    "(t10[b, h, q] == t10[b, h, kv])",
+    "(t0[q + h] == t0[kv])",
+]
 
 
-def random_mask(generator: random.Random, num_leaves: int) -> str:
+def random_mask(generator: random.Random, num_leaves: int, by_head: bool = False) -> str:
     """A mask of so many comparisons; not every one can be expressed by intervals."""
     pick = generator.choice
     if num_leaves == 1:
-        parts = {"key": pick(KEYS), "sign": pick(SIGNS), "row": pick(ROWS), "other": pick(ROWS)}
-        return pick(LEAVES).format(**parts)
+        rows, keys, leaves = ROWS, KEYS, LEAVES
+        if by_head:
+            rows, keys, leaves = ROWS + ROWS_BY_HEAD, KEYS + KEYS_BY_HEAD, LEAVES_BY_HEAD
+        parts = {"key": pick(keys), "sign": pick(SIGNS), "row": pick(rows), "other": pick(rows)}
+        return pick(leaves).format(**parts)
     left = generator.randint(1, num_leaves - 1)
-    x, y = random_mask(generator, left), random_mask(generator, num_leaves - left)
+    sizes = (left, num_leaves - left)
+    x, y = (random_mask(generator, size, by_head) for size in sizes)
     return pick([f"({x} {pick('&|^')} {y})", f"({x} & ~{y})", f"where({x}, {y}, {x})"])
 
 
-def tables_for(batch: int, length: int, seed: int) -> list[torch.Tensor]:
+def tables_for(batch: int, length: int, seed: int, heads: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
 
     def ids(*shape):
@@ -66,7 +81,7 @@ def tables_for(batch: int, length: int, seed: int) -> list[torch.Tensor]:
         return torch.randperm(length + 1, generator=generator)[jumps.cumsum(-1)]
 
     valid = torch.arange(length) >= int(torch.randint(length + 1, (), generator=generator))
-    return [
+    tables = [
         ids(length),
         ids(batch, length).to(torch.int32),
         torch.randint(0, 9, (length,), generator=generator).sort().values.to(torch.int16),
@@ -75,3 +90,12 @@ def tables_for(batch: int, length: int, seed: int) -> list[torch.Tensor]:
         ids((length + 1) // 2).repeat(2)[:length],
         torch.arange(length) % 8 // 3,
     ]
+    if heads:
+        of_heads = [
+            torch.randint(0, length + 1, (heads,), generator=generator).to(torch.int32),
+            torch.randint(0, length + 1, (batch, heads), generator=generator),
+            torch.randint(0, 9, (heads, length), generator=generator).sort().values,
+            ids(batch, heads, length).to(torch.int32),
+        ]
+        tables += of_heads
+    return tables

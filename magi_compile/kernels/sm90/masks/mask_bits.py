@@ -188,7 +188,7 @@ def _prepare(
     made = [Buffer.of(x, torch.int32, zeros=n) for x, n in zip(shapes, zeros, strict=True)]
     if not count:
         return Prepared(compute, source, Call(tuple(made), ()))
-    grid.totals  # noqa: B018  (raises where there are too many rows or keys)
+    grid.sizes.totals  # noqa: B018  (raises where there are too many rows or keys)
     pointers = [Pointer(first_made + i) for i in range(4)]
     fixed = {
         **dict(zip(("q_ranges", "k_ranges", "mask_types", "bits"), pointers, strict=True)),

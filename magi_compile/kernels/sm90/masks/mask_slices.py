@@ -23,19 +23,30 @@ from magi_compile.masks.evaluation import messages as preconditions
 from magi_compile.masks.evaluation.evaluate import Evaluation, check_look_up, with_columns
 from magi_compile.masks.evaluation.integers import INT64
 from magi_compile.masks.evaluation.row_intervals import RowIntervals, check_arguments
-from magi_compile.masks.evaluation.to_slices import packed_totals
+from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.program import MaskProgram
 
 _THREADS, _LISTS_THREADS = 512, 256  # of a thread block
 
 
 class Sizes(NamedTuple):
-    """The sizes of a mask, and how many slices there is room for."""
+    """The sizes of a mask, and how many slices there is room for; `heads` are those with masks of their own."""
 
     batch: int
     seqlen_q: int
     seqlen_k: int
     capacity: int
+    heads: Heads = ONE_MASK
+
+    @property
+    def of_mask(self) -> MaskSizes:
+        return MaskSizes(self.batch, self.seqlen_q, self.seqlen_k, self.heads)
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """As parameters of a kernel."""
+        heads = {"heads": self.heads.q, "heads_per_group": self.heads.group}
+        return {**{name: getattr(self, name) for name in self._fields[:4]}, **heads}
 
 
 class Workspace(NamedTuple):
@@ -76,9 +87,10 @@ class Prepared(NamedTuple):
 
     def intervals(self, memory: Tensor) -> RowIntervals:
         """The key intervals that the slices are made of, without checks; `memory` is the workspace."""
-        shape = (2, self.source.num_lanes, self.sizes.batch, self.sizes.seqlen_q)
+        sizes = self.sizes
+        shape = (2, self.source.num_lanes, sizes.of_mask.entries, sizes.seqlen_q)
         lo, hi = memory[self.workspace.intervals : self.workspace.scratch].view(shape)
-        return RowIntervals(lo, hi, self.sizes.seqlen_k)
+        return RowIntervals(lo, hi, sizes.seqlen_k, (), sizes.heads)
 
 
 class Made(NamedTuple):
@@ -105,7 +117,7 @@ def mask_slices_on_device(
     program: MaskProgram,
     tables: Sequence[Tensor],
     symbols: Sequence[int],
-    sizes: tuple[int, int, int, int],
+    sizes: tuple[int, int, int, int, Heads],
     device: torch.device,
     blocks: BlockLists | None = None,
     block_size: Sequence[int] = (),
@@ -157,8 +169,7 @@ def prepare(
     block_size: tuple[int, ...] = (),
 ) -> tuple[list[Tensor], Prepared]:
     """The tensors that the call is given, some of them computed here, and what it needs for their layouts."""
-    lengths = {"b": sizes.batch, "q": sizes.seqlen_q, "kv": sizes.seqlen_k}
-    tables = with_columns(program, tables, symbols, lengths, device)
+    tables = with_columns(program, tables, symbols, sizes.of_mask, device)
     tables = [_readable(table, device) for table in tables]
     lists = [_as_int32(x) for kind in blocks.kinds for x in kind] if blocks else []
     given = [*tables, *lists]
@@ -196,22 +207,23 @@ def _prepare(
     block_size: tuple[int, ...],
 ) -> Prepared:
     check_arguments(program, tables, symbols, device)
-    batch, seqlen_q, seqlen_k, capacity = sizes
+    capacity = sizes.capacity
     if capacity < 0:
         raise ValueError(f"`capacity` must not be negative, got {capacity}")
-    num_rows, _ = packed_totals(batch, seqlen_q, seqlen_k)
-    keys = program.keys(seqlen_k, symbols)
+    num_rows, _ = sizes.of_mask.totals
+    if (places := sizes.of_mask.entries * sizes.seqlen_k) >= 2**31:
+        raise ValueError(f"`batch * heads * seqlen_k` must be below 2**31, got {places}")
+    keys = program.keys(sizes.seqlen_k, symbols)
     source = mask_source(program, keys, tuple(table.dtype for table in tables))
-    num_indexes = sum(batch if "b" in keys.variables else 1 for keys in source.indexes)
+    num_indexes = sum(source.num_indexes(sizes.batch, sizes.heads.q))
     workspace = _workspace(source, sizes, num_rows, num_indexes)
     shapes = ((capacity, 2), (capacity, 2), (capacity,), (workspace.end,))
-    if 0 in (batch, seqlen_q, seqlen_k):
+    if sizes.of_mask.is_empty:
         made = [Buffer.of(x, torch.int32, zeros=torch.Size(x).numel()) for x in shapes]
         return Prepared(sizes, source, workspace, Call(tuple(made), ()))
     for look_up in source.look_ups:
         shape = tables[look_up.args[0]].shape
-        lengths = {"b": batch, "q": seqlen_q, "kv": seqlen_k}
-        check_look_up(look_up, program.describe(look_up), shape, lengths)
+        check_look_up(look_up, program.describe(look_up), shape, sizes.of_mask)
     words = _numbers(program, source, tuple(symbols), device)
     words += _table_words(source, tables)
     checks = [made.describe([x.shape for x in tables]) for made in source.checks]
@@ -228,7 +240,7 @@ def _prepare(
         "mask_types": mask_types,
         "intervals": in_workspace(workspace.intervals),
         "broken": in_workspace(0),
-        **sizes._asdict(),
+        **sizes.fields,
     }
     fixed = {
         **shared,
@@ -237,7 +249,7 @@ def _prepare(
     }
     params = mask_program_params(len(words)).pack(fixed=fixed, words=words)
     function = load_function(mask_variant(source), device.index)
-    num_items = max(num_rows * max(source.num_lanes, 1), seqlen_k if num_indexes else 0)
+    num_items = max(num_rows * max(source.num_lanes, 1), sizes.seqlen_k if num_indexes else 0)
     most = max_resident_blocks(function, _THREADS, device.index)
     num_blocks = min(-(-num_items // _THREADS), most)
     options = {"shared_bytes": _THREADS // 32 * 4, "is_cooperative": True}
@@ -284,7 +296,7 @@ def _lists_launch(
     blocks.check_lengths(num_q)
     kinds: dict[str, dict[str, Any]] = {}
     for number, (name, kind) in enumerate(itertools.zip_longest(("partial", "full"), blocks.kinds)):
-        kinds[name] = _list_fields(kind, first_buffer + 2 * number, (sizes.batch, num_q), device)
+        kinds[name] = _list_fields(kind, first_buffer + 2 * number, sizes, num_q, device)
     params = BLOCK_LISTS.pack(
         **fields,
         flags=flag_addresses(device, [HOLDS_ALL, IS_FULL]),
@@ -294,21 +306,22 @@ def _lists_launch(
     )
     function = load_function(lists_variant(), device.index)
     shared_bytes = _LISTS_THREADS // 32 * 4
-    num_blocks = sizes.batch * num_q
+    num_blocks = sizes.of_mask.entries * num_q
     return Launch(function, num_blocks, _LISTS_THREADS, params, shared_bytes=shared_bytes)
 
 
 def _list_fields(
     kind: tuple[Tensor, Tensor] | None,
     buffer: int,
-    lengths: tuple[int, int],
+    sizes: Sizes,
+    num_q: int,
     device: torch.device,
 ) -> dict[str, Any]:
     """The fields of a BlockList."""
     if kind is None:
         nothing = {"num_blocks_strides": (0,) * 3, "indices_strides": (0,) * 4}
         return {"num_blocks": None, "indices": None, **nothing, "num_heads": 1, "num_columns": 0}
-    batch, num_q = lengths
+    batch = sizes.batch
     for x in kind:
         if x.device != device or x.shape[0] not in (1, batch):
             raise ValueError(
@@ -317,6 +330,10 @@ def _list_fields(
             )
     num_blocks, indices = broadcast(kind, num_q)
     _, num_heads, _, num_columns = indices.shape
+    if sizes.heads.q > 1 and num_heads not in (1, sizes.heads.q):
+        raise ValueError(
+            f"`block_mask` must have lists of 1 or {sizes.heads.q} heads, got {num_heads}"
+        )
     return {
         "num_blocks": Pointer(buffer),
         "indices": Pointer(buffer + 1),
@@ -342,7 +359,7 @@ def _numbers(
     program: MaskProgram, source: MaskSource, symbols: tuple[int, ...], device: torch.device
 ) -> list[int | Pointer]:
     """What the captured ints make of `source.numbers`."""
-    run = Evaluation(program, (), symbols, 1, 1, 1, device)
+    run = Evaluation(program, (), symbols, MaskSizes(1, 1, 1), device)
     for expr in source.divisors:
         run.divisor(expr, run.value(expr))
     numbers = (int(run.value(expr).data) for expr in source.numbers)

@@ -38,6 +38,12 @@ _SIGNS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
 _SIGNS |= {"and": "&", "or": "|", "xor": "^"}
 
 
+_PLACE = (
+    "[[maybe_unused]] const int b = entry / c.heads();",
+    "[[maybe_unused]] const int h = entry % c.heads();",
+)
+
+
 class TableWords(NamedTuple):
     """Where a captured tensor lies among the words: `first` is its address, then the size and the stride of each of its
     dimensions."""
@@ -51,8 +57,8 @@ class SourceCheck(NamedTuple):
     """A check that the source makes. `describe` takes the captured tensors' shapes."""
 
     describe: Callable[[Sequence[Sequence[int]]], preconditions.Words]
-    length: str  # seqlen_q or seqlen_k: where it fails is told as `batch entry * length + position`
-    sought: Expr | None  # a value to report before the position and the batch entry
+    length: str  # seqlen_q or seqlen_k: where it fails is told as `entry * length + position`
+    sought: Expr | None  # a value to report before the position, the batch entry and the head
 
 
 @dataclass
@@ -80,6 +86,13 @@ class MaskSource:
     indexes: list[Expr] = field(default_factory=list)
     divisors: list[Expr] = field(default_factory=list)
     num_lanes: int = 0
+
+    def num_indexes(self, batch: int, heads: int) -> list[int]:
+        """How many of each of `indexes` are made: for batch entries and heads as far as it differs between these."""
+        return [
+            (batch if "b" in keys.variables else 1) * (heads if "h" in keys.variables else 1)
+            for keys in self.indexes
+        ]
 
 
 @lru_cache(maxsize=1024)
@@ -138,8 +151,11 @@ class _Writer:
             self.rows.expect(promise)
         for number, (lo, hi) in enumerate(lanes or [("0", "0")]):
             self.rows.lines += [f"lo[{number}] = {lo};", f"hi[{number}] = {hi};"]
-        per_entry = [n for n, expr in enumerate(self.source.indexes) if "b" in expr.variables]
-        arguments = "const Context& c, int b, int q, int* lo, int* hi"
+        of_batch, of_heads = (
+            [n for n, expr in enumerate(self.source.indexes) if name in expr.variables]
+            for name in ("b", "h")
+        )
+        arguments = "const Context& c, int entry, int q, int* lo, int* hi"
         self.source.num_lanes = max(len(lanes), 1)
         self.source.text = "\n".join(
             [
@@ -150,9 +166,10 @@ class _Writer:
                 f"static constexpr int kNumChecks = {len(self.source.checks)};",
                 f"static constexpr int kNumIndexes = {len(self.key_bodies)};",
                 f"static constexpr int kNumWords = {self.source.num_words};",
-                f"static constexpr Bits kIndexesOfEntries = {_bits(per_entry)};",
+                f"static constexpr Bits kIndexesOfBatch = {_bits(of_batch)};",
+                f"static constexpr Bits kIndexesOfHeads = {_bits(of_heads)};",
                 f"static constexpr Bits kSearchedIndexes = {_bits(self.searched)};",
-                *_function("void", "lanes", arguments, self.rows.lines),
+                *_function("void", "lanes", arguments, [*_PLACE, *self.rows.lines]),
                 *self._key_function(),
                 *self._find_function(),
                 "};",
@@ -177,7 +194,7 @@ class _Writer:
             check = self.check(
                 partial(self.words, preconditions.are_neighbours, lane.keys), "seqlen_q"
             )
-            rows.require(check, f"c.narrow({index}, b, {lo}, {hi})")
+            rows.require(check, f"c.narrow({index}, entry, {lo}, {hi})")
         for promise, is_split in zip(lane.grouped, splits, strict=True):
             rows.check_group(promise, f"{is_split} & ({lo} < {hi})")
         return lo, hi
@@ -190,6 +207,8 @@ class _Writer:
 
     def check(self, describe: Callable, length: str, sought: Expr | None = None) -> int:
         """The number of a new check."""
+        if self.program.differs_by_head:
+            of_all, describe = describe, lambda shapes: preconditions.of_a_head(of_all(shapes))
         self.source.checks.append(SourceCheck(describe, length, sought))
         return len(self.source.checks) - 1
 
@@ -208,11 +227,14 @@ class _Writer:
         return number
 
     def _key_function(self) -> list[str]:
-        lines = ["switch (index) {"]
+        lines = [*_PLACE, "switch (index) {"]
         for number, body in enumerate(self.key_bodies):
             lines += [f"case {number}: {{", *body.lines, "}"]
         return _function(
-            "Int", "key", "const Context& c, int index, int b, int kv", [*lines, "}", "return 0;"]
+            "Int",
+            "key",
+            "const Context& c, int index, int entry, int kv",
+            [*lines, "}", "return 0;"],
         )
 
     def _find_function(self) -> list[str]:
@@ -221,10 +243,11 @@ class _Writer:
             variable = "q" if check.length == "seqlen_q" else "kv"
             body = _Body(self, variable, makes_checks=False)
             found = [] if check.sought is None else [body.value(check.sought).text]
-            found += [variable, "b"]
+            found += [variable, "b", *(["h"] if self.program.differs_by_head else [])]
             lines += [
                 f"case {number}: {{",
-                f"const int b = place / c.{check.length}(), {variable} = place % c.{check.length}();",
+                f"const int entry = place / c.{check.length}(), {variable} = place % c.{check.length}();",
+                *_PLACE,
                 *body.lines,
                 *(f"values[{i}] = {text};" for i, text in enumerate(found)),
                 "return;",
@@ -247,7 +270,7 @@ class _Body:
 
     def require(self, check: int, holds: str) -> None:
         function = "require_in_row" if self.variable == "q" else "require_at_key"
-        self.lines.append(f"c.{function}({check}, b, {self.variable}, {holds});")
+        self.lines.append(f"c.{function}({check}, entry, {self.variable}, {holds});")
 
     def narrow_to_group(self, promise: Promise, lo: str, hi: str) -> str:
         """Cuts a lane down to its keys of a group, where the promise counts; the name of whether others lie between them."""
@@ -256,7 +279,7 @@ class _Body:
         when = self.value(promise.when).text
         name = f"v{len(self.lines)}"
         self.lines.append(
-            f"const bool {name} = {when} && !c.narrow_to({group}, {index}, b, {lo}, {hi});"
+            f"const bool {name} = {when} && !c.narrow_to({group}, {index}, entry, {lo}, {hi});"
         )
         return name
 
@@ -270,7 +293,7 @@ class _Body:
         writer, (keys,) = self.writer, promise.holds.args
         index, when = writer.index(keys), self.value(promise.when).text
         check = writer.check(partial(writer.words, preconditions.is_sorted, keys), "seqlen_q")
-        self.require(check, f"c.is_ordered({index}, b, {lo}, {hi}) | !{when}")
+        self.require(check, f"c.is_ordered({index}, entry, {lo}, {hi}) | !{when}")
 
     def narrow_to_bounds(self, lane: Lane, lo: str, hi: str) -> None:
         """Cuts a lane, in which keys are sorted, down by the bounds among its edges."""
@@ -279,7 +302,7 @@ class _Body:
 
         def bound(keys: Expr, limit: Expr) -> str:
             index = self.writer.index(keys)
-            return f"c.bound_within({index}, b, {self.value(limit).text}, {begin}, {end})"
+            return f"c.bound_within({index}, entry, {self.value(limit).text}, {begin}, {end})"
 
         for name, expr, pick in ((lo, lane.lo, "max"), (hi, lane.hi, "min")):
             edge = self.edge(expr, bound)
@@ -408,7 +431,7 @@ class _Body:
             index = self.writer.index(keys, is_searched=True)
             value = self.value(wanted).text
             name = f"v{len(self.lines)}"
-            self.lines.append(f"const Group {name} = c.group({index}, b, {value});")
+            self.lines.append(f"const Group {name} = c.group({index}, entry, {value});")
             self.known[place] = _Code(name, False)
         return self.known[place].text
 

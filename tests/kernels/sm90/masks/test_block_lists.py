@@ -13,6 +13,7 @@ from magi_compile.kernels.sm90.masks.mask_slices import Sizes, lists_variant
 from magi_compile.kernels.sm90.runtime import calls
 from magi_compile.masks import MaskProgram, row_intervals
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
+from magi_compile.masks.evaluation.sizes import Heads
 from tests.kernels.support.cpp import compile_library
 
 CPU = torch.device("cpu")
@@ -26,7 +27,8 @@ extern "C" void run(const char* params, int block, int num_blocks) {
 """
 CAUSAL = "q >= kv"
 TWO_PIECES = "(kv < 40) | ((q >= kv) & (kv > 70))"
-# The program, batch, seqlen_q, seqlen_k, rows and keys of a block.
+BY_HEAD = "(q >= kv) & (q - kv < 7 + 40 * h)"
+# The program, batch, seqlen_q, seqlen_k, rows and keys of a block, and how many heads have masks of their own.
 MASKS = {
     "causal": (CAUSAL, 1, 300, 300, 128, 128),
     "small_blocks": (CAUSAL, 2, 130, 97, 16, 8),
@@ -34,6 +36,8 @@ MASKS = {
     "two_pieces": (TWO_PIECES, 1, 130, 130, 16, 16),
     "nothing": ("q < 0", 1, 64, 64, 16, 16),
     "everything": ("kv >= 0", 2, 50, 70, 16, 16),
+    "by_head": (BY_HEAD, 2, 130, 97, 16, 8, 3),
+    "blocks_by_head": ("(h == 1) | (q >= kv)", 1, 300, 200, 128, 32, 3),
     "many_keys": ("(q * 40 >= kv) | (kv > 4600)", 1, 128, 5000, 64, 2),
 }
 
@@ -47,9 +51,18 @@ def kernel(tmp_path_factory):
 
 
 def intervals_of(mask):
-    program, batch, seqlen_q, seqlen_k, *block_size = mask
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    program, *block_size = mask[0], *mask[4:6]
+    sizes = sizes_of(mask).of_mask._asdict()
     return row_intervals(MaskProgram.parse(program), [], [], **sizes, device=CPU), block_size
+
+
+def sizes_of(mask, capacity=5):
+    return Sizes(*mask[1:4], capacity, Heads(*mask[6:]))
+
+
+def of_lists(x, heads):
+    """What is visible in blocks as lists of `heads`, or of those whose masks differ."""
+    return x.repeat(1, heads, 1, 1) if x.shape[1] == 1 else x
 
 
 def listed(grid):
@@ -63,17 +76,14 @@ def listed(grid):
 def right_lists(mask, heads=1, batch=None):
     """The lists that `create_block_mask` would make."""
     intervals, block_size = intervals_of(mask)
-    seen, full = (
-        x[:, None].expand(-1, heads, -1, -1) for x in visible_blocks(intervals, *block_size)
-    )
+    seen, full = (of_lists(x, heads) for x in visible_blocks(intervals, *block_size))
     return listed((seen & ~full)[:batch]), listed(full[:batch])
 
 
 def run_on_host(kernel, mask, lists):
     """The slices, which are ones at first, and the checks of tensor operations."""
     intervals, block_size = intervals_of(mask)
-    program, *sizes = mask[:4]
-    arguments = (MaskProgram.parse(program), [], [], Sizes(*sizes, 5), CPU)
+    arguments = (MaskProgram.parse(mask[0]), [], [], sizes_of(mask), CPU)
     given, prepared = mask_slices.prepare(*arguments, lists, tuple(block_size))
     *_, launch = prepared.call.launches
     assert launch.function == lists_variant()
@@ -122,7 +132,7 @@ def test_other_lists(mask, seed, kernel, no_flags):
     torch.manual_seed(seed)
     heads = 1 + seed % 2 * 2
     intervals, block_size = intervals_of(mask)
-    seen, full = (x[:, None].repeat(1, heads, 1, 1) for x in visible_blocks(intervals, *block_size))
+    seen, full = (of_lists(x, heads) for x in visible_blocks(intervals, *block_size))
     changed = torch.rand(seen.shape) < 2 / seen.numel()
     partial = seen if seed % 3 == 0 else seen & ~full
     partial = partial & ~changed
@@ -162,6 +172,22 @@ def test_counts_of_each_head_and_indices_of_all(kernel, no_flags):
     assert_same(slices, checks)
 
 
+def test_lists_of_one_head_under_masks_by_head(kernel, no_flags):
+    """They hold what any head sees; what one of them hides is not full."""
+    mask = MASKS["blocks_by_head"]
+    intervals, block_size = intervals_of(mask)
+    seen, full = visible_blocks(intervals, *block_size)
+    for partial, whole in (
+        (seen.any(1), full.all(1)),
+        (seen[:, 0], full[:, 0]),
+        (seen.any(1), full.any(1)),
+    ):
+        lists = BlockLists(*listed((partial & ~whole)[:, None]), *listed(whole[:, None]))
+        slices, checks = run_on_host(kernel, mask, lists)
+        assert_same(slices, checks)
+        assert all(x.ok for x in checks) == bool(partial.all() and not whole.all())
+
+
 def test_what_is_wrong_with_the_mask_itself_is_reported_alone(kernel, no_flags):
     """The intervals mean nothing then."""
     program = MaskProgram.parse("t0[q] == t0[kv]")
@@ -195,19 +221,26 @@ def test_wrong_lists(shapes, message, no_flags):
         mask_slices.prepare(*arguments, lists, (16, 16))
 
 
+def test_lists_of_other_heads_than_the_mask_has(no_flags):
+    mask = MASKS["by_head"]
+    lists = BlockLists(torch.zeros(1, 2, 9).int(), torch.zeros(1, 2, 9, 13).int())
+    arguments = (MaskProgram.parse(mask[0]), [], [], sizes_of(mask), CPU)
+    with pytest.raises(ValueError, match="must have lists of 1 or 3 heads, got 2"):
+        mask_slices.prepare(*arguments, lists, (16, 8))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("seed", range(3))
 def test_on_the_gpu(mask, seed):
     torch.manual_seed(seed)
     intervals, block_size = intervals_of(mask)
-    seen, full = (x[:, None].repeat(1, 2, 1, 1) for x in visible_blocks(intervals, *block_size))
+    seen, full = (of_lists(x, 2) for x in visible_blocks(intervals, *block_size))
     changed = (torch.rand(seen.shape) < 2 / seen.numel()) & (seed > 0)
     lists = BlockLists(*listed(seen & ~full & ~changed), *listed(full | (changed & ~seen)))
-    program, *sizes = mask[:4]
     device = torch.device("cuda", torch.cuda.current_device())
     on_device = BlockLists(*(x.to(device) for x in lists))
-    program, sizes = MaskProgram.parse(program), (*sizes, 700)
+    program, sizes = MaskProgram.parse(mask[0]), sizes_of(mask, 700)
     found = mask_slices.mask_slices_on_device(
         program, [], [], sizes, device, on_device, tuple(block_size)
     )

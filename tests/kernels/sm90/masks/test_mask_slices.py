@@ -24,6 +24,7 @@ from magi_compile.masks import (
 )
 from magi_compile.masks.evaluation.evaluate import with_columns
 from magi_compile.masks.evaluation.row_intervals import RowIntervals
+from magi_compile.masks.evaluation.sizes import Heads
 from tests.kernels.support.cpp import compile_library
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.masks.support.random_masks import random_mask, tables_for
@@ -54,21 +55,55 @@ def mask_mod_cases():
         yield name, Case(program, tables, [], Sizes(2, 130, 97, 600))
 
 
-def random_cases():
+def random_cases(by_head=False):
     """Masks whose data may break what they rely on."""
     generator, found = random.Random(0), 0
     while found < 20:
-        program = MaskProgram.parse(random_mask(generator, generator.randint(1, 5)))
+        program = MaskProgram.parse(random_mask(generator, generator.randint(1, 5), by_head))
         sizes = Sizes(
             generator.randint(1, 2), generator.randint(1, 40), generator.randint(1, 40), 50
         )
+        if by_head:
+            heads = Heads(*generator.choice([(2, 1), (4, 2), (3, 3), (1, 1)]))
+            sizes = sizes._replace(heads=heads, capacity=400)
+            if not program.differs_by_head:
+                continue
         try:
             program.keys(sizes.seqlen_k, [3])
         except UnsupportedMaskError:
             continue
-        tables = tables_for(sizes.batch, max(sizes[1:3]), generator.randint(0, 9))
-        yield f"random{found}", Case(program, tables, [3], sizes)
+        seed, heads = generator.randint(0, 9), sizes.heads.q if by_head else 0
+        tables = tables_for(sizes.batch, max(sizes[1:3]), seed, heads)
+        name = "of_heads" if by_head else "random"
+        yield f"{name}{found}", Case(program, tables, [3], sizes)
         found += 1
+
+
+def cases_by_head():
+    """Indexes of batch entries, of heads, of both and of neither; data that break a promise in one head alone."""
+    yield from random_cases(by_head=True)
+    sizes = Sizes(2, 40, 33, 200, Heads(4, 2))
+    ids = torch.arange(40) // 7
+    of_heads = torch.stack([torch.arange(40) // n for n in (3, 40, 9, 5)])
+    broken = of_heads.clone()
+    broken[2, 4] = 3
+    both = of_heads + torch.tensor([0, 50])[:, None, None]
+    window = torch.tensor([3, 0, 12, 50])
+    for name, text, tables in (
+        ("window", "(q >= kv) & (q - kv <= t0[h])", [window]),
+        ("no_index", "(t0[q] == t0[kv]) & (abs(q - kv) <= t1[h])", [ids, window]),
+        ("of_batch", "(t0[b, q] == t0[b, kv]) & (kv <= q + h)", [torch.stack([ids, ids // 2])]),
+        ("of_heads", "t0[h, q] == t0[h, kv]", [of_heads]),
+        ("of_both", "(t0[b, h, q] == t0[b, h, kv]) | (t1[q] == t1[kv])", [both, ids]),
+        ("several", "((t0[h, q] == t0[h, kv]) | (t1[q] == t1[kv])) & (t2[b, kv] <= h)", [of_heads, ids, both[:, 1]]),
+        ("broken", "t0[h, q] == t0[h, kv]", [broken]),
+        ("unsorted", "t0[h, kv] <= q", [broken]),
+        ("outside", "kv <= t0[h + 1]", [window]),
+        ("by_zero", "kv // t0[h] <= 3", [window]),
+        ("a_gap", "(t0[h, kv] != 3) & (q >= kv)", [broken]),
+        ("of_keys", "t0[t1[h, kv]] <= q", [ids[:20], of_heads * 2]),
+    ):  # fmt: skip
+        yield f"by_head_{name}", Case(MaskProgram.parse(text), tables, [], sizes)
 
 
 def table_cases():
@@ -121,7 +156,15 @@ def table_cases():
     yield "symbols", Case(MaskProgram.parse("abs(q - kv) <= s1 * s0"), [], [3, -2], few)
 
 
-CASES = dict((*library_cases(), *mask_mod_cases(), *random_cases(), *table_cases()))
+CASES = dict(
+    (
+        *library_cases(),
+        *mask_mod_cases(),
+        *random_cases(),
+        *table_cases(),
+        *cases_by_head(),
+    )
+)
 MAIN = """
 #include "masks/mask_slices.cuh"
 {masks}
@@ -137,8 +180,7 @@ extern "C" void run(int mask, const char* params) {{
 
 def source_of(case):
     keys = case.program.keys(case.sizes.seqlen_k, case.symbols)
-    lengths = dict(zip(("b", "q", "kv"), case.sizes, strict=False))
-    tables = with_columns(case.program, case.tables, case.symbols, lengths, torch.device("cpu"))
+    tables = with_columns(case.program, case.tables, case.symbols, case.sizes.of_mask, CPU)
     return mask_source(case.program, keys, tuple(table.dtype for table in tables))
 
 
@@ -188,10 +230,9 @@ class OnHost(NamedTuple):
 
 
 def by_tensors(case: Case, device: torch.device = CPU):
-    batch, seqlen_q, seqlen_k, capacity = case.sizes
-    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    sizes = case.sizes.of_mask._asdict()
     intervals = row_intervals(case.program, case.tables, case.symbols, **sizes, device=device)
-    slices, fits = padded_slices_from_intervals(intervals, capacity)
+    slices, fits = padded_slices_from_intervals(intervals, case.sizes.capacity)
     return slices, intervals, [*intervals.checks, fits]
 
 
@@ -232,7 +273,9 @@ def test_the_source_on_the_host(name, run_on_host, no_flags):
     assert_same(CASES[name], found.lists, found.intervals)
 
 
-@pytest.mark.parametrize("name", ["halves", "prefix_lm_document", "packed_positions", "table0"])
+@pytest.mark.parametrize(
+    "name", ["halves", "prefix_lm_document", "packed_positions", "table0", "by_head_several"]
+)
 def test_compiles(name):
     case = CASES[name]
     source = source_of(case)

@@ -17,7 +17,7 @@ from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner import tile_plan as planner
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device, planner_variant
-from magi_compile.masks import library
+from magi_compile.masks import library, padded_slices_from_intervals, row_intervals
 from magi_compile.masks.evaluation.bit_blocks import Grid, Heads, slices_with_bits
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan, padded_sizes
@@ -106,6 +106,17 @@ GAPPED = [torch.cat([x[:3], x.new_zeros(7, *x.shape[1:]), x[3:]]) for x in GAPPE
 MASKS["room"] = AttnSlices(
     *(torch.cat([x, x.new_zeros(4000, *x.shape[1:])]) for x in GAPPED), seqlen_q=257, seqlen_k=391
 )
+# Heads with masks of their own: rows of one, of which those of a group see the same keys. With the room of a graph.
+MASKS |= {
+    f"heads-{name}": padded_slices_from_intervals(
+        row_intervals(text, batch=2, seqlen_q=300, seqlen_k=260, heads=Heads(8, 2)), 2000
+    )[0]
+    for name, text in {
+        "window": "(q >= kv) & (q - kv <= h * 30)",
+        "documents": "(q // (20 + h * 9) == kv // (20 + h * 9)) | (h == 7)",
+        "prefix": "(q >= kv) | (kv < 40 * h)",
+    }.items()
+}
 MASKS["nothing"] = AttnSlices.from_slices([], 100, 0)
 
 

@@ -1,0 +1,63 @@
+"""How many batch entries, heads, queries and keys a mask has, and where these lie in packed rows and keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from magi_compile.masks.arguments import MAX_SEQLEN
+
+
+class Heads(NamedTuple):
+    """Whose masks they are: those of `q` heads, each of which is a batch entry of its own then, and reads one of `kv` heads; 1 and 1
+    where all heads have the same mask."""
+
+    q: int = 1
+    kv: int = 1
+
+    @property
+    def group(self) -> int:
+        """How many heads read the same keys: those of entry n are keys of entry `n // group`."""
+        return self.q // self.kv
+
+
+ONE_MASK = Heads()  # of all heads
+
+
+class MaskSizes(NamedTuple):
+    """How many values b, q, kv and h take. Entry `b * heads.q + h` is head h of batch entry b.
+
+    Attributes:
+        batch: number of batch entries.
+        seqlen_q: rows of each.
+        seqlen_k: keys of each.
+        heads: those with masks of their own.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: Heads = ONE_MASK
+
+    @property
+    def entries(self) -> int:
+        """How many entries have rows of their own."""
+        return self.batch * self.heads.q
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (self.batch, self.seqlen_q, self.seqlen_k)
+
+    @property
+    def by_variable(self) -> dict[str, int]:
+        return {"b": self.batch, "h": self.heads.q, "q": self.seqlen_q, "kv": self.seqlen_k}
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """How many rows and keys the slices of all entries span, both below 2**30. Raises ValueError for more."""
+        rows = self.entries * self.seqlen_q
+        keys = self.batch * self.heads.kv * self.seqlen_k
+        heads = " * heads" if self.heads != (1, 1) else ""
+        for name, total in (("seqlen_q", rows), ("seqlen_k", keys)):
+            if isinstance(total, int) and total >= MAX_SEQLEN:
+                raise ValueError(f"`batch{heads} * {name}` must be below 2**30, got {total}")
+        return rows, keys
