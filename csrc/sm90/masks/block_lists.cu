@@ -26,7 +26,8 @@ struct BlockList {
 };
 
 struct BlockListsParams {
-    const int* intervals;     // [2, num_lanes, batch * heads, seqlen_q]: first keys, then ends; intervals of a row never touch
+    const int*
+        intervals;   // [2, num_lanes, batch * heads, seqlen_q]: first keys, then ends; those of a row never touch
     const unsigned* broken;   // [num_checks]: not 0 where the intervals mean nothing
     Bits* found;              // [2], zeros: becomes the complement of the first block that is wrong
     unsigned* num_done;       // zero

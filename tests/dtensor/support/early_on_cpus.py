@@ -12,8 +12,6 @@ free: list[int] = []  # the SMs that each forward call was asked to leave free
 
 class EarlyCpuKernel(CpuKernel):
     name = "early_cpu"
-    # What else an `EarlyKernel` has; nothing here calls it.
-    backward_may_be_early = early_backward_plan = early_backward = CpuKernel.backward
 
     def early_plan(self, slices, problem, remote_begin):
         is_far = slices.k_ranges[:, 0] >= remote_begin
