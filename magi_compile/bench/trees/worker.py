@@ -1,7 +1,7 @@
 """A process for one tree: JSON requests on stdin, a JSON line each on stdout.
 
 Run by its path, with a tree in front of PYTHONPATH: what it imports of `magi_compile` is that tree's, old or new. So it
-uses public names alone.
+uses public names, and `_compat.spin_gpu`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_compile import flex_flash_attention
+from magi_compile import _compat, flex_flash_attention
 from magi_compile.masks import AttnSlices
 
 SPIN_CYCLES = 2_000_000  # behind which launches queue up, and as many again for each call
@@ -58,7 +58,7 @@ class Call:
                 self()
             return (time.perf_counter() - begin) * 1e3 / calls
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(SPIN_CYCLES * (1 + calls))
+        _compat.spin_gpu(SPIN_CYCLES * (1 + calls))
         start.record()
         for _ in range(calls):
             self()
