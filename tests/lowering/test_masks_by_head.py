@@ -114,7 +114,7 @@ def compiled(inner="eager", **options):
 def run(function, tensors, *arguments):
     """What it gives, and the gradients of both outputs together."""
     out, lse = function(*tensors, *arguments)
-    loss = out * torch.linspace(-1, 1, out.numel()).view(out.shape).to(out.dtype)
+    loss = out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape).to(out.dtype)
     loss = loss.sum() + lse.masked_fill(lse == -torch.inf, 0.0).sin().sum()
     found = [out, lse, *torch.autograd.grad(loss, tensors)]
     return [x.double() for x in found]

@@ -236,7 +236,7 @@ def compiled(directories, wanted):
                 kernel(
                     number, (ctypes.c_char * len(params)).from_buffer(params), block, launch.grid
                 )
-        return AttnSlices.unchecked(*made[:3], *case.grid.totals, made[3])
+        return AttnSlices.unchecked(*made[:3], *case.grid.sizes.totals, made[3])
 
     return run
 
@@ -450,6 +450,6 @@ def test_on_the_gpu(name):
         return
     q_ranges, k_ranges, mask_types, bits = (x.cpu() for x in made)
     assert_same(
-        AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *case.grid.totals, bits), wanted
+        AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *case.grid.sizes.totals, bits), wanted
     )
     _checks.synchronize_checks()
