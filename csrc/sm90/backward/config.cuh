@@ -117,6 +117,7 @@ struct alignas(64) TileOfHead {
     bool is_ascending;    // the walk starts with the first queries
     int num_visits;       // blocks of queries, over all query heads
     int visits_to_tell;   // after so many, those of a head or all, the warps of dQ tell what they have added
+    int wave_in_step;     // whose thread blocks stay together, or kNoWave
     int num_qheads;       // of the group, from `qhead` on
     int qhead;
     int part;   // of so many as the tile is divided into

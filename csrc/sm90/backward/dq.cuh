@@ -36,6 +36,10 @@ public:
                 // When a head is through, one more block: meanwhile what was added to it arrives.
                 const int end = max(through - 1, 0);
                 for (; left > end; --left) {
+                    // Asked by all warps: a branch of one of them alone would cost the kernel its uniform registers.
+                    if (left % kVisitsOfStep == 0) {
+                        keep_step((num_visits - left) / kVisitsOfStep);
+                    }
                     differentiate();
                 }
                 if (Config::kRoundsDq && through > 0) {
@@ -67,7 +71,25 @@ private:
     static constexpr int kValues = Config::kDqCols / 2;   // registers of a thread
     using Dq = float[kValues];
 
+    // A thread block may be so many steps ahead of the mean of its wave, then it waits a few us at most.
+    static constexpr int kVisitsOfStep = 16, kStepsAhead = 4;
+    static constexpr int kMostWaits = 16, kNsOfWait = 250;
+
     __device__ __forceinline__ const TileOfHead& work() const { return smem_.work[kv_.phase]; }
+
+    // Keeps the L2 cache's queries those of the whole wave. Nothing depends on the wait.
+    __device__ __forceinline__ void keep_step(int step) {
+        const int wave = uniform(work().wave_in_step);
+        if (wave != kNoWave && warp_ == 0) {
+            int* const steps = params_.agenda.counters->steps(wave);
+            add_relaxed_if(lane_ == 0, steps, 1);
+            const int least = (step - kStepsAhead) * int(gridDim.x / Config::kCtas);
+#pragma unroll 1
+            for (int i = 0; i < kMostWaits && __any_sync(0xffffffff, load_acquire(steps) < least); ++i) {
+                nanosleep(kNsOfWait);
+            }
+        }
+    }
 
     // dQ of a block.
     __device__ __forceinline__ void differentiate() {

@@ -73,11 +73,13 @@ private:
         const Tile& tile = params_.tiles[entry.tile];
         const int num_blocks = blocks_of_tile<Config::kBlockCols>(tile, params_.runs);
         const bool is_head_by_head = is_walked_head_by_head<Config::kBlockCols>(tile, params_.runs);
-        const int head_in_section = items.head_in_section();
+        const int head_in_section = items.head_in_section(), wave_in_step = items.wave_in_step();
         TileOfHead& work = smem_.work[smem_.kv_phase];
         mbarrier_wait(smem_.kv_empty, smem_.kv_phase ^ 1);
         work.tile = tile;
         work.tile_index = entry.tile;
+        work.wave_in_step =
+            rank_in_cluster<Config>() == 0 ? wave_in_step : kNoWave;   // the others keep step with the first
         work.part = entry.part;
         work.num_parts = entry.num_parts;
         work.turn = entry.turn;

@@ -97,7 +97,7 @@ DQ_ITEMS = Struct(
 DQ_VISITS = Struct("DqVisits", _addresses("done", "wanted", "turns"))
 AGENDA = Struct(
     "Agenda",
-    _addresses("entries", "num_entries", "ticket", "arrivals", "partials")
+    _addresses("entries", "num_entries", "counters", "arrivals", "partials")
     | _ints("num_heads", "heads_per_section"),
 )
 AGENDA_WRITER = Struct(

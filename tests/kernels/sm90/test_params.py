@@ -98,7 +98,7 @@ def test_every_field_is_where_the_kernel_reads_it(struct, variant):
     ("number", "names"),
     [
         (0, ("remote_begin", "total_q")),
-        (6, ("agenda.arrivals", "agenda.ticket")),
+        (6, ("agenda.arrivals", "agenda.counters")),
         (8, ("agenda.num_slots", "agenda.num_tiles")),
         (-1, ("sums[2]", "schedule.tiles")),
     ],

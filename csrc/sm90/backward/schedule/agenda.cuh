@@ -7,6 +7,8 @@
 
 namespace ffa {
 
+constexpr int kNoWave = -1;
+
 // An item for each head of its section.
 struct alignas(16) AgendaEntry {
     int tile;
@@ -22,11 +24,20 @@ struct alignas(16) AgendaEntry {
 
 static_assert(sizeof(AgendaEntry) == 16, "magi_compile/kernels/sm90/backward/workspace.py makes room for it");
 
+// Waves: items that thread blocks draw at about the same time, as many as there are blocks.
+struct AgendaCounters {
+    int ticket;        // zero at launch
+    int num_in_step;   // items in front, whole waves of them, whose thread blocks stay together
+
+    // What the thread blocks of a wave have walked, all together; zero at launch. They lie behind.
+    __device__ __forceinline__ int* steps(int wave) { return &num_in_step + 1 + wave; }
+};
+
 struct Agenda {
     AgendaEntry* entries;
     int* num_entries;   // [1]
-    int* ticket;        // [1], zero at launch
-    int* arrivals;      // [num_slots][heads_per_section][warps of a tile]: parts of a tile that have come to their end
+    AgendaCounters* counters;
+    int* arrivals;     // [num_slots][heads_per_section][warps of a tile]: parts of a tile that have come to their end
     float* partials;   // [num_slots][heads_per_section][warp][dv, dk or one of them]: 16 rows, as the warp's lanes hold
                        // them
     int num_heads;     // of keys

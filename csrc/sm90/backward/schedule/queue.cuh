@@ -33,7 +33,12 @@ public:
 
     __device__ __forceinline__ void advance() {
         const int first_drawn = all_are_drawn() ? 0 : num_drawing();
-        item_ = first_drawn < num_items() ? first_drawn + atomicAdd(agenda_.ticket, 1) : num_items();
+        item_ = first_drawn < num_items() ? first_drawn + atomicAdd(&agenda_.counters->ticket, 1) : num_items();
+    }
+
+    // The item's, or kNoWave where nobody waits for others.
+    __device__ __forceinline__ int wave_in_step() const {
+        return item_ < agenda_.counters->num_in_step ? item_ / num_drawing() : kNoWave;
     }
 
 private:

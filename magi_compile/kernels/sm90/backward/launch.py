@@ -160,7 +160,7 @@ class _Prepared:
         return {
             "entries": _in_scratch(places.entries),
             "num_entries": _in_scratch(places.num_entries),
-            "ticket": _in_scratch(places.ticket),
+            "counters": _in_scratch(places.counters),
             "arrivals": _in_scratch(places.arrivals),
             "partials": _in_scratch(places.partials),
             "num_heads": self._problem.nheads_kv,

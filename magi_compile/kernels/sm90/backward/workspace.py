@@ -28,7 +28,7 @@ class Scratch(NamedTuple):
     stats: int
     partials: int
     entries: int
-    ticket: int
+    counters: int
     num_entries: int
     workspace: int
     arrivals: int
@@ -61,7 +61,7 @@ class Scratch(NamedTuple):
         end = partials + num_partials * 2 * config.tile_rows * problem.head_dim
         words = (
             num_entries * _ENTRY_BYTES // 4,
-            1,
+            2 + num_tiles * problem.nheads_kv // grid,
             1,
             3 * num_tiles + 1 + (num_items if group > 1 else 0),
             num_partials * config.tile_warps,

@@ -3,7 +3,7 @@
 import ctypes
 import heapq
 import struct
-from itertools import groupby, pairwise
+from itertools import groupby, pairwise, takewhile
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +17,7 @@ from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.support.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
-LEAST_VISITS = 24
+LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
 LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ8i")
@@ -47,14 +47,15 @@ extern "C" void write_agenda(const Writer::Params* params, int* order_of_dq) {
     });
 }
 
-// For each item: which thread block has drawn it, its entry and its head.
-extern "C" int read_agenda(const Writer::Params* params, int (*items)[3]) {
+// For each item: which thread block has drawn it, its entry, its head, and the wave in which it keeps step.
+extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
         const Config::Params lists{params->agenda};
         for (ffa::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
+            item[3] = reader.wave_in_step();
         }
     });
     return count;
@@ -92,7 +93,8 @@ class Sizes(NamedTuple):
 
 class Agenda(NamedTuple):
     entries: list[Entry]
-    items: list[list[int]]  # the thread block, the entry, the head in its section
+    items: list[list[int]]  # thread block, entry, head in its section, wave in step or -1
+    num_in_step: int
     order_of_dq: tuple[int, int]  # heads of a turn, passes over its rows
 
 
@@ -113,7 +115,8 @@ def write(library, plan, sizes: Sizes) -> Agenda:
     num_tiles, num_slots = len(plan.k_tiles), sizes.num_slots
     num_items = num_tiles * len(sizes.sections)
     entries = unwritten(max(num_items + num_slots, num_items * sizes.group) * ENTRY.size // 4)
-    counts = unwritten(2)  # entries, and the ticket
+    num_waves = num_tiles * sizes.nheads_kv // sizes.num_blocks
+    counts = unwritten(3 + num_waves)  # entries; then the counters: two, and steps of each wave
     arrivals = unwritten(num_slots * sizes.heads_per_section * ARRIVALS)
     workspace = unwritten(3 * num_tiles + 1 + (num_items if sizes.group > 1 else 0))
     at = [x.data_ptr() for x in (plan.k_tiles, plan.k_runs, entries, counts, arrivals, workspace)]
@@ -127,14 +130,18 @@ def write(library, plan, sizes: Sizes) -> Agenda:
     library.write_agenda(params, order_of_dq)
     assert [int(x[-1]) for x in (entries, counts, arrivals, workspace)] == [-7] * 4
     assert not arrivals[:-1].any()
-    num_entries, ticket = counts[:2].tolist()
+    num_entries, ticket, num_in_step = counts[:3].tolist()
     assert ticket == 0
+    assert num_in_step % sizes.num_blocks == 0
+    waves_in_step = num_in_step // sizes.num_blocks
+    assert (counts[3 : 3 + waves_in_step] == 0).all()
+    assert (counts[3 + waves_in_step :] == -7).all()
     assert (entries[num_entries * ENTRY.size // 4 :] == -7).all()
-    items = torch.empty(num_entries * sizes.heads_per_section + 1, 3, dtype=torch.int32)
+    items = torch.empty(num_entries * sizes.heads_per_section + 1, 4, dtype=torch.int32)
     count = library.read_agenda(params, ctypes.c_void_p(items.data_ptr()))
     packed = ctypes.string_at(at[2], num_entries * ENTRY.size)
     read = [Entry(*x) for x in ENTRY.iter_unpack(packed)]
-    return Agenda(read, items[:count].tolist(), tuple(order_of_dq))
+    return Agenda(read, items[:count].tolist(), num_in_step, tuple(order_of_dq))
 
 
 def plan_of(case: Case, exact: bool = False):
@@ -276,6 +283,15 @@ def expected_directions(plan, sizes: Sizes) -> list[bool]:
     ]
 
 
+def expected_in_step(plan, sizes: Sizes, entries: list[Entry]) -> int:
+    """Whole waves of items in front of the first tile in parts, under a full mask with long walks."""
+    blocks = blocks_of_tiles(plan)
+    if len(set(blocks)) != 1 or blocks[0] * sizes.group < LEAST_VISITS_IN_STEP:
+        return 0
+    whole = len(list(takewhile(lambda entry: entry.num_parts == 1, entries)))
+    return whole * sizes.heads_per_section // sizes.num_blocks * sizes.num_blocks
+
+
 def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     plan = plan_of(case)
     agenda = write(library, plan, sizes)
@@ -300,11 +316,15 @@ def check(library, case: Case, sizes: Sizes) -> list[Entry]:
     assert all(begin >= 0 and begin + n <= sizes.num_slots for begin, n in slots)
     assert [x.slot for x in entries if x.num_parts > 1] == [x for x, n in slots for _ in range(n)]
     # Every head of a section has every entry once; the first thread block to draw, here, draws all but the first items.
-    drawn = [(entry, head) for _, entry, head in sorted(agenda.items, key=lambda x: x[1:])]
+    drawn = [(entry, head) for _, entry, head, _ in sorted(agenda.items, key=lambda x: x[1:])]
     heads = range(sizes.heads_per_section)
     assert drawn == [(entry, head) for entry in range(len(entries)) for head in heads]
     first_of_others = [item[1:3] for item in agenda.items if item[0] > 0]
     assert first_of_others == [list(x) for x in drawn[1 : sizes.num_blocks]]
+    assert agenda.num_in_step == expected_in_step(plan, sizes, entries)
+    for _, entry, head, wave in agenda.items:
+        item = entry * sizes.heads_per_section + head
+        assert wave == (item // sizes.num_blocks if item < agenda.num_in_step else -1)
     return entries
 
 
@@ -431,6 +451,7 @@ def test_uneven_long_walks_are_handed_on(
     sizes = Sizes(group, 12, 4, heads_per_section, most_heads_of_pass=most_heads)
     sizes = sizes._replace(blocks_of_cache=int(cached * mean), least_visits_of_pass=mean * heads)
     agenda = write(library, plan, sizes)
+    assert agenda.num_in_step == 0
     assert agenda.order_of_dq == (heads_per_section * group, num_passes)
     passes = [(section, part) for section in sizes.sections for part in reversed(range(num_passes))]
     expected = [
@@ -459,3 +480,16 @@ def test_two_walks_are_even(num_tiles, library):
         Case("few", 4096, 128 * max(num_tiles, 1), slices),
         Sizes(8, 12, most_heads_of_pass=8),
     )
+
+
+@pytest.mark.parametrize(("group", "waves"), [(1, 0), (8, 7)])
+def test_long_walks_of_a_full_mask_keep_step(group, waves, library):
+    """64 tiles of 64 blocks for 8 thread blocks. With one head a group walks are short; with 8, the last tiles are in parts."""
+    sizes = Sizes(group, 8, nheads_kv=1, heads_per_section=1)
+    case = Case("full", 4096, 8192, [(0, 4096, 0, 8192, MaskType.FULL)])
+    assert write(library, plan_of(case), sizes).num_in_step == 8 * waves
+
+
+def test_walks_of_different_lengths_do_not(library):
+    sizes = Sizes(64, 8, nheads_kv=1, heads_per_section=1)
+    assert write(library, plan_of(one(MaskType.CAUSAL, 4096)), sizes).num_in_step == 0

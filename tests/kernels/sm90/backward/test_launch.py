@@ -143,7 +143,7 @@ def test_what_lies_in_scratch_does_not_overlap(
         HEADS_Q * PADDED * 3,
         num_slots * heads * 2 * 128 * HEAD_DIM,
         most_entries * 4,
-        1,
+        2 + num_tiles * heads_kv // grid,
         1,
         3 * num_tiles + 1 + (num_items if group > 1 else 0),
         num_slots * heads * 8,
@@ -151,7 +151,7 @@ def test_what_lies_in_scratch_does_not_overlap(
         PADDED // 16 + 1,
         7 + 2 * 16 * grid,
     ]
-    of_agenda = ("partials", "entries", "ticket", "num_entries")
+    of_agenda = ("partials", "entries", "counters", "num_entries")
     starts = [before["dq.data"], before["stats"]]
     starts += [before[f"agenda.agenda.{name}"] for name in of_agenda]
     starts += [before["agenda.scratch"], before["agenda.agenda.arrivals"]]
