@@ -20,7 +20,7 @@ from magi_compile.bench.ranks.world import World
 from magi_compile.bench.step.contenders import NO_BACKWARD
 from magi_compile.bench.workloads.llama import Attention
 from magi_compile.bench.workloads.workload import Workload
-from magi_compile.dtensor import plan
+from magi_compile.dtensor import ContextParallelOptions, plan
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
 
@@ -71,9 +71,10 @@ class Magi(Contender):
     name = "magi"
     label = "magi_compile.dtensor.plan"
     is_ours = True
+    options = ContextParallelOptions()
 
     def prepare(self, problem: Problem) -> Prepared:
-        made = plan(problem.workload.slices, problem.world.mesh)
+        made = plan(problem.workload.slices, problem.world.mesh, options=self.options)
         told = made.explain()
         received, sent = (x[problem.world.rank] for x in (told.received_rows, told.sent_rows))
         row = bytes_of_keys(problem)
@@ -81,6 +82,24 @@ class Magi(Contender):
         return Prepared(
             made.positions, made.attention, (received * row, (received + sent) * row), "plan"
         )
+
+
+class MagiWaits(Magi):
+    """What beginning early gives, in which `magi` has it."""
+
+    name = "magi-waits"
+    label = "the same, waiting for remote keys"
+    is_ours = False
+    options = ContextParallelOptions(degree=0, backward_degree=0, early=False)
+
+
+class MagiOneStage(Magi):
+    """What a stage of remote keys gives, in which `magi` may have it."""
+
+    name = "magi-one-stage"
+    label = "the same, local keys and then remote ones"
+    is_ours = False
+    options = ContextParallelOptions(degree=1, backward_degree=1)
 
 
 class OneRank(Contender):
@@ -231,6 +250,8 @@ class UlyssesFlex(Ulysses):
 #: In the order in which they run and of reports: those that compile for long come last.
 CONTENDERS: tuple[type[Contender], ...] = (
     Magi,
+    MagiWaits,
+    MagiOneStage,
     OneRank,
     UlyssesMagi,
     UlyssesFlex,

@@ -15,7 +15,7 @@ from magi_compile.bench.ranks.world import World
 from magi_compile.bench.step.clock import Rounds
 from magi_compile.dtensor import plan
 
-OURS = ("magi", "one-rank", "ulysses-magi")
+OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses-magi")
 SMALL = Settings(
     "cpu",
     "float32",
