@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"`--tree` must be given twice or more, under different names, got {names}"
         )
+    for name, path in trees.items():
+        if not (path / "magi_compile" / "__init__.py").is_file():
+            raise ValueError(
+                f"`--tree {name}` must be a folder that holds magi_compile, got {path}"
+            )
     arguments.check_out(args.out)
     settings = Settings(
         device=device,
@@ -97,12 +102,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _tree(text: str) -> tuple[str, Path]:
     name, _, path = text.partition("=")
-    folder = Path(path).resolve()
-    if not name or not (folder / "magi_compile" / "__init__.py").is_file():
-        raise argparse.ArgumentTypeError(
-            f"must be NAME=PATH of a folder that holds magi_compile, got {text!r}"
-        )
-    return name, folder
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"must be NAME=PATH, got {text!r}")
+    return name, Path(path).resolve()
 
 
 def _without_path(word: str) -> str:

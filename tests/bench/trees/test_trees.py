@@ -60,9 +60,10 @@ def test_means_are_geometric():
             ["--tree", f"a={ROOT}"],
             "`--tree` must be given twice or more, under different names, got a",
         ),
+        (["--tree", "a"], "must be NAME=PATH, got 'a'"),
         (
-            ["--tree", "a=/nowhere"],
-            "must be NAME=PATH of a folder that holds magi_compile, got 'a=/nowhere'",
+            ["--tree", f"a={ROOT}", "--tree", "b=/nowhere"],
+            "`--tree b` must be a folder that holds magi_compile, got /nowhere",
         ),
     ],
 )
