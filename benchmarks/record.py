@@ -11,19 +11,13 @@ import torch
 from magi_compile.bench.results import provenance
 from magi_compile.bench.results.rows import write_record as write
 
-__all__ = ["context", "heads_argument", "write"]
+__all__ = ["context", "write"]
 
 
 def context(**more: Any) -> dict[str, Any]:
     """The machine, its software, the command, and `more`."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return provenance.describe(device, _command()) | provenance.versions() | more
-
-
-def heads_argument(text: str) -> tuple[int, int]:
-    """`64:8`: query heads, key-value heads."""
-    nheads_q, _, nheads_kv = text.partition(":")
-    return int(nheads_q), int(nheads_kv)
 
 
 def _command() -> list[str]:

@@ -240,18 +240,6 @@ __device__ __forceinline__ int load_acquire(const int* pointer) {
     return value;
 }
 
-// Of what other devices write, or a stream.
-__device__ __forceinline__ int load_acquire_system(const int* pointer) {
-    int value;
-    asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
-    return value;
-}
-
-// For other devices, and for a stream.
-__device__ __forceinline__ void store_release_system(int* pointer, int value) {
-    asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(pointer), "r"(value) : "memory");
-}
-
 // Without a branch, behind which control flow would no longer be known to be that of all lanes.
 __device__ __forceinline__ void add_relaxed_if(bool condition, int* pointer, int value) {
     asm volatile(

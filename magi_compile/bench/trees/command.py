@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from magi_compile.bench import arguments
 from magi_compile.bench.results import provenance
+from magi_compile.bench.results.rows import write_record
 from magi_compile.bench.trees.report import TITLES, to_markdown
 from magi_compile.bench.trees.run import Settings, means, measure
 from magi_compile.bench.workloads.lengths import SAMPLERS
@@ -90,13 +90,9 @@ def run(args: argparse.Namespace) -> int:
     rows = measure(trees, settings, _say)
     for name, (mean, least, most) in means(rows).items():
         _say(f"{name}: {mean:.3f} of the time, {least:.3f} to {most:.3f}")
-    if args.out:
-        command = [_without_path(x) for x in arguments.as_typed(args.command_line, args.out)]
-        context = provenance.describe(device, command)
-        args.out.with_suffix(".json").write_text(
-            json.dumps({"context": context, "rows": rows}, indent=1) + "\n"
-        )
-        args.out.with_suffix(".md").write_text(to_markdown(context, rows))
+    command = [_without_path(x) for x in arguments.as_typed(args.command_line, args.out)]
+    context = provenance.describe(device, command)
+    write_record(args.out, context, rows, to_markdown(context, rows))
     return int(any("reason" in row for row in rows))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from magi_compile.bench.report.markdown import table
-from magi_compile.bench.trees.run import Row, means, ratios
+from magi_compile.bench.trees.run import Row, heads_of, means, ratios
 from magi_compile.bench.workloads.cells import format_length
 
 TITLES = {"fwd": "Forward", "bwd": "Backward"}
@@ -45,11 +45,10 @@ def to_markdown(context: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _line(row: Row) -> list[str]:
-    heads = f"{row['nheads_q']}:{row['nheads_kv']}"
     line = [
         row["mask"].replace("_", " "),
         format_length(row["tokens"]),
-        heads,
+        heads_of(row),
         str(row["head_dim"]),
     ]
     first = next(iter(row["ms"].values()))

@@ -130,9 +130,13 @@ def means(rows: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
     return {name: (statistics.geometric_mean(x), min(x), max(x)) for name, x in found.items()}
 
 
+def heads_of(row: Row) -> str:
+    return f"{row['nheads_q']}:{row['nheads_kv']}"
+
+
 def to_text(row: Row) -> str:
-    heads = f"{row['nheads_q']}:{row['nheads_kv']}"
-    where = f"{row['pass']} {row['mask']} {format_length(row['tokens'])} {heads} d{row['head_dim']}"
+    shape = f"{format_length(row['tokens'])} {heads_of(row)} d{row['head_dim']}"
+    where = f"{row['pass']} {row['mask']} {shape}"
     if "ms" not in row:
         return f"{where}: {row['reason']}"
     others = "".join(f", {name} {ratio:.3f}" for name, ratio in ratios(row).items())

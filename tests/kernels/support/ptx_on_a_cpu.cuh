@@ -622,8 +622,6 @@ inline int load_acquire(const int* pointer) {
     return *pointer;
 }
 
-inline int load_acquire_system(const int* pointer) { return load_acquire(pointer); }
-inline void store_release_system(int* pointer, int value) { *pointer = value; }
 inline void fence_acq_rel() {}
 inline void nanosleep(uint32_t) {}
 

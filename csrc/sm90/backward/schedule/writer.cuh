@@ -1,4 +1,4 @@
-// How the agenda of the backward pass comes about: passes, turns, directions and parts of tiles.
+// How the agenda of the backward pass comes about: passes, directions, parts of tiles and steps.
 //
 //   Passes. Under most masks with long walks, thread blocks at work at a time are at different queries of all heads of
 //   a group, more than the L2 cache holds. So there some query heads of each group have a pass over all tiles, and what

@@ -101,7 +101,7 @@ class Agenda(NamedTuple):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     return compile_library(
-        tmp_path_factory, SOURCE, "-O1 -pthread", {"common/ptx.cuh": "signals.cuh"}
+        tmp_path_factory, SOURCE, "-O1 -pthread", {"common/ptx.cuh": "queue_ptx.cuh"}
     )
 
 
