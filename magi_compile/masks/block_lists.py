@@ -57,6 +57,18 @@ class BlockLists(NamedTuple):
                     f"got {num_blocks.shape[-1]}"
                 )
 
+    def check_heads(self, heads: int) -> None:
+        """Whether there are lists for each of `heads` heads with masks of their own; lists of one head are those of all.
+
+        Raises:
+            ValueError: naming how many heads they have.
+        """
+        for num_blocks, _ in self.kinds:
+            if heads > 1 and num_blocks.shape[1] not in (1, heads):
+                raise ValueError(
+                    f"`block_mask` must have lists of 1 or {heads} heads, got {num_blocks.shape[1]}"
+                )
+
     def grids(self, num_q: int, num_k: int) -> tuple[Tensor, Tensor]:
         """Which blocks are listed as partial and as full: bool `[batch, nheads, num_q, num_k]`. What is listed out
         of that range is left out."""
@@ -88,6 +100,7 @@ class BlockLists(NamedTuple):
 
     def checks_of(self, is_seen: Tensor, is_full: Tensor) -> list[MaskCheck]:
         """The same of what `visible_blocks` says. Lists of one head are those of all, as a mask of one head is that of all."""
+        self.check_heads(is_seen.shape[1])
         partial, full = self.grids(*is_seen.shape[2:])
         return [
             _check((is_seen & ~(partial | full)).any(1), HOLDS_ALL),

@@ -339,6 +339,14 @@ def test_block_lists_that_contradict_one_head():
         in_eager_code(*qkv(), wrong)
 
 
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "compiled"])
+def test_block_lists_of_other_heads(is_eager):
+    q, k, v = (torch.randn(BATCH, HEADS, SEQLEN, 16) for _ in range(3))
+    function = in_eager_code if is_eager else compiled()
+    with pytest.raises(ValueError, match="`block_mask` must have lists of 1 or 4 heads, got 3"):
+        function(q, k, v, made(window, heads=3))
+
+
 def test_two_masks_of_one_graph():
     """Heads with masks of their own beside a mask of all heads, and beside other heads."""
 

@@ -294,6 +294,7 @@ def _lists_launch(
     rows, keys = block_size
     num_q = -(-sizes.seqlen_q // rows)
     blocks.check_lengths(num_q)
+    blocks.check_heads(sizes.heads.q)
     kinds: dict[str, dict[str, Any]] = {}
     for number, (name, kind) in enumerate(itertools.zip_longest(("partial", "full"), blocks.kinds)):
         kinds[name] = _list_fields(kind, first_buffer + 2 * number, sizes, num_q, device)
@@ -330,10 +331,6 @@ def _list_fields(
             )
     num_blocks, indices = broadcast(kind, num_q)
     _, num_heads, _, num_columns = indices.shape
-    if sizes.heads.q > 1 and num_heads not in (1, sizes.heads.q):
-        raise ValueError(
-            f"`block_mask` must have lists of 1 or {sizes.heads.q} heads, got {num_heads}"
-        )
     return {
         "num_blocks": Pointer(buffer),
         "indices": Pointer(buffer + 1),
