@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,43 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
-from magi_compile.ops.attention import AttnOutput
+from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_lse
-from magi_compile.ops.validation import check_options, check_qkv
+from magi_compile.ops.validation import check_flag, check_options, check_qkv
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PlanTensors,
+    group: dist.ProcessGroup | str | None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+    collective: str | None = None,
+    reduce_group: dist.ProcessGroup | str | None = None,
+    return_max_scores: Literal[False] = False,
+) -> AttnOutput: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PlanTensors,
+    group: dist.ProcessGroup | str | None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+    collective: str | None = None,
+    reduce_group: dist.ProcessGroup | str | None = None,
+    return_max_scores: bool,
+) -> AttnOutput | AttnOutputWithMaxScores: ...
 
 
 def context_parallel_attention(
@@ -28,7 +62,8 @@ def context_parallel_attention(
     kernel: str | None = None,
     collective: str | None = None,
     reduce_group: dist.ProcessGroup | str | None = None,
-) -> AttnOutput:
+    return_max_scores: bool = False,
+) -> AttnOutput | AttnOutputWithMaxScores:
     """Attention over a sequence that is spread over the ranks of `group`; differentiable.
 
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
@@ -45,9 +80,11 @@ def context_parallel_attention(
         collective: how rows move, "native" or "all_to_all"; None chooses.
         reduce_group: the same ranks again, for gradients on their way home: they wait for no cast in `group`, at the
             price of another communicator. None takes `group`.
+        return_max_scores: whether to return the largest score of each of this rank's rows as well, over the keys of all ranks.
 
     Returns:
-        `AttnOutput(out, lse)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse `[nheads_q, seqlen_local]`.
+        `AttnOutput(out, lse)`: out `[seqlen_local, nheads_q, head_dim_v]`, lse `[nheads_q, seqlen_local]`; with return_max_scores
+        `AttnOutputWithMaxScores(out, lse, max_scores)`, max_scores `[nheads_q, seqlen_local]`.
 
     Raises:
         ValueError: if a tensor does not fit the others or the plan; on every rank, if the plans of the ranks do not fit
@@ -58,25 +95,28 @@ def context_parallel_attention(
     name = _name_of(group, "group")
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
-        out, lse = context_parallel_attention(
+        out, *rows = context_parallel_attention(
             *(*shards[:3], plan, name),
             softmax_scale=softmax_scale,
             softcap=softcap,
             kernel=kernel,
             collective=collective,
             reduce_group=reduce_group,
+            return_max_scores=return_max_scores,
         )
-        return AttnOutput(wrapped(out, shards), wrapped_lse(lse, shards, PACKED))
+        return packed_result(wrapped(out, shards), *(wrapped_lse(x, shards, PACKED) for x in rows))
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
     check_options("softmax_scale", softmax_scale, softcap, kernel)
+    check_flag("return_max_scores", return_max_scores)
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
     chosen = (kernel or "", "auto" if collective is None else collective)
-    out, lse = torch.ops.magi.cp_attention(
-        q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names
+    ops = torch.ops.magi
+    op = ops.cp_attention_with_max_scores if return_max_scores else ops.cp_attention
+    return packed_result(
+        *op(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names)
     )
-    return AttnOutput(out, lse)
 
 
 @torch.compiler.assume_constant_result

@@ -18,11 +18,13 @@ from magi_compile.kernels.base import ForwardOutput
 from magi_compile.kernels.overlap import EarlyKernel
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> ForwardOutput:
-    """This rank's rows of the attention; all ranks of the group call it together."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, execution: Execution, max_scores: Tensor | None = None
+) -> ForwardOutput:
+    """This rank's rows of the attention; all ranks of the group call it together. `max_scores` as in `Kernel.forward`."""
     plan, kernel, problem, collective, group, _ = execution
     if plan.merged is not None:
-        return _forward_merged(q, k, v, plan.merged, execution)
+        return _forward_merged(q, k, v, plan.merged, execution, max_scores)
     partial_dtype = torch.promote_types(q.dtype, torch.float32)
     last = max((i for i, stage in enumerate(plan.forward) if not stage.is_empty), default=-1)
     result: ForwardOutput | None = None
@@ -41,6 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> ForwardOut
             *(q, k_stage, v_stage, stage.slices, stage.kernel_plan(kernel, problem), problem),
             prior=result,
             out_dtype=q.dtype if i == last else partial_dtype,
+            max_scores=max_scores,
         )
     if result is not None:
         return result
@@ -49,7 +52,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, execution: Execution) -> ForwardOut
 
 
 def _forward_merged(
-    q: Tensor, k: Tensor, v: Tensor, stage: MergedStage, execution: Execution
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    stage: MergedStage,
+    execution: Execution,
+    max_scores: Tensor | None,
 ) -> ForwardOutput:
     """Attention over local and remote keys in one call, which begins with the local ones if the kernel can."""
     _, kernel, problem, collective, group, _ = execution
@@ -62,7 +70,9 @@ def _forward_merged(
     if both is None:
         assert isinstance(kernel, EarlyKernel)
         steps = kernel.early_forward(
-            q, (k, v), cast.buffers, early_plan, problem, free_sms=cast.sms
+            *(q, (k, v), cast.buffers, early_plan, problem),
+            free_sms=cast.sms,
+            max_scores=max_scores,
         )
         steps.begin()
         with steps.beside():
@@ -71,6 +81,8 @@ def _forward_merged(
         result = steps.finish()
     else:
         k_all, v_all = (torch.cat(pair) for pair in zip((k, v), cast.wait(), strict=True))
-        result = kernel.forward(q, k_all, v_all, both.slices, kernel_plan, problem)
+        result = kernel.forward(
+            *(q, k_all, v_all, both.slices, kernel_plan, problem), max_scores=max_scores
+        )
     assert next(casts, None) is None
     return result

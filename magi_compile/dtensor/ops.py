@@ -3,12 +3,14 @@
 magi::cp_attention   attention over the keys of all ranks -> (out, lse), differentiable: becomes, where it is called,
 magi::cp_ffa_fwd     its values
 magi::cp_ffa_bwd     its gradients -> (dq, dk, dv)
+magi::cp_attention_with_max_scores, magi::cp_ffa_fwd_with_max_scores   the same -> (out, lse, max_scores)
 
 Communication lives inside an op, because a graph compiler does not reorder communication that it does not know.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,7 +24,7 @@ from magi_compile.dtensor.execution import Execution, unpack
 from magi_compile.dtensor.forward import forward
 from magi_compile.dtensor.sharding import register_rules
 from magi_compile.dtensor.transport.collectives import select as select_collective
-from magi_compile.kernels.base import Grads, Saved
+from magi_compile.kernels.base import Grads, Saved, new_max_scores
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.ops.define import define, define_differentiable, gradients
 from magi_compile.ops.scale import Scaled
@@ -45,10 +47,14 @@ class _Options(NamedTuple):
     group_name: str
     reduce_group_name: str
 
-    def execution(self, scaled: Scaled, k: Tensor, v: Tensor) -> Execution:
+    def execution(
+        self, scaled: Scaled, k: Tensor, v: Tensor, *, has_max_scores: bool = False
+    ) -> Execution:
         """How this rank's rows are computed."""
         q = scaled.q
         problem = problem_of(q, k, v, scaled.softmax_scale, self.softcap)
+        if has_max_scores:
+            problem = replace(problem, has_max_scores=True)
         chosen = _select_kernel(problem, self.kernel or None)
         group = _compat.resolve_process_group(self.group_name)
         moving = select_collective(self.collective, group, q.device)
@@ -56,10 +62,12 @@ class _Options(NamedTuple):
         return Execution(unpack(self.meta, self.data), chosen, problem, moving, group, reduce_group)
 
 
-def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _cp_ffa_fwd(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, max_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     options = _Options(*rest)
     scaled = Scaled.of(q, options.softmax_scale)
-    execution = options.execution(scaled, k, v)
+    execution = options.execution(scaled, k, v, has_max_scores=max_scores is not None)
     plan = execution.plan
     require_agreement(plan, execution.group, options.reduce_group_name, q.device)
     if q.shape[0] != plan.rows:
@@ -72,13 +80,27 @@ def _cp_ffa_fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Te
             f"`k` must have the {plan.key_rows} keys of the plan, got {k.shape[0]}; "
             "take those of RankPlan.dispatch.keys.positions(rank), padding included"
         )
-    out, lse = forward(scaled.q, k, v, execution)
+    out, lse = forward(scaled.q, k, v, execution, max_scores)
     return out.contiguous(), lse
 
 
 def _cp_ffa_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     return out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _cp_ffa_fwd_with_max_scores(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    max_scores = new_max_scores(q)
+    return *_cp_ffa_fwd(q, k, v, *rest, max_scores=max_scores), max_scores
+
+
+def _cp_ffa_fwd_with_max_scores_fake(
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _cp_ffa_fwd_fake(q, k, v, *rest)
+    return out, lse, torch.empty_like(lse)
 
 
 def _cp_ffa_bwd(
@@ -102,8 +124,16 @@ _OPTIONS = (
     "Tensor meta, Tensor data, float softmax_scale, float softcap, str kernel, str collective, str group_name, "
     "str reduce_group_name"
 )
-_FWD = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
+_ARGUMENTS = f"(Tensor q, Tensor k, Tensor v, {_OPTIONS})"
+_FWD = f"{_ARGUMENTS} -> (Tensor, Tensor)"
+_FWD_WITH_MAX_SCORES = f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor)"
 define(_lib, f"cp_ffa_fwd{_FWD}", _cp_ffa_fwd, _cp_ffa_fwd_fake)
+define(
+    _lib,
+    f"cp_ffa_fwd_with_max_scores{_FWD_WITH_MAX_SCORES}",
+    _cp_ffa_fwd_with_max_scores,
+    _cp_ffa_fwd_with_max_scores_fake,
+)
 define(
     _lib,
     "cp_ffa_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -113,7 +143,7 @@ define(
 )
 
 
-# cp_attention: what is differentiable, made of the two
+# cp_attention: what is differentiable, made of these
 
 
 class _Attention(torch.autograd.Function):
@@ -135,6 +165,28 @@ class _Attention(torch.autograd.Function):
         return (*gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
 
 
+class _AttentionWithMaxScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        meta, data, *ctx.options = rest
+        out, lse, max_scores = torch.ops.magi.cp_ffa_fwd_with_max_scores.default(q, k, v, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, meta, data)
+        ctx.mark_non_differentiable(max_scores)
+        ctx.set_materialize_grads(False)
+        return out, lse, max_scores
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+        return _Attention.backward(ctx, dout, dlse)
+
+
 define_differentiable(
     *(_lib, f"cp_attention{_FWD}", torch.ops.magi.cp_ffa_fwd.default, _Attention, register_rules)
+)
+define_differentiable(
+    *(_lib, f"cp_attention_with_max_scores{_FWD_WITH_MAX_SCORES}"),
+    torch.ops.magi.cp_ffa_fwd_with_max_scores.default,
+    *(_AttentionWithMaxScores, register_rules),
 )

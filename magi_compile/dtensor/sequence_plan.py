@@ -27,6 +27,7 @@ from magi_compile.dtensor.planning.rank_plan import (
 from magi_compile.dtensor.spread_tokens import SpreadTokens, check_length
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import one_block_mask
+from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
@@ -39,7 +40,7 @@ from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
 
 class SpreadSlices(AttnSlices):
@@ -162,6 +163,19 @@ class SequencePlan(SpreadTokens):
         return_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        return_aux: AuxRequest,
+    ) -> tuple[Tensor, AuxOutput]: ...
+
     def attention(
         self,
         q: Tensor,
@@ -172,6 +186,7 @@ class SequencePlan(SpreadTokens):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         return_lse: bool = False,
+        return_aux: AuxRequest | None = None,
     ) -> Any:
         """Attention of this rank's tokens over the whole sequence, by the plan's mask; differentiable. All ranks call it together.
 
@@ -185,22 +200,29 @@ class SequencePlan(SpreadTokens):
             sinks: `[Hq]`, one more score of each head in every softmax, with a value of 0; differentiable. A DTensor where q is one.
                 Its gradient is this rank's part: sum it over the ranks, as that of any replicated parameter.
             return_lse: whether to return the log-sum-exp of the scores as well.
+            return_aux: `AuxRequest(lse=True, max_scores=True)` returns an `AuxOutput` as well, in place of return_lse. max_scores are the
+                largest score of each of this rank's rows, over the keys of all ranks, as the softmax takes it: no sink is among them,
+                and -inf where a row sees nothing. Not differentiable.
 
         Returns:
-            out `[B, Hq, seqlen_local, Dv]`, in the memory order of q, or `[seqlen_local, Hq, Dv]`; with return_lse `(out, lse)`, lse
-            fp32 `[B, Hq, seqlen_local]` or `[Hq, seqlen_local]`.
+            out `[B, Hq, seqlen_local, Dv]`, in the memory order of q, or `[seqlen_local, Hq, Dv]`; with return_lse `(out, lse)`, with
+            return_aux `(out, AuxOutput)`. lse and max_scores are fp32 `[B, Hq, seqlen_local]` or `[Hq, seqlen_local]`.
 
         Raises:
+            TypeError: return_lse is no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
                 different masks.
             NotImplementedError: no kernel runs this.
         """
-        if sinks is None:
-            return self.attend(q, k, v, self.meta, scale, softcap, return_lse)
-        out, lse = self.attend(q, k, v, self.meta, scale, softcap, True)
-        check_sinks(sinks, "q", q, q.shape[1])
-        out = out_with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
-        return (out, lse_with_sinks(lse, sinks)) if return_lse else out
+        with_max = asks_for_max_scores(return_lse, return_aux)
+        out, lse, *others = self.attend(
+            *(q, k, v, self.meta, scale, softcap), return_max_scores=with_max
+        )
+        if sinks is not None:
+            check_sinks(sinks, "q", q, q.shape[1])
+            out = out_with_sinks(out, lse, sinks, heads_first=q.ndim == 4)
+            lse = lse_with_sinks(lse, sinks)
+        return returned(out, lse, *others, return_lse=return_lse, return_aux=return_aux)
 
     def attend(
         self,
@@ -210,9 +232,10 @@ class SequencePlan(SpreadTokens):
         meta: Tensor,
         scale: float | None,
         softcap: float,
-        return_lse: bool,
-    ) -> Any:
-        """`attention` by `meta`, which says what that of the plan says."""
+        *,
+        return_max_scores: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """out, lse and, if they are asked for, the largest scores, by `meta`, which says what that of the plan says."""
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.ndim not in (3, 4) or x.ndim != q.ndim:
                 raise ValueError(
@@ -221,9 +244,10 @@ class SequencePlan(SpreadTokens):
         if are_distributed(q, k, v):
             layout = PADDED if q.ndim == 4 else PACKED
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)
-            out, lse = self.attend(*shards[:3], meta, scale, softcap, True)
-            out = wrapped(out, shards)
-            return (out, wrapped_lse(lse, shards, layout)) if return_lse else out
+            out, *rows = self.attend(
+                *(*shards[:3], meta, scale, softcap), return_max_scores=return_max_scores
+            )
+            return wrapped(out, shards), *(wrapped_lse(x, shards, layout) for x in rows)
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(
@@ -239,11 +263,13 @@ class SequencePlan(SpreadTokens):
             dtype = torch.get_autocast_dtype(q.device.type)
             q, k, v = (x.to(dtype) for x in (q, k, v))
         tensors = PlanTensors(meta, self.data)
+        options: dict[str, Any] = {
+            "softmax_scale": scale,
+            "softcap": softcap,
+            "return_max_scores": return_max_scores,
+        }
         if q.ndim == 3:
-            out, lse = context_parallel_attention(
-                q, k, v, tensors, self.group_name, softmax_scale=scale, softcap=softcap
-            )
-            return (out, lse) if return_lse else out
+            return context_parallel_attention(q, k, v, tensors, self.group_name, **options)
         batch = q.shape[0]
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != batch:
@@ -254,11 +280,9 @@ class SequencePlan(SpreadTokens):
         nheads = q.shape[1]
         order = memory_order(q.stride())
         q, k, v = (x.permute(2, 0, 1, 3).flatten(1, 2) for x in (q, k, v))
-        out, lse = context_parallel_attention(
-            q, k, v, tensors, self.group_name, softmax_scale=scale, softcap=softcap
-        )
+        out, *rows = context_parallel_attention(q, k, v, tensors, self.group_name, **options)
         out = in_memory_order(out.unflatten(1, (batch, nheads)).permute(1, 2, 0, 3), order)
-        return (out, lse.unflatten(0, (batch, nheads))) if return_lse else out
+        return out, *(x.unflatten(0, (batch, nheads)) for x in rows)
 
 
 def _is_causal(slices: AttnSlices) -> bool:

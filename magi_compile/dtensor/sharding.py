@@ -39,9 +39,11 @@ def register_rules() -> None:
         return found
 
     def forward(q: Any, k: Any, v: Any, meta: Any, data: Any, *options: Any) -> list[Any]:
-        group_name = options[4]
         rest = [replicated] * 2 + [None] * len(options)
-        return [([rows, lse], [rows, rows, rows, *rest]) for rows, lse in of_rows(k, group_name)]
+        return [([rows, lse], [rows, rows, rows, *rest]) for rows, lse in of_rows(k, options[4])]
+
+    def forward_with_max_scores(*arguments: Any) -> list[Any]:
+        return [([rows, lse, lse], given) for (rows, lse), given in forward(*arguments)]
 
     def backward(
         dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *others: Any
@@ -55,4 +57,5 @@ def register_rules() -> None:
 
     ops: Any = torch.ops.magi
     register_sharding(ops.cp_ffa_fwd.default)(forward)
+    register_sharding(ops.cp_ffa_fwd_with_max_scores.default)(forward_with_max_scores)
     register_sharding(ops.cp_ffa_bwd.default)(backward)

@@ -395,6 +395,7 @@ def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]
     ours = {torch.ops.magi.ffa_fwd.default, torch.ops.magi.plan.default}
     ours |= {torch.ops.magi.cp_ffa_fwd.default, torch.ops.magi.scored_fwd.default}
     ours |= {torch.ops.magi.ffa_fwd_with_max_scores.default}
+    ours |= {torch.ops.magi.cp_ffa_fwd_with_max_scores.default}
     ours |= {torch.ops.magi.scored_fwd_with_max_scores.default}
 
     @wraps(theirs)

@@ -58,7 +58,10 @@ class BlockLists(NamedTuple):
                 )
 
     def check_heads(self, heads: int) -> None:
-        """Whether there are lists for each of `heads` heads with masks of their own; lists of one head are those of all.
+        """Whether there are lists for each head; lists of one head are those of all.
+
+        Args:
+            heads: how many heads have masks of their own.
 
         Raises:
             ValueError: naming how many heads they have.

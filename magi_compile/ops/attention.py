@@ -19,6 +19,7 @@ from magi_compile.kernels.select import load, problem_on
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
     PADDED,
@@ -33,7 +34,13 @@ from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
-from magi_compile.ops.validation import check_options, check_packed, check_padded, check_qkv
+from magi_compile.ops.validation import (
+    check_flag,
+    check_options,
+    check_packed,
+    check_padded,
+    check_qkv,
+)
 from magi_compile.score.program import ScoreProgram, UnsupportedScoreModError
 from magi_compile.score.read import TracedScore, trace_score_program
 
@@ -152,8 +159,7 @@ def flex_flash_attention(
         ValueError: shapes, dtypes or devices do not fit together; the message names argument and values.
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
-    if not isinstance(return_max_scores, bool):
-        raise TypeError(f"`return_max_scores` must be True or False, got {return_max_scores!r}")
+    check_flag("return_max_scores", return_max_scores)
     given: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
@@ -164,7 +170,7 @@ def flex_flash_attention(
         out, lse, *others = flex_flash_attention(q, k, v, slices, **given)
         check_sinks(sinks, "q", q, q.shape[1])
         out = out_with_sinks(out, lse, sinks, heads_first=False)
-        return _packed_result(out, lse_with_sinks(lse, sinks), *others)
+        return packed_result(out, lse_with_sinks(lse, sinks), *others)
     if has_torch_function_mode():  # context parallelism
         handle: Any = handle_torch_function  # its types know no overloads
         return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
@@ -172,12 +178,12 @@ def flex_flash_attention(
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
         out, *rows = flex_flash_attention(*shards[:3], slices, **given)
-        return _packed_result(wrapped(out, shards), *(wrapped_lse(x, shards, PACKED) for x in rows))
+        return packed_result(wrapped(out, shards), *(wrapped_lse(x, shards, PACKED) for x in rows))
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5
-    return _packed_result(
+    return packed_result(
         *_attend(
             *(q, k, v, slices, softmax_scale, softcap, kernel or ""),
             return_max_scores=return_max_scores,
@@ -185,7 +191,7 @@ def flex_flash_attention(
     )
 
 
-def _packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
+def packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
     """out, lse and, if they are there, the largest scores."""
     return AttnOutput(*found) if len(found) == 2 else AttnOutputWithMaxScores(*found)
 
@@ -416,13 +422,7 @@ def flex_attention(
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
-    if not isinstance(return_lse, bool):
-        raise TypeError(f"`return_lse` must be True or False, got {return_lse!r}")
-    if not isinstance(return_aux, (flex.AuxRequest, type(None))):
-        raise TypeError(f"`return_aux` must be an AuxRequest or None, got {return_aux!r}")
-    if return_aux is not None and return_lse:
-        raise ValueError("one of `return_lse` and `return_aux` must be left out, got both")
-    return_max_scores = return_aux is not None and return_aux.max_scores
+    return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
@@ -444,19 +444,12 @@ def flex_attention(
         out, *rows = _attend_scored(*of_all, scored, return_max_scores=return_max_scores)
     if mask.is_by_head:
         out = out.view(batch, nheads_q, seqlen_q, value.shape[3])
-        lse, *others = (x.view(batch, nheads_q, seqlen_q) for x in rows)
+        rows = [x.view(batch, nheads_q, seqlen_q) for x in rows]
     else:
         out = out.view(batch, seqlen_q, nheads_q, value.shape[3]).transpose(1, 2)
-        lse, *others = (
-            x.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous() for x in rows
-        )
+        rows = [x.view(nheads_q, batch, seqlen_q).transpose(0, 1).contiguous() for x in rows]
     out = in_memory_order(out, memory_order(query.stride()))
-    if not return_lse and return_aux is None:
-        return out
-    if return_aux is not None:
-        max_scores = others[0] if return_max_scores else None
-        return out, flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=max_scores)
-    return out, lse
+    return returned(out, *rows, return_lse=return_lse, return_aux=return_aux)
 
 
 def _read_score_mod(

@@ -50,8 +50,7 @@ def check_padded(
     query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool
 ) -> None:
     """The tensors of `flex_attention`."""
-    if not isinstance(enable_gqa, bool):
-        raise TypeError(f"`enable_gqa` must be True or False, got {enable_gqa!r}")
+    check_flag("enable_gqa", enable_gqa)
     tensors = {"query": query, "key": key, "value": value}
     _check_kinds(tensors, "[B, H, S, D]")
     for name, tensor in tensors.items():
@@ -95,6 +94,11 @@ def check_options(
         raise TypeError(f"`kernel` must be a name or None, got {kernel!r}")
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+
+
+def check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, bool):
+        raise TypeError(f"`{name}` must be True or False, got {given!r}")
 
 
 def _check_kinds(tensors: dict[str, Any], layout: str) -> None:

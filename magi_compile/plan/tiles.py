@@ -81,10 +81,6 @@ class TilePlan(NamedTuple):
     def k_walk(self) -> Walk:
         return Walk(self.k_tiles, self.k_runs, self.k_edges)
 
-    def to_list(self) -> list[Tensor]:
-        """The tensors, as a custom op takes them."""
-        return list(self)
-
 
 def build_tile_plan(
     slices: AttnSlices,

@@ -4,6 +4,7 @@ import datetime
 import os
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -66,6 +67,15 @@ def test_heads_and_bf16(ranks_of, heads):
 def test_softcap_and_chosen_options(ranks_of):
     case = replace(SQUARE["shared_prefix"], softcap=5.0)
     ranks_of(3).run(run_on_ranks, case, ContextParallelOptions(), torch.float32)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("name", ["varlen_causal", "holes", "causal_129x129"])
+def test_max_scores(ranks_of, name, is_compiled):
+    """Several stages, padding, rows that see nothing, ranks without remote keys."""
+    case = replace(SQUARE[name], heads=Heads(4, 2, 16, 16))
+    run = partial(run_on_ranks, is_compiled=is_compiled, return_max_scores=True)
+    ranks_of(3).run(run, case, replace(OPTIONS, degree=2), torch.float32)
 
 
 def run_scales_that_are_not_positive(group):
@@ -143,8 +153,10 @@ def run_opcheck(group):
     k, v = (torch.randn(64, 2, 8, requires_grad=True) for _ in range(2))
     arguments = (*plan, 0.3, 0.0, "cpu", "auto", *[group.group_name] * 2)
     torch.library.opcheck(torch.ops.magi.cp_attention, (q, k, v, *arguments))
+    torch.library.opcheck(torch.ops.magi.cp_attention_with_max_scores, (q, k, v, *arguments))
     q, k, v = (x.detach() for x in (q, k, v))
     torch.library.opcheck(torch.ops.magi.cp_ffa_fwd, (q, k, v, *arguments))
+    torch.library.opcheck(torch.ops.magi.cp_ffa_fwd_with_max_scores, (q, k, v, *arguments))
     lse = torch.randn(4, 64)
     torch.library.opcheck(torch.ops.magi.cp_ffa_bwd, (q, lse, q, k, v, q, lse, *arguments))
 

@@ -105,6 +105,12 @@ def test_compiled(run, name):
     check(run, replace(SQUARE[name], heads=GQA), is_compiled=True)
 
 
+@pytest.mark.parametrize("options", [MERGED, replace(MERGED, degree=2)], ids=["merged", "stages"])
+@pytest.mark.parametrize("name", ["varlen_causal", "holes"])
+def test_max_scores(run, name, options):
+    check(run, replace(SQUARE[name], heads=GQA), options, return_max_scores=True)
+
+
 def inputs_of(rows, device, seed, head_dim=128):
     generator = torch.Generator(device).manual_seed(seed)
     shapes = [(rows, heads, head_dim) for heads in (8, 2, 2)]

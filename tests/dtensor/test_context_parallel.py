@@ -174,16 +174,9 @@ def run_refused_attention(group):
                 lambda: flex.flex_attention(*whole, block_mask=mask),
             ),
             (
-                NotImplementedError,
-                "max_scores",
-                lambda: magi_compile.flex_attention(
-                    q, k, v, block_mask=mask, return_aux=flex.AuxRequest(max_scores=True)
-                ),
-            ),
-            (
-                NotImplementedError,
-                "`return_max_scores` must be False inside context_parallel",
-                lambda: flash(*packed, AttnSlices.causal(half), return_max_scores=True),
+                TypeError,
+                "`return_aux` must be an AuxRequest or None, got True",
+                lambda: magi_compile.flex_attention(q, k, v, block_mask=mask, return_aux=True),
             ),
             (
                 ValueError,

@@ -572,6 +572,8 @@ def run_ops_across_ranks(group):
         for x, y in zip(by_function, found, strict=True):
             assert x.placements == y.placements
             torch.testing.assert_close(x.to_local(), y.to_local())
+    with_max = torch.ops.magi.cp_attention_with_max_scores(*inputs, meta, data, *options)
+    assert with_max[2].placements == with_max[1].placements == found[1].placements
     # On the wrong dimension.
     rows = DTensor.from_local(q, mesh, [R, Shard(0)])
     with pytest.raises(ValueError, match="`q` must have the 32 rows of the plan, got"):

@@ -1,6 +1,7 @@
 """A forward that begins with local keys while the others travel, over gloo: that it is right, and in which order."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -26,11 +27,11 @@ HEADS = Heads(4, 2, 16, 16)
 MASKS = ["varlen_causal", "varlen_full", "holes", "shared_prefix", "causal_129x129"]
 
 
-def run_early(group, case, options, dtype):
+def run_early(group, case, options, dtype, **attention_options):
     early_on_cpus.free.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KERNELS, "early_cpu", f"{early_on_cpus.__name__}:EarlyCpuKernel")
-        run_on_ranks(group, case, options, dtype, kernel="early_cpu")
+        run_on_ranks(group, case, options, dtype, kernel="early_cpu", **attention_options)
     return early_on_cpus.free[:]
 
 
@@ -41,6 +42,15 @@ def test_a_kernel_that_begins_early(ranks_of, size, name):
     calls = ranks_of(size).run(run_early, case, OPTIONS, torch.float32)
     assert any(calls)
     assert all(free == SMS for of_rank in calls for free in of_rank)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_max_scores_of_one_call(ranks_of, early):
+    case = replace(SQUARE["holes"], heads=HEADS, softcap=3.0)
+    of_case = (case, replace(OPTIONS, early=early), torch.float32)
+    run = partial(run_early, return_max_scores=True)
+    assert any(ranks_of(2).run(run, *of_case)) == early
+    ranks_of(2).run(partial(run_on_ranks, return_max_scores=True), *of_case)
 
 
 def test_bf16_and_chosen_degrees(ranks_of):

@@ -25,7 +25,14 @@ from magi_compile import _compat
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.attention import AttnOutput, flex_attention, flex_flash_attention
+from magi_compile.ops.attention import (
+    AttnOutput,
+    AttnOutputWithMaxScores,
+    flex_attention,
+    flex_flash_attention,
+    packed_result,
+)
+from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
 from magi_compile.ops.score_mod import trace_score_mod
 
@@ -37,7 +44,7 @@ _NO_SCORE_MOD = _compat.flex_identity()
 _SDPA = F.scaled_dot_product_attention
 # What attention over all ranks is made of.
 _OF_CPUS = "_scaled_dot_product_flash_attention_for_cpu"
-_OF_OURS = ("cp_attention", _OF_CPUS, f"{_OF_CPUS}_backward")
+_OF_OURS = ("cp_attention", "cp_attention_with_max_scores", _OF_CPUS, f"{_OF_CPUS}_backward")
 # What may be attention by another name: functions and custom ops, not the methods and functions of PyTorch that are written in C++.
 _FUNCTIONS = (FunctionType, *_compat.types_of_ops())
 
@@ -145,12 +152,14 @@ def _attend(
     v: Tensor,
     scale: float | None,
     softcap: float,
-) -> tuple[Tensor, Tensor]:
+    *,
+    return_max_scores: bool = False,
+) -> tuple[Tensor, ...]:
     """Attention by a mask and its plan, whose digest must be among those of the block `around`, if that has plans."""
     meta = mask.plan.meta
     if around is not None:
         meta = torch.ops.magi.plan_of_block(meta, mask.digest, around)
-    return mask.plan.attend(q, k, v, meta, scale, softcap, True)
+    return mask.plan.attend(q, k, v, meta, scale, softcap, return_max_scores=return_max_scores)
 
 
 # What a model may call. Dynamo traces these; it does not guard the identity of objects, so nothing here asks for that.
@@ -167,7 +176,7 @@ def _flex_operator(
     kernel_options: Mapping[str, Any],
     *buffers: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator that PyTorch's `flex_attention` calls; its lse is in base 2."""
+    """The operator that PyTorch's `flex_attention` calls; its lse and its largest scores are in base 2."""
     mask_mod = block_mask[-1]
     if not isinstance(mask_mod, SpreadMask):
         raise ValueError(_OTHER_MASK)
@@ -175,8 +184,6 @@ def _flex_operator(
         raise NotImplementedError(
             "`kernel_options` must not ask for a BACKEND inside context_parallel, which runs its own kernels; remove it"
         )
-    if kernel_options.get("OUTPUT_MAX"):
-        raise NotImplementedError(_NO_MAX_SCORES.format("`return_aux` must not ask for max_scores"))
     softcap = 0.0
     if score_mod is not _NO_SCORE_MOD:
         if torch.compiler.is_compiling():
@@ -186,13 +193,14 @@ def _flex_operator(
             )
         score = trace_score_mod(score_mod)
         scale, softcap = scale * score.scale, score.softcap
-    out, lse = _attend(mask_mod, around, query, key, value, scale, softcap)
-    return out, lse * (1 / math.log(2)), lse
+    out, lse, *others = _attend(
+        *(mask_mod, around, query, key, value, scale, softcap),
+        return_max_scores=bool(kernel_options.get("OUTPUT_MAX")),
+    )
+    in_base_2 = [x * (1 / math.log(2)) for x in (lse, *others)]
+    return out, in_base_2[0], in_base_2[-1]
 
 
-_NO_MAX_SCORES = (
-    "{} inside context_parallel, which does not gather the largest scores across ranks; ask for lse"
-)
 _OTHER_MASK = (
     "`block_mask` must be the one that context_parallel was given as `mask`, or the `block_mask` of its plan "
     "(`with context_parallel(mesh, mask=...) as plan`): it stands for the whole sequence; one that is made for the tokens of a "
@@ -215,19 +223,17 @@ def _flex_attention(
     return_aux: Any = None,
 ) -> Any:
     """`magi_compile.flex_attention` in eager code."""
-    from torch.nn.attention.flex_attention import AuxOutput
-
     if block_mask is None or not isinstance(block_mask.mask_mod, SpreadMask):
         raise ValueError(_OTHER_MASK)
     _check_groups(query, key, enable_gqa)
-    if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(_NO_MAX_SCORES.format("`return_aux` must not ask for max_scores"))
+    with_max = asks_for_max_scores(return_lse, return_aux)
     score = trace_score_mod(score_mod)
     scale = score.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
-    out, lse = _attend(block_mask.mask_mod, around, query, key, value, scale, score.softcap)
-    if return_aux is not None:
-        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+    found = _attend(
+        *(block_mask.mask_mod, around, query, key, value, scale, score.softcap),
+        return_max_scores=with_max,
+    )
+    return returned(*found, return_lse=return_lse, return_aux=return_aux)
 
 
 def _flex_flash_attention(
@@ -241,9 +247,7 @@ def _flex_flash_attention(
     softcap: float = 0.0,
     kernel: str | None = None,
     return_max_scores: bool = False,
-) -> AttnOutput:
-    if return_max_scores:
-        raise NotImplementedError(_NO_MAX_SCORES.format("`return_max_scores` must be False"))
+) -> AttnOutput | AttnOutputWithMaxScores:
     if kernel is not None:
         raise NotImplementedError(
             f"`kernel` must be None inside context_parallel, which chooses it, got {kernel!r}"
@@ -257,8 +261,12 @@ def _flex_flash_attention(
         )
     else:
         mask = planned.slices
-    out, lse = _attend(mask, block.digests, q, k, v, softmax_scale, softcap)
-    return AttnOutput(out, lse)
+    return packed_result(
+        *_attend(
+            *(mask, block.digests, q, k, v, softmax_scale, softcap),
+            return_max_scores=return_max_scores,
+        )
+    )
 
 
 def _sdpa(

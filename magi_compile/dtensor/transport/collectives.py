@@ -96,10 +96,6 @@ class Route:
         return self._derived[make]
 
     @property
-    def num_sent(self) -> int:
-        return sum(self.send_counts)
-
-    @property
     def num_received(self) -> int:
         """Rows of the buffer."""
         return sum(self.recv_counts)

@@ -5,6 +5,7 @@ import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
+from magi_compile.kernels.reference import exact_max_scores
 from magi_compile.testing.numerics import AttentionResults, assert_attention_close
 
 OPTIONS = ContextParallelOptions(chunk_size=16, degree=1, backward_degree=1)
@@ -53,15 +54,22 @@ def run_on_ranks(
 
     if is_compiled:
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=False)
-    out, lse = attend(q, k, v, plan.tensors(device))
+    out, lse, *others = attend(q, k, v, plan.tensors(device))
     # Rows of padding have gradients of zero: what they see is nothing.
     is_real = (where < plan.dispatch.total).to(device)
     dout = dout * is_real[:, None, None]
     dlse = dlse.masked_fill(~is_real, 0.0)
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse.contiguous()))
-    locals_ = [out.detach(), lse.detach().t(), *grads]
-    owners = [plan.dispatch] * 3 + [plan.dispatch.keys] * 2
-    out, lse, *grads = (gather(group, x, of) for x, of in zip(locals_, owners, strict=True))
+    locals_ = [out.detach(), lse.detach().t(), *grads, *(x.t() for x in others)]
+    owners = [plan.dispatch] * 3 + [plan.dispatch.keys] * 2 + [plan.dispatch] * len(others)
+    out, lse, dq, dk, dv, *others = (
+        gather(group, x, of) for x, of in zip(locals_, owners, strict=True)
+    )
     if group.rank() == 0:
-        results = AttentionResults(out, lse.t(), *grads)
-        assert_attention_close(results, inputs, case.slices(device), problem)
+        slices = case.slices(device)
+        results = AttentionResults(out, lse.t(), dq, dk, dv)
+        assert_attention_close(results, inputs, slices, problem)
+        for max_scores in others:
+            of_scores = (slices, problem.softmax_scale, problem.softcap)
+            expected = exact_max_scores(inputs.q, inputs.k, *of_scores).float()
+            torch.testing.assert_close(max_scores.t(), expected, atol=5e-3, rtol=5e-3)

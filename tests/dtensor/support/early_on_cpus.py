@@ -31,26 +31,29 @@ class EarlyCpuKernel(CpuKernel):
         )
         return near, far
 
-    def early_forward(self, q, keys, remote, plan, problem, *, free_sms=0):
+    def early_forward(self, q, keys, remote, plan, problem, *, free_sms=0, max_scores=None):
         free.append(free_sms)
-        return ForwardPass(self, q, keys, remote, plan, problem)
+        return ForwardPass(self, q, keys, remote, plan, problem, max_scores)
 
 
 class ForwardPass:
-    def __init__(self, kernel, q, keys, remote, plans, problem):
+    def __init__(self, kernel, q, keys, remote, plans, problem, max_scores):
         self.kernel, self.q, self.keys, self.remote = kernel, q, keys, remote
+        self.max_scores = max_scores
         self.walks = [(slices, kernel.plan(slices, problem), problem) for slices in plans]
 
     def begin(self):
         wide = torch.promote_types(self.q.dtype, torch.float32)
-        self.first = self.kernel.forward(self.q, *self.keys, *self.walks[0], out_dtype=wide)
+        self.first = self.kernel.forward(
+            *(self.q, *self.keys, *self.walks[0]), out_dtype=wide, max_scores=self.max_scores
+        )
 
     def beside(self):
         return nullcontext()
 
     def main(self):
         remote = (self.q, *self.remote, *self.walks[1])
-        self.result = self.kernel.forward(*remote, prior=self.first)
+        self.result = self.kernel.forward(*remote, prior=self.first, max_scores=self.max_scores)
 
     def finish(self):
         return self.result
