@@ -32,6 +32,8 @@ class Library:
         options: of the compiler.
         replaced: headers of this directory by those that they replace.
         headers: the texts of others, by name.
+        header_options: of `options`, those with which the standard headers are compiled, once for all libraries. None for headers that
+            are compiled with the rest.
     """
 
     def __init__(
@@ -41,12 +43,11 @@ class Library:
         options: str,
         replaced: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
+        header_options: str | None = None,
     ):
         if shutil.which("g++") is None:
             pytest.skip("needs g++")
-        root = directories.getbasetemp()
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            root = root.parent  # the same for all workers of this run
+        root = _shared(directories)
         headers = headers or {}
         key = repr((main, options, sorted((replaced or {}).items()), sorted(headers.items())))
         self._directory = root / f"library-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
@@ -55,6 +56,8 @@ class Library:
             self._directory.mkdir()
         except FileExistsError:
             return
+        if header_options is not None:
+            options = f"{options} -include {_standard_headers(root, header_options)}"
         self._compiler = self._start(main, options, replaced or {}, headers)
 
     def _start(
@@ -66,7 +69,7 @@ class Library:
             shutil.copy(here / header, path / name)
         for name, text in {**headers, "main.cpp": main}.items():
             (path / name).write_text(text)
-        command = f"g++ -std=c++17 -shared -fPIC -w -I. -I{here} {options} main.cpp -o part.so 2> {_ERRORS}"
+        command = f"g++ {_STANDARD} -shared -I. -I{here} {options} main.cpp -o part.so 2> {_ERRORS}"
         command = f"{command} && mv part.so {_DONE} || touch {_FAILED}"
         return subprocess.Popen(command, shell=True, cwd=path)
 
@@ -84,6 +87,33 @@ class Library:
         return done
 
 
+def _shared(directories: pytest.TempPathFactory) -> Path:
+    """The same for all workers of this run."""
+    root = directories.getbasetemp()
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+def _standard_headers(root: Path, options: str) -> Path:
+    """A header with all that `ON_A_CPU` includes of the standard library, precompiled. The compiler takes its text where the
+    precompiled one is not there, or not for its options."""
+    path = root / f"standard-{hashlib.sha256(options.encode()).hexdigest()[:24]}.hpp"
+    written = root / f"{path.stem}.{os.getpid()}.hpp"
+    written.write_text("".join(f"#include <{name}>\n" for name in _STANDARD_HEADERS))
+    try:
+        path.hardlink_to(written)
+    except FileExistsError:
+        return path
+    command = f"g++ {_STANDARD} {options} -x c++-header {written} -o {written}.gch"
+    subprocess.run(command, shell=True, check=True)
+    Path(f"{written}.gch").rename(f"{path}.gch")
+    return path
+
+
+_STANDARD = "-std=c++17 -fPIC -w"
+_STANDARD_HEADERS = (
+    *("algorithm", "cmath", "cstdint", "cstring", "deque", "functional", "list", "memory"),
+    *("numeric", "random", "utility", "vector"),
+)
 _DONE, _FAILED, _ERRORS = "library.so", "failed", "errors.txt"
 _LONGEST_S = 300.0
 

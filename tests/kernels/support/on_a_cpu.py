@@ -30,7 +30,7 @@ extern "C" bool run(const void* params, unsigned x, unsigned y, int num_threads,
     return launch({entry}, params, {{x, y}}, num_threads, num_at_once, timing, cluster);
 }}
 """
-_OPTIONS = "-O2 -fno-unroll-loops -fno-tree-vectorize -fno-strict-aliasing"
+_OPTIONS = "-O1 -fno-unroll-loops -fno-tree-vectorize -fno-strict-aliasing"
 
 
 class CompiledKernel:
@@ -42,7 +42,9 @@ class CompiledKernel:
     def __init__(self, variant: Variant, directories: pytest.TempPathFactory):
         main = _MAIN.format(source=variant.source, entry=variant.entry)
         options = " ".join([_OPTIONS, *(f"-D{name}={value}" for name, value in variant.defines)])
-        self._library = Library(directories, main, options, ON_A_CPU, dict(variant.headers))
+        self._library = Library(
+            directories, main, options, ON_A_CPU, dict(variant.headers), header_options=_OPTIONS
+        )
 
     @cached_property
     def _run(self) -> Callable[..., bool]:
