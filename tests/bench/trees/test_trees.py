@@ -5,9 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from magi_compile.bench.cli import main
-from magi_compile.bench.trees.run import means
+from magi_compile.bench.trees.run import TOLERANCE, _furthest, means
+from magi_compile.bench.trees.worker import fingerprint
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["trees", "--device", "cpu", "--quick"]
@@ -46,6 +48,21 @@ def test_other_results_are_no_number(copy, capsys):
     trees = ["--tree", f"this={ROOT}", "--tree", f"other={copy}", "--passes", "fwd"]
     assert main([*QUICK, *trees]) == 1
     assert "other has other results" in capsys.readouterr().out
+
+
+def test_fingerprints():
+    """One row of one head that is another, and numbers rounded in another way."""
+    x = torch.randn(600, 4, 16, generator=torch.Generator().manual_seed(0))
+    x[:3] = 0.0
+    one = fingerprint(x)
+    assert _furthest(one, fingerprint(x.bfloat16())) < TOLERANCE / 3
+    for row, head in ((300, 2), (599, 0)):
+        wrong = x.clone()
+        wrong[row, head] *= -1
+        assert _furthest(one, fingerprint(wrong)) > TOLERANCE
+        wrong[row, head] = torch.nan
+        assert not _furthest(one, fingerprint(wrong)) <= TOLERANCE
+    assert _furthest(one, fingerprint(1.05 * x)) > TOLERANCE
 
 
 def test_means_are_geometric():
