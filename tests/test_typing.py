@@ -18,11 +18,13 @@ import magi_compile
 from magi_compile import AttnOutput, AttnOutputWithMaxScores, AttnSlices
 from magi_compile import create_block_mask, flex_attention
 from magi_compile import flex_flash_attention
-from magi_compile.dtensor import SequencePlan, context_parallel_attention, plan
+from magi_compile.dtensor import PlanTensors, SequencePlan, context_parallel_attention, plan
 from magi_compile.masks import library
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, p: SequencePlan, given: object) -> None:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, p: SequencePlan, tensors: PlanTensors
+) -> None:
     assert_type(flex_attention(q, k, v, block_mask=mask), Tensor)
     assert_type(flex_attention(q, k, v, None, mask, None, True), Tensor)
     assert_type(flex_attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])
@@ -30,6 +32,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, p: SequencePlan, gi
     assert_type(flex_attention(q, k, v, return_aux=AuxRequest(lse=True)), tuple[Tensor, AuxOutput])
     assert_type(p.attention(q, k, v), Tensor)
     assert_type(p.attention(q, k, v, return_lse=True), tuple[Tensor, Tensor])
+    assert_type(p.attention(q, k, v, return_aux=None), Tensor)
+    with_aux = p.attention(q, k, v, return_lse=False, return_aux=AuxRequest(max_scores=True))
+    assert_type(with_aux, tuple[Tensor, AuxOutput])
+    p.attention(q, k, v, return_lse=True, return_aux=AuxRequest())  # error: [call-overload]
+    assert_type(context_parallel_attention(q, k, v, tensors, "cp"), AttnOutput)
+    across = context_parallel_attention(q, k, v, tensors, "cp", return_max_scores=True)
+    assert_type(across, AttnOutputWithMaxScores)
     named = library.document_causal([3, 4])
     assert_type(named.slices, AttnSlices)
     assert_type(flex_flash_attention(q, k, v, named.slices), AttnOutput)

@@ -46,6 +46,23 @@ def context_parallel_attention(
     kernel: str | None = None,
     collective: str | None = None,
     reduce_group: dist.ProcessGroup | str | None = None,
+    return_max_scores: Literal[True],
+) -> AttnOutputWithMaxScores: ...
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: PlanTensors,
+    group: dist.ProcessGroup | str | None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    kernel: str | None = None,
+    collective: str | None = None,
+    reduce_group: dist.ProcessGroup | str | None = None,
     return_max_scores: bool,
 ) -> AttnOutput | AttnOutputWithMaxScores: ...
 

@@ -148,6 +148,7 @@ class SequencePlan(SpreadTokens):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         return_lse: Literal[False] = False,
+        return_aux: None = None,
     ) -> Tensor: ...
 
     @overload
@@ -161,6 +162,7 @@ class SequencePlan(SpreadTokens):
         softcap: float = 0.0,
         sinks: Tensor | None = None,
         return_lse: Literal[True],
+        return_aux: None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
@@ -173,6 +175,7 @@ class SequencePlan(SpreadTokens):
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        return_lse: Literal[False] = False,
         return_aux: AuxRequest,
     ) -> tuple[Tensor, AuxOutput]: ...
 
