@@ -32,6 +32,7 @@ from magi_compile.ops.dtensors import (
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
+from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import (
@@ -174,6 +175,8 @@ def flex_flash_attention(
     if has_torch_function_mode():  # context parallelism
         handle: Any = handle_torch_function  # its types know no overloads
         return handle(flex_flash_attention, (), q, k, v, slices, **given)  # type: ignore[no-any-return]
+    if (over_ranks := replacements()) is not None:
+        return over_ranks.flex_flash_attention(q, k, v, slices, **given)  # type: ignore[no-any-return]
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
@@ -395,8 +398,8 @@ def flex_attention(
     """
     from torch.nn.attention import flex_attention as flex
 
-    has_mode = has_torch_function_mode()
-    if not has_mode and are_distributed(query, key, value):
+    has_mode, over_ranks = has_torch_function_mode(), replacements()
+    if not has_mode and over_ranks is None and are_distributed(query, key, value):
         check_padded(query, key, value, None, enable_gqa)
         given = {"return_lse": return_lse, "return_aux": return_aux}
         return _of_dtensors(
@@ -416,10 +419,12 @@ def flex_attention(
             kernel_options,
             return_aux=return_aux,
         )
+    arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     if has_mode:
-        arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
         handle: Any = handle_torch_function  # its types know no overloads
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
+    if over_ranks is not None:
+        return over_ranks.flex_attention(*arguments, kernel_options, return_aux=return_aux)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
     return_max_scores = asks_for_max_scores(return_lse, return_aux)

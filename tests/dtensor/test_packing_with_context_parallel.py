@@ -119,7 +119,9 @@ def train_checkpointed(group, attention, checkpointing, backend):
     train_inside(group, ["causal"], attention, ODD, backend, checkpointing=checkpointing)
 
 
-@pytest.mark.parametrize("attention", ["flex_attention", "causal_sdpa"])
+@pytest.mark.parametrize(
+    "attention", ["flex_attention", "our_flex_attention", "flex_flash_attention", "causal_sdpa"]
+)
 @pytest.mark.parametrize(
     ("checkpointing", "backend"),
     [("reentrant", None), ("not reentrant", None), ("not reentrant", "aot_eager")],

@@ -2,8 +2,8 @@
 
 A torch function mode sees every attention that the model calls, in eager code and while Dynamo traces, where it becomes our op in
 the graph; Dynamo's guards have the mode among them, so that what was compiled inside does not run outside, nor the other way round.
-Modes are put aside in a backward and in the graphs of checkpoints, so `torch.nn.functional` and FlexAttention have a replacement
-for the length of the block as well. Attention that nobody knows how to spread is an error: over a rank's own tokens alone it would
+Modes are put aside in a backward and in the graphs of checkpoints, so `torch.nn.functional`, FlexAttention and our own functions have
+a replacement for the length of the block as well. Attention that nobody knows how to spread is an error: over a rank's own tokens alone it would
 be a wrong number.
 """
 
@@ -34,6 +34,7 @@ from magi_compile.ops.attention import (
 )
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.define import define
+from magi_compile.ops.over_ranks import Replacements, replaced
 from magi_compile.ops.score_mod import trace_score_mod
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class SpreadAttention(TorchFunctionMode):
         if func is _SDPA:
             return _sdpa(self.plans, *args, **kwargs)
         if func is flex_flash_attention:
-            return _flex_flash_attention(self, *args, **kwargs)
+            return _flex_flash_attention(self.plans, self.digests, *args, **kwargs)
         if func is flex_attention:
             return _flex_attention(self.digests, *args, **kwargs)
         if func is Tensor.backward and not torch.compiler.is_compiling():
@@ -237,7 +238,8 @@ def _flex_attention(
 
 
 def _flex_flash_attention(
-    block: SpreadAttention,
+    plans: Sequence[SequencePlan],
+    around: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -254,7 +256,7 @@ def _flex_flash_attention(
         )
     if isinstance(slices, SpreadSlices):
         mask = slices
-    elif torch.compiler.is_compiling() or (planned := _alike_of(slices, block.plans)) is None:
+    elif torch.compiler.is_compiling() or (planned := _alike_of(slices, plans)) is None:
         raise ValueError(
             "`slices` must be plan.slices inside `with context_parallel(mesh, mask=...) as plan` (in eager code also the slices that "
             "were given as its `mask`), got others"
@@ -263,7 +265,7 @@ def _flex_flash_attention(
         mask = planned.slices
     return packed_result(
         *_attend(
-            *(mask, block.digests, q, k, v, softmax_scale, softcap),
+            *(mask, around, q, k, v, softmax_scale, softcap),
             return_max_scores=return_max_scores,
         )
     )
@@ -370,5 +372,13 @@ def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
         return _sdpa(plans, *args, **kwargs)
 
     regions.watch()
-    with _compat.attention_replaced(flex_operator, sdpa), SpreadAttention(plans):
+
+    def our_flex(*args: Any, **kwargs: Any) -> Any:
+        return _flex_attention(digests, *args, **kwargs)
+
+    def our_flash(*args: Any, **kwargs: Any) -> Any:
+        return _flex_flash_attention(plans, digests, *args, **kwargs)
+
+    ours = replaced(Replacements(our_flex, our_flash))
+    with _compat.attention_replaced(flex_operator, sdpa), ours, SpreadAttention(plans):
         yield
