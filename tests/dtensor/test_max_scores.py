@@ -1,11 +1,19 @@
 """The largest score of each row (QK-clip) across ranks, by every way in which a model may ask for it."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import magi_compile
 from magi_compile import AttnSlices
@@ -25,10 +33,10 @@ def qkv():
     return [torch.randn(B, n, S, D, generator=generator) for n in (HEADS, KV_HEADS, KV_HEADS)]
 
 
-def expected(q, k):
+def expected(q, k, scale=SCALE):
     """`[B, HEADS, S]`"""
     entries = zip(q.transpose(1, 2), k.transpose(1, 2), strict=True)
-    return torch.stack([exact_max_scores(*x, DOCUMENTS, SCALE).float() for x in entries])
+    return torch.stack([exact_max_scores(*x, DOCUMENTS, scale).float() for x in entries])
 
 
 def document_mask(cu_seqlens):
@@ -88,6 +96,111 @@ def run_plan(group, attend):
 @pytest.mark.parametrize("attend", [by_plan, with_sinks, packed, by_dtensors])
 def test_attention_of_a_plan(ranks_of, attend):
     ranks_of(2).run(run_plan, attend)
+
+
+def run_compiled(group, backend, is_distributed):
+    torch._dynamo.reset()
+    mesh = DeviceMesh("cpu", range(group.size()), mesh_dim_names=("cp",))
+    p = plan(DOCUMENTS, mesh, options=OPTIONS)
+    given = qkv()
+    local = [p.shard(x, 2).clone().requires_grad_() for x in given]
+    if is_distributed:
+        local = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in local]
+
+    def attend(q, k, v, request):
+        out, aux = p.attention(q, k, v, scale=SCALE, return_aux=request)
+        return out * 2, aux.max_scores
+
+    attend = torch.compile(attend, backend=backend, fullgraph=True)
+    out, max_scores = attend(*local, AuxRequest(max_scores=True))
+    assert not max_scores.requires_grad
+    if is_distributed:
+        assert max_scores.placements == (Shard(2),)
+        out, max_scores = out.to_local(), max_scores.to_local()
+    torch.testing.assert_close(p.unshard(max_scores, 2), expected(*given[:2]))
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("is_distributed", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", "magi"])
+def test_compiled_attention_of_a_plan(ranks_of, backend, is_distributed):
+    ranks_of(2).run(run_compiled, backend, is_distributed)
+
+
+class ForwardsOf(TorchDispatchMode):
+    """Counts forward passes across ranks."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.magi.cp_ffa_fwd_with_max_scores.default
+        return func(*args, **(kwargs or {}))
+
+
+def saves_attention(ctx, op, *args, **kwargs):
+    is_ours = op is torch.ops.magi.cp_ffa_fwd_with_max_scores.default
+    return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run_checkpointed(group, policy, expected_count):
+    """By our functions, which find their mask in the backward too."""
+    mesh = DeviceMesh("cpu", range(group.size()), mesh_dim_names=("cp",))
+    mask = flex.create_block_mask(document_mask([0, 23, 61, S]), None, None, S, S, device="cpu")
+
+    def layer(q, k, v):
+        out, aux = magi_compile.flex_attention(
+            q, k, v, None, mask, SCALE, enable_gqa=True, return_aux=AuxRequest(max_scores=True)
+        )
+        return out.sin(), aux.max_scores
+
+    options = {}
+    if policy is not None:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    with context_parallel(mesh, mask=mask, options=OPTIONS) as p:
+        given = qkv()
+        local = [p.shard(x, 2).clone().requires_grad_() for x in given]
+        with ForwardsOf() as forwards:
+            out, max_scores = checkpoint(layer, *local, use_reentrant=False, **options)
+            out.sum().backward()
+    assert forwards.count == expected_count
+    torch.testing.assert_close(p.unshard(max_scores.detach(), 2), expected(*given[:2]))
+
+
+@pytest.mark.parametrize(
+    ("policy", "count"), [(None, 2), (saves_attention, 1)], ids=["all", "selective"]
+)
+def test_checkpointing(ranks_of, policy, count):
+    ranks_of(2).run(run_checkpointed, policy, count)
+
+
+def run_one_that_asks(group):
+    mesh = DeviceMesh("cpu", range(group.size()), mesh_dim_names=("cp",))
+    p = plan(DOCUMENTS, mesh, options=OPTIONS)
+    local = [p.shard(x, 2).clone().requires_grad_() for x in qkv()]
+    request = AuxRequest(lse=True, max_scores=group.rank() == 0)
+    out, aux = p.attention(*local, return_aux=request)
+    assert (aux.max_scores is not None) == (group.rank() == 0)
+    grads = torch.autograd.grad(out.sum(), local)
+    plain = p.attention(*local)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(grads, torch.autograd.grad(plain.sum(), local))
+
+
+def test_one_rank_may_ask_alone(ranks_of):
+    ranks_of(2).run(run_one_that_asks)
+
+
+@pytest.mark.parametrize("scale", [-SCALE, 0.0])
+def test_scales_that_are_not_positive(ranks_of, scale):
+    ranks_of(2).run(run_scale, scale)
+
+
+def run_scale(group, scale):
+    mesh = DeviceMesh("cpu", range(group.size()), mesh_dim_names=("cp",))
+    p = plan(DOCUMENTS, mesh, options=OPTIONS)
+    given = qkv()
+    _, aux = p.attention(*(p.shard(x, 2) for x in given), scale=scale, return_aux=BOTH)
+    torch.testing.assert_close(p.unshard(aux.max_scores, 2), expected(*given[:2], scale))
 
 
 def run_flex(group, way, score_mod):
