@@ -143,19 +143,21 @@ def test_late_ranks(run):
 
 
 def run_in_a_graph(group, collective, deterministic):
-    """A replay and a call outside of it; bit by bit, where nothing is to depend on when remote keys come."""
+    """A replay and a call outside of it; bit by bit, where nothing is to depend on when remote keys come. The largest scores never
+    do: nothing adds up in them."""
     with deterministic_algorithms(deterministic):
         in_a_graph(group, collective, deterministic)
+        in_a_graph(group, collective, deterministic, return_max_scores=True)
 
 
-def in_a_graph(group, collective, deterministic):
+def in_a_graph(group, collective, deterministic, **options):
     device, rank, size = torch.device("cuda", group.rank()), group.rank(), group.size()
     plan = plan_rank(documents([700, 1, 90, 1257], causal=True), size, rank, MERGED)
     tensors = plan.tensors(device)
     q, k, v = inputs_of(plan.dispatch.seqlen_local, device, rank)
 
     def step():
-        return context_parallel_attention(q, k, v, tensors, group, collective=collective)
+        return context_parallel_attention(q, k, v, tensors, group, collective=collective, **options)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -171,7 +173,9 @@ def in_a_graph(group, collective, deterministic):
         if seed % size == rank:
             torch.cuda._sleep(1_000_000)
         graph.replay()
-        (out, lse), (expected, expected_lse) = (x.clone() for x in recorded), step()
+        out, lse, *others = (x.clone() for x in recorded)
+        expected, expected_lse, *expected_others = step()
+        assert all(map(torch.equal, others, expected_others))
         if deterministic:
             assert torch.equal(out, expected)
             assert torch.equal(lse, expected_lse)
