@@ -12,7 +12,7 @@ from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
-from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_lse
+from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
 from magi_compile.ops.validation import check_flag, check_options, check_qkv
 
 
@@ -121,7 +121,7 @@ def context_parallel_attention(
             reduce_group=reduce_group,
             return_max_scores=return_max_scores,
         )
-        return packed_result(wrapped(out, shards), *(wrapped_lse(x, shards, PACKED) for x in rows))
+        return packed_result(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))
     _check(q, k, v, plan)
     if softmax_scale is None:
         softmax_scale = q.shape[2] ** -0.5

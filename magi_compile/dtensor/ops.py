@@ -10,6 +10,7 @@ Communication lives inside an op, because a graph compiler does not reorder comm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -148,38 +149,24 @@ define(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, values: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
         meta, data, *ctx.options = rest
-        out, lse = torch.ops.magi.cp_ffa_fwd.default(q, k, v, *rest)
+        out, lse, *max_scores = values(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, meta, data)
+        ctx.mark_non_differentiable(*max_scores)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse, meta, data = ctx.saved_tensors
         # Even without a gradient of its own a rank takes part, because the others wait for it.
         if dout is None:
             dout = torch.zeros_like(out)
         arguments = (dout, dlse, q, k, v, out, lse, meta, data, *ctx.options)
-        return (*gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
-
-
-class _AttentionWithMaxScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        meta, data, *ctx.options = rest
-        out, lse, max_scores = torch.ops.magi.cp_ffa_fwd_with_max_scores.default(q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, meta, data)
-        ctx.mark_non_differentiable(max_scores)
-        ctx.set_materialize_grads(False)
-        return out, lse, max_scores
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
-        return _Attention.backward(ctx, dout, dlse)
+        return (None, *gradients(torch.ops.magi.cp_ffa_bwd.default, *arguments), *[None] * 8)
 
 
 define_differentiable(
@@ -188,5 +175,5 @@ define_differentiable(
 define_differentiable(
     *(_lib, f"cp_attention_with_max_scores{_FWD_WITH_MAX_SCORES}"),
     torch.ops.magi.cp_ffa_fwd_with_max_scores.default,
-    *(_AttentionWithMaxScores, register_rules),
+    *(_Attention, register_rules),
 )

@@ -34,7 +34,7 @@ from magi_compile.ops.dtensors import (
     are_distributed,
     shards_of,
     wrapped,
-    wrapped_lse,
+    wrapped_rows,
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
@@ -250,7 +250,7 @@ class SequencePlan(SpreadTokens):
             out, *rows = self.attend(
                 *(*shards[:3], meta, scale, softcap), return_max_scores=return_max_scores
             )
-            return wrapped(out, shards), *(wrapped_lse(x, shards, layout) for x in rows)
+            return wrapped(out, shards), *(wrapped_rows(x, shards, layout) for x in rows)
         for name, x in {"q": q, "k": k, "v": v}.items():
             if x.device != self.device:
                 raise ValueError(

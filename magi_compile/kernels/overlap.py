@@ -1,6 +1,6 @@
 """Optional capabilities of kernels whose keys are still under way: a pass in steps, with work of others between them.
 
-A pass is made first, which enqueues nothing and raises what can be raised, and then done step by step, on torch's current
+A pass is made first, which reads no tensor and raises what can be raised, and then done step by step, on torch's current
 stream of the time when it was made:
 
     forward     begin    local keys         backward    begin    what needs no keys

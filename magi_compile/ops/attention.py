@@ -28,7 +28,7 @@ from magi_compile.ops.dtensors import (
     shards_of,
     shifted_score_mod,
     wrapped,
-    wrapped_lse,
+    wrapped_rows,
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.library import plan_of_call
@@ -181,7 +181,7 @@ def flex_flash_attention(
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED)
         check_qkv(q, k, v)
         out, *rows = flex_flash_attention(*shards[:3], slices, **given)
-        return packed_result(wrapped(out, shards), *(wrapped_lse(x, shards, PACKED) for x in rows))
+        return packed_result(wrapped(out, shards), *(wrapped_rows(x, shards, PACKED) for x in rows))
     check_packed(q, k, v, slices)
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     if softmax_scale is None:
@@ -486,8 +486,8 @@ def _of_dtensors(
     out, second = result
     out = wrapped(out, shards)
     if isinstance(second, Tensor):
-        return out, wrapped_lse(second, shards, PADDED)
-    of_rows = [None if x is None else wrapped_lse(x, shards, PADDED) for x in second]
+        return out, wrapped_rows(second, shards, PADDED)
+    of_rows = [None if x is None else wrapped_rows(x, shards, PADDED) for x in second]
     return out, type(second)(*of_rows)
 
 

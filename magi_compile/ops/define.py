@@ -35,16 +35,16 @@ def define_differentiable(
     *,
     takes_tables: bool = False,
 ) -> None:
-    """Adds the op `schema`, which becomes, where it is called, the op `values` of the same arguments, or `differentiable`
-    where a gradient of the first three, q, k and v, is wanted. `register_rules` says how those are sharded, for DTensors.
-    With `takes_tables` the fourth argument is a list of tensors, whose gradients may be wanted too: `differentiable` takes how
-    many these are and each of them in its place."""
+    """Adds the op `schema`, which becomes, where it is called, the op `values` of the same arguments, or `differentiable`, which takes
+    `values` in front of them, where a gradient of the first three, q, k and v, is wanted. `register_rules` says how those are
+    sharded, for DTensors. With `takes_tables` the fourth argument is a list of tensors, whose gradients may be wanted too:
+    `differentiable` takes how many these are and each of them in its place."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         if are_distributed(q, k, v):
             register_rules()
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return differentiable.apply(q, k, v, *rest)
+            return differentiable.apply(values, q, k, v, *rest)
         return values(q, k, v, *rest)
 
     def attention_with_tables(
@@ -54,7 +54,7 @@ def define_differentiable(
         if are_distributed(q, k, v):
             register_rules()
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables)):
-            return differentiable.apply(q, k, v, len(tables), *tables, *rest)
+            return differentiable.apply(values, q, k, v, len(tables), *tables, *rest)
         return values(q, k, v, tables, *rest)
 
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))

@@ -131,14 +131,14 @@ def wrapped(out: Tensor, shards: Shards) -> Tensor:
     return DTensor.from_local(out, shards.mesh, shards.placements, run_check=False)
 
 
-def wrapped_lse(lse: Tensor, shards: Shards, layout: Layout) -> Tensor:
-    """The log-sum-exp as a DTensor."""
+def wrapped_rows(x: Tensor, shards: Shards, layout: Layout) -> Tensor:
+    """Numbers of rows, as the log-sum-exp and the largest scores, as a DTensor."""
     from torch.distributed.tensor import DTensor, Shard
 
     placements = [
         Shard(layout.in_lse[p.dim]) if isinstance(p, Shard) else p for p in shards.placements
     ]
-    return DTensor.from_local(lse, shards.mesh, placements, run_check=False)
+    return DTensor.from_local(x, shards.mesh, placements, run_check=False)
 
 
 # Placements

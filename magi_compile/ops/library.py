@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -334,46 +334,30 @@ define_repeatable(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        slices, plan, softmax_scale, softcap, kernel = rest
-        ctx.options = (softmax_scale, softcap, kernel)
+    def forward(
+        ctx: Any, values: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        slices, plan, *ctx.options = rest
         ctx.num_slices = len(slices)
-        out, lse = torch.ops.magi.ffa_fwd.default(q, k, v, *rest)
+        out, lse, *max_scores = values(q, k, v, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *slices, *plan)
+        ctx.mark_non_differentiable(*max_scores)  # nor are those of FlexAttention
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse, *rest = ctx.saved_tensors
         slices, plan = rest[: ctx.num_slices], rest[ctx.num_slices :]
         no_grads = (None,) * 5
         if dout is None and dlse is None:
-            return (None, None, None, *no_grads)
+            return (None, None, None, None, *no_grads)
         if dout is None:
             dout = torch.zeros_like(out)
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
         arguments = (dout, dlse, q, k, v, out, lse, slices, plan, *ctx.options, deterministic)
-        return (*gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
-
-
-class _AttentionWithMaxScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        slices, plan, *ctx.options = rest
-        ctx.num_slices = len(slices)
-        out, lse, max_scores = torch.ops.magi.ffa_fwd_with_max_scores.default(q, k, v, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, *slices, *plan)
-        ctx.mark_non_differentiable(max_scores)  # nor is that of FlexAttention
-        ctx.set_materialize_grads(False)
-        return out, lse, max_scores
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
-        return _Attention.backward(ctx, dout, dlse)
+        return (None, *gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
 
 
 define_differentiable(
@@ -382,5 +366,5 @@ define_differentiable(
 define_differentiable(
     *(_lib, f"attention_with_max_scores{_FFA_FWD_WITH_MAX_SCORES}"),
     torch.ops.magi.ffa_fwd_with_max_scores.default,
-    *(_AttentionWithMaxScores, register_rules),
+    *(_Attention, register_rules),
 )

@@ -8,6 +8,7 @@ magi::scored_attention_with_max_scores, magi::scored_fwd_with_max_scores   the s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -169,27 +170,34 @@ def _gradients_as_one_tuple(*arguments: Any) -> tuple[Tensor, ...]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, num_tables: int, *rest: Any
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        values: Callable[..., Any],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        num_tables: int,
+        *rest: Any,
+    ) -> tuple[Tensor, ...]:
         tables, (slices, plan, *options) = list(rest[:num_tables]), rest[num_tables:]
         ctx.options, ctx.num_tables, ctx.num_slices = options, num_tables, len(slices)
-        out, lse = torch.ops.magi.scored_fwd.default(q, k, v, tables, slices, plan, *options)
+        out, lse, *max_scores = values(q, k, v, tables, slices, plan, *options)
         ctx.save_for_backward(q, k, v, out, lse, *tables, *slices, *plan)
+        ctx.mark_non_differentiable(*max_scores)
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, lse, *max_scores
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse, *rest = ctx.saved_tensors
         tables, rest = rest[: ctx.num_tables], rest[ctx.num_tables :]
         slices, plan = rest[: ctx.num_slices], rest[ctx.num_slices :]
         none = [None] * (2 + len(ctx.options))  # of what follows the tables
         if dout is None and dlse is None:
-            return (None, None, None, None, *[None] * len(tables), *none)
+            return (None, None, None, None, None, *[None] * len(tables), *none)
         if dout is None:
             dout = torch.zeros_like(out)
         can_have = ScoreProgram.parse(ctx.options[1]).differentiable_tables
-        wanted = [i for i in can_have if ctx.needs_input_grad[4 + i]]
+        wanted = [i for i in can_have if ctx.needs_input_grad[5 + i]]
         deterministic = torch.are_deterministic_algorithms_enabled()
         dq, dk, dv, *found = gradients(
             _gradients_as_one_tuple,
@@ -197,27 +205,7 @@ class _Attention(torch.autograd.Function):
             *(wanted, deterministic),
         )
         of_tables = dict(zip(wanted, found, strict=True))
-        return (dq, dk, dv, None, *map(of_tables.get, range(len(tables))), *none)
-
-
-class _AttentionWithMaxScores(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, num_tables: int, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        tables, (slices, plan, *options) = list(rest[:num_tables]), rest[num_tables:]
-        ctx.options, ctx.num_tables, ctx.num_slices = options, num_tables, len(slices)
-        out, lse, max_scores = torch.ops.magi.scored_fwd_with_max_scores.default(
-            q, k, v, tables, slices, plan, *options
-        )
-        ctx.save_for_backward(q, k, v, out, lse, *tables, *slices, *plan)
-        ctx.mark_non_differentiable(max_scores)
-        ctx.set_materialize_grads(False)
-        return out, lse, max_scores
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
-        return _Attention.backward(ctx, dout, dlse)
+        return (None, dq, dk, dv, None, *map(of_tables.get, range(len(tables))), *none)
 
 
 define_differentiable(
@@ -228,6 +216,6 @@ define_differentiable(
 define_differentiable(
     *(_lib, f"scored_attention_with_max_scores{_FWD_WITH_MAX_SCORES}"),
     torch.ops.magi.scored_fwd_with_max_scores.default,
-    *(_AttentionWithMaxScores, register_rules),
+    *(_Attention, register_rules),
     takes_tables=True,
 )

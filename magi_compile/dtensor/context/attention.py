@@ -3,8 +3,8 @@
 A torch function mode sees every attention that the model calls, in eager code and while Dynamo traces, where it becomes our op in
 the graph; Dynamo's guards have the mode among them, so that what was compiled inside does not run outside, nor the other way round.
 Modes are put aside in a backward and in the graphs of checkpoints, so `torch.nn.functional`, FlexAttention and our own functions have
-a replacement for the length of the block as well. Attention that nobody knows how to spread is an error: over a rank's own tokens alone it would
-be a wrong number.
+a replacement for the length of the block as well. Attention that nobody knows how to spread is an error: over a rank's own tokens
+alone it would be a wrong number.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _flex_operator(
         return_max_scores=bool(kernel_options.get("OUTPUT_MAX")),
     )
     in_base_2 = [x * (1 / math.log(2)) for x in (lse, *others)]
-    return out, in_base_2[0], in_base_2[-1]
+    return out, in_base_2[0], in_base_2[-1]  # without largest scores anything: nobody reads it
 
 
 _OTHER_MASK = (
