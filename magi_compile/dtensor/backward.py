@@ -62,7 +62,7 @@ def backward(grads: Grads, saved: Saved, execution: Execution) -> BackwardOutput
             home.send(route, dk, dv)
             dq_shares.append(dq)
     # Before the wait for the last reduce, because it hides a little of it.
-    dq = sum_partials(dq_shares) if dq_shares else torch.zeros_like(q)
+    dq = sum_partials(dq_shares) if dq_shares else q.new_zeros(q.shape)
     return BackwardOutput(dq, *home.sums())
 
 

@@ -212,7 +212,7 @@ class SequencePlan(SpreadTokens):
             return_aux `(out, AuxOutput)`. lse and max_scores are fp32 `[B, Hq, seqlen_local]` or `[Hq, seqlen_local]`.
 
         Raises:
-            TypeError: return_lse is no bool, or return_aux no AuxRequest.
+            TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
                 different masks.
             NotImplementedError: no kernel runs this.
@@ -240,6 +240,8 @@ class SequencePlan(SpreadTokens):
     ) -> tuple[Tensor, ...]:
         """out, lse and, if they are asked for, the largest scores, by `meta`, which says what that of the plan says."""
         for name, x in {"q": q, "k": k, "v": v}.items():
+            if not isinstance(x, Tensor):
+                raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
             if x.ndim not in (3, 4) or x.ndim != q.ndim:
                 raise ValueError(
                     f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got shape {list(x.shape)}"

@@ -177,6 +177,8 @@ def check_length(
 ) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
+    if not isinstance(dim, int):
+        raise TypeError(f"the dimension of the sequence in `{name}` must be an int, got {dim!r}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"`dim` must be in [{-x.ndim}, {x.ndim}) for `{name}`, got {dim}")
     if x.shape[dim] != length:

@@ -436,6 +436,8 @@ def run_style(group, backend):
     assert mask.seq_lengths == (S, S)
     (out,) = context_parallel_unshard(mesh, [attend(*local, block_mask=block)], [2], p)
     torch.testing.assert_close(out, wanted)
+    named = context_parallel_unshard(mesh, {"q": local[0], "k": local[1]}, {"k": 2, "q": 2}, p)
+    torch.testing.assert_close(named, {"q": whole[0], "k": whole[1]})
     if backend is None:
         with pytest.raises(NotImplementedError, match="without a plan"):
             attend(*local)
@@ -544,6 +546,10 @@ def run_refused_plans(group):
             call()
     with pytest.raises(TypeError, match="`plan` must be a SequencePlan, got NoneType"):
         context_parallel_unshard(mesh, [x], [0], None)
+    with pytest.raises(TypeError, match="`q` must be a tensor, got list"):
+        p.attention([1.0], x, x)
+    with pytest.raises(TypeError, match="dimension of the sequence in `x` must be an int, got '0'"):
+        p.shard(x, "0")
 
 
 def test_plans_that_can_not_be_made(ranks_of):

@@ -211,21 +211,25 @@ def context_parallel_shard(
 
 def context_parallel_unshard(
     mesh: DeviceMesh | dist.ProcessGroup,
-    buffers: Sequence[Tensor],
-    seq_dims: Sequence[int],
+    buffers: Any,
+    seq_dims: Any,
     plan: SequencePlan,
-) -> list[Tensor]:
+) -> Any:
     """Tensors over the whole sequence, in its order, from every rank's part. All ranks call it together. Not differentiable.
 
     Args:
         mesh: the ranks, a mesh of one dimension or a process group.
-        buffers: tensors with `seqlen_local` entries along their dimension.
+        buffers: a list or a dict of tensors with `seqlen_local` entries along their dimension.
         seq_dims: the dimension of the sequence for each.
         plan: how they were spread.
 
     Returns:
-        Tensors with `total` entries along their dimension.
+        A list or dict like `buffers`: tensors with `total` entries along their dimension.
     """
+    if isinstance(buffers, Mapping):
+        dims = [seq_dims[name] for name in buffers]
+        wholes = context_parallel_unshard(mesh, list(buffers.values()), dims, plan)
+        return dict(zip(buffers, wholes, strict=True))
     if not isinstance(plan, SequencePlan):
         raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
     if len(buffers) != len(seq_dims):

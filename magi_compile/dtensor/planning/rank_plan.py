@@ -126,7 +126,8 @@ class RankPlan:
             meta += transfer.send_counts + transfer.recv_counts
             meta += itertools.islice(numbers, 4 * sum(num_runs))
             data += [next(tables), next(tables)]
-        flat = torch.cat([x.flatten() for x in data])
+        # Never fewer than two entries, which Dynamo would take for a constant size: the next plan would compile again.
+        flat = torch.cat([*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32)])
         host = torch.frombuffer(array("q", meta), dtype=torch.int64)
         return PlanTensors(host, flat.to(device))
 
