@@ -74,9 +74,8 @@ def fingerprint(x: Tensor) -> list[float]:
     way changes it by some thousandths."""
     signs = torch.Generator(x.device).manual_seed(0)
     sizes, sums = [], []
-    least = 1e-2 * x.double().square().mean().sqrt().clamp_min(
-        1e-30
-    )  # sums of rounding errors alone say nothing
+    # Sums of rounding errors alone say nothing.
+    least = 1e-2 * torch.linalg.vector_norm(x, dtype=torch.float64) / x.numel() ** 0.5 + 1e-30
     for rows in x.split(BLOCK_ROWS):
         size = rows.double().square().mean((0, 2)).sqrt().maximum(least)
         sign = torch.randint(0, 2, rows.shape, generator=signs, device=x.device) * 2 - 1
