@@ -392,11 +392,16 @@ def _check_layers(model: Decoder) -> None:
 
 def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]]:
     """What is kept of attention, and of how it is walked, is not computed again in the backward."""
-    ours = {torch.ops.magi.ffa_fwd.default, torch.ops.magi.plan.default}
-    ours |= {torch.ops.magi.cp_ffa_fwd.default, torch.ops.magi.scored_fwd.default}
-    ours |= {torch.ops.magi.ffa_fwd_with_max_scores.default}
-    ours |= {torch.ops.magi.cp_ffa_fwd_with_max_scores.default}
-    ours |= {torch.ops.magi.scored_fwd_with_max_scores.default}
+    ops = torch.ops.magi
+    ours = {
+        ops.plan.default,
+        ops.ffa_fwd.default,
+        ops.ffa_fwd_with_max_scores.default,
+        ops.cp_ffa_fwd.default,
+        ops.cp_ffa_fwd_with_max_scores.default,
+        ops.scored_fwd.default,
+        ops.scored_fwd_with_max_scores.default,
+    }
 
     @wraps(theirs)
     def get_save_ops(self: SelectiveAC) -> set[Any]:

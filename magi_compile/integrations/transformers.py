@@ -29,6 +29,7 @@ from magi_compile.lowering import regions
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
 from magi_compile.ops.sinks import out_with_sinks
+from magi_compile.ops.validation import check_flag
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -115,8 +116,7 @@ def register_flex_attention_mask(enabled: bool = True) -> None:
     Raises:
         TypeError: `enabled` is not a bool.
     """
-    if not isinstance(enabled, bool):
-        raise TypeError(f"`enabled` must be True or False, got {enabled!r}")
+    check_flag("enabled", enabled)
     function = _traceable_flex_attention_mask if enabled else flex_attention_mask
     AttentionMaskInterface.register("flex_attention", function)
 

@@ -35,17 +35,16 @@ class LoweringOptions:
     verify: bool = False
 
     def __post_init__(self) -> None:
+        from magi_compile.kernels.select import KERNELS
+        from magi_compile.ops.validation import check_flag
+
         for name in ("strict", "bits", "verify"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise TypeError(f"`{name}` must be True or False, got {value!r}")
+            check_flag(name, getattr(self, name))
         capacity = self.slice_capacity
         if isinstance(capacity, bool) or not isinstance(capacity, (int, type(None))):
             raise TypeError(f"`slice_capacity` must be an int or None, got {self.slice_capacity!r}")
         if self.slice_capacity is not None and self.slice_capacity < 1:
             raise ValueError(f"`slice_capacity` must be at least 1, got {self.slice_capacity}")
-        from magi_compile.kernels.select import KERNELS
-
         if not isinstance(self.kernel, (str, type(None))):
             raise TypeError(
                 f"`kernel` must be a name ({', '.join(KERNELS)}) or None, got {self.kernel!r}"
