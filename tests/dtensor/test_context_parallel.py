@@ -546,6 +546,13 @@ def run_refused_plans(group):
             call()
     with pytest.raises(TypeError, match="`plan` must be a SequencePlan, got NoneType"):
         context_parallel_unshard(mesh, [x], [0], None)
+    for call in (context_parallel_shard, context_parallel_unshard):
+        with pytest.raises(ValueError, match=r"`seq_dims` must have an entry .* none for \['q'\]"):
+            call(mesh, {"q": x}, {"k": 0}, p)
+        with pytest.raises(ValueError, match="for each of the 1 buffers, got 2"):
+            call(mesh, [x], [0, 0], p)
+    with pytest.raises(ValueError, match="`padding` must have an entry for each of the 1 buffers"):
+        context_parallel_shard(mesh, [x], [0], p, padding=[])
     with pytest.raises(TypeError, match="`q` must be a tensor, got list"):
         p.attention([1.0], x, x)
     with pytest.raises(TypeError, match="dimension of the sequence in `x` must be an int, got '0'"):

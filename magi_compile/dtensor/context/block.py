@@ -173,16 +173,14 @@ def context_parallel_shard(
         TypeError: an argument of the wrong kind.
         ValueError: `seq_dims` or `padding` do not fit `buffers`; there is neither a plan nor a BlockMask, or another number of them.
     """
+    seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
+    if padding is not None:
+        padding = _of_buffers("padding", padding, buffers)
     if isinstance(buffers, Mapping):
-        dims, fill = (
-            None if x is None else [x[name] for name in buffers] for x in (seq_dims, padding)
+        parts = context_parallel_shard(
+            mesh, list(buffers.values()), seq_dims, plan, padding=padding
         )
-        parts = context_parallel_shard(mesh, list(buffers.values()), dims, plan, padding=fill)
         return dict(zip(buffers, parts, strict=True))
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
-        )
     masks = [i for i, x in enumerate(buffers) if hasattr(x, "kv_num_blocks")]
     if plan is None and not masks:
         raise ValueError(
@@ -209,6 +207,20 @@ def context_parallel_shard(
     return [local[i] for i in range(len(buffers))]
 
 
+def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
+    """What the argument `name` says of each buffer, in their order: a list for a list, a dict of the same names for a dict."""
+    if isinstance(buffers, Mapping):
+        missing = [x for x in buffers if not isinstance(given, Mapping) or x not in given]
+        if missing:
+            raise ValueError(f"`{name}` must have an entry for each buffer, got none for {missing}")
+        return [given[x] for x in buffers]
+    if len(given) != len(buffers):
+        raise ValueError(
+            f"`{name}` must have an entry for each of the {len(buffers)} buffers, got {len(given)}"
+        )
+    return list(given)
+
+
 def context_parallel_unshard(
     mesh: DeviceMesh | dist.ProcessGroup,
     buffers: Any,
@@ -225,17 +237,17 @@ def context_parallel_unshard(
 
     Returns:
         A list or dict like `buffers`: tensors with `total` entries along their dimension.
+
+    Raises:
+        TypeError: an argument of the wrong kind.
+        ValueError: `seq_dims` do not fit `buffers`, or a buffer does not fit the plan.
     """
+    seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
     if isinstance(buffers, Mapping):
-        dims = [seq_dims[name] for name in buffers]
-        wholes = context_parallel_unshard(mesh, list(buffers.values()), dims, plan)
+        wholes = context_parallel_unshard(mesh, list(buffers.values()), seq_dims, plan)
         return dict(zip(buffers, wholes, strict=True))
     if not isinstance(plan, SequencePlan):
         raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
-    if len(buffers) != len(seq_dims):
-        raise ValueError(
-            f"`seq_dims` must have an entry for each of the {len(buffers)} buffers, got {len(seq_dims)}"
-        )
     sequences = sequences_of([_plan_of(plan, mesh, None, DEFAULTS)])
     owners = [
         owner_of(f"buffers[{number}]", x, dim, sequences, is_local=True)
