@@ -199,7 +199,8 @@ def _flex_operator(
         return_max_scores=bool(kernel_options.get("OUTPUT_MAX")),
     )
     in_base_2 = [x * (1 / math.log(2)) for x in (lse, *others)]
-    return out, in_base_2[0], in_base_2[-1]  # without largest scores anything: nobody reads it
+    # PyTorch reads the last one only where largest scores are asked for.
+    return out, in_base_2[0], in_base_2[-1]
 
 
 _OTHER_MASK = (
