@@ -188,6 +188,23 @@ def test_graph(run, deterministic):
     run(run_in_a_graph, deterministic=deterministic)
 
 
+def run_in_expandable_segments(group, collective):
+    """NCCL cannot exchange what a graph has there; what does not go through it can."""
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        if collective == "all_to_all" and group.size() > 1:
+            with pytest.raises(RuntimeError, match="set NCCL_GRAPH_REGISTER=0"):
+                in_a_graph(group, collective, deterministic=False)
+        else:
+            in_a_graph(group, collective, deterministic=False)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def test_graph_in_expandable_segments(run):
+    run(run_in_expandable_segments)
+
+
 def backward_of(group, collective, options, slices, head_dim=128):
     """`run(inputs, kernel)`, the gradients of this rank's rows, and how to make inputs."""
     device, rank = torch.device("cuda", group.rank()), group.rank()

@@ -4,10 +4,14 @@ Rows that stay on their rank take no part in the exchange. On GPUs the exchange 
 need SMs on all ranks at a time, and an attention kernel that has taken all SMs gives none back before it ends, so they go
 first: the current stream goes on once that stream has reached them, and that stream has priority. Both are ready at the
 same moment then, and if attention is there first on one rank, all ranks wait for it: so a short kernel leaves `SMS` free.
+
+NCCL registers the buffers of an exchange that a CUDA graph captures, so that ranks write into them. In expandable segments it
+registers other memory than theirs, and a replay computes with rows that have not arrived, or hangs: that is refused.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -127,6 +131,27 @@ def _side_stream(group: dist.ProcessGroup, device: torch.device) -> _SideStream:
     return made[device]
 
 
+def _refuse_expandable_segments(*buffers: Tensor) -> None:
+    """Under capture; see the module's docstring."""
+    if not torch.cuda.is_current_stream_capturing() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return
+    if torch.cuda.get_allocator_backend() == "native" and any(map(_is_expandable, buffers)):
+        raise RuntimeError(
+            "`collective` is 'all_to_all' and a CUDA graph captures it in expandable segments, where NCCL's registration of graph "
+            "buffers exchanges the wrong memory; set NCCL_GRAPH_REGISTER=0 in the environment of every rank, or remove "
+            "expandable_segments:True from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF"
+        )
+
+
+def _is_expandable(buffer: Tensor) -> bool:
+    """Whether its memory is in an expandable segment."""
+    address = buffer.data_ptr()
+    return any(
+        segment["is_expandable"] and 0 <= address - segment["address"] < segment["total_size"]
+        for segment in torch.cuda.memory_snapshot()
+    )
+
+
 class Exchange:
     """An all-to-all of rows `[num, width]` under way; keeps both buffers alive, and is kept until `wait` returns."""
 
@@ -142,6 +167,7 @@ class Exchange:
                 incoming, outgoing, recv, send, group, async_op=True
             )
             return
+        _refuse_expandable_segments(packed, self.arriving)
         self._side = _side_stream(group, packed.device)
         current, stream = torch.cuda.current_stream(packed.device), self._side.stream
         stream.wait_stream(current)

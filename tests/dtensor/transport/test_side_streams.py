@@ -62,6 +62,7 @@ def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", make)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: active[-1])
     monkeypatch.setattr(torch.cuda, "stream", using)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(dist, "all_to_all_single", exchange)
     monkeypatch.setattr(all_to_all, "_side_streams", type(all_to_all._side_streams)())
     return current, made
@@ -110,3 +111,32 @@ def test_groups_have_side_streams_of_their_own(streams):
     groups = Group(), Group()
     exchanges = [start(group) for group in groups]
     assert len(made) == len(exchanges) == 2
+
+
+@pytest.fixture
+def segments(streams, monkeypatch):
+    """Those of PyTorch's allocator, while a graph is captured."""
+    segments = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    return segments
+
+
+def segment_around(tensor, is_expandable):
+    return {"address": tensor.data_ptr() - 64, "total_size": 128, "is_expandable": is_expandable}
+
+
+def test_no_graph_captures_an_exchange_in_expandable_segments(segments, monkeypatch):
+    packed = torch.zeros(3, 2).as_subclass(OnGpu)
+    segments += [segment_around(packed, False), {**segment_around(packed, True), "address": 0}]
+    Exchange(packed, [3, 0], [1, 1], Group())
+    segments.append(segment_around(packed, True))
+    with pytest.raises(RuntimeError, match="set NCCL_GRAPH_REGISTER=0 in the environment"):
+        Exchange(packed, [3, 0], [1, 1], Group())
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    Exchange(packed, [3, 0], [1, 1], Group())
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    Exchange(packed, [3, 0], [1, 1], Group())
