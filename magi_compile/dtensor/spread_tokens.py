@@ -151,9 +151,11 @@ class SpreadTokens:
             The dtype of `tokens`, with `seqlen_local` entries along `dim`.
 
         Raises:
-            ValueError: `tokens` or `documents` do not fit.
+            ValueError: `tokens` are no integers, or `tokens` or `documents` do not fit.
         """
         check_length("tokens", tokens, dim, self.total, "of the whole sequence")
+        if tokens.is_floating_point() or tokens.is_complex():
+            raise ValueError(f"`tokens` must be integers, got dtype {tokens.dtype}")
         if not is_shifted:
             tokens = _next(tokens, dim, ignore_index)
         if documents is not None:

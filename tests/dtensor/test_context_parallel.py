@@ -522,7 +522,8 @@ def run_refused_plans(group):
             lambda: p.unshard(x, 0),
         ),
         ("`tokens` must have the 128 tokens", lambda: p.labels(x[:64])),
-        ("`documents` must have the 128 tokens", lambda: p.labels(x, documents=x[:64])),
+        ("`tokens` must be integers, got dtype torch.float32", lambda: p.labels(x)),
+        ("`documents` must have the 128 tokens", lambda: p.labels(x.long(), documents=x[:64])),
         ("`dim` must be in [-1, 1) for `x`, got 2", lambda: p.shard(x, 2)),
         ("like `q`, got shape [1, 2]", lambda: p.attention(x[None, :2], x, x)),
         (
