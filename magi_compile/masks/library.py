@@ -1,7 +1,7 @@
 """The named masks: each as a mask_mod for FlexAttention and as slices, over documents packed one after the other.
 
-Every function takes the document lengths first, so that one loop over `MASKS` makes them all; masks that do not
-know documents use their sum. The slices come straight from the definitions, not from the mask_mods.
+Every function takes the document lengths first, so that one loop over `MASKS` makes them all but `tree`, which needs more; masks that
+do not know documents use their sum. The slices come straight from the definitions, not from the mask_mods.
 """
 
 from __future__ import annotations
@@ -296,6 +296,58 @@ def sliding_tiles(
     return NamedMask(mask_mod, _slices(items, docs.total, device))
 
 
+def tree(
+    lengths: Sequence[int], parents: Sequence[int], *, device: torch.device | str = "cpu"
+) -> NamedMask:
+    """Documents are the nodes of trees: every token sees the documents above its own, and in its own itself and the tokens before it.
+
+    Shared prefixes of a group of answers, turns that branch, or drafts of speculative decoding. However deep the trees are, two
+    slices of each node say it, and the cost is that of the pairs that see each other. `mask_mod` needs one table entry a token.
+
+    Args:
+        lengths: tokens of each node, at least 1, in the order of the sequence.
+        parents: the node above each node, -1 for a root. Depth first: the parent of a node is the node in front of it or one above
+            that.
+        device: of the table and the slices.
+
+    Returns:
+        The mask over the tokens of all nodes.
+
+    Raises:
+        ValueError: if `lengths` or `parents` are not as above.
+    """
+    docs = _documents(lengths, device)
+    if len(parents) != len(lengths):
+        raise ValueError(
+            f"`parents` must have one entry for each of the {len(lengths)} nodes, got {len(parents)}"
+        )
+    ends: list[int] = [0] * len(lengths)  # behind the last token below a node
+    path: list[int] = []  # from the root to the node in front
+    for node, ((begin, _), parent) in enumerate(zip(docs.spans, parents, strict=True)):
+        if parent != -1 and parent not in path:
+            raise ValueError(
+                f"`parents` must be depth first, with the node in front of node {node} or one above that as its parent, or -1, "
+                f"got {parent}"
+            )
+        while path and path[-1] != parent:
+            ends[path.pop()] = begin
+        path.append(node)
+    for node in path:
+        ends[node] = docs.total
+    counts = torch.tensor(lengths)
+    end_of = torch.repeat_interleave(torch.tensor(ends, dtype=torch.int32), counts).to(device)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (q < end_of[kv])
+
+    items = []
+    for (begin, end), below in zip(docs.spans, ends, strict=True):
+        items.append(((begin, end), (begin, end), MaskType.CAUSAL))
+        items.append(((end, below), (begin, end), MaskType.FULL))
+    return NamedMask(mask_mod, _slices(items, docs.total, device))
+
+
+# Of lengths alone.
 MASKS: dict[str, Callable[..., NamedMask]] = {
     build.__name__: build
     for build in (

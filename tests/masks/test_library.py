@@ -9,7 +9,7 @@ from magi_compile.masks import (
     slices_from_intervals,
     trace_mask_mod,
 )
-from magi_compile.masks.library import MASKS
+from magi_compile.masks.library import MASKS, tree
 from tests.masks.support.helpers import dense_mask, dynamo_program
 
 LENGTHS = [[1], [63], [5, 1, 40, 17], [300, 1, 2, 129, 200], [700, 821]]
@@ -68,3 +68,44 @@ def test_as_few_slices_as_it_takes(name, count):
 def test_lengths_must_be_positive():
     with pytest.raises(ValueError, match=r"`lengths` must hold positive .* got \[3, 0\]"):
         MASKS["document_causal"]([3, 0])
+
+
+TREES = {
+    "root": ([70], [-1]),
+    "chain": ([5, 1, 40, 17], [-1, 0, 1, 2]),
+    "answers": ([40, 7, 1, 30], [-1, 0, 0, 0]),
+    "deep": ([20, 9, 1, 33, 5, 12, 8], [-1, 0, 1, 1, 0, 4, 5]),
+    "several": ([10, 20, 3, 40, 6], [-1, 0, -1, 2, -1]),
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_tree(name):
+    lengths, parents = TREES[name]
+    mask, total = tree(lengths, parents), sum(lengths)
+    node = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    is_above = torch.eye(len(lengths), dtype=torch.bool)
+    for child, parent in enumerate(parents):
+        if parent >= 0:
+            is_above[child] |= is_above[parent]
+    expected = is_above[node[:, None], node] & torch.ones(total, total, dtype=torch.bool).tril()
+    assert torch.equal(dense_mask(mask.mask_mod, 1, total, total)[0], expected)
+    mask.slices.validate()
+    assert torch.equal(mask.slices.to_dense(), expected)
+    assert len(mask.slices) <= 2 * len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "parents", "message"),
+    [
+        ([3, 4], [-1], "one entry for each of the 2 nodes, got 1"),
+        ([3, 4], [-1, 1], "parent, or -1, got 1"),
+        ([3, 4], [0, -1], "node 0 or one above that"),
+        ([3, 4, 5, 6], [-1, 0, 0, 1], "node 3 or one above that as its parent, or -1, got 1"),
+        ([3, 4], [-1, -2], "got -2"),
+        ([3, 0], [-1, 0], "positive document lengths"),
+    ],
+)
+def test_trees_are_depth_first(lengths, parents, message):
+    with pytest.raises(ValueError, match=message):
+        tree(lengths, parents)
