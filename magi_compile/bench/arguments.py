@@ -55,6 +55,12 @@ def heads(text: str) -> str:
     return f"{int(nheads_q)}:{int(nheads_kv)}"
 
 
+def head_dims(text: str) -> tuple[int, int]:
+    """Of q and k, and of v: 128 for both, or 192:128; 0 for v says that it is the same."""
+    dim, colon, dim_v = text.partition(":")
+    return count(dim), count(dim_v) if colon else 0
+
+
 def device_of(asked: str | None) -> str:
     """What `--device` asks for, by default "cuda" if there is a GPU; raises ValueError if there is none."""
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -111,7 +111,9 @@ def _add_run_arguments(parser: argparse.ArgumentParser, level: str) -> None:
     parser.add_argument(
         "--heads", nargs="+", type=arguments.heads, metavar="Q:KV", help="only these, or others"
     )
-    parser.add_argument("--head-dim", type=arguments.count)
+    parser.add_argument(
+        "--head-dim", type=arguments.head_dims, metavar="D[:DV]", help="of q and k, and of v"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--lengths", choices=SAMPLERS, help="how documents are drawn")
     if level == "sparse":
@@ -215,8 +217,10 @@ def _filtered(cells: list[Cell], args: argparse.Namespace) -> list[Cell]:
             pairs = [tuple(map(int, heads.split(":"))) for heads in wanted]
             kept = [replace(cell, nheads_q=q, nheads_kv=kv) for cell in cells for q, kv in pairs]
         cells = kept
-    changes = {name: getattr(args, name) for name in ("head_dim", "dtype", "lengths", "seed")}
+    changes = {name: getattr(args, name) for name in ("dtype", "lengths", "seed")}
     changes = {name: value for name, value in changes.items() if value is not None}
+    if args.head_dim:
+        changes["head_dim"], changes["head_dim_v"] = args.head_dim
     return list(dict.fromkeys(replace(cell, **changes) for cell in cells))
 
 
@@ -255,7 +259,7 @@ def _dry_run(cells: list[Cell], names: list[str], device: str) -> int:
         count += len(runs)
         density = workload.pairs / cell.nheads_q / cell.seqlen**2
         _say(
-            f"{cell.mask_label} {format_length(cell.seqlen)} {cell.heads} d{cell.head_dim} "
+            f"{cell.mask_label} {format_length(cell.seqlen)} {cell.heads} d{cell.head_dims_label} "
             f"{cell.dtype}, {len(workload.documents)} documents, density {density:.1%}: "
             f"{', '.join(runs) or 'nobody'}"
         )

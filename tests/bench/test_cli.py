@@ -198,6 +198,7 @@ def test_dry_run(capsys):
         (["kernel", "--preset", "seeds", "longca", "--seqlens", "2K", "16K", "--masks", "full"], 4),
         (["sparse", "--blocks", "64", "--densities", "0.5", "--seed", "7"], 2),
         (["kernel", "--heads", "8:8", "--head-dim", "32", "--dtype", "float32"], 12),
+        (["kernel", "--heads", "8:8", "--head-dim", "32:16", "--dtype", "float32"], 12),
     ],
 )
 def test_presets_and_filters(arguments, count, capsys):
@@ -216,6 +217,7 @@ def test_presets_and_filters(arguments, count, capsys):
         (["report", "."], "Is a directory"),
         (["kernel", "--seqlens", "0"], "a number of tokens such as 8192, 8K or 1M, got '0'"),
         (["kernel", "--head-dim", "0"], "--head-dim: must be a positive integer, got '0'"),
+        (["kernel", "--head-dim", "64:"], "--head-dim: must be a positive integer, got ''"),
         (["kernel", "--min-reps", "-1"], "--min-reps: must be a positive integer, got '-1'"),
         (["kernel", "--jobs", "0"], "--jobs: must be a positive integer, got '0'"),
         (["kernel", "--cell-limit", "0"], "--cell-limit: must be a positive number, got '0'"),

@@ -37,7 +37,7 @@ class _Magi(Contender):
 
         if not workload.block_map:
             return attend
-        shape = (workload.cell.seqlen, -1, workload.cell.head_dim)
+        shape = (workload.cell.seqlen, -1, problem.head_dim_v)
         return lambda q, k, v: (
             attend(*(_heads_as_rows(x) for x in (q, k, v)))
             .view(-1, shape[0], shape[2])
@@ -56,14 +56,23 @@ def _heads_as_rows(x: Tensor) -> Tensor:
 def _problem(workload: Workload, device: str) -> AttnProblem:
     cell = workload.cell
     heads = (1, 1) if workload.block_map else (cell.nheads_q, cell.nheads_kv)
-    dtype, head_dim = getattr(torch, cell.dtype), cell.head_dim
-    return problem_on(torch.device(device), dtype, (*heads, head_dim, head_dim), head_dim**-0.5)
+    dtype, scale = getattr(torch, cell.dtype), cell.head_dim**-0.5
+    return problem_on(torch.device(device), dtype, (*heads, *cell.head_dims), scale)
 
 
 class MagiCuda(_Magi):
     name = "magi-cuda"
     label = "magi_compile (CUDA)"
     kernel = "cuda"
+
+    def available(self) -> str | None:
+        return import_error("magi_compile.kernels.sm90")
+
+
+class MagiCudaPadded(_Magi):
+    name = "magi-cuda-padded"
+    label = "magi_compile (CUDA, padded)"
+    kernel = "cuda_padded"
 
     def available(self) -> str | None:
         return import_error("magi_compile.kernels.sm90")

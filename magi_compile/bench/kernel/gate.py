@@ -103,7 +103,7 @@ def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], l
     """Out and gradients in fp64, and by plain PyTorch in the inputs' dtype, one key-value head at a time."""
     cell = workload.cell
     group = cell.nheads_q // cell.nheads_kv
-    sizes, scale = (group, 1, cell.head_dim, cell.head_dim), cell.head_dim**-0.5
+    sizes, scale = (group, 1, *cell.head_dims), cell.head_dim**-0.5
     problem = problem_on(inputs.q.device, inputs.q.dtype, sizes, scale)
     exact, plain = [], []
     for kv_head in range(cell.nheads_kv):

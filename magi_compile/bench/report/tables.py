@@ -37,7 +37,7 @@ class Group:
     level: str
     documents: str
     heads: str
-    head_dim: int
+    head_dim: str
     dtype: str
     rows: list[Row]
 
@@ -97,7 +97,7 @@ def groups(results: Results) -> list[Group]:
         cell = cell_of(row)
         device = results.runs[row["run"]]["device"]
         documents = "longca" if cell.lengths == "blocks" else cell.lengths  # of one preset
-        key = (device, cell.level, documents, cell.heads, cell.head_dim, cell.dtype)
+        key = (device, cell.level, documents, cell.heads, cell.head_dims_label, cell.dtype)
         found.setdefault(key, Group(*key, rows=[])).rows.append(row)
     return [group for group in found.values() if group.names]
 

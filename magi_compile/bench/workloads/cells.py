@@ -18,12 +18,13 @@ class Cell:
         seqlen: queries and keys.
         nheads_q: query heads.
         nheads_kv: key-value heads; divides nheads_q.
-        head_dim: of q, k and v.
+        head_dim: of q and k.
         dtype: "bfloat16", "float16" or "float32".
         lengths: how documents are drawn, a name in `lengths.SAMPLERS`.
         block: tokens of a block of a sparse mask; the mean where sizes vary. 0 for kernel cells.
         density: the share of blocks that a row of a sparse mask keeps. 1.0 for kernel cells.
         seed: of documents, masks and inputs.
+        head_dim_v: of v; 0 for that of q and k.
     """
 
     level: str
@@ -37,10 +38,21 @@ class Cell:
     block: int = 0
     density: float = 1.0
     seed: int = 42
+    head_dim_v: int = 0
 
     @property
     def heads(self) -> str:
         return f"{self.nheads_q}:{self.nheads_kv}"
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of q and k, and of v."""
+        return self.head_dim, self.head_dim_v or self.head_dim
+
+    @property
+    def head_dims_label(self) -> str:
+        """ "128", or "192:128" where that of v is another."""
+        return ":".join(dict.fromkeys(map(str, self.head_dims)))
 
     @property
     def mask_label(self) -> str:
@@ -53,7 +65,7 @@ class Cell:
         """The same for equal cells only; what `--resume` goes by."""
         sparse = [f"b{self.block}", f"p{self.density:g}"] if self.level == "sparse" else []
         parts = [self.level, self.mask, *sparse, self.lengths, f"s{self.seqlen}", self.heads]
-        return "/".join([*parts, f"d{self.head_dim}", self.dtype, f"seed{self.seed}"])
+        return "/".join([*parts, f"d{self.head_dims_label}", self.dtype, f"seed{self.seed}"])
 
     def at(self, seqlen: int) -> Cell:
         """The same cell at another length."""

@@ -24,7 +24,7 @@ MASKS = (*NAMED_MASKS, *SPARSE_MASKS)
 
 
 class Inputs(NamedTuple):
-    """Standard normal `[seqlen, nheads, head_dim]`. Sparse cells keep the tokens of a head together in memory."""
+    """Standard normal `[seqlen, nheads, head_dim]`; v and dout have that of v. Sparse cells keep the tokens of a head together in memory."""
 
     q: Tensor
     k: Tensor
@@ -65,8 +65,10 @@ class Workload:
 
     def flops(self, which: str) -> int:
         """2 matrix products forward, 5 backward, over the visible pairs, as FlashAttention counts."""
-        factor = {"fwd": 4, "bwd": 10, "fwdbwd": 14}[which]
-        return factor * self.pairs * self.cell.head_dim
+        dim, dim_v = self.cell.head_dims
+        forward, backward = 2 * (dim + dim_v), 2 * (3 * dim + 2 * dim_v)
+        flops = {"fwd": forward, "bwd": backward, "fwdbwd": forward + backward}[which]
+        return flops * self.pairs
 
     @cached_property
     def mask_hash(self) -> str:
@@ -87,15 +89,19 @@ class Workload:
         generator = torch.Generator(device).manual_seed(cell.seed)
         dtype = getattr(torch, cell.dtype)
 
-        def draw(nheads: int) -> Tensor:
-            shape = (cell.seqlen, nheads, cell.head_dim)
+        def draw(nheads: int, head_dim: int) -> Tensor:
+            shape = (cell.seqlen, nheads, head_dim)
             if cell.level == "sparse":
-                shape = (nheads, cell.seqlen, cell.head_dim)
+                shape = (nheads, cell.seqlen, head_dim)
             x = torch.randn(shape, generator=generator, device=device, dtype=dtype)
             return x.transpose(0, 1) if cell.level == "sparse" else x
 
+        dim, dim_v = cell.head_dims
         return Inputs(
-            draw(cell.nheads_q), draw(cell.nheads_kv), draw(cell.nheads_kv), draw(cell.nheads_q)
+            draw(cell.nheads_q, dim),
+            draw(cell.nheads_kv, dim),
+            draw(cell.nheads_kv, dim_v),
+            draw(cell.nheads_q, dim_v),
         )
 
 
