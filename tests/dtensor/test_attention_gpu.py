@@ -18,9 +18,9 @@ from magi_compile.kernels.select import problem_of
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import Heads
 from magi_compile.testing.poison import poisoned_empty
-from tests.deterministic import deterministic_algorithms
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
+from tests.support.deterministic import deterministic_algorithms
 
 pytestmark = [
     pytest.mark.gpu,

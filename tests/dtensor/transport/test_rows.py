@@ -7,7 +7,7 @@ import torch
 
 from magi_compile.dtensor.transport import rows
 from tests.dtensor.support.moves import check_moves, check_sums
-from tests.triton_interpreter import needs_triton, run_interpreted
+from tests.support.triton_interpreter import needs_triton, run_interpreted
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

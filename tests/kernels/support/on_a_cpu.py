@@ -12,9 +12,9 @@ import pytest
 
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.runtime.structs import TENSOR_MAP_BYTES, TensorMap
-from tests.deterministic import deterministic_algorithms
 from tests.kernels.support import idle_driver
 from tests.kernels.support.cpp import ON_A_CPU, Library
+from tests.support.deterministic import deterministic_algorithms
 
 _MAIN = """
 #include "common/ptx.cuh"

@@ -16,7 +16,7 @@ from magi_compile.testing.cases import CASES, MASKS, Heads, padded
 from magi_compile.testing.numerics import assert_attention_close, run_kernel
 from tests.kernels.support.bits import check_bits
 from tests.kernels.support.prior import check_prior
-from tests.triton_interpreter import needs_triton, run_interpreted
+from tests.support.triton_interpreter import needs_triton, run_interpreted
 
 KERNEL = TritonKernel()
 MASK = {case.name: case for case in MASKS}

@@ -20,7 +20,7 @@ from tests.score.score_mods import (
     qkv,
     results,
 )
-from tests.triton_interpreter import needs_triton, run_interpreted
+from tests.support.triton_interpreter import needs_triton, run_interpreted
 
 CPU = torch.device("cpu")
 PROBLEM = AttnProblem("cuda", (8, 0), torch.float32, 2, 2, 64, 64, 1.0, has_score=True)

@@ -7,7 +7,7 @@ import torch
 
 from magi_compile.dtensor.transport.native.pulls import COPY_ENGINE, MIN_BYTES_OF_A_COPY, SMS, Pulls
 from tests.dtensor.support.wanted import random_ranges, routes_of
-from tests.triton_interpreter import needs_triton, run_interpreted
+from tests.support.triton_interpreter import needs_triton, run_interpreted
 
 
 def rows_of(ranges):

@@ -24,8 +24,8 @@ from magi_compile.testing.numerics import (
     assert_attention_close,
     run_kernel,
 )
-from tests.deterministic import deterministic_algorithms
 from tests.kernels.support.bits import BIT_CASES, check_bits
+from tests.support.deterministic import deterministic_algorithms
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [

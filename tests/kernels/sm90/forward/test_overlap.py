@@ -15,8 +15,8 @@ from magi_compile.masks.slices import AttnSlices, MaskType
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.testing.cases import MASKS, Heads, one, random_disjoint, varlen
 from magi_compile.testing.numerics import assert_attention_close
-from tests.deterministic import deterministic_algorithms
 from tests.plan.walked import seen
+from tests.support.deterministic import deterministic_algorithms
 
 CASES = [
     *(case for case in MASKS if case.seqlen_q and case.seqlen_k > 1),

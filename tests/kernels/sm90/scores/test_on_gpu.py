@@ -8,7 +8,6 @@ import magi_compile
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.options import LoweringOptions
 from magi_compile.lowering.report import lowering_report
-from tests.deterministic import deterministic_algorithms
 from tests.score.score_mods import (
     BATCH,
     CASES,
@@ -21,6 +20,7 @@ from tests.score.score_mods import (
     scattered,
     window_by_head,
 )
+from tests.support.deterministic import deterministic_algorithms
 
 pytestmark = pytest.mark.gpu
 LEARNED = [case for case in CASES if any(x.is_floating_point() for x in case.captures)]
