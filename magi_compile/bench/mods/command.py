@@ -7,6 +7,7 @@ from pathlib import Path
 
 from magi_compile.bench import arguments
 from magi_compile.bench.mods.catalogue import MODS
+from magi_compile.bench.mods.contenders import PEERS
 from magi_compile.bench.mods.mod import BLOCK
 from magi_compile.bench.mods.problem import MIN_TOKENS, Settings
 from magi_compile.bench.mods.run import Execution, fault
@@ -51,6 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=KERNELS,
         default=[],
         help="ours also with each of these asked for by name",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        choices=PEERS,
+        default=[],
+        help="beside FlexAttention's own kernels: flex-flash, its FLASH backend (flash-attn-4)",
     )
     parser.add_argument(
         "--mask-in-graph",
@@ -108,6 +116,7 @@ def settings_of(args: argparse.Namespace, device: str) -> Settings:
         mods=tuple(args.mods or MODS),
         passes=tuple(args.passes),
         kernels=tuple(args.kernels),
+        peers=tuple(args.peers),
         mask_in_graph=args.mask_in_graph,
         rounds=Rounds(args.rounds, args.turn_ms),
         seconds=args.seconds,

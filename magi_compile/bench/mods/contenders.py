@@ -34,6 +34,7 @@ class Contender:
         is_ours: whether ratios are of it; the others are what it is compared with.
         backend: of torch.compile.
         options: of that backend.
+        kernel_options: of FlexAttention.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Contender:
     is_ours: bool
     backend: Any
     options: dict[str, Any] = field(default_factory=dict)
+    kernel_options: dict[str, Any] | None = None
 
     def refusals(self, which: str, problem: Problem) -> list[str]:
         """Every reason against a pass; empty if it runs."""
@@ -69,7 +71,8 @@ class Contender:
         score_mod = made.score_mod(leaves.learned)
 
         def call() -> Sequence[Tensor]:
-            out = attend(leaves.q, leaves.k, leaves.v, score_mod, made.block_mask)
+            of_mod = (score_mod, made.block_mask, self.kernel_options)
+            out = attend(leaves.q, leaves.k, leaves.v, *of_mod)
             if which == "fwd":
                 return [out]
             return [out, *torch.autograd.grad(out, leaves.differentiable, leaves.dout)]
@@ -78,14 +81,26 @@ class Contender:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    kernel_options: Any,
 ) -> Tensor:
     """One attention."""
-    return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+    return flex_attention(
+        q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options=kernel_options
+    )
 
 
 def _attend_with_new_mask(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: ScoreMod | None, block_mask: BlockMask | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: ScoreMod | None,
+    block_mask: BlockMask | None,
+    kernel_options: Any,
 ) -> Tensor:
     """The same, with a BlockMask made of the mask_mod of `block_mask`."""
     if block_mask is not None:
@@ -94,7 +109,9 @@ def _attend_with_new_mask(
         block_mask = create_block_mask(
             block_mask.mask_mod, entries, heads, *lengths, q.device, BLOCK
         )
-    return flex_attention(q, k, v, score_mod, block_mask, enable_gqa=True)
+    return flex_attention(
+        q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options=kernel_options
+    )
 
 
 def _lists_decide(block_mask: BlockMask) -> bool:
@@ -104,12 +121,19 @@ def _lists_decide(block_mask: BlockMask) -> bool:
 
 FLEX = Contender("flex", "FlexAttention", False, "inductor")
 MAGI = Contender("magi", 'backend="magi"', True, "magi")
+#: Beside FlexAttention's own kernels, if they are asked for by name.
+PEERS = {
+    "flex-flash": Contender(
+        *("flex-flash", "FlexAttention (FLASH)", False, "inductor"),
+        kernel_options={"BACKEND": "FLASH"},
+    )
+}
 
 
-def contenders(kernels: Sequence[str]) -> list[Contender]:
-    """In the order of reports: FlexAttention first, since ours is held to its errors."""
+def contenders(kernels: Sequence[str], peers: Sequence[str] = ()) -> list[Contender]:
+    """In the order of reports: FlexAttention first, since ours is held to its errors and to its time."""
     named = [
         Contender(f"magi-{x}", f'backend="magi", {x}', True, "magi", {"magi.kernel": x})
         for x in kernels
     ]
-    return [FLEX, MAGI, *named]
+    return [FLEX, *(PEERS[name] for name in peers), MAGI, *named]

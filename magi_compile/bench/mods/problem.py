@@ -38,6 +38,7 @@ class Settings:
         mods: names in `MODS`.
         passes: names in `PASSES`.
         kernels: of ours, asked for by name, beside the default choice.
+        peers: names in `contenders.PEERS`.
         mask_in_graph: whether every call makes its BlockMask, in the function that is compiled; else it is made before.
         rounds: how contenders take turns.
         seconds: no case begins after so long, and none that is expected to end later.
@@ -54,6 +55,7 @@ class Settings:
     mods: tuple[str, ...] = tuple(MODS)
     passes: tuple[str, ...] = PASSES
     kernels: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
     mask_in_graph: bool = False
     rounds: Rounds = field(default_factory=Rounds)
     seconds: float = float("inf")

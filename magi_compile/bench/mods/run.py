@@ -17,7 +17,7 @@ from magi_compile.bench.kernel import gate
 from magi_compile.bench.kernel.gate import Check
 from magi_compile.bench.kernel.measure import first_line
 from magi_compile.bench.mods.catalogue import MODS
-from magi_compile.bench.mods.contenders import Attend, Contender, contenders
+from magi_compile.bench.mods.contenders import FLEX, Attend, Contender, contenders
 from magi_compile.bench.mods.mod import Mod
 from magi_compile.bench.mods.problem import Problem, Settings, results_of
 from magi_compile.bench.mods.report import to_markdown
@@ -47,7 +47,7 @@ class Execution:
         self.rows: list[Row] = []
         self.prepared: list[tuple[Row, Ready]] = []
         self.longest_s: dict[str, float] = {}
-        self.contenders = contenders(settings.kernels)
+        self.contenders = contenders(settings.kernels, settings.peers)
         described = provenance.describe(settings.device, command) | provenance.versions()
         self.context = described | {"settings": asdict(settings)}
 
@@ -116,7 +116,7 @@ class Execution:
             row |= outcome
             if prepared is not None:
                 ready[contender.name] = prepared
-            if not contender.is_ours and check is not None and check.passed:
+            if contender.name == FLEX.name and check is not None and check.passed:
                 yardstick = check
         for name, outcome in timed(ready, self.settings.device, self.settings.rounds).items():
             rows[name] |= outcome
@@ -240,10 +240,10 @@ def way_of(decision: Decision) -> str:
 
 def compare(rows: Sequence[Row]) -> None:
     """Adds to the rows of ours `ratio`: FlexAttention's time relative to it, above 1 where ours is faster."""
-    peer = next((row["ms"] for row in rows if not row["is_ours"] and "ms" in row), None)
+    flex = next((row.get("ms") for row in rows if row["contender"] == FLEX.name), None)
     for row in rows:
-        if row["is_ours"] and "ms" in row and peer is not None:
-            row["ratio"] = peer / row["ms"]
+        if row["is_ours"] and "ms" in row and flex is not None:
+            row["ratio"] = flex / row["ms"]
 
 
 def row_of(contender: Contender, mod: Mod, which: str, settings: Settings) -> Row:

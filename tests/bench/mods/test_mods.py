@@ -39,7 +39,7 @@ def fresh_compiler():
 
 
 def execute(monkeypatch, taking_part, settings=SMALL, mods=("causal",)):
-    monkeypatch.setattr(run, "contenders", lambda kernels: taking_part)
+    monkeypatch.setattr(run, "contenders", lambda *_: taking_part)
     command = ["magi-bench", "mods"]
     rows = Execution(replace(settings, mods=mods), command, None, lambda line: None).run()
     return {(row["pass"], row["contender"]): row for row in rows}
@@ -81,7 +81,7 @@ def test_the_truth_is_that_of_eager_flex_attention(name):
     leaves = asked.leaves(False)
     score_mod = asked.made.score_mod(leaves.learned)
     with torch.no_grad():
-        out = contenders._attend(*leaves[:3], score_mod, asked.made.block_mask)
+        out = contenders._attend(*leaves[:3], score_mod, asked.made.block_mask, None)
     assert gate.relative_error(results_of(out, [])[0], asked.exact[0]) < 1e-5
 
 
@@ -149,7 +149,7 @@ def raises(results):
 @pytest.mark.slow
 def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
     taking_part = [
-        Spoilt("peer", lambda results: results),
+        Spoilt("flex", lambda results: results),
         Spoilt("large", lambda results: [x * 1.01 for x in results]),
         Spoilt("bias", lambda results: [*results[:4], *(x.flip(-1) for x in results[4:])]),
         Spoilt("raises", raises, is_ours=True),
@@ -158,12 +158,12 @@ def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
     found = execute(monkeypatch, taking_part, mods=("relative_bias",))
     statuses = {key: row["status"] for key, row in found.items()}
     assert statuses == {
-        ("fwd", "peer"): "ok",
+        ("fwd", "flex"): "ok",
         ("fwd", "large"): "wrong",
         ("fwd", "bias"): "ok",
         ("fwd", "raises"): "error",
         ("fwd", "magi"): "ok",
-        ("fwdbwd", "peer"): "ok",
+        ("fwdbwd", "flex"): "ok",
         ("fwdbwd", "large"): "wrong",
         ("fwdbwd", "bias"): "wrong",
         ("fwdbwd", "raises"): "error",
@@ -175,7 +175,7 @@ def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
     assert found["fwd", "raises"]["reason"] == "RuntimeError: no such thing"
     assert run.fault(found["fwd", "raises"]).startswith("relative_bias, fwd, raises: Runtime")
     ours = found["fwdbwd", "magi"]
-    assert ours["ratio"] == pytest.approx(found["fwdbwd", "peer"]["ms"] / ours["ms"])
+    assert ours["ratio"] == pytest.approx(found["fwdbwd", "flex"]["ms"] / ours["ms"])
     assert (ours["way"], ours["kernel"], ours["recompiles"]) == ("intervals", "cpu", 0)
     assert ours["score"]
 
@@ -231,7 +231,7 @@ def test_a_mod_that_cannot_be_made_has_rows_too(monkeypatch):
 
 
 def test_kernels_are_counted_after_everything_that_is_timed(monkeypatch):
-    monkeypatch.setattr(run, "contenders", lambda kernels: [OURS])
+    monkeypatch.setattr(run, "contenders", lambda *_: [OURS])
     done = Execution(replace(SMALL, mods=("causal",)), [], None, lambda line: None)
     rows = done.run()
     monkeypatch.setattr(step_run, "work_of", lambda ready: Work(3.0, 2.0, len(ready.call())))
@@ -354,3 +354,16 @@ def test_on_a_gpu_kernels_are_counted(monkeypatch):
     found = execute(monkeypatch, contenders.contenders(()), settings, ("documents",))
     assert [row["status"] for row in found.values()] == ["ok"] * 4
     assert all(row["kernels"] >= 1 and row["kernel_ms"] > 0 for row in found.values())
+
+
+def test_ratios_are_to_flex_attention_whatever_its_peers_take():
+    taking_part = contenders.contenders(["cpu"], ["flex-flash"])
+    assert [x.name for x in taking_part] == ["flex", "flex-flash", "magi", "magi-cpu"]
+    rows = [{"contender": x.name, "is_ours": x.is_ours, "ms": 2.0} for x in taking_part]
+    rows[0]["ms"] = 3.0
+    run.compare(rows)
+    assert [row.get("ratio") for row in rows] == [None, None, 1.5, 1.5]
+    without = [{k: v for k, v in row.items() if k != "ratio"} for row in rows]
+    del without[0]["ms"]
+    run.compare(without)
+    assert not any("ratio" in row for row in without)
