@@ -21,6 +21,7 @@ from magi_compile.testing.poison import poisoned_empty
 from tests.dtensor.support.across_ranks import OPTIONS, run_on_ranks
 from tests.dtensor.support.masks import SQUARE, documents
 from tests.support.deterministic import deterministic_algorithms
+from tests.support.waits import no_waits
 
 pytestmark = [
     pytest.mark.gpu,
@@ -140,6 +141,29 @@ def run_late_ranks(group, collective):
 
 def test_late_ranks(run):
     run(run_late_ranks)
+
+
+def run_without_waits(group, collective):
+    """A forward and a backward of a plan that was used before."""
+    device, rank, size = torch.device("cuda", group.rank()), group.rank(), group.size()
+    plan = plan_rank(documents([700, 1, 90, 1257, 2048], causal=True), size, rank, OPTIONS)
+    tensors = plan.tensors(device)
+    rows = inputs_of(plan.dispatch.seqlen_local, device, rank)
+    q, k, v = (x.requires_grad_() for x in rows)
+
+    def step():
+        context_parallel_attention(
+            q, k, v, tensors, group, collective=collective
+        ).out.sum().backward()
+
+    step()
+    step()
+    with no_waits():
+        step()
+
+
+def test_no_waits(run):
+    run(run_without_waits)
 
 
 def run_in_a_graph(group, collective, deterministic):

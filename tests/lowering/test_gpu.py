@@ -8,6 +8,7 @@ import magi_compile
 from magi_compile.lowering.report import REPORT
 from magi_compile.masks.library import sliding_tiles
 from tests.masks.support.mask_mods import block_diffusion
+from tests.support.waits import no_waits
 
 pytestmark = pytest.mark.gpu
 
@@ -184,3 +185,47 @@ def test_data_without_intervals(place, is_asked):
         for x, y in zip(ours, truth, strict=True):
             assert (x.float() - y).norm() / y.norm() < 1e-2
     magi_compile.synchronize_checks()
+
+
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_a_new_mask_waits_for_nothing(place):
+    """Forward and backward of the third step, whose documents are new."""
+
+    def attend(q, k, v, block_mask, document):
+        if block_mask is None:
+            block_mask = create_block_mask(
+                lambda b, h, q, kv: (document[q] == document[kv]) & (q >= kv),
+                *(None, None, SEQLEN, SEQLEN),
+                device="cuda",
+            )
+        return flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+    compiled = torch.compile(attend, backend="magi", fullgraph=True)
+    q, k, v = inputs()
+    layouts = [(700, 1, 820), (20, 1501), (500, 500, 521)]
+    masks = [document_mask(lengths) if place == "outside" else None for lengths in layouts]
+    documents = [
+        torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+        for lengths in layouts
+    ]
+    for mask, document in list(zip(masks, documents, strict=True))[:2]:
+        compiled(q, k, v, mask, document).sum().backward()
+    with no_waits():
+        compiled(q, k, v, masks[2], documents[2]).sum().backward()
+
+
+def test_eager_calls_wait_for_nothing():
+    """Once their mask is known."""
+    q, k, v = inputs()
+    mask = document_mask((700, 1, 820))
+    packed = [x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k, v)]
+    slices = magi_compile.masks.slices_from_block_mask(mask)
+
+    def step():
+        magi_compile.flex_attention(q, k, v, block_mask=mask, enable_gqa=True).sum().backward()
+        magi_compile.flex_flash_attention(*packed, slices).out.sum().backward()
+
+    step()
+    step()
+    with no_waits():
+        step()
