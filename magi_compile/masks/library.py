@@ -321,21 +321,18 @@ def tree(
         raise ValueError(
             f"`parents` must have one entry for each of the {len(lengths)} nodes, got {len(parents)}"
         )
-    ends: list[int] = [0] * len(lengths)  # behind the last token below a node
+    ends = [docs.total] * len(lengths)  # behind the last token below a node
     path: list[int] = []  # from the root to the node in front
     for node, ((begin, _), parent) in enumerate(zip(docs.spans, parents, strict=True)):
-        if parent != -1 and parent not in path:
+        while path and path[-1] != parent:
+            ends[path.pop()] = begin
+        if parent != -1 and not path:
             raise ValueError(
                 f"`parents` must be depth first, with the node in front of node {node} or one above that as its parent, or -1, "
                 f"got {parent}"
             )
-        while path and path[-1] != parent:
-            ends[path.pop()] = begin
         path.append(node)
-    for node in path:
-        ends[node] = docs.total
-    counts = torch.tensor(lengths)
-    end_of = torch.repeat_interleave(torch.tensor(ends, dtype=torch.int32), counts).to(device)
+    end_of = torch.tensor(ends, dtype=torch.int32).to(device)[docs.ids.long()]
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) & (q < end_of[kv])

@@ -69,13 +69,10 @@ class MagiCuda(_Magi):
         return import_error("magi_compile.kernels.sm90")
 
 
-class MagiCudaPadded(_Magi):
+class MagiCudaPadded(MagiCuda):
     name = "magi-cuda-padded"
     label = "magi_compile (CUDA, padded)"
     kernel = "cuda_padded"
-
-    def available(self) -> str | None:
-        return import_error("magi_compile.kernels.sm90")
 
 
 class MagiTriton(_Magi):

@@ -109,9 +109,7 @@ def _attend_with_new_mask(
         block_mask = create_block_mask(
             block_mask.mask_mod, entries, heads, *lengths, q.device, BLOCK
         )
-    return flex_attention(
-        q, k, v, score_mod, block_mask, enable_gqa=True, kernel_options=kernel_options
-    )
+    return _attend(q, k, v, score_mod, block_mask, kernel_options)
 
 
 def _lists_decide(block_mask: BlockMask) -> bool:

@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def head_dims_label(self) -> str:
-        """ "128", or "192:128" where that of v is another."""
+        """128 as text, or 192:128 where that of v is another."""
         return ":".join(dict.fromkeys(map(str, self.head_dims)))
 
     @property

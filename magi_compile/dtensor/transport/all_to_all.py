@@ -135,7 +135,7 @@ def _refuse_expandable_segments(*buffers: Tensor) -> None:
     """Under capture; see the module's docstring."""
     if not torch.cuda.is_current_stream_capturing() or os.environ.get("NCCL_GRAPH_REGISTER") == "0":
         return
-    if torch.cuda.get_allocator_backend() == "native" and any(map(_is_expandable, buffers)):
+    if torch.cuda.get_allocator_backend() == "native" and _are_expandable(buffers):
         raise RuntimeError(
             "`collective` is 'all_to_all' and a CUDA graph captures it in expandable segments, where NCCL's registration of graph "
             "buffers exchanges the wrong memory; set NCCL_GRAPH_REGISTER=0 in the environment of every rank, or remove "
@@ -143,12 +143,13 @@ def _refuse_expandable_segments(*buffers: Tensor) -> None:
         )
 
 
-def _is_expandable(buffer: Tensor) -> bool:
-    """Whether its memory is in an expandable segment."""
-    address = buffer.data_ptr()
+def _are_expandable(buffers: Sequence[Tensor]) -> bool:
+    """Whether the memory of one of them is in an expandable segment."""
+    addresses = [x.data_ptr() for x in buffers]
     return any(
         segment["is_expandable"] and 0 <= address - segment["address"] < segment["total_size"]
         for segment in torch.cuda.memory_snapshot()
+        for address in addresses
     )
 
 
