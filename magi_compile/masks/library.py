@@ -301,8 +301,8 @@ def tree(
 ) -> NamedMask:
     """Documents are the nodes of trees: every token sees the documents above its own, and in its own itself and the tokens before it.
 
-    Shared prefixes of a group of answers, turns that branch, or drafts of speculative decoding. However deep the trees are, two
-    slices of each node say it, and the cost is that of the pairs that see each other. `mask_mod` needs one table entry a token.
+    Shared prefixes of a group of answers, turns that branch, or drafts of speculative decoding. However deep the trees are, at
+    most two slices of each node say it, and the cost is that of the pairs that see each other. `mask_mod` needs one table entry a token.
 
     Args:
         lengths: tokens of each node, at least 1, in the order of the sequence.
@@ -332,16 +332,23 @@ def tree(
                 f"got {parent}"
             )
         path.append(node)
-    end_of = torch.tensor(ends, dtype=torch.int32).to(device)[docs.ids.long()]
+    below = torch.tensor(ends, dtype=torch.int32)
+    end_of = below.to(device)[docs.ids.long()]
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) & (q < end_of[kv])
 
-    items = []
-    for (begin, end), below in zip(docs.spans, ends, strict=True):
-        items.append(((begin, end), (begin, end), MaskType.CAUSAL))
-        items.append(((end, below), (begin, end), MaskType.FULL))
-    return NamedMask(mask_mod, _slices(items, docs.total, device))
+    # A node whose only child follows it is one with that child.
+    is_first = below.diff(prepend=below.new_zeros(1)) != 0
+    begin, below = torch.tensor(docs.bounds[:-1], dtype=torch.int32)[is_first], below[is_first]
+    end = torch.cat([begin[1:], begin.new_tensor([docs.total])])
+    # Disjoint as they are made: to look for overlaps takes an entry for each node and each one above it.
+    own, behind = torch.stack([begin, end], 1), torch.stack([end, below], 1)
+    types = torch.tensor([MaskType.CAUSAL, MaskType.FULL], dtype=torch.int32)
+    rows, keys = torch.cat([own, behind]), torch.cat([own, own])
+    types = types.repeat_interleave(len(own))
+    slices = AttnSlices.unchecked(rows, keys, types, docs.total, docs.total)
+    return NamedMask(mask_mod, slices.compact().to(device))
 
 
 # Of lengths alone.

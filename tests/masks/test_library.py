@@ -10,6 +10,7 @@ from magi_compile.masks import (
     trace_mask_mod,
 )
 from magi_compile.masks.library import MASKS, tree
+from magi_compile.masks.slices import AttnSlices
 from tests.masks.support.helpers import dense_mask, dynamo_program
 
 LENGTHS = [[1], [63], [5, 1, 40, 17], [300, 1, 2, 129, 200], [700, 821]]
@@ -93,6 +94,10 @@ def test_tree(name):
     mask.slices.validate()
     assert torch.equal(mask.slices.to_dense(), expected)
     assert len(mask.slices) <= 2 * len(lengths)
+
+
+def test_a_chain_is_one_slice():
+    assert list(tree([1] * 20000, range(-1, 19999)).slices) == list(AttnSlices.causal(20000))
 
 
 @pytest.mark.parametrize(
