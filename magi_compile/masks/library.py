@@ -340,13 +340,13 @@ def tree(
 
     # A node whose only child follows it is one with that child.
     is_first = below.diff(prepend=below.new_zeros(1)) != 0
-    begin, below = torch.tensor(docs.bounds[:-1], dtype=torch.int32)[is_first], below[is_first]
-    end = torch.cat([begin[1:], begin.new_tensor([docs.total])])
+    below = below[is_first]
+    first = torch.tensor(docs.bounds[:-1], dtype=torch.int32)[is_first]
+    last = torch.cat([first[1:], first.new_tensor([docs.total])])
     # Disjoint as they are made: to look for overlaps takes an entry for each node and each one above it.
-    own, behind = torch.stack([begin, end], 1), torch.stack([end, below], 1)
-    types = torch.tensor([MaskType.CAUSAL, MaskType.FULL], dtype=torch.int32)
+    own, behind = torch.stack([first, last], 1), torch.stack([last, below], 1)
     rows, keys = torch.cat([own, behind]), torch.cat([own, own])
-    types = types.repeat_interleave(len(own))
+    types = first.new_tensor([MaskType.CAUSAL, MaskType.FULL]).repeat_interleave(len(own))
     slices = AttnSlices.unchecked(rows, keys, types, docs.total, docs.total)
     return NamedMask(mask_mod, slices.compact().to(device))
 
