@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,15 +21,22 @@ from magi_compile.kernels.base import (
     Kernel,
     Saved,
 )
+from magi_compile.kernels.scored import ScoredBackwardOutput, ScoredKernel
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.score.program import ScoreCall, ScoreProgram
 
 MOST_COLUMNS = 1.5  # for each one that is asked for: more would cost more than a kernel for all head dimensions
 
 
-class PaddedKernel:
-    """A kernel for few head dimensions, equal for k and v, as one for those in between and for unequal ones; see `Kernel`."""
+class InnerKernel(Kernel, ScoredKernel, Protocol):
+    """What `PaddedKernel` runs."""
 
-    def __init__(self, name: str, inner: Kernel, head_dims: Sequence[int]):
+
+class PaddedKernel:
+    """A kernel for few head dimensions, equal for k and v, as one for those in between and for unequal ones; see `Kernel` and
+    `ScoredKernel`."""
+
+    def __init__(self, name: str, inner: InnerKernel, head_dims: Sequence[int]):
         self.name = name
         self.plans_in_graph = inner.plans_in_graph
         self.needs_slices = inner.needs_slices
@@ -104,15 +112,61 @@ class PaddedKernel:
         deterministic: bool | None = None,
     ) -> BackwardOutput:
         padded = self._as(problem)
-        *tensors, lse = saved
-        dout, q, k, v, out = (_pad(x, padded.head_dim) for x in (grads.dout, *tensors))
-        dq, dk, dv = self._inner.backward(
-            *(Grads(dout, grads.dlse), Saved(q, k, v, out, lse), slices, plan, padded),
-            deterministic=deterministic,
+        grads, saved = _pad_backward(grads, saved, padded.head_dim)
+        given = (grads, saved, slices, plan, padded)
+        qkv = self._inner.backward(*given, deterministic=deterministic)
+        return _cut_grads(qkv, problem)
+
+    def table_refusals(
+        self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
+    ) -> list[str]:
+        return self._inner.table_refusals(program, dtypes, ranks)
+
+    def score_refusals(
+        self,
+        problem: AttnProblem,
+        program: ScoreProgram,
+        dtypes: Sequence[torch.dtype],
+        ranks: Sequence[int],
+    ) -> list[str]:
+        return self._inner.score_refusals(self._as(problem), program, dtypes, ranks)
+
+    def scored_forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+        *,
+        max_scores: Tensor | None = None,
+    ) -> ForwardOutput:
+        padded = self._as(problem)
+        q, k, v = (_pad(x, padded.head_dim) for x in (q, k, v))
+        out, lse = self._inner.scored_forward(
+            *(q, k, v, slices, plan, padded, score), max_scores=max_scores
         )
-        return BackwardOutput(
-            _cut(dq, problem.head_dim), _cut(dk, problem.head_dim), _cut(dv, problem.head_dim_v)
-        )
+        return ForwardOutput(_cut(out, problem.head_dim_v), lse)
+
+    def scored_backward(
+        self,
+        grads: Grads,
+        saved: Saved,
+        slices: AttnSlices | None,
+        plan: list[Tensor],
+        problem: AttnProblem,
+        score: ScoreCall,
+        wanted: list[int],
+        *,
+        deterministic: bool,
+    ) -> ScoredBackwardOutput:
+        padded = self._as(problem)
+        grads, saved = _pad_backward(grads, saved, padded.head_dim)
+        given = (grads, saved, slices, plan, padded, score, wanted)
+        qkv, tables = self._inner.scored_backward(*given, deterministic=deterministic)
+        return ScoredBackwardOutput(_cut_grads(qkv, problem), tables)
 
     def _padded(self, problem: AttnProblem) -> AttnProblem | None:
         asked = max(problem.head_dim, problem.head_dim_v)
@@ -131,3 +185,17 @@ def _pad(x: Tensor, columns: int) -> Tensor:
 
 def _cut(x: Tensor, columns: int) -> Tensor:
     return x[..., :columns].contiguous()
+
+
+def _pad_backward(grads: Grads, saved: Saved, columns: int) -> tuple[Grads, Saved]:
+    dout = _pad(grads.dout, columns)
+    *tensors, lse = saved
+    q, k, v, out = (_pad(x, columns) for x in tensors)
+    return Grads(dout, grads.dlse), Saved(q, k, v, out, lse)
+
+
+def _cut_grads(grads: BackwardOutput, problem: AttnProblem) -> BackwardOutput:
+    dq, dk, dv = grads
+    return BackwardOutput(
+        _cut(dq, problem.head_dim), _cut(dk, problem.head_dim), _cut(dv, problem.head_dim_v)
+    )

@@ -22,9 +22,9 @@ KERNELS: dict[str, str] = {
     "reference": "magi_compile.kernels.reference:ReferenceKernel",
 }
 
-# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix; what pads is not
-# measured yet beside Triton's kernel; flash-attn-4 is slower than "cuda" on Hopper, and has not run here on Blackwell.
-ONLY_IF_FORCED = frozenset({"reference", "cuda_padded", "fa4"})
+# Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix; flash-attn-4 is
+# slower than "cuda" on Hopper, and has not run here on Blackwell.
+ONLY_IF_FORCED = frozenset({"reference", "fa4"})
 
 # Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
 SLOWER_WITH_BITS = {
@@ -40,7 +40,7 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
 
     Args:
         problem: what is asked for.
-        force: the name of the only kernel to consider; None considers all but the oracle.
+        force: the name of the only kernel to consider; None considers all but those of `ONLY_IF_FORCED`.
 
     Returns:
         The kernel; the same instance every time.

@@ -94,6 +94,8 @@ def test_every_strategy_and_degree(run, strategy, degree):
         Heads(4, 2, 64, 64),
         Heads(4, 2, 192, 192),
         Heads(4, 2, 256, 256),
+        Heads(4, 2, 80, 80),
+        Heads(4, 2, 192, 128),
     ],
     ids=lambda h: h.id,
 )

@@ -159,5 +159,26 @@ def test_score_programs_on_a_gpu_are_for_those_who_ask():
     ):
         select(problem)
     reasons = refusals_by_kernel(problem)
-    assert "has no score_mods but a scale and a soft-cap" in reasons["cuda_padded"]
-    assert not any("score_mods" in x for name in ("cuda", "triton") for x in reasons[name])
+    assert "has no score_mods but a scale and a soft-cap" in reasons["fa4"]
+    names = "cuda", "cuda_padded", "triton"
+    assert not any("score_mods" in x for name in names for x in reasons[name])
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "name"),
+    [
+        ((128, 128), "cuda"),
+        ((80, 80), "cuda_padded"),
+        ((192, 128), "cuda_padded"),
+        ((48, 48), "cuda_padded"),
+        ((32, 32), "triton"),  # twice the columns
+        ((64, 16), "triton"),
+    ],
+    ids=str,
+)
+def test_head_dimensions_on_hopper(head_dims, name):
+    pytest.importorskip("triton")
+    pytest.importorskip("cuda.bindings")
+    problem = replace(PROBLEM, device_type="cuda", device_arch=(9, 0), dtype=torch.bfloat16)
+    head_dim, head_dim_v = head_dims
+    assert select(replace(problem, head_dim=head_dim, head_dim_v=head_dim_v)).name == name

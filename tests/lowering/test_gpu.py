@@ -15,9 +15,10 @@ pytestmark = pytest.mark.gpu
 SEQLEN, HEADS_Q, HEADS_KV, HEAD_DIM = 1521, 8, 2, 64
 
 
-def inputs(seed=0, seqlen=SEQLEN, batch=2, heads_q=HEADS_Q):
+def inputs(seed=0, seqlen=SEQLEN, batch=2, heads_q=HEADS_Q, head_dims=(HEAD_DIM, HEAD_DIM)):
     torch.manual_seed(seed)
-    shapes = [(batch, seqlen, heads, HEAD_DIM) for heads in (heads_q, HEADS_KV, HEADS_KV)]
+    heads, dims = (heads_q, HEADS_KV, HEADS_KV), (head_dims[0], *head_dims)
+    shapes = [(batch, seqlen, *sizes) for sizes in zip(heads, dims, strict=True)]
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
     return [tensor.transpose(1, 2).requires_grad_() for tensor in tensors]
 
@@ -74,13 +75,15 @@ def results(function, q, k, v, mask):
 LAYOUTS = [(1521,), (100, 1400, 21), (500, 500, 521), (1, 2, 1518)]
 
 
-def check_training(layouts, batch=2, heads_q=HEADS_Q, make_mask=document_mask):
+def check_training(
+    layouts, batch=2, heads_q=HEADS_Q, make_mask=document_mask, head_dims=(HEAD_DIM, HEAD_DIM)
+):
     """As close to fp32 as FlexAttention's own kernels are, and one graph for all documents."""
     ours = torch.compile(attend, backend="magi", fullgraph=True)
     stock = torch.compile(attend, fullgraph=True)
     for seed, lengths in enumerate(layouts):
         mask = make_mask(lengths)
-        tensors = inputs(seed, mask.seq_lengths[0], batch, heads_q)
+        tensors = inputs(seed, mask.seq_lengths[0], batch, heads_q, head_dims)
         exact = [t.detach().float().requires_grad_() for t in tensors]
         expected = results(torch.compile(attend, fullgraph=True), *exact, mask)
         for name, our, their, true in zip(
@@ -92,11 +95,17 @@ def check_training(layouts, batch=2, heads_q=HEADS_Q, make_mask=document_mask):
         ):
             error, allowed = (our - true).abs().max(), 2 * (their - true).abs().max() + 1e-3
             assert error <= allowed, f"{name} for {lengths}: {error} > {allowed}"
-    assert [decision.kernel for decision in REPORT.decisions] == ["cuda"]
+    kernel = "cuda" if head_dims == (HEAD_DIM, HEAD_DIM) else "cuda_padded"
+    assert [decision.kernel for decision in REPORT.decisions] == [kernel]
 
 
 def test_training_matches_flex_attention():
     check_training(LAYOUTS)
+
+
+@pytest.mark.parametrize("head_dims", [(80, 80), (192, 128), (48, 48), (96, 128)], ids=str)
+def test_head_dimensions_in_between(head_dims):
+    check_training([(100, 1400, 21)], head_dims=head_dims)
 
 
 def test_training_with_tiles_in_splits():
