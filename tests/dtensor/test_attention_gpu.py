@@ -103,6 +103,13 @@ def test_heads(run, heads):
     check(run, replace(SQUARE["varlen_full"], heads=heads))
 
 
+@pytest.mark.parametrize("options", [OPTIONS, MERGED], ids=["stages", "merged"])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 80, 80), Heads(4, 2, 192, 128)], ids=lambda h: h.id)
+def test_narrow_heads(run, heads, options):
+    """Keys arrive while a forward is under way, and their rows are narrower than the kernel's."""
+    check(run, replace(SQUARE["varlen_causal"], heads=heads), options, kernel="cuda_narrow")
+
+
 @pytest.mark.parametrize("name", ["varlen_causal", "causal_129x129"])
 def test_compiled(run, name):
     check(run, replace(SQUARE[name], heads=GQA), is_compiled=True)

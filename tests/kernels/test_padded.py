@@ -125,11 +125,12 @@ def test_score_programs(case, mask_mod, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kernel_name", ["cuda_padded", "cuda_narrow"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dims", [(80, 80), (192, 128), (128, 96), (160, 160), (48, 48)], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_on_hopper(name, dims, dtype):
-    padded = select.load("cuda_padded")
+def test_on_hopper(name, dims, dtype, kernel_name):
+    padded = select.load(kernel_name)
     case = replace(MASK[name], heads=Heads(4, 2, *dims))
     inputs, slices = case.inputs(dtype, "cuda"), case.slices("cuda")
     problem = case.problem(dtype, "cuda")

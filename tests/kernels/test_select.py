@@ -111,7 +111,8 @@ def test_forced_kernel_that_refuses(registry):
 
 def test_forced_kernel_that_does_not_exist():
     with pytest.raises(
-        ValueError, match=r"`force` must be one of cuda, cuda_padded, fa4, triton, .* got 'fast'"
+        ValueError,
+        match=r"`force` must be one of cuda, cuda_padded, cuda_narrow, fa4, triton, .* got 'fast'",
     ):
         select(PROBLEM, force="fast")
 
@@ -160,7 +161,7 @@ def test_score_programs_on_a_gpu_are_for_those_who_ask():
         select(problem)
     reasons = refusals_by_kernel(problem)
     assert "has no score_mods but a scale and a soft-cap" in reasons["fa4"]
-    names = "cuda", "cuda_padded", "triton"
+    names = "cuda", "cuda_padded", "cuda_narrow", "triton"
     assert not any("score_mods" in x for name in names for x in reasons[name])
 
 

@@ -89,10 +89,16 @@ LAYOUTS = [(1521,), (100, 1400, 21), (500, 500, 521), (1, 2, 1518)]
 
 
 def check_training(
-    layouts, batch=2, heads_q=HEADS_Q, make_mask=document_mask, head_dims=(HEAD_DIM, HEAD_DIM)
+    layouts,
+    batch=2,
+    heads_q=HEADS_Q,
+    make_mask=document_mask,
+    head_dims=(HEAD_DIM, HEAD_DIM),
+    kernel="cuda",
+    options=None,
 ):
     """As close to dense attention in fp32 as FlexAttention's own kernels are, and one graph for all documents."""
-    ours = torch.compile(attend, backend="magi", fullgraph=True)
+    ours = torch.compile(attend, backend="magi", fullgraph=True, options=options)
     stock = torch.compile(attend, fullgraph=True)
     for seed, lengths in enumerate(layouts):
         mask = make_mask(lengths)
@@ -108,7 +114,6 @@ def check_training(
         ):
             error, allowed = (our - true).abs().max(), 2 * (their - true).abs().max() + 1e-3
             assert error <= allowed, f"{name} for {lengths}: {error} > {allowed}"
-    kernel = "cuda" if head_dims == (HEAD_DIM, HEAD_DIM) else "cuda_padded"
     assert [decision.kernel for decision in REPORT.decisions] == [kernel]
 
 
@@ -117,8 +122,10 @@ def test_training_matches_flex_attention():
 
 
 @pytest.mark.parametrize("head_dims", [(80, 80), (192, 128), (48, 48), (96, 128)], ids=str)
-def test_head_dimensions_in_between(head_dims):
-    check_training([(100, 1400, 21)], head_dims=head_dims)
+@pytest.mark.parametrize("kernel", ["cuda_padded", "cuda_narrow"])
+def test_head_dimensions_in_between(head_dims, kernel):
+    options = {"magi.kernel": "cuda_narrow"} if kernel == "cuda_narrow" else None
+    check_training([(100, 1400, 21)], head_dims=head_dims, kernel=kernel, options=options)
 
 
 def test_training_with_tiles_in_splits():

@@ -21,12 +21,14 @@ struct DqTarget {
     bool are_in_run;
 };
 
-template <class Element_, int kHeadDim_, int kCtas_, int kBlockCols_, int kStages_, int kDoutStages_, int kScoreStages_,
-          int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasBits_,
-          bool kIsDeterministic_, bool kRoundsDq_, class Score_>
+template <class Element_, int kHeadDim_, int kCols_, int kColsOfV_, int kCtas_, int kBlockCols_, int kStages_,
+          int kDoutStages_, int kScoreStages_, int kProducerRegisters_, int kDqRegisters_, int kConsumerRegisters_,
+          bool kHasSoftcap_, bool kHasBits_, bool kIsDeterministic_, bool kRoundsDq_, class Score_>
 struct BackwardConfig {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
+    static constexpr int kCols = kCols_;         // of Q and K and their gradients
+    static constexpr int kColsOfV = kColsOfV_;   // of V, dO and dV
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kStages = kStages_;
     static constexpr int kDoutStages = kDoutStages_;
@@ -87,6 +89,8 @@ struct BackwardConfig {
     static_assert(!(kHasScore && kHasSoftcap), "a score program has the caps");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "dk and dv are sums in registers");
+    static_assert(kCols % 8 == 0 && kCols <= kHeadDim, "rows leave in 16 bytes at a time");
+    static_assert(kColsOfV % 8 == 0 && kColsOfV <= kHeadDim, "likewise");
     static_assert(kBlockCols % kSlabCols == 0, "a block of dS is whole slabs wide");
     static_assert(kSlabCols == kDqRows, "a slab of dS is one panel of dQ");
     static_assert(kBlockAlignment % kDqGroupRows == 0, "dQ is added by whole groups of rows");

@@ -9,8 +9,8 @@
 
 namespace ffa {
 
-// By a warp, so many groups of columns at a time.
-template <class Element, int kHeadDim, int kColGroupsAtOnce>
+// By a warp, so many groups of columns at a time; of `kHeadDim` columns of the sums, dq has the first `kCols`.
+template <class Element, int kHeadDim, int kCols, int kColGroupsAtOnce>
 class DqRounding {
 public:
     __device__ __forceinline__ explicit DqRounding(const DqItems& items) : items_(items) {}
@@ -21,8 +21,7 @@ public:
         const int row = first_row + lane() / 4 + lane() % 2 * (kDqGroupRows / 2);
         const float4* from = reinterpret_cast<const float4*>(dq_rows<kHeadDim>(items_.sums, head, first_row)) + lane();
         Element* to = static_cast<Element*>(items_.dq) +
-                      (static_cast<long long>(row) * items_.num_heads + head) * kHeadDim +
-                      lane() % 4 / 2 * kDqGroupCols;
+                      (static_cast<long long>(row) * items_.num_heads + head) * kCols + lane() % 4 / 2 * kDqGroupCols;
         const bool is_there = row < items_.total_q;
 #pragma unroll 1
         for (int i = 0; i < kHeadDim / kDqGroupCols / kColGroupsAtOnce; ++i) {
@@ -36,7 +35,8 @@ public:
                 const uint4 cols =
                     transposed({scaled(sums[j].x, sums[j].y), scaled(sums[j].z, sums[j].w),
                                 scaled(sums[j + 1].x, sums[j + 1].y), scaled(sums[j + 1].z, sums[j + 1].w)});
-                if (is_there) {
+                const int first_col = (i * kColGroupsAtOnce + j + lane() % 4 / 2) * kDqGroupCols;
+                if (is_there && (kCols == kHeadDim || first_col < kCols)) {
                     *reinterpret_cast<uint4*>(to + j * kDqGroupCols) = cols;
                 }
             }

@@ -28,7 +28,8 @@ public:
                 go();
                 break;
             }
-            DqRounding<typename Config::Element, Config::kHeadDim, kColGroupsAtOnce>(items).round(head, group);
+            DqRounding<typename Config::Element, Config::kHeadDim, Config::kCols, kColGroupsAtOnce>(items).round(head,
+                                                                                                                 group);
             item = drawn(next);
         }
     }

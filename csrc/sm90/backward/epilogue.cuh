@@ -58,12 +58,12 @@ public:
         return is_last ? work.tile.row_end : work.tile.row_begin;
     }
 
-    // By way of shared memory, where there is room for so many slabs, to `rows`.
-    template <int kSlabsAtOnce>
+    // By way of shared memory, where there is room for so many slabs, to `rows`, which have the first `kCols` columns.
+    template <int kSlabsAtOnce, int kCols>
     __device__ __forceinline__ void store(const Grad& grad, Element* tile_rows, const TensorMap& map, void* rows,
                                           const TileOfHead& work, int store_end) const {
         Element* const staging = tile_rows + row_in_block() * Config::kSlabCols;
-        store_slabs<0, kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
+        store_slabs<0, kSlabsAtOnce, kCols>(grad, staging, map, rows, work, store_end);
     }
 
 private:
@@ -156,7 +156,7 @@ private:
     }
 
     // From slab `kFirst` on, so many at a time.
-    template <int kFirst, int kSlabsAtOnce>
+    template <int kFirst, int kSlabsAtOnce, int kCols>
     __device__ __forceinline__ void store_slabs(const Grad& grad, Element* staging, const TensorMap& map, void* rows,
                                                 const TileOfHead& work, int store_end) const {
         constexpr int kEnd = kFirst + kSlabsAtOnce < Config::kSlabs ? kFirst + kSlabsAtOnce : Config::kSlabs;
@@ -169,7 +169,7 @@ private:
             __syncwarp();
             if (lane_ == 0) {
 #pragma unroll
-                for (int slab = kFirst; slab < kEnd; ++slab) {
+                for (int slab = kFirst; slab < kEnd && slab * Config::kSlabCols < kCols; ++slab) {
                     tma_store_3d(map, staging + (slab - kFirst) * Config::kKSlab, slab * Config::kSlabCols, warp_row,
                                  work.kv_head);
                 }
@@ -178,24 +178,24 @@ private:
             }
         } else {
             __syncwarp();
-            store_rows<kFirstCol, kEndCol>(staging, warp_row, rows, work.kv_head, store_end);
+            store_rows<kFirstCol, kEndCol, kCols>(staging, warp_row, rows, work.kv_head, store_end);
         }
         __syncwarp();   // others may be written there
         if constexpr (kEnd < Config::kSlabs) {
-            store_slabs<kEnd, kSlabsAtOnce>(grad, staging, map, rows, work, store_end);
+            store_slabs<kEnd, kSlabsAtOnce, kCols>(grad, staging, map, rows, work, store_end);
         }
     }
 
-    template <int kFirstCol, int kEndCol>
+    template <int kFirstCol, int kEndCol, int kCols>
     __device__ __forceinline__ void store_rows(const Element* staging, int warp_row, void* rows, int kv_head,
                                                int store_end) const {
-        constexpr int kChunksOfRow = Config::kHeadDim / 8;
+        constexpr int kChunksOfRow = kCols / 8;
         constexpr int kChunks = (kEndCol - kFirstCol) / 8;
         const int4* const chunks = reinterpret_cast<const int4*>(staging);
         for (int i = lane_; i < kWarpRows * kChunks; i += 32) {
             const int row = i / kChunks;
             const int chunk = i % kChunks;
-            if (warp_row + row < store_end) {
+            if (warp_row + row < store_end && (kEndCol <= kCols || kFirstCol / 8 + chunk < kChunksOfRow)) {
                 const long long index = static_cast<long long>(warp_row + row) * params_.agenda.num_heads + kv_head;
                 static_cast<int4*>(rows)[index * kChunksOfRow + kFirstCol / 8 + chunk] =
                     chunks[chunk / 8 * (kKSlabBytes / 16) + row * 8 + (chunk % 8 ^ row % 8)];

@@ -344,10 +344,10 @@ private:
         for (int i = 0; i < kGrad; ++i) {
             dk[i] *= params_.dq.softmax_scale;
         }
-        gradients_.template store<Config::kSlabs>(dv, smem_.dscores[0][0], params_.dv, params_.dv_rows, work,
-                                                  store_end);
-        gradients_.template store<Config::kSlabs>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows, work,
-                                                  store_end);
+        gradients_.template store<Config::kSlabs, Config::kColsOfV>(dv, smem_.dscores[0][0], params_.dv,
+                                                                    params_.dv_rows, work, store_end);
+        gradients_.template store<Config::kSlabs, Config::kCols>(dk, smem_.dscores[0][0], params_.dk, params_.dk_rows,
+                                                                 work, store_end);
     }
 
     __device__ __forceinline__ void walk(Grad& dk, Grad& dv) {

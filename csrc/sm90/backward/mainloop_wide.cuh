@@ -148,6 +148,7 @@ public:
         block_.advance();
     }
 
+    static constexpr int kCols = Config::kColsOfV;   // of dV
     static constexpr int kStagingSlabs = 1;
 
     // From where dV leaves, when nobody needs what is there any more.
@@ -289,6 +290,7 @@ public:
         }
     }
 
+    static constexpr int kCols = Config::kCols;   // of dK
     static constexpr int kStagingSlabs = Config::kScoreStages * Config::kScoreSlabs;
 
     // From where dK leaves, when nobody needs what is there any more.
@@ -422,7 +424,8 @@ private:
         for (float& x : grad) {
             x *= scale;
         }
-        gradients_.template store<Walk<Config>::kStagingSlabs>(grad, walk_.staging(), map, rows, work, store_end);
+        gradients_.template store<Walk<Config>::kStagingSlabs, Walk<Config>::kCols>(grad, walk_.staging(), map, rows,
+                                                                                    work, store_end);
     }
 
     // Where a score program asks.

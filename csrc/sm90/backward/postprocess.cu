@@ -14,7 +14,7 @@ constexpr int kColGroupsAtOnce = 4;
 
 __device__ __forceinline__ void postprocess(const PostprocessParams& params) {
     griddepcontrol_wait();
-    const DqRounding<FFA_ELEMENT, FFA_HEAD_DIM, kColGroupsAtOnce> rounding(params.items);
+    const DqRounding<FFA_ELEMENT, FFA_HEAD_DIM, FFA_COLS, kColGroupsAtOnce> rounding(params.items);
     const DqOrder order = params.progress->order(params.items);
     const int num_left = params.progress->num_left;
     const int first_not_drawn = params.progress->first_not_drawn(params.items.count());

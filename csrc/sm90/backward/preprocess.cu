@@ -76,7 +76,7 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
         const int row = first_row + step * kRowsAtOnce + threadIdx.x / kLanesPerRow;
         const bool is_live = row < params.total_q;
         float sum = 0.f;
-        if (is_live && lane * kElementsPerLane < kHeadDim) {
+        if (is_live && lane * kElementsPerLane < FFA_COLS_OF_V) {
             sum = dot(*reinterpret_cast<const uint4*>(out + row * params.out_row_stride),
                       *reinterpret_cast<const uint4*>(dout + row * params.dout_row_stride));
         }

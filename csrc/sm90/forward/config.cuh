@@ -13,12 +13,13 @@ namespace ffa {
 
 constexpr int kMaxConsumers = 3;
 
-template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_, int kConsumers_,
-          int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_, bool kHasBits_,
-          bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
+template <class Element_, int kHeadDim_, int kOutCols_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
+          int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
+          bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
+    static constexpr int kOutCols = kOutCols_;   // of the output, as of V
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kKStages = kKStages_;
     static constexpr int kVStages = kVStages_;
@@ -41,6 +42,7 @@ struct ForwardConfig {
     static constexpr int kRows = 64;       // of a warpgroup
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
     static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
+    static constexpr int kOutSlabs = (kOutCols + kSlabCols - 1) / kSlabCols;
     static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
     static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
 
@@ -56,6 +58,7 @@ struct ForwardConfig {
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
     static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
+    static_assert(kOutCols % 8 == 0 && kOutCols <= kHeadDim, "rows leave in 16 bytes at a time");
     static_assert(kBlockCols % 16 == 0, "P V takes 16 columns a step");
     static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroup <= 65536, "one register file");
 };

@@ -75,6 +75,12 @@ class MagiCudaPadded(MagiCuda):
     kernel = "cuda_padded"
 
 
+class MagiCudaNarrow(MagiCuda):
+    name = "magi-cuda-narrow"
+    label = "magi_compile (CUDA, narrow)"
+    kernel = "cuda_narrow"
+
+
 class MagiTriton(_Magi):
     name = "magi-triton"
     label = "magi_compile (Triton)"

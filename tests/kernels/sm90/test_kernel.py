@@ -1,5 +1,6 @@
 """What the Hopper kernel refuses, and why."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -34,6 +35,43 @@ def kernel():
 def test_refusals(kernel, change, reason):
     reasons = kernel.refusals(replace(PROBLEM, **change))
     assert any(reason in text for text in reasons), reasons
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "reason"),
+    [
+        ((80, 100), "multiples of 8, got head_dim 80 and head_dim_v 100"),
+        ((128, 264), "up to 256, got head_dim 128 and head_dim_v 264"),
+        ((128, 40), "at most 1.5 times as many columns, got .* 40, which run as 128"),
+    ],
+    ids=str,
+)
+def test_refusals_of_head_dimensions_in_between(head_dims, reason):
+    from magi_compile.kernels.sm90 import NarrowCudaKernel
+
+    problem = replace(PROBLEM, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    (found,) = NarrowCudaKernel().refusals(problem)
+    assert re.search(reason, found)
+
+
+@pytest.mark.parametrize(
+    ("head_dims", "note"),
+    [
+        ((128, 128), []),
+        (
+            (192, 128),
+            ["head_dim 192 and head_dim_v 128 run as 192, of which TMA reads zeros"],
+        ),
+        ((80, 80), ["head_dim 80 and head_dim_v 80 run as 96, of which TMA reads zeros"]),
+    ],
+    ids=str,
+)
+def test_head_dimensions_in_between(head_dims, note):
+    from magi_compile.kernels.sm90 import NarrowCudaKernel
+
+    problem = replace(PROBLEM, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    assert not NarrowCudaKernel().refusals(problem)
+    assert NarrowCudaKernel().notes(problem) == note
 
 
 def test_bits_in_one_pass(kernel):

@@ -6,7 +6,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import BACKWARD_ROWS, BackwardConfig, backward_config
+from magi_compile.kernels.heuristics import (
+    BACKWARD_ROWS,
+    BackwardConfig,
+    backward_config,
+    cuda_head_dim,
+)
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, score_defines, score_headers
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
 from magi_compile.kernels.sm90.scores.source import ScoreSource
@@ -23,11 +28,14 @@ def backward_variants(
     """The kernels to compile for `problem`: before, main, after; main with a `score` program where `problem` has one."""
     assert problem.has_score == (score is not None)
     config = backward_config(problem, keeps_slopes=keeps_slopes(score))
-    element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": problem.head_dim}
-    rows = {**element, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
+    element = {"FFA_ELEMENT": ELEMENTS[problem.dtype], "FFA_HEAD_DIM": cuda_head_dim(problem)}
+    of_q, of_v = {"FFA_COLS": problem.head_dim}, {"FFA_COLS_OF_V": problem.head_dim_v}
+    rows = {**element, **of_v, "FFA_ROWS": BACKWARD_ROWS, "FFA_TILE_WARPS": config.tile_warps}
     cols = {"FFA_BLOCK_COLS": config.block_cols}
     main = {
         **element,
+        **of_q,
+        **of_v,
         **cols,
         "FFA_CTAS": config.num_ctas,
         "FFA_STAGES": config.stages,
@@ -43,17 +51,21 @@ def backward_variants(
         **score_defines(score),
     }
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
+    # The epilogue of other head dimensions may: what is left out at its end takes a register more.
+    may_spill = score is not None or {problem.head_dim, problem.head_dim_v} != {
+        cuda_head_dim(problem)
+    }
     return (
         _variant(
             "backward/preprocess.cu",
             "ffa_backward_preprocess",
             {**rows, **cols},
         ),
-        replace(main_variant, headers=score_headers(score), may_spill=score is not None),
+        replace(main_variant, headers=score_headers(score), may_spill=may_spill),
         _variant(
             "backward/postprocess.cu",
             "ffa_backward_postprocess",
-            {**element, "FFA_THREADS": STREAM_THREADS},
+            {**element, **of_q, "FFA_THREADS": STREAM_THREADS},
         ),
     )
 

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import BackwardConfig
+from magi_compile.kernels.heuristics import BackwardConfig, cuda_head_dim
 
 DQ_GROUP_ROWS = 16
 STATS_BYTES = 12  # of a query, in csrc/sm90/backward/statistics.cuh
@@ -56,9 +56,10 @@ class Scratch(NamedTuple):
             num_slots = max(num_slots, num_tiles)
         num_entries = max(num_items + num_slots, num_items * group if has_passes else 0)
         num_partials = num_slots * heads_per_section
-        stats = nheads_q * padded_q * problem.head_dim
+        head_dim = cuda_head_dim(problem)
+        stats = nheads_q * padded_q * head_dim
         partials = stats + nheads_q * padded_q * STATS_BYTES // 4
-        end = partials + num_partials * 2 * config.tile_rows * problem.head_dim
+        end = partials + num_partials * 2 * config.tile_rows * head_dim
         words = (
             num_entries * _ENTRY_BYTES // 4,
             2 + num_tiles * problem.nheads_kv // grid,

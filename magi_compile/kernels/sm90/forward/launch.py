@@ -12,6 +12,7 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_like, output_stride
 from magi_compile.kernels.heuristics import (
     ForwardConfig,
+    cuda_head_dim,
     forward_config,
     heads_per_section,
 )
@@ -67,7 +68,8 @@ def forward_variant(
     assert problem.has_score == (score is not None)
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
-        "FFA_HEAD_DIM": problem.head_dim,
+        "FFA_HEAD_DIM": cuda_head_dim(problem),
+        "FFA_OUT_COLS": problem.head_dim_v,
         "FFA_BLOCK_COLS": config.block_cols,
         "FFA_K_STAGES": config.k_stages,
         "FFA_V_STAGES": config.v_stages,
@@ -130,7 +132,7 @@ def forward(
         TypeError: if `prior` or `out_dtype` has another dtype.
     """
     assert (max_scores is not None) == problem.has_max_scores
-    q, k, _ = qkv
+    q, k, v = qkv
     out_dtype = out_dtype or q.dtype
     if out_dtype not in (q.dtype, torch.float32):
         raise TypeError(
@@ -139,7 +141,7 @@ def forward(
     if prior is not None and prior.out.dtype != torch.float32:
         raise TypeError(f"`prior.out` must be torch.float32, got {prior.out.dtype}")
     if q.shape[0] == 0 or k.shape[0] == 0:
-        return merge_prior(nothing_seen(q), prior, out_dtype)
+        return merge_prior(nothing_seen(q, v), prior, out_dtype)
     priors = [x.contiguous() for x in prior] if prior else [None, None]
     program, tables = given_score(score, problem, q, k)
     shapes = (walk.tiles.shape[0], walk.edges.shape[0] > 0, prior is not None, out_dtype, program)
@@ -162,10 +164,10 @@ def given_score(
     return score_arguments(score, problem, q.shape[0], k.shape[0], wanted)
 
 
-def nothing_seen(q: Tensor) -> ForwardOutput:
-    """Attention of `q` over no keys."""
+def nothing_seen(q: Tensor, v: Tensor) -> ForwardOutput:
+    """Attention of `q` over no keys, with values like `v`."""
     total_q, nheads_q, _ = q.shape
-    out = output_like(q, q.shape[2]).zero_()
+    out = output_like(q, v.shape[2]).zero_()
     return ForwardOutput(out, torch.full((nheads_q, total_q), -math.inf, device=q.device))
 
 
@@ -185,11 +187,12 @@ def _call(
         return None
     (q_shape, q_stride), *_ = layouts
     total_q, nheads_q, _ = q_shape
+    out_shape = total_q, nheads_q, problem.head_dim_v
     if out_dtype == problem.dtype:
-        out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, q_shape[2]), out_dtype)
+        out = Buffer(out_shape, output_stride(q_shape, q_stride, problem.head_dim_v), out_dtype)
         results = NO_RESULTS | {"out_rows": Pointer(OUT), "lse": Pointer(LSE)}
     else:
-        out = Buffer.of(q_shape, out_dtype)
+        out = Buffer.of(out_shape, out_dtype)
         results = NO_RESULTS | {"wide_out": Pointer(OUT), "wide_lse": Pointer(LSE)}
     if has_prior:
         results |= {"prior_out": Pointer(PRIOR_OUT), "prior_lse": Pointer(PRIOR_LSE)}

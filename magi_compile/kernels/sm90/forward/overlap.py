@@ -235,13 +235,18 @@ def _call(
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), (local_shape, _), _, (remote_shape, _), _ = layouts
-    total_q, nheads_q, head_dim = q_shape
+    total_q, nheads_q, _ = q_shape
+    head_dim_v = problem.head_dim_v
     config, sms = forward_config(problem), num_sms(device_index)
     split_rows, num_counters = num_splits * config.tile_rows, _NUM_STORED + num_splits * nheads_q
     made = (
-        Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype),
+        Buffer(
+            (total_q, nheads_q, head_dim_v),
+            output_stride(q_shape, q_stride, head_dim_v),
+            problem.dtype,
+        ),
         Buffer.of((nheads_q, total_q), torch.float32),
-        Buffer.of((split_rows, nheads_q, head_dim), torch.float32),
+        Buffer.of((split_rows, nheads_q, head_dim_v), torch.float32),
         Buffer.of((nheads_q, split_rows), torch.float32),
         Buffer.of((num_counters,), torch.int32, zeros=num_counters),
     )

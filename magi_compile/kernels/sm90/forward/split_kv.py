@@ -97,9 +97,9 @@ def split_variant() -> Variant:
 
 
 @cache
-def merge_variant(head_dim: int, dtype: torch.dtype) -> Variant:
+def merge_variant(head_dim_v: int, dtype: torch.dtype) -> Variant:
     """The kernel that merges splits."""
-    defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_HEAD_DIM", str(head_dim)))
+    defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_OUT_COLS", str(head_dim_v)))
     return Variant("forward/combine.cu", "ffa_forward_merge", defines)
 
 
@@ -222,12 +222,14 @@ def _call(
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts
-    total_q, nheads_q, head_dim = q_shape
+    total_q, nheads_q, _ = q_shape
+    head_dim_v = problem.head_dim_v
     layout = SplitLayout.of_size(num_tiles, num_runs, size)
     tile_rows, num_cuts = forward_config(problem).tile_rows, layout.num_splits // 2
     split_rows = layout.num_splits * tile_rows
-    num_words = split_rows * nheads_q * head_dim  # of their outputs, in front of their lses
-    out = Buffer(tuple(q_shape), output_stride(q_shape, q_stride, head_dim), problem.dtype)
+    num_words = split_rows * nheads_q * head_dim_v  # of their outputs, in front of their lses
+    out_shape = total_q, nheads_q, head_dim_v
+    out = Buffer(out_shape, output_stride(q_shape, q_stride, head_dim_v), problem.dtype)
     lse = Buffer.of((nheads_q, total_q), torch.float32)
     of_splits = Buffer.of((num_words + split_rows * nheads_q,), torch.float32)
     at_out, at_lse = Pointer(OTHER), Pointer(OTHER, 4 * num_words)
@@ -262,9 +264,9 @@ def _call(
         total_q=total_q,
         split_rows=split_rows,
     )
-    num_threads = num_cuts * tile_rows * nheads_q * head_dim // 4
+    num_threads = num_cuts * tile_rows * nheads_q * head_dim_v // 4
     merge = Launch(
-        load_function(merge_variant(head_dim, problem.dtype), device_index),
+        load_function(merge_variant(head_dim_v, problem.dtype), device_index),
         min(-(-num_threads // _MERGE_THREADS), _MERGE_BLOCKS * num_sms(device_index)),
         _MERGE_THREADS,
         params,

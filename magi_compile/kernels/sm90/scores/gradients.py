@@ -6,7 +6,11 @@ from functools import cache
 from typing import NamedTuple
 
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.heuristics import ForwardConfig, table_gradients_config
+from magi_compile.kernels.heuristics import (
+    ForwardConfig,
+    cuda_head_dim,
+    table_gradients_config,
+)
 from magi_compile.kernels.sm90.backward.workspace import DQ_GROUP_ROWS
 from magi_compile.kernels.sm90.forward.launch import (
     ELEMENTS,
@@ -48,7 +52,7 @@ def table_gradients_variant(
     """The kernel to compile for `problem`, with the `source` of a program with gradients."""
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
-        "FFA_HEAD_DIM": problem.head_dim,
+        "FFA_HEAD_DIM": cuda_head_dim(problem),
         "FFA_BLOCK_COLS": config.block_cols,
         "FFA_K_STAGES": config.k_stages,
         "FFA_V_STAGES": config.v_stages,

@@ -44,6 +44,8 @@ SHAPES = {
     "128": (Heads(2, 1, 128, 128), 0.0),
     "128-softcap": (Heads(2, 1, 128, 128), 5.0),
     "192": (Heads(1, 1, 192, 192), 0.0),
+    "80": (Heads(2, 1, 80, 80), 0.0),
+    "192-128": (Heads(1, 1, 192, 128), 0.0),
 }
 CASES = [
     random_disjoint(230, 180, 0, num_cuts=4),
@@ -89,7 +91,7 @@ UNEVEN = Case(
 
 @pytest.mark.parametrize(
     ("case", "shape"),
-    [(CASES[0], "128"), (UNEVEN, "64"), (UNEVEN, "128")],
+    [(CASES[0], "128"), (UNEVEN, "64"), (UNEVEN, "128"), (CASES[0], "80"), (UNEVEN, "192-128")],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_one_launch(case, shape, launches):
@@ -172,8 +174,13 @@ def run_early(compiled, monkeypatch):
         walk = build_tile_plan(local_and_remote(slices, cut), **tiles._asdict(), exact=False)
         plan = early.split_plan(walk.q_walk, tiles, cut + 1)
         # As they arrive: side by side, and there are others behind.
-        packed = torch.full((len(inputs.k) - cut + 5, 2, *inputs.k.shape[1:]), torch.nan).bfloat16()
-        remote = packed[:-5].unbind(1)
+        rows, heads, columns = (
+            len(inputs.k) - cut,
+            inputs.k.shape[1],
+            [x.shape[2] for x in inputs[1:3]],
+        )
+        packed = torch.full((rows + 5, heads, sum(columns)), torch.nan).bfloat16()
+        remote = packed[:-5].split(columns, 2)
         grids = []
 
         def arrive():
@@ -290,6 +297,8 @@ SPLITS = [
     (one(MaskType.FULL, 50, 900), "128", [4]),
     (one(MaskType.CAUSAL, 250, 900), "128-softcap", [2, 2]),
     (one(MaskType.FULL, 30, 900), "192", [6]),
+    (one(MaskType.FULL, 50, 900), "80", [4]),
+    (one(MaskType.FULL, 30, 900), "192-128", [6]),
     (random_disjoint(230, 900, 0, num_cuts=4), "128", [2]),
     (BitCase.of("bits", random_table(1, 1, 100, 900, 6)), "64", [4]),
     (BitCase.of("bits", random_table(1, 1, 100, 900, 6)), "192", [7]),
@@ -310,11 +319,14 @@ def test_in_splits(case, shape, expected, in_splits):
     assert torch.equal(result.lse, again.lse)
 
 
-@pytest.mark.parametrize("has_max_scores", [False, True])
-def test_a_wide_output_and_a_prior(has_max_scores, launches):
+@pytest.mark.parametrize(
+    ("shape", "has_max_scores"),
+    [("128", False), ("128", True), ("80", False), ("192-128", False)],
+)
+def test_a_wide_output_and_a_prior(shape, has_max_scores, launches):
     """Stages: every tile is a split that lies at its own rows."""
     case = CASES[1]
-    problem, inputs = prepared(case, "128")
+    problem, inputs = prepared(case, shape)
     problem = replace(problem, has_max_scores=has_max_scores)
     result, max_scores = None, new_max_scores(inputs.q) if has_max_scores else None
     for begin, end in ((0, 111), (111, case.seqlen_k)):

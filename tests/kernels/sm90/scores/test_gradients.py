@@ -123,7 +123,7 @@ def test_an_index_out_of_bounds_has_no_gradient(kernel):
     check(kernel, case, CAUSAL, dense=too_short_with_zeros)
 
 
-@pytest.mark.parametrize("head_dim", [96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [80, 96, 128, 192, 256])
 @pytest.mark.parametrize("name", ["alibi", "relative", "documents"])
 def test_wider_heads(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, head_dim=head_dim)
