@@ -49,7 +49,7 @@ from magi_compile._compat.flex import (
     scalar_indexing,
     watch_flex_attention,
 )
-from magi_compile._compat.functorch import allow_repeated_backward, vmap_in_ops
+from magi_compile._compat.functorch import allow_repeated_backward, has_tangents, vmap_in_ops
 from magi_compile._compat.inductor import (
     inductor_cache_key,
     install_pre_grad_pass,

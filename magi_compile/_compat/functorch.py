@@ -1,12 +1,14 @@
-"""torch.func: vmap, and the backward of compiled graphs."""
+"""torch.func: vmap, forward-mode derivatives, and the backward of compiled graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
 
 
 @contextmanager
@@ -40,3 +42,10 @@ def allow_repeated_backward() -> None:
     import torch._functorch.config as config
 
     config.donated_buffer = False
+
+
+def has_tangents(tensors: Sequence[Tensor]) -> bool:
+    """Whether forward-mode differentiation follows one of them."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)

@@ -19,6 +19,7 @@ from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices, slices_from_block_mask
 from magi_compile.masks.block_mask import slices_from_mask_mod
+from magi_compile.masks.program.read import read_mask_mod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -112,7 +113,8 @@ def plan(
         ValueError: the mesh has more than one dimension or lacks this process; `seqlen` is missing or differs from the mask's; `masks`
             have different lengths; `weights` do not fit them; `permutation` is not a permutation of the sequence; `keys` are not as many as those of the mask.
         UnsupportedMaskError: slices cannot express the mask.
-        NotImplementedError: batch entries have masks of their own.
+        NotImplementedError: batch entries have masks of their own. Of a mask_mod that reads `b`, and of a BlockMask of one for a single
+            entry, attention says so where the batch has more than one.
     """
     group, device = group_of(mesh), _device_of(mesh)
     is_one = masks is None
@@ -145,14 +147,15 @@ def plan(
         keys=None if keys is None else [None if x is None else x.placement for x in tokens],
     )
     spread: dict[Placement, SpreadTokens] = {}
-    made = []
+    made: list[SequencePlan] = []
     for of_mask, of_rank, of_keys in zip(slices, planned, tokens, strict=True):
         where = of_rank.dispatch.other_keys
         if of_keys is None and where is not None:
             if where not in spread:
                 spread[where] = SpreadTokens(where, of_rank.rank, group, device)
             of_keys = spread[where]
-        made.append(SequencePlan(of_mask, of_rank, group, device, options.cost, of_keys))
+        of_entry = _is_of_entry(listed[len(made)], device)
+        made.append(SequencePlan(of_mask, of_rank, group, device, options.cost, of_keys, of_entry))
     if is_one:
         return made[0]
     return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
@@ -275,6 +278,15 @@ def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
         wanted, found = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
         raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {found}")
     return slices.to("cpu")
+
+
+def _is_of_entry(mask: Any, device: torch.device) -> bool:
+    """Whether `mask` depends on the batch entry: planned was that of the first."""
+    mask_mod = getattr(mask, "mask_mod", mask)
+    if mask_mod is None or isinstance(mask_mod, AttnSlices):
+        return False
+    where = mask.kv_num_blocks.device if mask_mod is not mask else device
+    return read_mask_mod(mask_mod, where).program.differs_by_entry
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:

@@ -77,6 +77,7 @@ class SequencePlan(SpreadTokens):
         device: of the mesh.
         cost: the rates by which it was planned.
         keys: how the keys are spread, where they are not the tokens themselves.
+        is_of_entry: whether other batch entries may have other masks than this one, which is that of the first.
 
     Attributes:
         slices: the mask of the whole sequence, for `magi_compile.flex_flash_attention` inside `context_parallel`.
@@ -91,6 +92,7 @@ class SequencePlan(SpreadTokens):
         device: torch.device,
         cost: CostModel = DEFAULT_COST,
         keys: SpreadTokens | None = None,
+        is_of_entry: bool = False,
     ):
         where = planned.dispatch
         super().__init__(where, planned.rank, group, device)
@@ -106,7 +108,7 @@ class SequencePlan(SpreadTokens):
         whole = SpreadSlices.unchecked(*lists, slices.seqlen_q, slices.seqlen_k)
         vars(whole).update(plan=self, digest=self.meta[:1].clone())
         self.slices = cast(SpreadSlices, whole)
-        self._planned, self._cost = planned, cost
+        self._planned, self._cost, self._is_of_entry = planned, cost, is_of_entry
         self._ranks = dist.get_process_group_ranks(group)
         self._block_mask: BlockMask | None = None
 
@@ -215,7 +217,7 @@ class SequencePlan(SpreadTokens):
             TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
                 different masks.
-            NotImplementedError: no kernel runs this.
+            NotImplementedError: no kernel runs this, or the mask depends on the batch entry and there are several.
         """
         with_max = asks_for_max_scores(return_lse, return_aux)
         out, lse, *others = self.attend(
@@ -246,6 +248,11 @@ class SequencePlan(SpreadTokens):
                 raise ValueError(
                     f"`{name}` must be [B, H, seqlen_local, D] or [seqlen_local, H, D], like `q`, got shape {list(x.shape)}"
                 )
+        if q.ndim == 4 and q.shape[0] != 1 and self._is_of_entry:
+            raise NotImplementedError(
+                f"`q` must have one batch entry, because the mask_mod of the plan depends on it (b), got {q.shape[0]}; pack entries with "
+                "masks of their own into one sequence, as documents, or give a mask_mod without b"
+            )
         if are_distributed(q, k, v):
             layout = PADDED if q.ndim == 4 else PACKED
             shards = shards_of({"q": q, "k": k, "v": v}, layout, self._ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ class AttentionCall:
         if decision.kernel:
             lines.append(f"kernel   {decision.kernel}")
             lines.extend(f"         {note}" for note in decision.notes)
-            lines.extend(
-                f"         not {name}: {'; '.join(why)}" for name, why in decision.passed_over
-            )
+            for why, kernels in groupby(decision.passed_over, key=itemgetter(1)):
+                names = ", ".join(name for name, _ in kernels)
+                lines.append(f"         not {names}: {'; '.join(why)}")
         else:
             lines.append("kernel   none of ours; the call stays on FlexAttention because")
             lines.extend(f"         - {reason}" for reason in decision.reasons)

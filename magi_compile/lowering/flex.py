@@ -317,8 +317,13 @@ def _lower_graph(
         slices: tuple[Node, ...] = ()
         if not found.reasons:
             node, slices = _replace(call, found, masks, options)
-        elif options.strict or call.needs_cpu_gradients:
+        elif options.strict:
             raise LoweringRefusedError(str(decision))
+        elif call.needs_cpu_gradients:
+            raise LoweringRefusedError(
+                f"cannot be {decision}\nand FlexAttention has no gradients on a CPU, so nothing can run it; compute them on a GPU, or "
+                "change what is refused"
+            )
         lowered.append(LoweredCall(decision, node, slices))
     if nodes:
         # Not eliminate_dead_code(): it deletes calls with effects that FX does not know (vmap nesting, autocast).

@@ -1,14 +1,14 @@
 """The named masks: each as a mask_mod for FlexAttention and as slices, over documents packed one after the other.
 
 Every function takes the document lengths first, so that one loop over `MASKS` makes them all but `tree`, which needs more; masks that
-do not know documents use their sum. The slices come straight from the definitions, not from the mask_mods.
+do not know documents use their sum. Numbers are ints, and lengths at least 1; others are a TypeError or a ValueError. The slices come straight from the definitions, not from the mask_mods.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,40 @@ class _Documents(NamedTuple):
 
 
 def _documents(lengths: Sequence[int], device: torch.device | str) -> _Documents:
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"`lengths` must hold positive document lengths, got {list(lengths)}")
+    lengths = _lengths(lengths)
     bounds = [0, *itertools.accumulate(lengths)]
     counts = torch.tensor(lengths)
     ids = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), counts)
     starts = torch.repeat_interleave(torch.tensor(bounds[:-1], dtype=torch.int32), counts)
     return _Documents(bounds, ids.to(device), starts.to(device))
+
+
+def _lengths(given: Sequence[int]) -> list[int]:
+    lengths = _ints("lengths", given)
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"`lengths` must hold positive document lengths, got {lengths}")
+    return lengths
+
+
+def _ints(name: str, given: Sequence[int]) -> list[int]:
+    values = given.tolist() if isinstance(given, Tensor) else given
+    if not isinstance(values, Iterable) or isinstance(values, str):
+        raise TypeError(f"`{name}` must be a list of ints, got {given!r}")
+    found = list(values)
+    if not all(map(_is_int, found)):
+        raise TypeError(f"`{name}` must be a list of ints, got {found}")
+    return [int(x) for x in found]
+
+
+def _is_int(x: Any) -> bool:
+    return hasattr(x, "__index__") and not isinstance(x, bool)
+
+
+def _check_size(name: str, given: int, least: int) -> None:
+    if not _is_int(given):
+        raise TypeError(f"`{name}` must be an int, got {given!r}")
+    if given < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {given}")
 
 
 def _slices(
@@ -64,7 +91,7 @@ def full(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Named
     def mask_mod(b, h, q, kv):
         return q >= 0
 
-    return NamedMask(mask_mod, AttnSlices.full(sum(lengths)).to(device))
+    return NamedMask(mask_mod, AttnSlices.full(sum(_lengths(lengths))).to(device))
 
 
 def causal(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
@@ -73,7 +100,7 @@ def causal(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> Nam
     def mask_mod(b, h, q, kv):
         return q >= kv
 
-    return NamedMask(mask_mod, AttnSlices.causal(sum(lengths)).to(device))
+    return NamedMask(mask_mod, AttnSlices.causal(sum(_lengths(lengths))).to(device))
 
 
 def document_full(lengths: Sequence[int], *, device: torch.device | str = "cpu") -> NamedMask:
@@ -101,24 +128,28 @@ def document_causal(lengths: Sequence[int], *, device: torch.device | str = "cpu
 def sliding_window_full(
     lengths: Sequence[int], *, window: int = 1024, device: torch.device | str = "cpu"
 ) -> NamedMask:
-    """Every token sees `window` tokens on either side."""
+    """Every token sees `window` tokens on either side, 0 or more."""
+    total = sum(_lengths(lengths))
+    _check_size("window", window, 0)
 
     def mask_mod(b, h, q, kv):
         return (q - kv <= window) & (kv - q <= window)
 
-    slices = AttnSlices.sliding_window(sum(lengths), None, window=(window, window))
+    slices = AttnSlices.sliding_window(total, None, window=(window, window))
     return NamedMask(mask_mod, slices.to(device))
 
 
 def sliding_window_causal(
     lengths: Sequence[int], *, window: int = 1024, device: torch.device | str = "cpu"
 ) -> NamedMask:
-    """Every token sees itself and `window` tokens before it."""
+    """Every token sees itself and `window` tokens before it, 0 or more."""
+    total = sum(_lengths(lengths))
+    _check_size("window", window, 0)
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) & (q - kv <= window)
 
-    slices = AttnSlices.sliding_window(sum(lengths), None, window=(window, 0))
+    slices = AttnSlices.sliding_window(total, None, window=(window, 0))
     return NamedMask(mask_mod, slices.to(device))
 
 
@@ -130,7 +161,7 @@ def share_question(lengths: Sequence[int], *, device: torch.device | str = "cpu"
     def mask_mod(b, h, q, kv):
         return (q >= kv) & ((ids[q] == ids[kv]) | (kv < question))
 
-    first = docs.bounds[min(2, len(lengths))]
+    first = docs.bounds[min(2, len(docs.spans))]
     items = [
         ((0, first), (0, first), MaskType.CAUSAL),
         ((first, docs.total), (0, question), MaskType.FULL),
@@ -143,7 +174,8 @@ def global_sliding_window(
     lengths: Sequence[int], *, window: int = 1024, device: torch.device | str = "cpu"
 ) -> NamedMask:
     """The first `window` tokens see and are seen by all; the others see `window` tokens on either side."""
-    total = sum(lengths)
+    total = sum(_lengths(lengths))
+    _check_size("window", window, 0)
     sinks = min(window, total)
 
     def mask_mod(b, h, q, kv):
@@ -177,8 +209,12 @@ def prefix_lm_causal(
     lengths: Sequence[int], *, prefix: int | None = None, device: torch.device | str = "cpu"
 ) -> NamedMask:
     """Causal, but the first `prefix` tokens, by default the first document, see each other."""
+    lengths = _lengths(lengths)
     total = sum(lengths)
-    prefix = lengths[0] if prefix is None else min(prefix, total)
+    if prefix is None:
+        prefix = lengths[0]
+    _check_size("prefix", prefix, 0)
+    prefix = min(prefix, total)
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) | (kv < prefix)
@@ -196,7 +232,8 @@ def prefix_lm_document(
     """Documents are causal, but the first `prefix` tokens of each, by default half of the first, see each other."""
     docs = _documents(lengths, device)
     ids, starts = docs.ids, docs.starts
-    size = (lengths[0] + 1) // 2 if prefix is None else prefix
+    size = (docs.bounds[1] + 1) // 2 if prefix is None else prefix
+    _check_size("prefix", size, 0)
 
     def mask_mod(b, h, q, kv):
         return (ids[q] == ids[kv]) & ((q >= kv) | (kv < starts[q] + size))
@@ -214,6 +251,7 @@ def block_causal_document(
 ) -> NamedMask:
     """Documents are cut in blocks; every token sees its block and the blocks of its document before it."""
     docs = _documents(lengths, device)
+    _check_size("block", block, 1)
     ids, starts = docs.ids, docs.starts
 
     def mask_mod(b, h, q, kv):
@@ -234,6 +272,7 @@ def block_diffusion(
     """Documents are a noisy copy, then the clean one, in blocks: a noisy block sees itself and the clean blocks before it, a
     clean one itself and those before it, as in block diffusion language models (arXiv 2503.09573)."""
     docs = _documents(lengths, device)
+    _check_size("block", block, 1)
     ids, starts = docs.ids, docs.starts
     middles = torch.tensor([begin + (end - begin) // 2 for begin, end in docs.spans])
     middle_of = middles.to(torch.int32).to(device)[ids.long()]
@@ -269,6 +308,8 @@ def sliding_tiles(
     """Documents are videos in tiles of `tile` tokens, `width` to a line and `height` lines to a frame of tiles: a tile sees those at most
     one away in each direction, three by three by three, as in sliding tile attention (arXiv 2502.04507)."""
     docs = _documents(lengths, device)
+    for name, size in {"tile": tile, "width": width, "height": height}.items():
+        _check_size(name, size, 1)
     ids, starts = docs.ids, docs.starts
 
     def place(token):
@@ -317,11 +358,12 @@ def tree(
         ValueError: if `lengths` or `parents` are not as above.
     """
     docs = _documents(lengths, device)
-    if len(parents) != len(lengths):
+    num_nodes, parents = len(docs.spans), _ints("parents", parents)
+    if len(parents) != num_nodes:
         raise ValueError(
-            f"`parents` must have one entry for each of the {len(lengths)} nodes, got {len(parents)}"
+            f"`parents` must have one entry for each of the {num_nodes} nodes, got {len(parents)}"
         )
-    ends = [docs.total] * len(lengths)  # behind the last token below a node
+    ends = [docs.total] * num_nodes  # behind the last token below a node
     path: list[int] = []  # from the root to the node in front
     for node, ((begin, _), parent) in enumerate(zip(docs.spans, parents, strict=True)):
         while path and path[-1] != parent:

@@ -370,8 +370,9 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
     Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces. The slices of a
-    BlockMask are kept as long as it lives, and derived again when a captured tensor is written to. Other things that a mask_mod
-    holds (ints, attributes) must not change.
+    BlockMask are kept as long as it lives, and derived again when a captured tensor is written to, in a way that PyTorch
+    counts: not through `.data`, nor to the memory of `torch.from_numpy`. Other things that a mask_mod holds (ints, attributes) must not
+    change.
 
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh

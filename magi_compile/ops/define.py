@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.ops.dtensors import are_distributed
 
 
@@ -41,6 +42,7 @@ def define_differentiable(
     `differentiable` takes how many these are and each of them in its place."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        refuse_tangents(q, k, v)
         if are_distributed(q, k, v):
             register_rules()
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -51,6 +53,7 @@ def define_differentiable(
         q: Tensor, k: Tensor, v: Tensor, tables: list[Tensor] | None, *rest: Any
     ) -> Any:
         tables = tables or []  # AOTInductor passes None for an empty list
+        refuse_tangents(q, k, v, *tables)
         if are_distributed(q, k, v):
             register_rules()
         if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *tables)):
@@ -60,6 +63,15 @@ def define_differentiable(
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     implementation = attention_with_tables if takes_tables else attention
     library.impl(schema.split("(")[0], implementation, "CompositeImplicitAutograd")
+
+
+def refuse_tangents(*tensors: Tensor) -> None:
+    """Raises in forward-mode differentiation by one of `tensors`: an op without a formula would drop its tangent."""
+    if _compat.has_tangents(tensors):
+        raise NotImplementedError(
+            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, torch.autograd.forward_ad); use backward, or "
+            "torch.autograd.grad"
+        )
 
 
 def gradients(op: Callable[..., Any], *arguments: Any) -> Any:

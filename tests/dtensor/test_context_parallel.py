@@ -362,6 +362,44 @@ def test_what_is_compiled_outside_does_not_run_inside(ranks_of):
     ranks_of(2).run(run_inside_and_outside)
 
 
+# A mask of one entry is that of all entries
+
+
+def run_masks_of_entries(group):
+    """A mask_mod that reads the entry is that of the first; alone in its batch it is right, and beside others it is refused."""
+    documents = torch.stack([torch.arange(S) // 40, torch.arange(S) // 9])
+
+    def mask_mod(b, h, q, kv):
+        return (documents[b, q] == documents[b, kv]) & (q >= kv)
+
+    mask = magi_compile.create_block_mask(mask_mod, 1, None, S, S, device="cpu")
+    for given, length in ((mask_mod, S), (mask, None)):
+        check_masks_of_entries(
+            plan(given, mesh_of(group), seqlen=length, options=OPTIONS), mask, group
+        )
+
+
+def check_masks_of_entries(p, mask, group):
+    torch.manual_seed(0)
+    q, k, v = qkv(S)
+    wanted = magi_compile.flex_attention(q, k, v, block_mask=mask)
+    local = [p.shard(x, 2) for x in (q, k, v)]
+    torch.testing.assert_close(p.unshard(p.attention(*local), 2), wanted)
+    two = [torch.cat([x, x]) for x in local]
+    message = r"one batch entry, because the mask_mod of the plan depends on it \(b\), got 2"
+    with context_parallel(mesh_of(group), mask=p):
+        compiled = torch.compile(flex.flex_attention, backend="aot_eager")
+        for attend in (magi_compile.flex_attention, compiled):
+            with pytest.raises(Exception, match=message):
+                attend(*two, block_mask=p.block_mask)
+        with pytest.raises(NotImplementedError, match=message):
+            p.attention(*two)
+
+
+def test_masks_of_entries(ranks_of):
+    ranks_of(2).run(run_masks_of_entries)
+
+
 # Options of attention
 
 

@@ -10,6 +10,8 @@ from torch.nn.attention.flex_attention import flex_attention
 import magi_compile
 from magi_compile import explain
 from magi_compile.kernels.cpu import CpuKernel
+from magi_compile.lowering.explain import AttentionCall
+from magi_compile.lowering.report import Decision
 
 from .conftest import BATCH, Attention, block_mask, document_causal
 
@@ -68,3 +70,10 @@ def test_places_are_those_of_the_user():
 def test_something_else():
     with pytest.raises(TypeError, match="`fn` must be a model or a function, got int"):
         explain(3)
+
+
+def test_kernels_that_refuse_alike_share_a_line():
+    refused = (("cuda", ("no GPU",)), ("cuda_padded", ("no GPU",)), ("triton", ("not here",)))
+    decision = Decision("", (1, 2, 96, 16), (1, 2, 96, 16), "", "cpu", (), refused)
+    lines = str(AttentionCall(decision, None)).splitlines()
+    assert lines[2:] == ["         not cuda, cuda_padded: no GPU", "         not triton: not here"]

@@ -1,9 +1,12 @@
 """The named masks: mask_mod, conversion and definition agree."""
 
+import re
+
 import pytest
 import torch
 
 from magi_compile.masks import (
+    library,
     padded_slices_from_intervals,
     row_intervals,
     slices_from_intervals,
@@ -64,6 +67,62 @@ def test_as_few_slices_as_it_takes(name, count):
     assert len(slices_from_intervals(intervals)) == count
     padded, _ = padded_slices_from_intervals(intervals, capacity=100)
     assert len(padded.compact()) == count
+
+
+WRONG = [
+    ("causal", ([5, -1, 3],), {}, ValueError, "`lengths` must hold positive .* got [5, -1, 3]"),
+    ("causal", ([],), {}, ValueError, "`lengths` must hold positive document lengths, got []"),
+    ("causal", (100,), {}, TypeError, "`lengths` must be a list of ints, got 100"),
+    ("full", ([True, 4],), {}, TypeError, "`lengths` must be a list of ints, got [True, 4]"),
+    ("document_causal", ([5.5],), {}, TypeError, "`lengths` must be a list of ints, got [5.5]"),
+    *(
+        (name, ([50],), {"window": -1}, ValueError, "`window` must be at least 0, got -1")
+        for name in ("sliding_window_full", "sliding_window_causal", "global_sliding_window")
+    ),
+    (
+        "sliding_window_causal",
+        ([50],),
+        {"window": None},
+        TypeError,
+        "`window` must be an int, got None",
+    ),
+    (
+        "prefix_lm_causal",
+        ([50],),
+        {"prefix": -1},
+        ValueError,
+        "`prefix` must be at least 0, got -1",
+    ),
+    ("prefix_lm_document", ([50],), {"prefix": 2.5}, TypeError, "`prefix` must be an int, got 2.5"),
+    (
+        "block_causal_document",
+        ([50],),
+        {"block": 0},
+        ValueError,
+        "`block` must be at least 1, got 0",
+    ),
+    ("block_diffusion", ([50],), {"block": -1}, ValueError, "`block` must be at least 1, got -1"),
+    ("sliding_tiles", ([50],), {"tile": 0}, ValueError, "`tile` must be at least 1, got 0"),
+    ("sliding_tiles", ([50],), {"width": 0}, ValueError, "`width` must be at least 1, got 0"),
+    ("tree", (10, [-1]), {}, TypeError, "`lengths` must be a list of ints, got 10"),
+    ("tree", ([10, 5], 5), {}, TypeError, "`parents` must be a list of ints, got 5"),
+    ("tree", ([10, 5], None), {}, TypeError, "`parents` must be a list of ints, got None"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "options", "error", "message"), WRONG)
+def test_wrong_numbers(name, arguments, options, error, message):
+    pattern = ".*".join(map(re.escape, message.split(".* ")))
+    with pytest.raises(error, match=pattern):
+        getattr(library, name)(*arguments, **options)
+
+
+def test_numbers_of_other_kinds():
+    """Tensors, and the ints of other packages."""
+    of_ints = library.tree([10, 5], [-1, 0]).slices
+    for lengths in (torch.tensor([10, 5]), [torch.tensor(10), torch.tensor(5)], (10, 5)):
+        found = library.tree(lengths, torch.tensor([-1, 0])).slices
+        assert found.content_key() == of_ints.content_key()
 
 
 def test_lengths_must_be_positive():

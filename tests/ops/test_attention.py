@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, create_mask
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
@@ -196,6 +197,36 @@ def test_inference_mode_computes_the_same():
         mask = create_block_mask(causal, None, None, 64, 64, device="cpu")
         for _ in range(2):
             assert torch.equal(flex_attention(x, x, x, block_mask=mask), expected)
+
+
+def test_forward_mode_derivatives_are_refused(slices):
+    """An op without a formula would drop the tangents: zeros in silence."""
+    (q, k, v), bias = packed(), torch.zeros(4)
+    tangent = torch.ones_like(q)
+
+    def of_queries(q):
+        return flex_flash_attention(q, k, v, slices).out
+
+    def of_both(q):
+        return of_queries(q), q
+
+    def dual():
+        with forward_ad.dual_level():
+            return of_queries(forward_ad.make_dual(q, tangent))
+
+    compiled = torch.compile(of_queries, backend="aot_eager")
+    for run in (
+        lambda: torch.func.jvp(of_queries, (q,), (tangent,)),
+        lambda: torch.func.jvp(compiled, (q,), (tangent,)),
+        lambda: torch.func.jacfwd(of_both)(q),
+        lambda: torch.func.linearize(of_queries, q),
+        dual,
+    ):
+        with pytest.raises(Exception, match="attention has no forward-mode derivatives"):
+            run()
+    # Of something else.
+    _, found = torch.func.jvp(lambda x: of_queries(q) * x.sum(), (bias,), (torch.ones(4),))
+    torch.testing.assert_close(found, 4 * of_queries(q))
 
 
 def test_second_derivatives_are_refused():

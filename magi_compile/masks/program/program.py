@@ -138,6 +138,11 @@ class MaskProgram:
         """Whether its key intervals, if it has some, depend on the head."""
         return "h" in self.expr.variables
 
+    @cached_property
+    def differs_by_entry(self) -> bool:
+        """Whether its key intervals, if it has some, depend on the batch entry."""
+        return "b" in self.expr.variables
+
     def require_one_mask(self) -> None:
         """Raises UnsupportedMaskError, with all reasons, where it has no key intervals that all heads share."""
         reasons = [*self.refusals]
