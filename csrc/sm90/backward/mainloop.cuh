@@ -63,12 +63,12 @@ public:
 
     // S^T = K Q^T, from -lse / scale on, where it may be.
     __device__ __forceinline__ void issue_scores(Scores& scores, const Keys& k, int slot) const {
-        issue_rows<Config::kBeginsWithLse>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
+        issue_rows<Config::kBeginsWithLse, Config::kCols>(scores, Statistic::kOfScores, k, q_operands_[slot], slot);
     }
 
     // dP^T = V dO^T, from -delta on, which travels with Q.
     __device__ __forceinline__ void issue_dprobs(Scores& dprobs, const Keys& v, int slot, int stats_slot) const {
-        issue_rows<true>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
+        issue_rows<true, Config::kColsOfV>(dprobs, Statistic::kOfDprobs, v, dout_operands_[slot], stats_slot);
     }
 
     // dV += P^T dO
@@ -90,7 +90,8 @@ public:
     }
 
 private:
-    template <bool kHasStart>
+    // Of `kCols` columns: behind those there are zeros.
+    template <bool kHasStart, int kCols>
     __device__ __forceinline__ void issue_rows(Scores& product, Statistic start, const Keys& keys, uint32_t queries,
                                                int slot) const {
         const uint32_t a = Config::kHasKeysInRegisters ? 0 : wgmma_descriptor(keys.rows, 0);
@@ -107,7 +108,7 @@ private:
                 product, selector_operands_[static_cast<int>(start)], stats_operands_[slot], 0);
         }
 #pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+        for (int step = 0; step < (kCols + 15) / 16; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             const uint32_t b = queries + ((slab * kQSlabBytes + within) >> 4);

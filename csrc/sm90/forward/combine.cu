@@ -22,7 +22,7 @@ struct MergeParams {
 static_assert(sizeof(MergeParams) == 80, "packed by magi_compile/kernels/sm90/params.py");
 
 constexpr int kThreads = 256;
-constexpr int kChunks = FFA_OUT_COLS / 4;   // of a row: a thread takes one at a time
+constexpr int kChunks = FFA_COLS_OF_V / 4;   // of a row: a thread takes one at a time
 
 __device__ __forceinline__ void merge(const MergeParams& params, const Cut& cut, int row_in_tile, int head, int chunk) {
     const int row = cut.row_begin + row_in_tile;

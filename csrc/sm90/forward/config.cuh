@@ -13,13 +13,13 @@ namespace ffa {
 
 constexpr int kMaxConsumers = 3;
 
-template <class Element_, int kHeadDim_, int kOutCols_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
+template <class Element_, int kCols_, int kColsOfV_, int kBlockCols_, int kKStages_, int kVStages_, int kQBuffers_,
           int kConsumers_, int kProducerRegisters_, int kConsumerRegisters_, bool kHasSoftcap_, bool kHasStairs_,
           bool kHasBits_, bool kHasRemoteKeys_, bool kIsEarly_, bool kHasMaxScores_, class Score_>
 struct ForwardConfig {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
-    static constexpr int kOutCols = kOutCols_;   // of the output, as of V
+    static constexpr int kCols = kCols_;         // of Q and K
+    static constexpr int kColsOfV = kColsOfV_;   // and of the output
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kKStages = kKStages_;
     static constexpr int kVStages = kVStages_;
@@ -41,10 +41,20 @@ struct ForwardConfig {
     static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
     static constexpr int kRows = 64;       // of a warpgroup
     static constexpr int kSlabCols = 64;   // 128 bytes, the width of a swizzled row
-    static constexpr int kSlabs = (kHeadDim + kSlabCols - 1) / kSlabCols;
-    static constexpr int kOutSlabs = (kOutCols + kSlabCols - 1) / kSlabCols;
-    static constexpr int kQSlab = kConsumers * kRows * kSlabCols;   // elements
-    static constexpr int kKSlab = kBlockCols * kSlabCols;           // elements
+    // Columns that are computed: behind those of a tensor TMA reads zeros, and writes nothing.
+    static constexpr int kSteps = (kCols + 15) / 16;   // of 16, of Q K
+    static constexpr int kOutCols = kColsOfV <= 64    ? 64
+                                    : kColsOfV <= 80  ? 80
+                                    : kColsOfV <= 96  ? 96
+                                    : kColsOfV <= 112 ? 112
+                                    : kColsOfV <= 128 ? 128
+                                    : kColsOfV <= 192 ? 192
+                                                      : 256;
+    static constexpr int kVSlabs = (kOutCols + kSlabCols - 1) / kSlabCols;
+    static constexpr int kOwnSlabs = (kCols + kSlabCols - 1) / kSlabCols;
+    static constexpr int kSlabs = kOwnSlabs > kVSlabs ? kOwnSlabs : kVSlabs;   // of Q and K: O leaves from its Q's
+    static constexpr int kQSlab = kConsumers * kRows * kSlabCols;              // elements
+    static constexpr int kKSlab = kBlockCols * kSlabCols;                      // elements
 
     using WholeParams = typename Choose<kHasBits, BitsForwardParams, ForwardParams>::type;
     using ScoredParams = typename Choose<kHasScore, ScoredForwardParams<Score::kNumWords + 1>, WholeParams>::type;
@@ -57,8 +67,8 @@ struct ForwardConfig {
     static_assert(kConsumers <= kMaxConsumers, "named barriers have numbers, see kWarpgroupDone");
     static_assert(kQBuffers == 1 || kQBuffers == 2, "one Q in work, one on its way");
     static_assert(sizeof(Element) == 2, "bf16 or fp16");
-    static_assert(kHeadDim % 32 == 0 && kHeadDim <= 256, "wgmma holds up to 256 output columns");
-    static_assert(kOutCols % 8 == 0 && kOutCols <= kHeadDim, "rows leave in 16 bytes at a time");
+    static_assert(kCols <= 256 && kColsOfV <= 256, "wgmma holds up to 256 output columns");
+    static_assert(kCols % 8 == 0 && kColsOfV % 8 == 0, "rows come and leave in 16 bytes at a time");
     static_assert(kBlockCols % 16 == 0, "P V takes 16 columns a step");
     static_assert((kProducerRegisters + kConsumers * kConsumerRegisters) * kWarpgroup <= 65536, "one register file");
 };
@@ -91,7 +101,7 @@ struct alignas(1024) SharedStorage {
 
     Element q[Config::kQBuffers][Config::kSlabs][Config::kQSlab];   // O leaves from its Q's
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
-    Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
+    Element v[Config::kVStages][Config::kVSlabs][Config::kKSlab];
     Block blocks[Config::kKStages];        // travel with k
     TileOfHead tiles[Config::kQBuffers];   // travel with q
     RunsOfHead runs;
@@ -106,10 +116,11 @@ struct alignas(1024) SharedStorage {
 // Named barriers, the first of one for each consumer warpgroup; 0 is __syncthreads.
 constexpr uint32_t kWarpgroupDone = 1;
 
-template <class Config, class Slabs>
-__device__ __forceinline__ void load_slabs(Slabs& slabs, const TensorMap& map, uint64_t& full, int row, int head) {
+template <class Config, class Slab, int kSlabs>
+__device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const TensorMap& map, uint64_t& full, int row,
+                                           int head) {
 #pragma unroll
-    for (int slab = 0; slab < Config::kSlabs; ++slab) {
+    for (int slab = 0; slab < kSlabs; ++slab) {
         tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
     }
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void Consumer<Config>::add_prior(Out& out, const floa
         if (row < tile.row_end) {
             const float2* const prior = reinterpret_cast<const float2*>(params_.prior_out + wide_offset(tile, row));
 #pragma unroll
-            for (int i = 0; i < Config::kOutCols / 8; ++i) {
+            for (int i = 0; i < Config::kColsOfV / 8; ++i) {
                 const float2 pair = prior[4 * i];
                 out[4 * i + 2 * half] += keep[half] * pair.x;
                 out[4 * i + 2 * half + 1] += keep[half] * pair.y;
@@ -54,7 +54,7 @@ __device__ __forceinline__ void Consumer<Config>::store_wide(const Out& out, con
         if (row < tile.row_end) {
             float2* const out_row = reinterpret_cast<float2*>(params_.wide_out + wide_offset(tile, row));
 #pragma unroll
-            for (int i = 0; i < Config::kOutCols / 8; ++i) {
+            for (int i = 0; i < Config::kColsOfV / 8; ++i) {
                 out_row[4 * i] = make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
             }
         }
@@ -130,7 +130,7 @@ __device__ __forceinline__ long long Consumer<Config>::wide_lse_offset(const Til
 template <class Config>
 __device__ __forceinline__ long long Consumer<Config>::wide_offset(const TileOfHead& tile, int row) const {
     const long long wide_row = row + split_shift();
-    return (wide_row * params_.schedule.num_heads + tile.head) * Config::kOutCols + 2 * (lane_ % 4);
+    return (wide_row * params_.schedule.num_heads + tile.head) * Config::kColsOfV + 2 * (lane_ % 4);
 }
 
 // Each warp stores its own 16 rows: with TMA where all of them belong to the tile, else row by row, because the
@@ -147,7 +147,7 @@ __device__ __forceinline__ void Consumer<Config>::store(const Out& out, const Ti
     if (warp_row + kWarpRows <= tile.row_end) {
         if (lane_ == 0) {
 #pragma unroll
-            for (int slab = 0; slab < Config::kOutSlabs; ++slab) {
+            for (int slab = 0; slab < Config::kVSlabs; ++slab) {
                 tma_store_3d(params_.out, staging + slab * Config::kQSlab, slab * Config::kSlabCols, warp_row,
                              tile.head);
             }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void Consumer<Config>::store(const Out& out, const Ti
 template <class Config>
 __device__ __forceinline__ void Consumer<Config>::store_rows(const Element* staging, int warp_row,
                                                              const TileOfHead& tile) const {
-    constexpr int kChunks = Config::kOutCols / 8;
+    constexpr int kChunks = Config::kColsOfV / 8;
     const int4* const chunks = reinterpret_cast<const int4*>(staging);
     Element* const out_rows = static_cast<Element*>(params_.out_rows) + tile.head * params_.out_head_stride;
     for (int i = lane_; i < kWarpRows * kChunks; i += 32) {

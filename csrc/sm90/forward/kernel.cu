@@ -10,7 +10,7 @@
 // first with the rest of their keys; or two that run side by side share the tiles (scheduler_overlap.cuh); or one walks
 // all splits of a tile, and the kernel behind it (combine.cu) merges them.
 //
-// The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
+// The host names the variant: FFA_ELEMENT, FFA_COLS, ... come from
 // magi_compile/kernels/heuristics.py through the compiler's command line.
 #include "forward/epilogue.cuh"
 #include "forward/mainloop.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void forward(const typename Config::Params& params) {
 }
 
 using Config =
-    ForwardConfig<FFA_ELEMENT, FFA_HEAD_DIM, FFA_OUT_COLS, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS,
+    ForwardConfig<FFA_ELEMENT, FFA_COLS, FFA_COLS_OF_V, FFA_BLOCK_COLS, FFA_K_STAGES, FFA_V_STAGES, FFA_Q_BUFFERS,
                   FFA_CONSUMERS, FFA_PRODUCER_REGISTERS, FFA_CONSUMER_REGISTERS, FFA_HAS_SOFTCAP, FFA_HAS_STAIRS,
                   FFA_HAS_BITS, FFA_HAS_REMOTE_KEYS, FFA_IS_EARLY, FFA_HAS_MAX_SCORES, FFA_SCORE>;
 

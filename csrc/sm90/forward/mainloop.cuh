@@ -40,7 +40,7 @@ private:
     using Element = typename Config::Element;
     static constexpr int kScores = Config::kBlockCols / 2;   // registers of a thread: 64 rows over 128 threads
     static constexpr int kFirstScores = kScores / 16 * 8;    // the first half, in whole steps of P V
-    static constexpr int kOut = Config::kHeadDim / 2;
+    static constexpr int kOut = Config::kOutCols / 2;
     using Scores = float[kScores];
     using Probs = uint32_t[kScores / 2];
     using Out = float[kOut];
@@ -169,7 +169,7 @@ private:
         pin(scores);
         wgmma_fence();
 #pragma unroll
-        for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+        for (int step = 0; step < Config::kSteps; ++step) {
             const int slab = step / kStepsPerSlab;
             const int within = step % kStepsPerSlab * kStepBytes;
             Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
@@ -185,7 +185,7 @@ private:
         wgmma_fence();
 #pragma unroll
         for (int step = 0; step < Config::kBlockCols / 16; ++step) {
-            Wgmma<Element, Config::kHeadDim>::template rs<Major::MN>(out, probs + 4 * step,
+            Wgmma<Element, Config::kOutCols>::template rs<Major::MN>(out, probs + 4 * step,
                                                                      v + ((step * kStepBytes) >> 4), 1);
             if (step + 1 == kFirstScores / 8) {
                 wgmma_commit_group();

@@ -60,7 +60,8 @@ def variant_id(variant):
     largest = "max_scores" if defines.get("FFA_HAS_MAX_SCORES") == "true" else None
     order = "deterministic" if defines.get("FFA_IS_DETERMINISTIC") == "true" else None
     has_remote = defines.get("FFA_IS_EARLY") == "true"
-    names = (variant.entry, defines.get("FFA_ELEMENT"), defines.get("FFA_HEAD_DIM"))
+    cols = defines.get("FFA_COLS", defines.get("FFA_HEAD_DIM"))
+    names = (variant.entry, defines.get("FFA_ELEMENT"), cols, defines.get("FFA_COLS_OF_V"))
     parts = (*names, softcap, bits, largest, order, "remote" if has_remote else None)
     return "-".join(part for part in parts if part)
 

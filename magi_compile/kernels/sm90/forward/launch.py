@@ -12,7 +12,6 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, ForwardOutput, output_like, output_stride
 from magi_compile.kernels.heuristics import (
     ForwardConfig,
-    cuda_head_dim,
     forward_config,
     heads_per_section,
 )
@@ -68,8 +67,8 @@ def forward_variant(
     assert problem.has_score == (score is not None)
     defines = {
         "FFA_ELEMENT": ELEMENTS[problem.dtype],
-        "FFA_HEAD_DIM": cuda_head_dim(problem),
-        "FFA_OUT_COLS": problem.head_dim_v,
+        "FFA_COLS": problem.head_dim,
+        "FFA_COLS_OF_V": problem.head_dim_v,
         "FFA_BLOCK_COLS": config.block_cols,
         "FFA_K_STAGES": config.k_stages,
         "FFA_V_STAGES": config.v_stages,

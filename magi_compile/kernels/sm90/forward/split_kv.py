@@ -99,7 +99,7 @@ def split_variant() -> Variant:
 @cache
 def merge_variant(head_dim_v: int, dtype: torch.dtype) -> Variant:
     """The kernel that merges splits."""
-    defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_OUT_COLS", str(head_dim_v)))
+    defines = (("FFA_ELEMENT", ELEMENTS[dtype]), ("FFA_COLS_OF_V", str(head_dim_v)))
     return Variant("forward/combine.cu", "ffa_forward_merge", defines)
 
 
