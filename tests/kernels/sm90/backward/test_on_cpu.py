@@ -170,15 +170,13 @@ def test_documents(heads_q, head_dim, launches):
     check(launches, replace(DOCUMENTS, heads=Heads(heads_q, 1, head_dim, head_dim)))
 
 
-@pytest.mark.parametrize("deterministic", [False, True], ids=["any order", "order"])
 @pytest.mark.parametrize(
-    ("case", "heads"),
+    ("case", "heads", "deterministic"),
     [
-        *[(DOCUMENTS, Heads(4, 1, 80, 80)), (HOLES, Heads(2, 1, 48, 56))],
-        *[(PREFIX, Heads(1, 1, 72, 128)), (SINK, Heads(2, 1, 192, 128))],
-        *[(WINDOW, Heads(2, 1, 160, 160)), (DOCUMENTS, Heads(1, 1, 200, 232))],
+        *[(DOCUMENTS, Heads(4, 1, 80, 80), False), (PREFIX, Heads(1, 1, 72, 128), True)],
+        *[(SINK, Heads(2, 1, 192, 128), False), (HOLES, Heads(2, 1, 48, 56), False)],
     ],
-    ids=lambda x: x.id,
+    ids=lambda x: getattr(x, "id", None),
 )
 def test_head_dimensions_in_between(case, heads, deterministic, launches):
     """TMA reads zeros behind the last column, and what leaves has as many columns as there are."""
