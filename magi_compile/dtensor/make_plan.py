@@ -17,9 +17,8 @@ from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
-from magi_compile.masks import AttnSlices, slices_from_block_mask
-from magi_compile.masks.block_mask import slices_from_mask_mod
-from magi_compile.masks.program.read import read_mask_mod
+from magi_compile.masks import AttnSlices
+from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -134,12 +133,12 @@ def plan(
     tokens = [keys] if is_one else _keys_of(keys, given)
     for x in tokens:
         _check_keys(x, group)
-    slices = [
-        _slices_of(x, _lengths_of(seqlen, of_keys), device)
+    converted = [
+        _converted(x, _lengths_of(seqlen, of_keys), device)
         for x, of_keys in zip(listed, tokens, strict=True)
     ]
     planned = plan_rank_together(
-        slices,
+        [x.slices for x in converted],
         *(group.size(), group.rank()),
         options,
         weights=counts,
@@ -148,14 +147,14 @@ def plan(
     )
     spread: dict[Placement, SpreadTokens] = {}
     made: list[SequencePlan] = []
-    for of_mask, of_rank, of_keys in zip(slices, planned, tokens, strict=True):
+    for of_mask, of_rank, of_keys in zip(converted, planned, tokens, strict=True):
         where = of_rank.dispatch.other_keys
         if of_keys is None and where is not None:
             if where not in spread:
                 spread[where] = SpreadTokens(where, of_rank.rank, group, device)
             of_keys = spread[where]
-        of_entry = _is_of_entry(listed[len(made)], device)
-        made.append(SequencePlan(of_mask, of_rank, group, device, options.cost, of_keys, of_entry))
+        rest = (group, device, options.cost, of_keys, of_mask.is_of_entry)
+        made.append(SequencePlan(of_mask.slices, of_rank, *rest))
     if is_one:
         return made[0]
     return dict(zip(given, made, strict=True)) if isinstance(given, Mapping) else made
@@ -240,7 +239,8 @@ def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | Non
     return pair[0], pair[1]
 
 
-def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> AttnSlices:
+def _converted(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) -> Converted:
+    """The slices of `mask` on the CPU, of the first batch entry."""
     from torch.nn.attention.flex_attention import BlockMask
 
     if isinstance(mask, BlockMask):
@@ -253,9 +253,9 @@ def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
                 f"`mask` must be made for one batch entry, which all entries share, got {mask.shape[0]}; pack entries with "
                 "masks of their own into one sequence, as documents"
             )
-        slices = slices_from_block_mask(mask)
+        found = convert_block_mask(mask)
     elif isinstance(mask, AttnSlices):
-        slices = mask
+        found = Converted(mask, None)
     elif mask is not None and not callable(mask):
         raise TypeError(
             f"`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got {type(mask).__name__}"
@@ -270,23 +270,15 @@ def _slices_of(mask: Any, seqlen: tuple[int, int] | None, device: torch.device) 
             raise ValueError(
                 f"`mask` must be given for {seqlen[0]} queries and {seqlen[1]} keys, got None (causal)"
             )
-        slices = AttnSlices.causal(seqlen[0])
+        found = Converted(AttnSlices.causal(seqlen[0]), None)
     else:
-        slices = slices_from_mask_mod(mask, *seqlen, device)
+        found = convert_mask_mod(mask, *seqlen, device)
+    slices = found.slices
     lengths = (slices.seqlen_q, slices.seqlen_k)
     if seqlen is not None and lengths != seqlen:
-        wanted, found = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
-        raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {found}")
-    return slices.to("cpu")
-
-
-def _is_of_entry(mask: Any, device: torch.device) -> bool:
-    """Whether `mask` depends on the batch entry: planned was that of the first."""
-    mask_mod = getattr(mask, "mask_mod", mask)
-    if mask_mod is None or isinstance(mask_mod, AttnSlices):
-        return False
-    where = mask.kv_num_blocks.device if mask_mod is not mask else device
-    return read_mask_mod(mask_mod, where).program.differs_by_entry
+        wanted, got = (x[0] if x[0] == x[1] else x for x in (lengths, seqlen))
+        raise ValueError(f"`seqlen` must be the length of `mask`, {wanted}, got {got}")
+    return found._replace(slices=slices.to("cpu"))
 
 
 def group_of(mesh: Any) -> dist.ProcessGroup:

@@ -183,11 +183,13 @@ class Converted(NamedTuple):
         watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices; None where
             nobody knows which those are.
         is_by_head: whether the slices are those of heads, each of which is a batch entry of its own.
+        is_of_entry: whether the mask depends on the batch entry.
     """
 
     slices: AttnSlices
     watched: list[Tensor] | None
     is_by_head: bool = False
+    is_of_entry: bool = False
 
 
 def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
@@ -247,13 +249,14 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
     if traced.program.is_always_true:
         return Converted(_from_lists(block_mask, batch), traced.watched)
     intervals = _intervals_of(traced, batch, block_mask.seq_lengths, device)
-    return Converted(_agreed(traced, intervals, block_mask), traced.watched)
+    slices = _agreed(traced, intervals, block_mask)
+    return Converted(slices, traced.watched, is_of_entry=traced.program.differs_by_entry)
 
 
-def slices_from_mask_mod(
+def convert_mask_mod(
     mask_mod: MaskMod, seqlen_q: int, seqlen_k: int, device: torch.device
-) -> AttnSlices:
-    """The slices of a mask_mod of one batch entry, without a BlockMask.
+) -> Converted:
+    """The slices of a mask_mod of one batch entry, the first, without a BlockMask.
 
     Nothing waits for a GPU where the mask_mod captures no tensor on one, and makes none there.
 
@@ -277,7 +280,8 @@ def slices_from_mask_mod(
     place = places.pop() if len(places) == 1 else device
     intervals = _intervals_of(traced, 1, (seqlen_q, seqlen_k), place)
     _verify(traced, intervals)
-    return slices_from_intervals(intervals)
+    slices = slices_from_intervals(intervals)
+    return Converted(slices, traced.watched, is_of_entry=traced.program.differs_by_entry)
 
 
 def _intervals_of(

@@ -1,18 +1,20 @@
 """The named masks: each as a mask_mod for FlexAttention and as slices, over documents packed one after the other.
 
 Every function takes the document lengths first, so that one loop over `MASKS` makes them all but `tree`, which needs more; masks that
-do not know documents use their sum. Numbers are ints, and lengths at least 1; others are a TypeError or a ValueError. The slices come straight from the definitions, not from the mask_mods.
+do not know documents use their sum. Numbers are ints, and lengths at least 1; others are a TypeError or a ValueError. The slices come
+straight from the definitions, not from the mask_mods.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from magi_compile.masks.arguments import is_int
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -59,18 +61,14 @@ def _ints(name: str, given: Sequence[int]) -> list[int]:
     values = given.tolist() if isinstance(given, Tensor) else given
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise TypeError(f"`{name}` must be a list of ints, got {given!r}")
-    found = list(values)
-    if not all(map(_is_int, found)):
+    found = [x.item() if isinstance(x, Tensor) else x for x in values]
+    if not all(map(is_int, found)):
         raise TypeError(f"`{name}` must be a list of ints, got {found}")
     return [int(x) for x in found]
 
 
-def _is_int(x: Any) -> bool:
-    return hasattr(x, "__index__") and not isinstance(x, bool)
-
-
 def _check_size(name: str, given: int, least: int) -> None:
-    if not _is_int(given):
+    if not is_int(given):
         raise TypeError(f"`{name}` must be an int, got {given!r}")
     if given < least:
         raise ValueError(f"`{name}` must be at least {least}, got {given}")

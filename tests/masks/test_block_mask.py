@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import (
 
 import magi_compile
 from magi_compile.masks import UnsupportedMaskError, slices_from_block_mask
-from magi_compile.masks.block_mask import slices_from_mask_mod
+from magi_compile.masks.block_mask import convert_mask_mod
 from tests.masks.support.helpers import dense_mask, packed
 from tests.masks.support.mask_mods import MASK_MODS
 from tests.programs.random_functions import same_lists
@@ -266,7 +266,7 @@ def test_a_mask_mod_of_tensors_on_the_cpu_needs_no_gpu(kind):
         "everything": lambda b, h, q, kv: q >= 0,
         "nothing": lambda b, h, q, kv: q < 0,
     }[kind]
-    slices = slices_from_mask_mod(mask_mod, 100, 100, torch.device("cuda"))
+    slices = convert_mask_mod(mask_mod, 100, 100, torch.device("cuda")).slices
     assert slices.q_ranges.device.type == "cpu"
     dense = create_mask(mask_mod, 1, 1, 100, 100, device="cpu")[0, 0]
     assert torch.equal(slices.to_dense(), dense)

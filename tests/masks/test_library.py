@@ -104,6 +104,13 @@ WRONG = [
     ("block_diffusion", ([50],), {"block": -1}, ValueError, "`block` must be at least 1, got -1"),
     ("sliding_tiles", ([50],), {"tile": 0}, ValueError, "`tile` must be at least 1, got 0"),
     ("sliding_tiles", ([50],), {"width": 0}, ValueError, "`width` must be at least 1, got 0"),
+    (
+        "causal",
+        ([torch.tensor(5.5)],),
+        {},
+        TypeError,
+        "`lengths` must be a list of ints, got [5.5]",
+    ),
     ("tree", (10, [-1]), {}, TypeError, "`lengths` must be a list of ints, got 10"),
     ("tree", ([10, 5], 5), {}, TypeError, "`parents` must be a list of ints, got 5"),
     ("tree", ([10, 5], None), {}, TypeError, "`parents` must be a list of ints, got None"),
