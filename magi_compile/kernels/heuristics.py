@@ -86,6 +86,11 @@ def cuda_head_dim(problem: AttnProblem) -> int:
     return next(head_dim for head_dim in CUDA_HEAD_DIMS if head_dim >= widest)
 
 
+def is_between_cuda_head_dims(problem: AttnProblem) -> bool:
+    """Whether the Hopper kernels run `problem` as one of a larger head_dim or head_dim_v; they may spill a few registers then."""
+    return not problem.head_dim == problem.head_dim_v == cuda_head_dim(problem)
+
+
 def forward_config(problem: AttnProblem) -> ForwardConfig:
     """The Hopper forward kernel for `problem`."""
     is_larger = problem.has_bits or problem.has_score

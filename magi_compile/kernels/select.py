@@ -12,11 +12,9 @@ from torch import Tensor
 from magi_compile.kernels.base import AttnProblem, Kernel
 from magi_compile.kernels.scored import ScoredKernel
 
-# "module:class or factory" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
+# "module:class" by name, in order of preference. Resolved at first use: importing this module touches no GPU.
 KERNELS: dict[str, str] = {
     "cuda": "magi_compile.kernels.sm90:CudaKernel",
-    "cuda_padded": "magi_compile.kernels.sm90:padded_cuda_kernel",
-    "cuda_narrow": "magi_compile.kernels.sm90:NarrowCudaKernel",
     "fa4": "magi_compile.kernels.fa4:Fa4Kernel",
     "triton": "magi_compile.kernels.triton:TritonKernel",
     "cpu": "magi_compile.kernels.cpu:CpuKernel",
@@ -24,8 +22,8 @@ KERNELS: dict[str, str] = {
 }
 
 # Never chosen for a user who did not ask: the oracle takes anything, at the price of a dense fp64 score matrix; flash-attn-4 is
-# slower than "cuda" on Hopper, and has not run here on Blackwell; "cuda_narrow" has not run on a GPU yet.
-ONLY_IF_FORCED = frozenset({"reference", "cuda_narrow", "fa4"})
+# slower than "cuda" on Hopper, and has not run here on Blackwell.
+ONLY_IF_FORCED = frozenset({"reference", "fa4"})
 
 # Why a kernel is not chosen for bit blocks or score programs by a user who did not ask for it by name.
 SLOWER_WITH_BITS = {

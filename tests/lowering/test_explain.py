@@ -73,7 +73,7 @@ def test_something_else():
 
 
 def test_kernels_that_refuse_alike_share_a_line():
-    refused = (("cuda", ("no GPU",)), ("cuda_padded", ("no GPU",)), ("triton", ("not here",)))
+    refused = (("cuda", ("no GPU",)), ("fa4", ("no GPU",)), ("triton", ("not here",)))
     decision = Decision("", (1, 2, 96, 16), (1, 2, 96, 16), "", "cpu", (), refused)
     lines = str(AttentionCall(decision, None)).splitlines()
-    assert lines[2:] == ["         not cuda, cuda_padded: no GPU", "         not triton: not here"]
+    assert lines[2:] == ["         not cuda, fa4: no GPU", "         not triton: not here"]

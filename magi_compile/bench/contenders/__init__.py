@@ -14,8 +14,6 @@ ENTRY_POINTS = "magi_compile.bench.contenders"
 # Reports list them in this order.
 CONTENDERS: dict[str, str] = {
     "magi-cuda": "magi:MagiCuda",
-    "magi-cuda-padded": "magi:MagiCudaPadded",
-    "magi-cuda-narrow": "magi:MagiCudaNarrow",
     "magi-triton": "magi:MagiTriton",
     "magi-cpu": "magi:MagiCpu",
     "fa4": "flash_attention:FlashAttention4",

@@ -69,18 +69,6 @@ class MagiCuda(_Magi):
         return import_error("magi_compile.kernels.sm90")
 
 
-class MagiCudaPadded(MagiCuda):
-    name = "magi-cuda-padded"
-    label = "magi_compile (CUDA, padded)"
-    kernel = "cuda_padded"
-
-
-class MagiCudaNarrow(MagiCuda):
-    name = "magi-cuda-narrow"
-    label = "magi_compile (CUDA, narrow)"
-    kernel = "cuda_narrow"
-
-
 class MagiTriton(_Magi):
     name = "magi-triton"
     label = "magi_compile (Triton)"

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem, BackwardOutput, ForwardOutput, Grads, Saved
-from magi_compile.kernels.heuristics import CUDA_HEAD_DIMS, cuda_head_dim, plan_tiles
+from magi_compile.kernels.heuristics import (
+    CUDA_HEAD_DIMS,
+    cuda_head_dim,
+    is_between_cuda_head_dims,
+    plan_tiles,
+)
 from magi_compile.kernels.overlap import SavedQueries
-from magi_compile.kernels.padded import MOST_COLUMNS, PaddedKernel
 from magi_compile.kernels.plan_sizes import as_shape, check_sizes
 from magi_compile.kernels.scored import (
     ScoredBackwardOutput,
@@ -56,20 +60,20 @@ class CudaKernel:
             reasons.append(f"needs compute capability 9.0, got {problem.device_arch}")
         if problem.dtype not in ELEMENTS:
             reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
-        return [*reasons, *self._refusals_of_head_dims(problem)]
-
-    def _refusals_of_head_dims(self, problem: AttnProblem) -> list[str]:
-        reasons = []
-        if problem.head_dim not in CUDA_HEAD_DIMS:
-            reasons.append(f"needs a head_dim of {CUDA_HEAD_DIMS}, got {problem.head_dim}")
-        if problem.head_dim_v != problem.head_dim:
-            reasons.append(
-                f"needs head_dim_v equal to head_dim {problem.head_dim}, got {problem.head_dim_v}"
-            )
+        asked = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
+        if (
+            problem.head_dim % 8 or problem.head_dim_v % 8
+        ):  # rows of which TMA reads begin at 16 bytes
+            reasons.append(f"needs head dimensions that are multiples of 8, got {asked}")
+        if max(problem.head_dim, problem.head_dim_v) > CUDA_HEAD_DIMS[-1]:
+            reasons.append(f"needs head dimensions up to {CUDA_HEAD_DIMS[-1]}, got {asked}")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
-        return []
+        if not is_between_cuda_head_dims(problem):
+            return []
+        asked = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
+        return [f"{asked} run as {cuda_head_dim(problem)}, of which TMA reads zeros"]
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)
@@ -258,36 +262,3 @@ def _k_walk(plan: list[Tensor], problem: AttnProblem) -> Walk:
     *_, sizes, k_tiles, k_runs, k_edges = plan
     check_sizes(sizes, plan_tiles(problem))
     return Walk(k_tiles, k_runs, k_edges)
-
-
-class NarrowCudaKernel(CudaKernel):
-    """The same for head dimensions in between, and for other ones of v: TMA reads zeros behind the last column, and nothing is copied."""
-
-    name = "cuda_narrow"
-
-    def _refusals_of_head_dims(self, problem: AttnProblem) -> list[str]:
-        asked = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
-        if problem.head_dim % 8 or problem.head_dim_v % 8:
-            return [f"needs head dimensions that are multiples of 8, got {asked}"]
-        if max(problem.head_dim, problem.head_dim_v) > CUDA_HEAD_DIMS[-1]:
-            return [f"needs head dimensions up to {CUDA_HEAD_DIMS[-1]}, got {asked}"]
-        head_dim = cuda_head_dim(problem)
-        if 2 * head_dim > MOST_COLUMNS * (problem.head_dim + problem.head_dim_v):
-            return [
-                f"computes at most {MOST_COLUMNS} times as many columns, got {asked}, which run as {head_dim}"
-            ]
-        return []
-
-    def notes(self, problem: AttnProblem) -> list[str]:
-        dims = {problem.head_dim, problem.head_dim_v}
-        head_dim = cuda_head_dim(problem)
-        if dims == {head_dim}:
-            return []
-        return [
-            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} run as {head_dim}, of which TMA reads zeros"
-        ]
-
-
-def padded_cuda_kernel() -> PaddedKernel:
-    """The same for head dimensions that it does not have."""
-    return PaddedKernel("cuda_padded", CudaKernel(), CUDA_HEAD_DIMS)

@@ -11,6 +11,7 @@ from magi_compile.kernels.heuristics import (
     BackwardConfig,
     backward_config,
     cuda_head_dim,
+    is_between_cuda_head_dims,
 )
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, score_defines, score_headers
 from magi_compile.kernels.sm90.runtime.nvrtc import Variant
@@ -51,10 +52,7 @@ def backward_variants(
         **score_defines(score),
     }
     main_variant = _variant("backward/kernel.cu", "ffa_backward", main)
-    # The epilogue of other head dimensions may: what is left out at its end takes a register more.
-    may_spill = score is not None or {problem.head_dim, problem.head_dim_v} != {
-        cuda_head_dim(problem)
-    }
+    may_spill = score is not None or is_between_cuda_head_dims(problem)
     return (
         _variant(
             "backward/preprocess.cu",

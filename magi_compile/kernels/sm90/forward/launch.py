@@ -14,6 +14,7 @@ from magi_compile.kernels.heuristics import (
     ForwardConfig,
     forward_config,
     heads_per_section,
+    is_between_cuda_head_dims,
 )
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.sm90.params import BITS_FORWARD, FORWARD, scored_forward_params
@@ -89,7 +90,7 @@ def forward_variant(
         "ffa_forward",
         tuple((k, str(v)) for k, v in defines.items()),
         score_headers(score),
-        may_spill=score is not None,
+        may_spill=score is not None or is_between_cuda_head_dims(problem),
     )
 
 
