@@ -133,7 +133,7 @@ class Kernel(Protocol):
         ...
 
     def notes(self, problem: AttnProblem) -> list[str]:
-        """What of `problem` this kernel leaves to another one, and why."""
+        """What a user of this kernel may want to know about `problem`: what it leaves to another one, or runs as something else."""
         ...
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:

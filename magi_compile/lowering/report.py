@@ -24,7 +24,7 @@ class Decision:
         kernel: the kernel that runs it, or None where it stays on FlexAttention.
         reasons: every reason for staying; empty where it was lowered.
         passed_over: the kernels of higher preference and why they refused.
-        notes: what the kernel leaves to another one, and why.
+        notes: what the kernel leaves to another one or runs as something else, and how the mask is evaluated.
         score: the score_mod as an expression, where it is more than a scale and a soft-cap and could be read; else "".
     """
 

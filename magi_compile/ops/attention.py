@@ -15,7 +15,7 @@ from torch.overrides import handle_torch_function
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
-from magi_compile.kernels.select import load, problem_on
+from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.sizes import Heads
@@ -199,18 +199,25 @@ def packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
     return AttnOutput(*found) if len(found) == 2 else AttnOutputWithMaxScores(*found)
 
 
-def _has_cuda_code(problem: AttnProblem, scored: _Scored) -> bool:
-    """Whether the CUDA kernels run a score program for those who ask for no kernel: eager code has no FlexAttention to stay on, so that
-    Triton's runs the others."""
+def _kernel_of_eager_call(problem: AttnProblem, scored: _Scored | None = None) -> str:
+    """The kernel to ask for by name where the problem has bit blocks or a score program, or "" to let the problem choose: eager code
+    has no FlexAttention to stay on, so that Triton's runs on a GPU what the CUDA kernels refuse."""
+    is_left_to_cuda = problem.device_type != "cuda" or _has_cuda_code(problem, scored)
+    return "" if is_left_to_cuda else "triton"
+
+
+def _has_cuda_code(problem: AttnProblem, scored: _Scored | None) -> bool:
     try:
         chosen = load("cuda")
     except ImportError:  # of cuda-bindings
         return False
     assert isinstance(chosen, ScoredKernel)
-    tables = scored.tables
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
     if chosen.refusals(problem):
         return False
+    if scored is None:
+        return True
+    tables = scored.tables
+    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
     kinds = (scored.program, [x.dtype for x in tables], [x.dim() for x in tables])
     if chosen.score_refusals(problem, *kinds):
         return False
@@ -251,6 +258,10 @@ def _attend(
 ) -> tuple[Tensor, ...]:
     """out, lse and, if they are asked for, the largest scores."""
     slices, lists = _lists_of(slices)
+    if slices.bits is not None and not kernel and not torch.compiler.is_compiling():
+        problem = problem_of(q, k, v, float(softmax_scale), float(softcap))
+        problem = replace(problem, has_bits=True, has_max_scores=return_max_scores)
+        kernel = _kernel_of_eager_call(problem)
     plan = plan_of_call(q, k, v, slices, float(softcap), kernel)
     ops = torch.ops.magi
     op = ops.attention_with_max_scores if return_max_scores else ops.attention
@@ -269,17 +280,10 @@ def _attend_scored(
 ) -> tuple[Tensor, ...]:
     """The same with a score program, by the CUDA kernels where they have code for it, else by Triton's."""
     slices, lists = _lists_of(slices)
-    kernel = ""
-    if q.is_cuda:
-        heads = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-        problem = problem_on(q.device, q.dtype, heads, softmax_scale)
-        problem = replace(
-            problem,
-            has_bits=slices.bits is not None,
-            has_score=True,
-            has_max_scores=return_max_scores,
-        )
-        kernel = "" if _has_cuda_code(problem, scored) else "triton"
+    problem = problem_of(q, k, v, float(softmax_scale))
+    has_bits = slices.bits is not None
+    problem = replace(problem, has_bits=has_bits, has_score=True, has_max_scores=return_max_scores)
+    kernel = _kernel_of_eager_call(problem, scored)
     plan = plan_of_call(q, k, v, slices, 0.0, kernel, has_score=True)
     program, tables, lengths = scored
     ops = torch.ops.magi
@@ -379,8 +383,8 @@ def flex_attention(
             dimensions, heads of key and value also replicated. Results are then DTensors too.
         key: `[B, Hkv, S, E]`.
         value: `[B, Hkv, S, Ev]`.
-        score_mod: None, a scale, a soft-cap or a composition of them; on a CPU any pointwise function, whose captured tensors may need
-            gradients.
+        score_mod: None, or any pointwise function of a score and its place; tensors that it captures may need gradients. More than a
+            scale and a soft-cap runs on the CUDA kernels, on Triton's where these have no code for it, and on CPUs.
         block_mask: which keys a query sees; None for all.
         scale: factor of the scores; None stands for `E ** -0.5`.
         enable_gqa: allows Hkv to be a divisor of Hq.

@@ -103,7 +103,7 @@ def test_heads(run, heads):
 
 @pytest.mark.parametrize("options", [OPTIONS, MERGED], ids=["stages", "merged"])
 @pytest.mark.parametrize("heads", [Heads(4, 2, 80, 80), Heads(4, 2, 192, 128)], ids=lambda h: h.id)
-def test_narrow_heads(run, heads, options):
+def test_other_head_dims(run, heads, options):
     """Keys arrive while a forward is under way, and their rows are narrower than the kernel's."""
     check(run, replace(SQUARE["varlen_causal"], heads=heads), options)
 

@@ -1,6 +1,7 @@
 """The public functions: values against the oracle, and one error for each way to misuse them."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, cre
 from torch.nn.attention.flex_attention import flex_attention as torch_flex_attention
 
 from magi_compile import AttnSlices, flex_attention, flex_flash_attention
-from magi_compile.kernels.base import Grads, Saved
+from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward, exact_max_scores
+from magi_compile.ops import attention
 
 TOTAL_Q, TOTAL_K = 70, 90
 
@@ -424,3 +426,20 @@ def test_autocast_and_numbers_of_numpy():
         assert flex_attention(x, x, x).dtype == torch.bfloat16
     expected = flex_attention(x, x, x, scale=0.5)
     torch.testing.assert_close(flex_attention(x, x, x, scale=np.float32(0.5)), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, ""),
+        ({"head_dim": 100, "head_dim_v": 100}, "triton"),
+        ({"device_arch": (8, 0)}, "triton"),
+        ({"device_type": "cpu", "device_arch": None}, ""),
+    ],
+    ids=str,
+)
+def test_eager_calls_with_bit_blocks_run_where_the_cuda_kernels_refuse(change, kernel):
+    """Triton's kernel is asked for by name: eager code has no FlexAttention to stay on."""
+    pytest.importorskip("cuda.bindings")
+    problem = AttnProblem("cuda", (9, 0), torch.bfloat16, 4, 2, 64, 64, 0.1, has_bits=True)
+    assert attention._kernel_of_eager_call(replace(problem, **change)) == kernel

@@ -95,14 +95,14 @@ struct DqProgress {
 
 struct BackwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of block_cols rows x 64 columns
-    TensorMap dout;    // [nheads_q, total_q, head_dim], likewise
+    TensorMap dout;    // [nheads_q, total_q, head_dim_v], likewise
     TensorMap k;       // [nheads_kv, total_k, head_dim], boxes of 128 rows x 64 columns
-    TensorMap v;       // [nheads_kv, total_k, head_dim], likewise
+    TensorMap v;       // [nheads_kv, total_k, head_dim_v], likewise
     TensorMap stats;   // [nheads_q, total_q / 8] of Stats in 8-byte words, boxes of block_cols queries
     TensorMap dk;      // [nheads_kv, total_k, head_dim], boxes of 16 rows x 64 columns
-    TensorMap dv;      // [nheads_kv, total_k, head_dim], likewise
+    TensorMap dv;      // [nheads_kv, total_k, head_dim_v], likewise
     void* dk_rows;     // [total_k, nheads_kv, head_dim], contiguous
-    void* dv_rows;     // [total_k, nheads_kv, head_dim], contiguous
+    void* dv_rows;     // [total_k, nheads_kv, head_dim_v], contiguous
     DqItems dq;
     DqVisits visits;
     DqProgress* dq_progress;

@@ -15,7 +15,7 @@ using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
 static_assert(kThreads == 32 * kNumShares, "a warp for each");
 
 struct PreprocessParams {
-    const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim], rows of 16-byte multiples
+    const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim_v], rows of 16-byte multiples
     const FFA_ELEMENT* dout;   // likewise
     const float* lse;          // [nheads_q, total_q], natural log
     const float* dlse;         // [nheads_q, total_q], or null

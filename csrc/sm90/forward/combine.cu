@@ -6,9 +6,9 @@
 namespace ffa {
 
 struct MergeParams {
-    const float* split_out;                      // [split_rows, nheads_q, head_dim], contiguous
+    const float* split_out;                      // [split_rows, nheads_q, head_dim_v], contiguous
     const float* split_lse;                      // [nheads_q, split_rows]
-    FFA_ELEMENT* out;                            // [total_q, nheads_q, head_dim]
+    FFA_ELEMENT* out;                            // [total_q, nheads_q, head_dim_v]
     float* lse;                                  // [nheads_q, total_q]
     const Cut* cuts;                             // [num_cuts]: those of no splits come last
     long long out_row_stride, out_head_stride;   // in elements

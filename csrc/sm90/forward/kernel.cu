@@ -10,8 +10,8 @@
 // first with the rest of their keys; or two that run side by side share the tiles (scheduler_overlap.cuh); or one walks
 // all splits of a tile, and the kernel behind it (combine.cu) merges them.
 //
-// The host names the variant: FFA_ELEMENT, FFA_COLS, ... come from
-// magi_compile/kernels/heuristics.py through the compiler's command line.
+// The host names the variant through the compiler's command line: FFA_ELEMENT, FFA_COLS and FFA_COLS_OF_V are those of
+// the problem, tile sizes come from magi_compile/kernels/heuristics.py.
 #include "forward/epilogue.cuh"
 #include "forward/mainloop.cuh"
 #include "forward/producer.cuh"

@@ -18,11 +18,11 @@ struct Schedule {
 struct ForwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
     TensorMap k[2];    // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns: local and remote keys
-    TensorMap v[2];    // [nheads_kv, total_k, head_dim], likewise
-    TensorMap out;     // [nheads_q, total_q, head_dim], boxes of 16 rows x 64 columns
-    void* out_rows;    // [total_q, nheads_q, head_dim], with the strides below
+    TensorMap v[2];    // [nheads_kv, total_k, head_dim_v], likewise
+    TensorMap out;     // [nheads_q, total_q, head_dim_v], boxes of 16 rows x 64 columns
+    void* out_rows;    // [total_q, nheads_q, head_dim_v], with the strides below
     float* lse;        // [nheads_q, total_q]
-    float* wide_out;   // fp32 [rows, nheads_q, head_dim], contiguous: instead of `out_rows`, for splits; or null
+    float* wide_out;   // fp32 [rows, nheads_q, head_dim_v], contiguous: instead of `out_rows`, for splits; or null
     float* wide_lse;   // [nheads_q, wide_rows]
     const float* prior_out;    // attention over other keys, to be merged with splits: as `wide_out`; or null
     const float* prior_lse;    // as `wide_lse`

@@ -60,20 +60,21 @@ class CudaKernel:
             reasons.append(f"needs compute capability 9.0, got {problem.device_arch}")
         if problem.dtype not in ELEMENTS:
             reasons.append(f"needs bfloat16 or float16, got {problem.dtype}")
-        asked = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
-        if (
-            problem.head_dim % 8 or problem.head_dim_v % 8
-        ):  # rows of which TMA reads begin at 16 bytes
-            reasons.append(f"needs head dimensions that are multiples of 8, got {asked}")
-        if max(problem.head_dim, problem.head_dim_v) > CUDA_HEAD_DIMS[-1]:
-            reasons.append(f"needs head dimensions up to {CUDA_HEAD_DIMS[-1]}, got {asked}")
+        dims = problem.head_dim, problem.head_dim_v
+        # TMA reads rows that begin at multiples of 16 bytes.
+        if any(dim % 8 or not 8 <= dim <= CUDA_HEAD_DIMS[-1] for dim in dims):
+            reasons.append(
+                f"needs a head_dim and a head_dim_v that are multiples of 8 from 8 to {CUDA_HEAD_DIMS[-1]}, got {dims[0]} and {dims[1]}"
+            )
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:
         if not is_between_cuda_head_dims(problem):
             return []
-        asked = f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v}"
-        return [f"{asked} run as {cuda_head_dim(problem)}, of which TMA reads zeros"]
+        return [
+            f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} run in tiles for {cuda_head_dim(problem)}, "
+            "of which TMA fills columns with zeros; nothing is copied"
+        ]
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         sizes = plan_tiles(problem)

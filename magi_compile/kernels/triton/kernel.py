@@ -64,8 +64,8 @@ class TritonKernel:
             reasons.append(f"`dtype` must be fp16, bf16 or fp32, got {problem.dtype}")
         for name in ("head_dim", "head_dim_v"):
             size = getattr(problem, name)
-            if size > MAX_HEAD_DIM:
-                reasons.append(f"`{name}` must be at most {MAX_HEAD_DIM}, got {size}")
+            if not 1 <= size <= MAX_HEAD_DIM:
+                reasons.append(f"`{name}` must be from 1 to {MAX_HEAD_DIM}, got {size}")
         return reasons
 
     def notes(self, problem: AttnProblem) -> list[str]:

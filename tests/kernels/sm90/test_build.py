@@ -35,8 +35,8 @@ def with_max_scores():
 VARIANTS_WITH_MAX_SCORES = list(with_max_scores())
 
 
-def of_narrow_heads():
-    """Not built ahead either. In other sizes than these the backward's epilogue may spill."""
+def of_other_head_dims():
+    """Not built ahead either. Some other sizes spill a few registers, which is no error there."""
     for head_dim, head_dim_v in ((80, 80), (192, 128)):
         problem = AttnProblem(
             "cuda", (9, 0), torch.bfloat16, 1, 1, head_dim, head_dim_v, head_dim**-0.5
@@ -45,7 +45,7 @@ def of_narrow_heads():
         yield from backward_variants(problem)
 
 
-VARIANTS_OF_NARROW_HEADS = list(of_narrow_heads())
+VARIANTS_OF_OTHER_HEAD_DIMS = list(of_other_head_dims())
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ def variant_id(variant):
 
 
 @pytest.mark.parametrize(
-    "variant", VARIANTS + VARIANTS_WITH_MAX_SCORES + VARIANTS_OF_NARROW_HEADS, ids=variant_id
+    "variant", VARIANTS + VARIANTS_WITH_MAX_SCORES + VARIANTS_OF_OTHER_HEAD_DIMS, ids=variant_id
 )
 def test_compiles_without_spills(variant):
     cubin, log = nvrtc.run_nvrtc(variant)

@@ -100,10 +100,10 @@ class Attention(torch.autograd.Function):
 class Call:
     def __init__(self, kernel, make, captures, mask, shape, dtype, deterministic=False):
         self.kernel, self.mask, self.deterministic = kernel, mask, deterministic
-        self.batch, self.seqlen, head_dim = shape
+        self.batch, self.seqlen, head_dim, head_dim_v = shape
         nheads = (1, 1) if mask.is_by_head else (NHEADS, NHEADS_KV)
         self.problem = AttnProblem(
-            *("cuda", (9, 0), dtype, *nheads, head_dim, head_dim, head_dim**-0.5),
+            *("cuda", (9, 0), dtype, *nheads, head_dim, head_dim_v, head_dim**-0.5),
             has_bits=mask.has_bits,
             has_score=True,
         )
@@ -138,7 +138,16 @@ class Call:
 
 
 def check(
-    kernel, case, mask, *, batch=BATCH, seqlen=SEQLEN, head_dim=64, dtype=torch.bfloat16, **how
+    kernel,
+    case,
+    mask,
+    *,
+    batch=BATCH,
+    seqlen=SEQLEN,
+    head_dim=64,
+    head_dim_v=None,
+    dtype=torch.bfloat16,
+    **how,
 ):
     """Values and gradients of `case`, those of its captured tensors too unless `learns` is False; these are of `dtype` too, or of
     `table_dtype`. `dense` makes its score_mod for dense attention, where that is another one."""
@@ -147,13 +156,14 @@ def check(
     if not how.pop("learns", True):
         captures = [x.detach() for x in captures]
     generator = torch.Generator().manual_seed(3)
+    dims = head_dim, head_dim_v or head_dim
     tensors = [
-        torch.randn(batch, heads, seqlen, head_dim, generator=generator).to(dtype).requires_grad_()
-        for heads in (NHEADS, NHEADS_KV, NHEADS_KV)
+        torch.randn(batch, heads, seqlen, columns, generator=generator).to(dtype).requires_grad_()
+        for heads, columns in ((NHEADS, dims[0]), (NHEADS_KV, dims[0]), (NHEADS_KV, dims[1]))
     ]
 
     def attend(q, k, v):
-        call = Call(kernel, case.make, captures, mask, (batch, seqlen, head_dim), dtype, **how)
+        call = Call(kernel, case.make, captures, mask, (batch, seqlen, *dims), dtype, **how)
         return Attention.apply(q, k, v, call, *call.tables)
 
     ours = results(attend, tensors, captures)

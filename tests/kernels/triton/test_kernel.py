@@ -135,8 +135,9 @@ def test_takes_any_gpu_from_sm_80(head_dim, arch, dtype):
         ({"device_type": "cpu", "device_arch": None}, "runs on CUDA GPUs, not on 'cpu'"),
         ({"device_arch": (7, 5)}, "needs compute capability 8.0, got 7.5"),
         ({"dtype": torch.float64}, "`dtype` must be fp16, bf16 or fp32, got torch.float64"),
-        ({"head_dim": 257}, "`head_dim` must be at most 256, got 257"),
-        ({"head_dim_v": 300}, "`head_dim_v` must be at most 256, got 300"),
+        ({"head_dim": 257}, "`head_dim` must be from 1 to 256, got 257"),
+        ({"head_dim_v": 300}, "`head_dim_v` must be from 1 to 256, got 300"),
+        ({"head_dim_v": 0}, "`head_dim_v` must be from 1 to 256, got 0"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

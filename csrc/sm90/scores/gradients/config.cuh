@@ -13,7 +13,7 @@ template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVS
           int kProducerRegisters_, int kConsumerRegisters_, bool kHasBits_, class Score_>
 struct TableGradientsConfig {
     using Element = Element_;
-    static constexpr int kHeadDim = kHeadDim_;
+    static constexpr int kHeadDim = kHeadDim_;   // tensors may be narrower: TMA reads zeros behind their columns
     static constexpr int kBlockCols = kBlockCols_;
     static constexpr int kKStages = kKStages_;
     static constexpr int kVStages = kVStages_;

@@ -11,9 +11,9 @@ namespace ffa {
 template <int kNumWords, int kNumSums>
 struct TableGradientsParams {
     TensorMap q;             // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
-    TensorMap dout;          // [nheads_q, total_q, head_dim], likewise
+    TensorMap dout;          // [nheads_q, total_q, head_dim_v], likewise
     TensorMap k;             // [nheads_kv, total_k, head_dim], boxes of block_cols rows x 64 columns
-    TensorMap v;             // [nheads_kv, total_k, head_dim], likewise
+    TensorMap v;             // [nheads_kv, total_k, head_dim_v], likewise
     const float* lse;        // [nheads_q, total_q], natural log
     const Stats* stats;      // [nheads_q, padded_q / 8], of which -delta is read
     const Run* runs;         // [num_runs], rows are queries

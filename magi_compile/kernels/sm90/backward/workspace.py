@@ -18,7 +18,7 @@ _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items 
 class Scratch(NamedTuple):
     """Where in one allocation things lie, in bytes.
 
-    First the sums of dq `[nheads_q, padded_q, head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
+    First the sums of dq `[nheads_q, padded_q, cuda_head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
     csrc/sm90/backward/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
     what its writer needs; then how many parts have arrived, the visits of csrc/sm90/backward/params.cuh that are done and those that are
     wanted, and the progress of dq.

@@ -175,6 +175,7 @@ def test_documents(heads_q, head_dim, launches):
     [
         *[(DOCUMENTS, Heads(4, 1, 80, 80), False), (PREFIX, Heads(1, 1, 72, 128), True)],
         *[(SINK, Heads(2, 1, 192, 128), False), (HOLES, Heads(2, 1, 48, 56), False)],
+        (BIT_CASE["ragged"], Heads(2, 1, 16, 72), False),
     ],
     ids=lambda x: getattr(x, "id", None),
 )

@@ -129,6 +129,11 @@ def test_wider_heads(name, head_dim, kernel):
     check(kernel, LEARNED[name], CAUSAL, head_dim=head_dim)
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(16, 72), (128, 40)])
+def test_values_of_another_head_dim(head_dim, head_dim_v, kernel):
+    check(kernel, LEARNED["relative"], CAUSAL, head_dim=head_dim, head_dim_v=head_dim_v)
+
+
 @pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_one_long_sequence(name, head_dim, kernel):
@@ -159,7 +164,7 @@ def test_wide_tables(table_dtype, kernel):
 
 
 def test_no_keys(kernel):
-    call = Call(kernel, alibi, [torch.ones(NHEADS)], CAUSAL, (1, 8, 64), torch.bfloat16)
+    call = Call(kernel, alibi, [torch.ones(NHEADS)], CAUSAL, (1, 8, 64, 64), torch.bfloat16)
     q, nothing = torch.ones(8, NHEADS, 64).bfloat16(), torch.ones(0, 2, 64).bfloat16()
     out, lse = call.forward(q, nothing, nothing)
     qkv, (found,) = call.backward(Grads(out, None), Saved(q, nothing, nothing, out, lse), [0])

@@ -93,7 +93,7 @@ def test_deterministic(name, head_dim, kernel):
 @pytest.mark.parametrize("mask", [CAUSAL, SCATTERED, BY_HEAD], ids=lambda mask: mask.name)
 @pytest.mark.parametrize("name", ["alibi", "clamp", "square"])
 def test_max_scores(name, mask, kernel):
-    case, shape = PROGRAMS[name], (BATCH, SEQLEN, 64)
+    case, shape = PROGRAMS[name], (BATCH, SEQLEN, 64, 64)
     captures = [x.detach() for x in case.tensors(torch.bfloat16)]
     call = Call(kernel, case.make, captures, mask, shape, torch.bfloat16)
     call.problem = replace(call.problem, has_max_scores=True)
