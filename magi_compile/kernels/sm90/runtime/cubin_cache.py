@@ -74,7 +74,7 @@ def write(name: str, content: bytes) -> None:
         # without the name of the file: this is said once
         reason = getattr(error, "strerror", None) or error
         warn_once(
-            f"the kernel cache {_place()} is not used, so every process compiles its kernels again: {reason}; "
+            f"compiled kernels are not kept in {_place()}, so the next process compiles them again: {reason}; "
             "set MAGI_COMPILE_CACHE_DIR to another directory"
         )
 
@@ -104,7 +104,7 @@ def _place() -> str:
     try:
         return str(cache_dir())
     except RuntimeError:
-        return "in the user's home directory"
+        return "the user's home directory"
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def test_a_disk_that_refuses_is_said_once(directory, caplog, monkeypatch):
     for name in (NAME, "other.cubin"):
         cubin_cache.write(name, CUBIN)
         assert cubin_cache.read(name) is None
-    assert f"the kernel cache {directory} is not used" in only_warning(caplog)
+    assert f"kernels are not kept in {directory}, so" in only_warning(caplog)
     assert "No space left on device" in only_warning(caplog)
     assert list(directory.iterdir()) == []
 
@@ -136,7 +136,7 @@ def test_a_directory_in_place_of_a_file(directory, caplog):
     directory.chmod(0o700)
     assert cubin_cache.read(NAME) is None
     cubin_cache.write(NAME, CUBIN)
-    assert "is not used" in only_warning(caplog)
+    assert "are not kept in" in only_warning(caplog)
     assert os.listdir(directory) == [NAME]
 
 
