@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "magi_compile.integrations.transformers needs transformers 5: "
-        'pip install "magi_compile[transformers]"'
+        'pip install ".[transformers]" in a clone of magi_compile'
     ) from error
 
 NAME = "magi"
