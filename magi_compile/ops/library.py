@@ -139,6 +139,7 @@ def plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> 
         totals = slices.seqlen_q, slices.seqlen_k
         key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
         if key not in _by_content:
+            slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
             _by_content[key] = kernel.pack(kernel.plan(slices, problem))
         _by_content.move_to_end(key)
         if len(_by_content) > _MOST_BY_CONTENT:
@@ -197,6 +198,7 @@ def plan_of_call(
     key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
     plans = _kept.setdefault(slices, {})
     if key not in plans or plans[key].versions != versions:
+        slices.check_writes()
         plans[key] = _Kept(versions, plan_of(chosen, slices, problem))
     return plans[key].plan
 
