@@ -25,6 +25,7 @@ from magi_compile._compat.distributed import (
     symmetric_rendezvous,
 )
 from magi_compile._compat.dynamo import (
+    as_user_error,
     backend_that_dynamo_traces_for,
     backends_around,
     copy_of_dynamo_graph,
@@ -49,7 +50,12 @@ from magi_compile._compat.flex import (
     scalar_indexing,
     watch_flex_attention,
 )
-from magi_compile._compat.functorch import allow_repeated_backward, has_tangents, vmap_in_ops
+from magi_compile._compat.functorch import (
+    allow_repeated_backward,
+    has_tangents,
+    is_transformed,
+    vmap_in_ops,
+)
 from magi_compile._compat.inductor import (
     inductor_cache_key,
     install_pre_grad_pass,
@@ -59,6 +65,7 @@ from magi_compile._compat.inductor import (
 )
 from magi_compile._compat.modes import outside_of_modes
 from magi_compile._compat.tracing import (
+    differ,
     fake_mode_of,
     graph_of,
     is_fake,

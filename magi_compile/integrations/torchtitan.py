@@ -458,5 +458,5 @@ def _plans_of(
         weights=config.weights,
         mesh=cp_mesh,
         options=ContextParallelOptions(chunk_size=config.chunk_size),
-        permutation=torch.arange(total) if load_balancer is None else None,
+        permutation=torch.arange(total, device="cpu") if load_balancer is None else None,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
+from magi_compile import _compat
 from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
@@ -140,7 +141,7 @@ def flex_flash_attention(
     the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16; under autocast it is cast to its dtype, like k and v. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
             keys and values sharded alike or replicated. Results are then DTensors too.
         k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
         v: `[total_k, nheads_kv, head_dim_v]`.
@@ -161,6 +162,7 @@ def flex_flash_attention(
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
     check_flag("return_max_scores", return_max_scores)
+    q, k, v = _as_autocast(q, k, v)
     given: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
@@ -191,6 +193,17 @@ def flex_flash_attention(
             *(q, k, v, slices, softmax_scale, softcap, kernel or ""),
             return_max_scores=return_max_scores,
         )
+    )
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in the dtype of autocast, where it is on: as FlexAttention and `scaled_dot_product_attention` take them."""
+    device = getattr(tensors[0], "device", None)
+    if device is None or device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
+    return tuple(
+        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )
 
 
@@ -381,7 +394,7 @@ def flex_attention(
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh
             dimensions, heads of key and value also replicated. Results are then DTensors too.
-        key: `[B, Hkv, S, E]`.
+        key: `[B, Hkv, S, E]`; with a block_mask of B entries also one entry for all, like value.
         value: `[B, Hkv, S, Ev]`.
         score_mod: None, or any pointwise function of a score and its place; tensors that it captures may need gradients. More than a
             scale and a soft-cap runs on the CUDA kernels, on Triton's where these have no code for it, and on CPUs.
@@ -405,13 +418,14 @@ def flex_attention(
 
     has_mode, over_ranks = has_torch_function_mode(), replacements()
     if not has_mode and over_ranks is None and are_distributed(query, key, value):
+        query, key, value = _as_autocast(query, key, value)
         check_padded(query, key, value, None, enable_gqa)
         given = {"return_lse": return_lse, "return_aux": return_aux}
         return _of_dtensors(
             *(query, key, value, score_mod, block_mask),
             {"scale": scale, "enable_gqa": True, "kernel_options": kernel_options, **given},
         )
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():  # by torch.export too, strict or not
         return flex.flex_attention(
             query,
             key,
@@ -430,17 +444,21 @@ def flex_attention(
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     if over_ranks is not None:
         return over_ranks.flex_attention(*arguments, kernel_options, return_aux=return_aux)
+    query, key, value = _as_autocast(query, key, value)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
+    if query.is_meta or _compat.is_traced(query):
+        raise NotImplementedError(
+            f"`query` must have values, because eager code looks at those of the mask, got {type(query).__name__} on {query.device}; trace "
+            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made outside of the trace"
+        )
     return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
     mask = _slices(block_mask, query, key)
+    if key.shape[0] != batch:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if mask.is_by_head:
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:

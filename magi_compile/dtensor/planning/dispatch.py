@@ -217,7 +217,7 @@ def dispatch_as(
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
         )
     ascending = permutation.sort().values
-    is_wrong = ascending != torch.arange(seqlen)
+    is_wrong = ascending != torch.arange(seqlen, device="cpu")
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
         raise ValueError(
@@ -322,13 +322,13 @@ def _choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tenso
 
 
 def sequential(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
-    return torch.arange(table.num_chunks).view(cp_size, -1)
+    return torch.arange(table.num_chunks, device="cpu").view(cp_size, -1)
 
 
 def zigzag(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
     per_rank = table.num_chunks // cp_size
     head = per_rank // 2  # from the front; the rest of every rank from the back, in reverse order
-    chunks = torch.arange(table.num_chunks)
+    chunks = torch.arange(table.num_chunks, device="cpu")
     front = chunks[: head * cp_size].view(cp_size, head)
     back = chunks[head * cp_size :].view(cp_size, per_rank - head).flip(0)
     return torch.cat([front, back], 1)

@@ -112,7 +112,7 @@ class RankPlan:
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of ranges become a list and int32 together.
         ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
-        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64)])
+        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64, device="cpu")])
         numbers = iter(table.flatten().tolist())
         tables = iter(table.int().split([*map(len, ranges), 0]))
         data = []
@@ -127,7 +127,9 @@ class RankPlan:
             meta += itertools.islice(numbers, 4 * sum(num_runs))
             data += [next(tables), next(tables)]
         # Never fewer than two entries, which Dynamo would take for a constant size: the next plan would compile again.
-        flat = torch.cat([*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32)])
+        flat = torch.cat(
+            [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
+        )
         host = torch.frombuffer(array("q", meta), dtype=torch.int64)
         return PlanTensors(host, flat.to(device))
 

@@ -183,7 +183,7 @@ def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.d
     cp_size, rank = group.size(), group.rank()
     sends = [[peer, 0, rank * rows, rows] for peer in range(cp_size)]
     recvs = [[peer, peer * rows, 0, rows] for peer in range(cp_size)]
-    ranges = torch.tensor(sends + recvs, dtype=torch.int32)
+    ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu")
     counts = [rows] * cp_size
     host = [cp_size, cp_size, cp_size * rows, *counts, *counts, *ranges.flatten().tolist()]
     return Route.unpack(host, ranges.to(device), cp_size)

@@ -71,7 +71,7 @@ class Route:
         `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`."""
         num_sends, num_recvs, peak_received, *rest = host
         counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
-        on_host = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
+        on_host = torch.tensor(flat, dtype=torch.int32, device="cpu").view(-1, 4)
         sends, recvs = ranges.split([num_sends, num_recvs])
         host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
