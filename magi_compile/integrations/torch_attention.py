@@ -1,6 +1,6 @@
 """PyTorch's registry of flash attention: `activate_flash_attention_impl("MAGI")`.
 
-    import magi_compile.integrations.torch_attention  # registers "MAGI"
+    import magi_compile  # registers "MAGI"
     from torch.nn.attention import activate_flash_attention_impl
 
     activate_flash_attention_impl("MAGI")  # restore_flash_attention_impl() undoes it
@@ -20,7 +20,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.nn.attention import register_flash_attention_impl
 from torch.nn.attention import varlen as _varlen  # noqa: F401  (defines the ops)
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -30,15 +29,9 @@ from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
 from magi_compile.ops.library import plan_of_call
 
-NAME = "MAGI"
 # The ops that become ours, with the devices on which they do. Not every version of PyTorch has each of the first three.
 _VARLEN = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
 _SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-
-
-def register() -> None:
-    """Registers "MAGI" in PyTorch's registry. Importing this module has done it already; it activates nothing."""
-    register_flash_attention_impl(NAME, register_fn=_activate)
 
 
 class _Handle:
@@ -51,7 +44,8 @@ class _Handle:
         self.libraries.clear()  # a library takes its kernels along
 
 
-def _activate() -> _Handle:
+def activate() -> _Handle:
+    """Makes the ops ours. PyTorch calls it in `activate_flash_attention_impl("MAGI")`, which the package has registered."""
     libraries = []
     for namespace, names, devices in (
         ("torch_attn", _VARLEN, ("CPU", "CUDA")),
@@ -346,5 +340,3 @@ _CALLS = {
     "_scaled_dot_product_flash_attention": _sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
 }
-
-register()
