@@ -25,9 +25,11 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from magi_compile._compat import outside_of_modes, traces_inner_graph, version_of
 from magi_compile._warnings import warn_once
+from magi_compile.dtensor.context.positions import with_given_positions
 from magi_compile.lowering import regions
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
+from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.sinks import out_with_sinks
 from magi_compile.ops.validation import check_flag
 
@@ -247,6 +249,10 @@ def magi_attention(
     if attention_mask is None and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
     positions: Any = rest.get("position_ids")
+    if replacements() is not None and _are_of_rows(positions, rows):
+        # The first layer asks for all.
+        if attention_mask is not None and not getattr(module, "layer_idx", 0):
+            attention_mask = with_given_positions(attention_mask, positions, module.training)
     if cu_seq_lens_q is not None:
         lists = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         attention_mask = _within_documents(attention_mask, lists, _documents_of_lists, sizes)
@@ -430,6 +436,11 @@ def _may_be_packed(
     is_open = getattr(mask, "_magi_lacks_documents", False)
     if not is_open or not getattr(module, "is_causal", False) or rows != keys:
         return False
+    return _are_of_rows(positions, rows)
+
+
+def _are_of_rows(positions: Any, rows: int) -> bool:
+    """Whether `positions` are `[1 or B, rows]`, one for each row. Those of images and videos have more dimensions."""
     return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == rows
 
 
