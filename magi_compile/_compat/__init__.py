@@ -3,6 +3,7 @@
 # ruff: noqa: F401  (these are for the other modules of this package)
 
 from magi_compile._compat.aten import (
+    below_autograd,
     cpu_flash_backward,
     cpu_flash_forward,
     has_torch_function_mode,

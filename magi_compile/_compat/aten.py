@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ def types_in_schema(schema: str) -> tuple[list[str], list[str]]:
 def types_of_ops() -> tuple[type, ...]:
     """What `torch.ops.namespace.name` and `torch.ops.namespace.name.overload` are."""
     return torch._ops.OpOverloadPacket, torch._ops.OpOverload
+
+
+def below_autograd(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `op` gives without autograd, in a kernel of an autograd key that was called with `keys`."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
 def has_torch_function_mode() -> bool:
