@@ -23,6 +23,11 @@ def default_group_name() -> str:
     return torch.distributed.distributed_c10d._get_default_group().group_name
 
 
+def store_of(group: Any) -> Any:
+    """The store of a process group, with keys of its own."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
+
+
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised uint8 memory of a GPU that `symmetric_rendezvous` can share with peers."""
     from torch._C._distributed_c10d import _SymmetricMemory

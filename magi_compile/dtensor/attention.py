@@ -104,8 +104,9 @@ def context_parallel_attention(
         `AttnOutputWithMaxScores(out, lse, max_scores)`, max_scores `[nheads_q, seqlen_local]`.
 
     Raises:
-        ValueError: if a tensor does not fit the others or the plan; on every rank, if the plans of the ranks do not fit
-            each other or the group, which the first call with a plan finds out.
+        ValueError: if a tensor does not fit the others or the plan; on every rank, if the ranks differ in their plans, shapes, dtypes or
+            options, or a plan does not fit the group.
+        RuntimeError: if other ranks do not call it before the timeout of the group.
         TypeError: if an argument is of another kind.
         NotImplementedError: if no kernel or no collective can run this.
     """

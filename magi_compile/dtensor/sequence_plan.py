@@ -216,7 +216,7 @@ class SequencePlan(SpreadTokens):
         Raises:
             TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
-                different masks.
+                different masks, or differ in shapes, dtypes or options.
             NotImplementedError: no kernel runs this, or the mask depends on the batch entry and there are several.
         """
         with_max = asks_for_max_scores(return_lse, return_aux)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -246,7 +247,8 @@ def plan_rank_ahead(
         device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
 
     Returns:
-        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too.
+        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It belongs to this
+        process: in a fork, for example a worker of a DataLoader, ask again.
     """
 
     def run() -> RankPlan:
@@ -265,6 +267,17 @@ def _planner() -> ThreadPoolExecutor:
 
 _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
 _lock = Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked process, which has neither the planner's thread nor whoever may hold the lock."""
+    global _lock
+    _lock = Lock()
+    _planner.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _plan(where: Dispatch, rank: int, options: ContextParallelOptions, digest: int) -> RankPlan:
