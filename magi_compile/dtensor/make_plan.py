@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.dtensor.planning.dispatch import check_count
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
+from magi_compile.ops.validation import check_count
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -80,20 +80,29 @@ def check_options(
     for name, number in ((scale_name, scale), ("softcap", softcap)):
         if number is None and name == scale_name:
             continue
-        if isinstance(number, bool) or not isinstance(number, (numbers.Real, torch.SymFloat)):
-            raise TypeError(f"`{name}` must be a number, got {number!r}")
-        if isinstance(number, int) and abs(number) > sys.float_info.max:
-            raise ValueError(
-                f"`{name}` must fit in a float, got an int of {number.bit_length()} bits"
-            )
-        if not -math.inf < number < math.inf:  # of a SymFloat too
-            raise ValueError(f"`{name}` must be finite, got {number}")
-    if softcap < 0:
-        raise ValueError(f"`softcap` must not be negative, got {softcap}")
+        check_number(name, number, may_be_negative=name == scale_name)
     if not isinstance(kernel, (str, type(None))):
         raise TypeError(f"`kernel` must be a name or None, got {kernel!r}")
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+
+
+def check_number(name: str, given: Any, *, may_be_negative: bool = False) -> None:
+    if isinstance(given, bool) or not isinstance(given, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"`{name}` must be a number, got {given!r}")
+    if isinstance(given, int) and abs(given) > sys.float_info.max:
+        raise ValueError(f"`{name}` must fit in a float, got an int of {given.bit_length()} bits")
+    if not -math.inf < given < math.inf:  # of a SymFloat too
+        raise ValueError(f"`{name}` must be finite, got {given}")
+    if given < 0 and not may_be_negative:
+        raise ValueError(f"`{name}` must not be negative, got {given}")
+
+
+def check_count(name: str, given: Any, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"`{name}` must be an int, got {given!r}")
+    if given < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {given}")
 
 
 def check_flag(name: str, given: Any) -> None:

@@ -36,14 +36,15 @@ from magi_compile.dtensor.planning.comm_plan import (
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
-    check_count,
     check_masks,
+    check_strategy,
     dispatch_as,
     dispatch_together,
 )
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.validation import check_count, check_flag, check_number
 
 CACHE_SIZE = 64
 
@@ -75,6 +76,11 @@ class ContextParallelOptions:
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value, least)
+        check_strategy(self.strategy)
+        check_number("slack", self.slack)
+        check_flag("early", self.early)
+        if not isinstance(self.cost, CostModel):
+            raise TypeError(f"`cost` must be a CostModel, got {type(self.cost).__name__}")
 
 
 class PlanTensors(NamedTuple):

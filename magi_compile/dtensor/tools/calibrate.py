@@ -29,6 +29,7 @@ from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+from magi_compile.ops.validation import DTYPES, check_count
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024
@@ -63,8 +64,23 @@ def calibrate(
         The model, equal on all ranks.
 
     Raises:
+        TypeError: if an argument is of another kind.
+        ValueError: if a number is less than 1, `nheads_kv` does not divide `nheads_q`, or q, k and v cannot have the dtype.
         NotImplementedError: if no kernel can run this.
     """
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"`group` must be a process group of which this process is a member, got {type(group).__name__}"
+        )
+    numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
+    for name, given in (numbers | {"seqlen": seqlen, "repeats": repeats}).items():
+        check_count(name, given, 1)
+    if nheads_q % nheads_kv:
+        raise ValueError(
+            f"`nheads_q` must be a multiple of `nheads_kv`, {nheads_kv}, got {nheads_q}"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
     device = torch.device(device)
     q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
