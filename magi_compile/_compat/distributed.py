@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 
-def resolve_process_group(name: str) -> Any:
+def resolve_process_group(name: str, argument: str = "group") -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
     try:
         return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError as error:
         raise ValueError(
-            f"`group` must be a process group of this process or the name of one, got {name!r}"
+            f"`{argument}` must be a process group of this process or the name of one, got {name!r}"
         ) from error
 
 

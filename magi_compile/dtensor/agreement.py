@@ -117,7 +117,9 @@ def require_agreement(
     if calls is None:
         calls = _calls[group] = _Calls()
     if reduce_group_name not in calls.reduce_groups:
-        _require_equal_ranks(group, _compat.resolve_process_group(reduce_group_name))
+        _require_equal_ranks(
+            group, _compat.resolve_process_group(reduce_group_name, "reduce_group")
+        )
         calls.reduce_groups.add(reduce_group_name)
     if device.type != "cpu":
         is_known = (call, rank) in calls.known

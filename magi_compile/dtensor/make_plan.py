@@ -18,7 +18,7 @@ from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
-from magi_compile.ops.validation import check_count
+from magi_compile.ops.validation import check_count, check_list
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -186,6 +186,7 @@ def _weights_of(weights: Any, masks: Any) -> list[int]:
             f"`weights` must be a {type(masks).__name__} like `masks`, got {type(weights).__name__}"
         )
     if not isinstance(masks, Mapping):
+        check_list("weights", weights)
         return list(weights)
     if set(weights) != set(masks):
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,9 +93,10 @@ def check_number(name: str, given: Any, *, may_be_negative: bool = False) -> Non
         raise TypeError(f"`{name}` must be a number, got {given!r}")
     if isinstance(given, int) and abs(given) > sys.float_info.max:
         raise ValueError(f"`{name}` must fit in a float, got an int of {given.bit_length()} bits")
-    if not -math.inf < given < math.inf:  # of a SymFloat too
+    number: Any = given
+    if not -math.inf < number < math.inf:  # of a SymFloat too
         raise ValueError(f"`{name}` must be finite, got {given}")
-    if given < 0 and not may_be_negative:
+    if number < 0 and not may_be_negative:
         raise ValueError(f"`{name}` must not be negative, got {given}")
 
 
@@ -103,6 +105,20 @@ def check_count(name: str, given: Any, least: int) -> None:
         raise TypeError(f"`{name}` must be an int, got {given!r}")
     if given < least:
         raise ValueError(f"`{name}` must be at least {least}, got {given}")
+    if given >= 1 << 63:
+        raise ValueError(f"`{name}` must fit in 64 bits, got an int of {given.bit_length()} bits")
+
+
+def check_list(name: str, given: Any) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise TypeError(f"`{name}` must be a list, got {type(given).__name__}")
+
+
+def check_device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"`device` must be a device or the name of one, got {given!r}") from error
 
 
 def check_flag(name: str, given: Any) -> None:

@@ -593,7 +593,7 @@ def run_refused_plans(group):
         context_parallel_shard(mesh, [x], [0], p, padding=[])
     with pytest.raises(TypeError, match="`q` must be a tensor, got list"):
         p.attention([1.0], x, x)
-    with pytest.raises(TypeError, match="dimension of the sequence in `x` must be an int, got '0'"):
+    with pytest.raises(TypeError, match="`dim` must be an int for `x`, got '0'"):
         p.shard(x, "0")
 
 

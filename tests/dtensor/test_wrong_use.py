@@ -1,6 +1,7 @@
 """Wrong use across ranks is an error that says what is wrong: the same one on every rank where ranks do not fit each other."""
 
 import datetime
+import math
 import re
 from dataclasses import replace
 
@@ -10,7 +11,15 @@ import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask
 
 from magi_compile import _compat
-from magi_compile.dtensor import agreement
+from magi_compile.dtensor import (
+    CostModel,
+    agreement,
+    calibrate,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    plan,
+)
 from magi_compile.dtensor.attention import context_parallel_attention
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
 from magi_compile.masks.slices import AttnSlices
@@ -319,7 +328,130 @@ def test_bad_calls(ranks_of):
     ranks_of(1).run(run_bad_calls)
 
 
+def run_other_kinds(group):
+    p, padded = (plan(causal(n), group, options=OPTIONS) for n in (96, 90))
+    x, q = torch.zeros(1, 96), torch.zeros(1, 2, 96, 8)
+    tokens, short = x.long(), x[:, :90].long()
+    block = {"mesh": group, "mask": causal(96), "buffers": [x], "buffer_seq_dims": [1]}
+    size = {"group": group, "device": "cpu", "dtype": torch.float32, "repeats": 1, "seqlen": 8}
+
+    def enter(**others):
+        with context_parallel(**block | others):
+            pass
+
+    def calibrated(**others):
+        calibrate(**size | {"nheads_q": 2, "nheads_kv": 1, "head_dim": 8} | others)
+
+    spread, gather = context_parallel_shard, context_parallel_unshard
+    for message, call in {
+        "`buffers` must be a list, got int": lambda: enter(buffers=3),
+        "`buffers` must be a list, got BlockMask": lambda: enter(buffers=p.block_mask),
+        "`buffer_seq_dims` must be a list, got int": lambda: enter(buffer_seq_dims=1),
+        "`buffer_seq_dims[0]` must be an int, got None": lambda: enter(buffer_seq_dims=[None]),
+        "`buffer_padding` must be a list, got int": lambda: enter(buffer_padding=0),
+        "`buffer_padding[0]` must be a number, got 'x'": lambda: enter(buffer_padding=["x"]),
+        "`no_restore_buffers` must be a list or a set, got int": lambda: enter(
+            no_restore_buffers=3
+        ),
+        "`buffers` must be a list, got NoneType": lambda: spread(group, None, [0], p),
+        "`buffers['x']` must be a tensor or a BlockMask, got int": lambda: spread(
+            group, {"x": 1}, {"x": 0}, p
+        ),
+        "`seq_dims` must be a list, got int": lambda: spread(group, [x], 1, p),
+        "`seq_dims[0]` must be an int, got '1'": lambda: spread(group, [x], ["1"], p),
+        "`plan` must be a SequencePlan, or a list or dict of them, got AttnSlices": lambda: spread(
+            group, [x], [1], causal(96)
+        ),
+        "`buffers[0]` must be a tensor, got BlockMask": lambda: gather(
+            group, [p.block_mask], [None], p
+        ),
+        "`dim` must be an int for `x`, got True": lambda: p.shard(x, True),
+        "`padding` must be a number, got None": lambda: p.shard(x, 1, padding=None),
+        "`padding` must fit in torch.int64, got nan": lambda: padded.shard(
+            short, 1, padding=math.nan
+        ),
+        "`padding` must fit in torch.float32, got 1000": lambda: p.shard(x, 1, padding=10**400),
+        "`tokens` must be integers, got dtype torch.bool": lambda: p.labels(x.bool()),
+        "`is_shifted` must be True or False, got 1": lambda: p.labels(tokens, is_shifted=1),
+        "`ignore_index` must be an int, got nan": lambda: p.labels(tokens, ignore_index=math.nan),
+        "`ignore_index` must fit in the dtype of `tokens`, torch.uint8, got -100": lambda: p.labels(
+            tokens.byte()
+        ),
+        "`restore` must be True or False, got 'x'": lambda: p.permutation("x"),
+        "`x` must be a tensor, got float": lambda: p.sum(1.0),
+        "`cost` must be a CostModel or None, got int": lambda: p.explain(3),
+        "`other` must be a SequencePlan or its keys, got None": lambda: p.has_the_tokens_of(None),
+        "`scale` must be a number, got 'x'": lambda: p.attention(q, q, q, scale="x"),
+        "`scale` must be finite, got nan": lambda: p.attention(q, q, q, scale=math.nan),
+        "`weights` must be a list, got int": lambda: plan(
+            masks=[causal(96)], mesh=group, weights=3
+        ),
+        "`collective` must be a name, got []": lambda: calibrated(collective=[]),
+        "`nheads_q` must be at least 1, got 0": lambda: calibrated(nheads_q=0),
+        "`nheads_kv` must be at least 1, got 0": lambda: calibrated(nheads_kv=0),
+        "`nheads_q` must be a multiple of `nheads_kv`, 2, got 3": lambda: calibrated(
+            nheads_q=3, nheads_kv=2
+        ),
+        "`repeats` must be at least 1, got 0": lambda: calibrated(repeats=0),
+        "`dtype` must be float32, bfloat16 or float16, got 3": lambda: calibrated(dtype=3),
+        "`device` must be a device or the name of one, got 'x'": lambda: calibrated(device="x"),
+        "`group` must be a process group": lambda: calibrated(group=0),
+    }.items():
+        with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+            call()
+
+
+def test_arguments_of_other_kinds(ranks_of):
+    ranks_of(1).run(run_other_kinds)
+
+
 # Planning
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: CostModel(math.nan, 1e-9), ValueError, "`seconds_per_area` must be finite"),
+        (lambda: CostModel(1e-12, -1.0), ValueError, "`seconds_per_row` must not be negative"),
+        (lambda: CostModel(1e-12, 1e10), ValueError, "`seconds_per_row` must be at most 1e.09"),
+        (lambda: CostModel(1e-12, "x"), TypeError, "`seconds_per_row` must be a number, got 'x'"),
+        (lambda: CostModel(0, 0, starts_early=1), TypeError, "`starts_early` must be True or"),
+        (lambda: CostModel.of_heads(0), ValueError, "`nheads_q` must be at least 1, got 0"),
+        (lambda: CostModel.of_heads(1 << 64), ValueError, "`nheads_q` must fit in 64 bits"),
+        (
+            lambda: CostModel.of_heads(flops_per_second=0.0),
+            ValueError,
+            "`flops_per_second` must be more than 0, got 0",
+        ),
+        (lambda: ContextParallelOptions(slack=math.nan), ValueError, "`slack` must be finite"),
+        (lambda: ContextParallelOptions(slack=-0.1), ValueError, "`slack` must not be negative"),
+        (lambda: ContextParallelOptions(strategy="x"), ValueError, "`strategy` must be one of"),
+        (lambda: ContextParallelOptions(strategy=3), TypeError, "`strategy` must be a name, got 3"),
+        (lambda: ContextParallelOptions(early=1), TypeError, "`early` must be True or False"),
+        (lambda: ContextParallelOptions(cost=3), TypeError, "`cost` must be a CostModel, got int"),
+        (
+            lambda: plan_rank(CAUSAL, 2, 0).tensors(None),
+            TypeError,
+            "`device` must be a device or the name of one, got None",
+        ),
+        (
+            lambda: plan_rank(CAUSAL, 2, 0).dispatch.positions(2),
+            ValueError,
+            r"`rank` must be in \[0, cp_size = 2\), got 2",
+        ),
+    ],
+)
+def test_bad_numbers(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.parametrize("rate", [0, 5e-324, 1e9])
+def test_any_rates_plan(rate):
+    """The choice of a degree falls back on something, whatever is predicted."""
+    cost = CostModel(rate, rate, rate, rate, rate, rate, rate, rate, starts_early=True)
+    options = ContextParallelOptions(cost=cost)
+    assert len(plan_rank(causal(3000), 4, 1, options).dispatch.positions(1)) >= 750
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from magi_compile.ops.validation import check_count, check_flag, check_number
 
+MOST = 1e9  # of any rate, so that what is predicted is finite
+
 
 @dataclass(frozen=True)
 class CostModel:
@@ -39,8 +41,12 @@ class CostModel:
     def __post_init__(self) -> None:
         check_flag("starts_early", self.starts_early)
         for rate in fields(self):
-            if rate.name != "starts_early":
-                check_number(rate.name, getattr(self, rate.name))
+            if rate.name == "starts_early":
+                continue
+            given = getattr(self, rate.name)
+            check_number(rate.name, given)
+            if given > MOST:
+                raise ValueError(f"`{rate.name}` must be at most {MOST:g}, got {given}")
 
     @staticmethod
     def of_heads(

@@ -44,7 +44,7 @@ from magi_compile.dtensor.planning.dispatch import (
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.validation import check_count, check_flag, check_number
+from magi_compile.ops.validation import check_count, check_device, check_flag, check_number
 
 CACHE_SIZE = 64
 
@@ -107,7 +107,7 @@ class RankPlan:
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
         """The plan for the ops; made once per device."""
-        device = torch.device(device)
+        device = check_device(device)
         if device not in self._packed:
             self._packed[device] = self._pack(device)
         return self._packed[device]

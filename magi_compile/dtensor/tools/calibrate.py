@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.cost import CostModel, wave_rows
-from magi_compile.dtensor.transport.collectives import Collective, Route
+from magi_compile.dtensor.transport.collectives import Collective, Route, check_collective
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.kernels.base import (
     AttnProblem,
@@ -29,7 +29,7 @@ from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
-from magi_compile.ops.validation import DTYPES, check_count
+from magi_compile.ops.validation import DTYPES, check_count, check_device
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024
@@ -81,7 +81,8 @@ def calibrate(
         )
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
-    device = torch.device(device)
+    check_collective(collective)
+    device = check_device(device)
     q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
     attention = _Attention(q, k, v)

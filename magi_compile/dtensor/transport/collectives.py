@@ -215,11 +215,17 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
 _chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()
 
 
-def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+def check_collective(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"`collective` must be a name, got {name!r}")
     if name != "auto" and name not in COLLECTIVES:
         raise ValueError(
             f"`collective` must be one of auto, {', '.join(COLLECTIVES)}, got {name!r}"
         )
+
+
+def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    check_collective(name)
     reasons: list[str] = []
     for considered in COLLECTIVES if name == "auto" else (name,):
         refusals = _refusals(considered, group, device)
