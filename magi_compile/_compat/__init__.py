@@ -21,6 +21,7 @@ from magi_compile._compat.distributed import (
     indices_of_load_balancer,
     load_balancer_of_torch,
     resolve_process_group,
+    store_of,
     symmetric_addresses,
     symmetric_empty,
     symmetric_rendezvous,

@@ -38,6 +38,7 @@ from magi_compile.ops.dtensors import (
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
+from magi_compile.ops.validation import check_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -135,6 +136,8 @@ class SequencePlan(SpreadTokens):
         Returns:
             The explanation; print it.
         """
+        if not isinstance(cost, (CostModel, type(None))):
+            raise TypeError(f"`cost` must be a CostModel or None, got {type(cost).__name__}")
         return explain_plan(self._planned, self._cost if cost is None else cost)
 
     # Attention
@@ -216,10 +219,11 @@ class SequencePlan(SpreadTokens):
         Raises:
             TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
-                different masks.
+                different masks, or differ in shapes, dtypes or options.
             NotImplementedError: no kernel runs this, or the mask depends on the batch entry and there are several.
         """
         with_max = asks_for_max_scores(return_lse, return_aux)
+        check_options("scale", scale, softcap)
         out, lse, *others = self.attend(
             *(q, k, v, self.meta, scale, softcap), return_max_scores=with_max
         )

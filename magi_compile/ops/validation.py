@@ -116,9 +116,7 @@ def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     batch = query.shape[0]
     if differ(key.shape[0], batch) and differ(key.shape[0], 1):
         wanted = f"{batch}, or 1" if differ(batch, 1) else "1"
-        raise ValueError(
-            f"`key` must have the batch size of `query`, {wanted}, got {key.shape[0]}"
-        )
+        raise ValueError(f"`key` must have the batch size of `query`, {wanted}, got {key.shape[0]}")
     if differ(value.shape[0], key.shape[0]):
         raise ValueError(
             f"`value` must have the batch size of `key`, {key.shape[0]}, got {value.shape[0]}"
@@ -147,16 +145,7 @@ def check_options(
     for name, number in ((scale_name, scale), ("softcap", softcap)):
         if number is None and name == scale_name:
             continue
-        if isinstance(number, bool) or not isinstance(number, (numbers.Real, torch.SymFloat)):
-            raise TypeError(f"`{name}` must be a number, got {number!r}")
-        if isinstance(number, int) and abs(number) > sys.float_info.max:
-            raise ValueError(
-                f"`{name}` must fit in a float, got an int of {number.bit_length()} bits"
-            )
-        if not -math.inf < number < math.inf:  # of a SymFloat too
-            raise ValueError(f"`{name}` must be finite, got {number}")
-    if softcap < 0:
-        raise ValueError(f"`softcap` must not be negative, got {softcap}")
+        check_number(name, number, may_be_negative=name == scale_name)
     if not isinstance(kernel, (str, type(None))):
         raise TypeError(f"`kernel` must be a name or None, got {kernel!r}")
     if kernel is not None and kernel not in KERNELS:
@@ -175,6 +164,39 @@ def refuse_transforms(*tensors: Tensor) -> None:
             "attention has no rules for the transforms of torch.func (grad, vjp, jacrev, vmap); use torch.autograd.grad for gradients, "
             "and in place of vmap make the mapped dimension part of the batch"
         )
+
+
+def check_number(name: str, given: Any, *, may_be_negative: bool = False) -> None:
+    if isinstance(given, bool) or not isinstance(given, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"`{name}` must be a number, got {given!r}")
+    if isinstance(given, int) and abs(given) > sys.float_info.max:
+        raise ValueError(f"`{name}` must fit in a float, got an int of {given.bit_length()} bits")
+    number: Any = given
+    if not -math.inf < number < math.inf:  # of a SymFloat too
+        raise ValueError(f"`{name}` must be finite, got {given}")
+    if number < 0 and not may_be_negative:
+        raise ValueError(f"`{name}` must not be negative, got {given}")
+
+
+def check_count(name: str, given: Any, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"`{name}` must be an int, got {given!r}")
+    if given < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {given}")
+    if given >= 1 << 63:
+        raise ValueError(f"`{name}` must fit in 64 bits, got an int of {given.bit_length()} bits")
+
+
+def check_list(name: str, given: Any) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise TypeError(f"`{name}` must be a list, got {type(given).__name__}")
+
+
+def check_device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"`device` must be a device or the name of one, got {given!r}") from error
 
 
 def check_flag(name: str, given: Any) -> None:

@@ -21,6 +21,7 @@ from magi_compile.dtensor.planning.ranges import (
 )
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.validation import check_count
 
 Assignment = list[list[int]]  # the chunks of each rank
 
@@ -76,6 +77,10 @@ class Placement:
 
     def positions(self, rank: int | None = None) -> Tensor:
         """The position in the sequence of every row of `rank`, or of all ranks one after another, int64."""
+        if rank is not None:
+            check_count("rank", rank, 0)
+            if rank >= self.cp_size:
+                raise ValueError(f"`rank` must be in [0, cp_size = {self.cp_size}), got {rank}")
         chunks = self.chunks.flatten() if rank is None else self.chunks[rank]
         return (
             chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size, device="cpu")

@@ -36,6 +36,7 @@ from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.keys import key_placement, keys_of, named_after_keys
 from magi_compile.dtensor.planning.placement import pack, repair
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.validation import check_count, check_number
 
 #: Chunk sizes tried by `choose_chunk_size`, largest first.
 CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
@@ -127,10 +128,8 @@ def dispatch_together(
     seqlen = check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
     _check_keys(masks, cp_size, keys)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if slack < 0:
-        raise ValueError(f"`slack` must not be negative, got {slack}")
+    check_strategy(strategy)
+    check_number("slack", slack)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, 1)
 
@@ -231,6 +230,13 @@ def dispatch_as(
     return _dispatches(seqlen, chunks, _tables(masks, size, chunks.shape[1], cp_size, keys))
 
 
+def check_strategy(strategy: Any) -> None:
+    if not isinstance(strategy, str):
+        raise TypeError(f"`strategy` must be a name, got {strategy!r}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+
+
 def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
     """The length of the sequence that all masks are of."""
     for mask in masks:
@@ -277,13 +283,6 @@ def _check_slices(slices: AttnSlices) -> None:
             "(AttnSlices.from_cu_seqlens), of ranges (AttnSlices.from_slices) or of a BlockMask "
             "(magi_compile.masks.slices_from_block_mask)"
         )
-
-
-def check_count(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}")
 
 
 def _chunk_sizes(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> list[int]:

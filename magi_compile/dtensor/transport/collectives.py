@@ -101,6 +101,11 @@ class Route:
         return sum(self.recv_counts)
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Whether a graph is being captured of what is called on `device`."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def refuse_to_be_recorded(x: Tensor) -> None:
     """Called where something is computed from a plan on the device of `x`, to be kept: a graph would record it, and what
     is kept would hold nothing before the first replay.
@@ -111,7 +116,7 @@ def refuse_to_be_recorded(x: Tensor) -> None:
     Raises:
         RuntimeError: while a graph is being captured.
     """
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_recorded(x.device):
         raise RuntimeError(
             "the first use of a plan allocates tables on the device, which a CUDA graph cannot capture: "
             "run one warm-up step before the capture"
@@ -210,11 +215,17 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
 _chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()
 
 
-def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+def check_collective(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"`collective` must be a name, got {name!r}")
     if name != "auto" and name not in COLLECTIVES:
         raise ValueError(
             f"`collective` must be one of auto, {', '.join(COLLECTIVES)}, got {name!r}"
         )
+
+
+def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    check_collective(name)
     reasons: list[str] = []
     for considered in COLLECTIVES if name == "auto" else (name,):
         refusals = _refusals(considered, group, device)
