@@ -6,6 +6,7 @@ from magi_compile._compat.aten import (
     below_autograd,
     cpu_flash_backward,
     cpu_flash_forward,
+    has_no_address,
     has_torch_function_mode,
     may_change_uncounted,
     types_in_schema,

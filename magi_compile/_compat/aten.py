@@ -20,6 +20,11 @@ def may_change_uncounted(tensor: Tensor) -> bool:
     return tensor.is_inference() or torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 
+def has_no_address(tensor: Tensor) -> bool:
+    """Whether `tensor` may be made of other tensors, as a DTensor and a sparse tensor are."""
+    return type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided
+
+
 def types_in_schema(schema: str) -> tuple[list[str], list[str]]:
     """The types of the arguments and of the results of an op's schema, as "Tensor" and "List[int]"."""
     parsed = torch._C.parse_schema(schema)

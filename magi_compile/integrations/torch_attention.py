@@ -12,18 +12,16 @@ attention, with one warning for each reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import varlen as _varlen  # noqa: F401  (defines the ops)
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from magi_compile._compat import below_autograd, may_change_uncounted, version_of
+from magi_compile._compat import below_autograd
+from magi_compile._kept import Made, Memo
 from magi_compile._warnings import warn_once
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
@@ -233,35 +231,22 @@ def _slices_of_batch(
         return AttnSlices.from_lists(q_ranges, k_ranges, types, *totals, device=device)
 
 
-class _Kept(NamedTuple):
-    """Slices, and what they were made of."""
-
-    cu_k: Callable[[], Tensor | None]
-    versions: tuple[int, int]
-    slices: AttnSlices
-
-
-# By `cu_seq_q` and the mask: all layers of a step, forward and backward, share slices and plan.
-_of_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# Of `cu_seq_q` and `cu_seq_k`: all layers of a step, forward and backward, share slices and plan.
+_of_lists: Memo[AttnSlices] = Memo(256, AttnSlices.tensors)
 
 
 def _slices_of_lists(
     cu_q: Tensor, cu_k: Tensor, is_causal: bool, window: tuple[int, int]
 ) -> AttnSlices:
     """The slices of packed sequences; waits for a GPU when lists are new."""
-    kept = _of_lists.setdefault(cu_q, {})
-    key, versions = (is_causal, window), (version_of(cu_q), version_of(cu_k))
-    found = kept.get(key)
-    is_known = found is not None and found.cu_k() is cu_k and found.versions == versions
-    if is_known and not may_change_uncounted(cu_q) and not may_change_uncounted(cu_k):
-        return found.slices
-    with torch.inference_mode(False):
+
+    def make() -> Made:
         try:
-            made = AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
+            return Made(AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window))
         except (TypeError, ValueError) as error:  # in the names of PyTorch's arguments
             raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_")) from None
-    kept[key] = _Kept(ref(cu_k), versions, made)
-    return made
+
+    return _of_lists.get((cu_q, cu_k), (is_causal, window), make, cu_q.device)
 
 
 def _with_totals(slices: AttnSlices, total_q: int, total_k: int) -> AttnSlices:

@@ -312,6 +312,10 @@ class AttnSlices:
     def _lists(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_ranges, self.k_ranges, self.mask_types
 
+    def tensors(self) -> list[Tensor]:
+        """All that it is made of."""
+        return [*self._lists(), *([] if self.bits is None else [self.bits])]
+
     # Checks
 
     def validate(self) -> None:

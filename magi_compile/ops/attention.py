@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from magi_compile import _compat
-from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
+from magi_compile._compat import has_torch_function_mode
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.masks.program.reached import Reached
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -387,9 +389,9 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
     Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces. The slices of a
-    BlockMask are kept as long as it lives, and derived again when a captured tensor is written to, in a way that PyTorch
-    counts: not through `.data`, nor to the memory of `torch.from_numpy`. Other things that a mask_mod holds (ints, attributes) must not
-    change.
+    BlockMask are kept as long as it lives, and derived again when anything that it is made of changes: its mask_mod, its block lists, a
+    variable, an attribute or an item that the mask_mod reads, or the values of a tensor. Only writes that PyTorch does not count go
+    unseen: through `.data`, and to the memory of `torch.from_numpy`.
 
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh
@@ -514,14 +516,8 @@ def _of_dtensors(
     return out, type(second)(*of_rows)
 
 
-class _Derived(NamedTuple):
-    """What a BlockMask has become, and how often the captured tensors that it was read from had been written to then."""
-
-    mask: Converted
-    versions: list[int]
-
-
-_derived: WeakKeyDictionary[Any, dict[Hashable, _Derived]] = WeakKeyDictionary()
+_derived: Memo[Converted] = Memo(256, lambda mask: mask.slices.tensors())
+_READ = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)  # of a BlockMask
 
 
 def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Converted:
@@ -531,17 +527,18 @@ def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Convert
         k_ranges = [(b * seqlen_k, (b + 1) * seqlen_k) for b in range(batch)]
         totals = batch * seqlen_q, batch * seqlen_k
         lists = q_ranges, k_ranges, [0] * batch
-        return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
-    known = _derived.setdefault(block_mask, {})
+        with _compat.outside_of_modes():
+            return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
     heads = Heads(nheads_q, nheads_kv)
-    found = known.get((batch, heads))
-    if (
-        found is None
-        or found.mask.watched is None
-        or found.versions != list(map(version_of, found.mask.watched))
-        or any(map(may_change_uncounted, found.mask.watched))
-    ):
+
+    def convert() -> Made:
         mask = convert_any_block_mask(block_mask, batch, heads)
-        versions = list(map(version_of, mask.watched or ()))
-        found = known[batch, heads] = _Derived(mask, versions)
-    return found.mask
+        if mask.watched is None:
+            return Made(mask, None)
+        lists = [
+            x for x in (getattr(block_mask, name) for name in BlockLists._fields) if x is not None
+        ]
+        is_unchanged = Reached(block_mask, "mask_mod", _READ).is_unchanged
+        return Made(mask, [*mask.watched, *lists], is_unchanged)
+
+    return _derived.get((block_mask,), (batch, heads), convert, query.device, serves_capture=True)

@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import (
     AttnProblem,
     Grads,
@@ -158,15 +158,8 @@ def _bytes_of(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-class _Kept(NamedTuple):
-    """A plan, and how often the tensors of its slices had been written to."""
-
-    versions: list[int]
-    plan: list[Tensor]
-
-
 # Plans of slices, as long as those live: shared by all layers.
-_kept: WeakKeyDictionary[AttnSlices, dict[Hashable, _Kept]] = WeakKeyDictionary()
+_plans: Memo[list[Tensor]] = Memo(256, lambda plan: plan)
 
 
 def plan_of_call(
@@ -198,15 +191,12 @@ def plan_of_call(
     chosen, problem = chosen_for(
         q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
     )
-    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured or any(map(_compat.may_change_uncounted, lists)):
-        return plan_of(chosen, slices, problem)
-    key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
-    plans = _kept.setdefault(slices, {})
-    if key not in plans or plans[key].versions != versions:
+
+    def make() -> Made:
         slices.check_writes()
-        plans[key] = _Kept(versions, plan_of(chosen, slices, problem))
-    return plans[key].plan
+        return Made(plan_of(chosen, slices, problem), slices.tensors())
+
+    return _plans.get((slices,), (chosen.name, chosen.plan_key(problem)), make, q.device)
 
 
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
