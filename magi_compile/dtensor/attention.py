@@ -14,7 +14,7 @@ from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.transport.collectives import check_collective
 from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
-from magi_compile.ops.validation import check_flag, check_options, check_qkv
+from magi_compile.ops.validation import DTYPES, check_flag, check_options, check_qkv
 
 
 @overload
@@ -87,7 +87,7 @@ def context_parallel_attention(
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
 
     Args:
-        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
+        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows, fp32, bf16 or fp16, which autocast casts, as k and v; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
         k: `[seqlen_local, nheads_kv, head_dim]`, this rank's keys: row i is the key `plan.dispatch.keys.positions(rank)[i]`.
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
@@ -112,6 +112,7 @@ def context_parallel_attention(
         NotImplementedError: if no kernel or no collective can run this.
     """
     name = _name_of(group, "group")
+    q, k, v = _as_autocast(q, k, v)
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
         out, *rows = context_parallel_attention(
@@ -138,6 +139,15 @@ def context_parallel_attention(
     return packed_result(
         *op(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names)
     )
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in the dtype of autocast, where it is on; it casts no fp64."""
+    kinds = {x.device.type for x in tensors if isinstance(x, Tensor)} - {"meta"}
+    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
+        return tensors
+    dtype = torch.get_autocast_dtype(*kinds)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES else x for x in tensors)
 
 
 @torch.compiler.assume_constant_result

@@ -70,6 +70,7 @@ def plan(
 
 
 @one_thread()
+@_compat.outside_of_modes()
 def plan(
     mask: Any = None,
     mesh: Any = None,

@@ -104,7 +104,10 @@ def run_refused_buffers(group):
             {"buffers": [x, other], "buffer_seq_dims": [0, 0]},
             "`buffers[1]` does not fit: `x` must have the 128 tokens of the whole sequence in dimension 0, got 129",
         ),
-        ({"buffers": [x], "buffer_seq_dims": [1]}, "`dim` must be in [-1, 1) for `x`, got 1"),
+        (
+            {"buffers": [x], "buffer_seq_dims": [1]},
+            "`buffer_seq_dims[0]` must be in [-1, 1), the dimensions of its buffer, got 1",
+        ),
         (
             {"buffers": [x, x], "buffer_seq_dims": [0, 0]},
             "`buffers[1]` must be a tensor that is not in `buffers` already",

@@ -348,6 +348,15 @@ def run_other_kinds(group):
         "`buffers` must be a list, got BlockMask": lambda: enter(buffers=p.block_mask),
         "`buffer_seq_dims` must be a list, got int": lambda: enter(buffer_seq_dims=1),
         "`buffer_seq_dims[0]` must be an int, got None": lambda: enter(buffer_seq_dims=[None]),
+        "`buffer_seq_dims[0]` must be in [-2, 2), the dimensions of its buffer, got 2": lambda: (
+            enter(buffer_seq_dims=[2])
+        ),
+        "`buffers` must hold a tensor over the sequence where `mask` is None": lambda: enter(
+            mask=None, buffers=[], buffer_seq_dims=[]
+        ),
+        "`mask` must be a BlockMask, AttnSlices, a mask_mod or None, got int": lambda: enter(
+            mask=3, buffers=[], buffer_seq_dims=[]
+        ),
         "`buffer_padding` must be a list, got int": lambda: enter(buffer_padding=0),
         "`buffer_padding[0]` must be a number, got 'x'": lambda: enter(buffer_padding=["x"]),
         "`no_restore_buffers` must be a list or a set, got int": lambda: enter(

@@ -86,9 +86,7 @@ def context_parallel(
     for number, buffer in enumerate(buffers):
         _check_buffer(number, buffer, buffers[:number])
     _check_dims("buffer_seq_dims", dims, buffers)
-    seqlen = None
-    if buffers and -buffers[0].ndim <= dims[0] < buffers[0].ndim:
-        seqlen = buffers[0].shape[dims[0]]
+    seqlen = buffers[0].shape[dims[0]] if buffers else None
     planned = _plan_of(mask, mesh, seqlen, options)
     plans = _listed(planned)
     shards = local_shards(plans, buffers, dims, buffer_padding, "buffer_padding")
@@ -112,6 +110,10 @@ def _check_dims(name: str, dims: Sequence[Any], buffers: Sequence[Any]) -> None:
             continue
         if not isinstance(dim, int) or isinstance(dim, bool):
             raise TypeError(f"`{name}[{number}]` must be an int, got {dim!r}")
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise ValueError(
+                f"`{name}[{number}]` must be in [{-buffer.ndim}, {buffer.ndim}), the dimensions of its buffer, got {dim}"
+            )
 
 
 def _check_buffers(buffers: Any, *, may_be_masks: bool = True) -> None:
@@ -160,6 +162,11 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
         raise TypeError("`mask` must hold only masks or only plans, got both")
     if all(hasattr(x, "seq_lengths") or hasattr(x, "seqlen_q") for x in masks):
         seqlen = None
+    elif seqlen is None and any(x is None or callable(x) for x in masks):
+        raise ValueError(
+            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a mask_mod, which have no length, got none; "
+            "or pass plan(mask, mesh, seqlen=...) as `mask`"
+        )
     if isinstance(mask, (list, tuple, Mapping)):
         return plan(masks=mask, mesh=mesh, seqlen=seqlen, options=options)
     return plan(mask, mesh, seqlen=seqlen, options=options)

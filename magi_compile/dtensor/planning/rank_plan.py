@@ -26,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
@@ -112,6 +113,7 @@ class RankPlan:
             self._packed[device] = self._pack(device)
         return self._packed[device]
 
+    @_compat.outside_of_modes()
     def _pack(self, device: torch.device) -> PlanTensors:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
@@ -165,6 +167,7 @@ def plan_rank(
 
 
 @one_thread()
+@_compat.outside_of_modes()
 def plan_rank_together(
     masks: Sequence[AttnSlices],
     cp_size: int,

@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile import _compat
+
 logger = logging.getLogger("magi_compile")
 
 _Made = TypeVar("_Made")
@@ -92,7 +94,8 @@ class Route:
         """
         if make not in self._derived:
             refuse_to_be_recorded(self.sends)
-            self._derived[make] = make(self, *arguments)
+            with _compat.outside_of_modes():
+                self._derived[make] = make(self, *arguments)
         return self._derived[make]
 
     @property
