@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -249,10 +250,10 @@ def magi_attention(
     if attention_mask is None and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
     positions: Any = rest.get("position_ids")
-    if replacements() is not None and _are_of_rows(positions, rows):
-        # The first layer asks for all.
-        if attention_mask is not None and not getattr(module, "layer_idx", 0):
-            attention_mask = with_given_positions(attention_mask, positions, module.training)
+    is_over_ranks = replacements() is not None and attention_mask is not None
+    # The first layer asks for all.
+    if is_over_ranks and not getattr(module, "layer_idx", 0) and _are_of_rows(positions, rows):
+        attention_mask = with_given_positions(attention_mask, positions, module.training)
     if cu_seq_lens_q is not None:
         lists = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         attention_mask = _within_documents(attention_mask, lists, _documents_of_lists, sizes)
@@ -480,20 +481,20 @@ def _within_documents(
     known: _WithinDocuments | None = getattr(block_mask, "_magi_within_documents", None)
     if known is not None and known.is_of(tensors, versions):
         return block_mask if known.block_mask is None else known.block_mask
-    if is_traced:
-        documents = read(tensors, sizes)
-    else:
-        with outside_of_modes():
-            documents = read(tensors, sizes)
     made = None
-    if documents is not None:
-        of_row, of_key = documents
+    # A mask of the user's is there for evaluation and for training.
+    with nullcontext() if is_traced else outside_of_modes():
+        documents = read(tensors, sizes)
+        if documents is not None:
+            of_row, of_key = documents
 
-        def mask_function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            is_within = of_row[b, q] == of_key[b, kv]
-            return is_within if block_mask is None else block_mask.mask_mod(b, h, q, kv) & is_within
+            def mask_function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+                is_within = of_row[b, q] == of_key[b, kv]
+                if block_mask is None:
+                    return is_within
+                return block_mask.mask_mod(b, h, q, kv) & is_within
 
-        made = _block_mask(mask_function, *sizes, of_row.device)
+            made = _block_mask(mask_function, *sizes, of_row.device)
     if block_mask is not None and not (is_traced and _is_in_inner_graph()):
         block_mask._magi_within_documents = _WithinDocuments(made, tensors, versions)
     return block_mask if made is None else made

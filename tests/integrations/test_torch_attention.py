@@ -155,7 +155,7 @@ def test_gradients_of_the_log_sum_exp(is_compiled, wants, active):
 def test_gradients_of_the_log_sum_exp_of_a_call_that_is_not_ours(active):
     q, k, v = (x.detach() for x in packed(40, 40, heads=(2, 2)))
     tensors = (q, torch.zeros(2, 40), q, k, v, starts((40,)), None, q, torch.zeros(2, 40))
-    with pytest.raises(NotImplementedError, match="log-sum-exp.*here: `cu_seq_k` is None"):
+    with pytest.raises(NotImplementedError, match=r"log-sum-exp.*here: `cu_seq_k` is None"):
         torch.ops.magi.varlen_backward(*tensors, True, None, None)
 
 

@@ -79,7 +79,7 @@ def without_a_mask(group):
 def without_positions(group, name, how):
     """All ranks get the error, and the model runs with positions after it."""
     torch._dynamo.reset()
-    words, place, labels, mask = batch(name in MIXED)
+    words, place, _, mask = batch(name in MIXED)
     model = make_model(name)
     if how == "checkpointed":
         model.train().gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,7 +88,7 @@ def without_positions(group, name, how):
     cp = {"buffers": [words, place], "buffer_seq_dims": [1, 1], "buffer_padding": [0, 0]}
     with context_parallel(group, mask=mask, **cp):
         inputs = {"input_ids": words, "attention_mask": mask, "use_cache": False}
-        with pytest.raises(ValueError, match="`position_ids` must be given.*got 0 to .* on every"):
+        with pytest.raises(ValueError, match=r"`position_ids` must be given.*got 0 to .* on every"):
             forward(**inputs)
         assert bool(forward(**inputs, position_ids=place).logits.isfinite().all())
 
