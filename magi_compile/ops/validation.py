@@ -116,9 +116,7 @@ def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     batch = query.shape[0]
     if differ(key.shape[0], batch) and differ(key.shape[0], 1):
         wanted = f"{batch}, or 1" if differ(batch, 1) else "1"
-        raise ValueError(
-            f"`key` must have the batch size of `query`, {wanted}, got {key.shape[0]}"
-        )
+        raise ValueError(f"`key` must have the batch size of `query`, {wanted}, got {key.shape[0]}")
     if differ(value.shape[0], key.shape[0]):
         raise ValueError(
             f"`value` must have the batch size of `key`, {key.shape[0]}, got {value.shape[0]}"
