@@ -12,9 +12,26 @@ import magi_compile
 from magi_compile import make_backend
 
 FACTORIES = frozenset(
-    "tensor as_tensor zeros ones empty full arange linspace eye rand randn randint randperm empty_strided".split()
+    [
+        "tensor",
+        "as_tensor",
+        "zeros",
+        "ones",
+        "empty",
+        "full",
+        "arange",
+        "linspace",
+        "eye",
+        "rand",
+        "randn",
+        "randint",
+        "randperm",
+        "empty_strided",
+    ]
 )
-OF_FLOATS = frozenset("zeros ones empty linspace eye rand randn empty_strided".split())
+OF_FLOATS = frozenset(
+    ["zeros", "ones", "empty", "linspace", "eye", "rand", "randn", "empty_strided"]
+)
 
 
 def calls_of_factories():

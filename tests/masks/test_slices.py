@@ -2,15 +2,14 @@
 
 import dataclasses
 import itertools
-
 import sys
 
 import pytest
 import torch
-
-from magi_compile import flex_flash_attentionfrom hypothesis import given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magi_compile import flex_flash_attention
 from magi_compile.masks import AttnSlice, AttnSlices, MaskType
 from magi_compile.masks.evaluation.slice_checks import slice_checks
 
@@ -368,7 +367,11 @@ def test_written_slices_are_checked_again(name, called):
     if called:
         flex_flash_attention(x, x, x, slices)
     getattr(slices, name)[place] = value
-    for use in (lambda: flex_flash_attention(x, x, x, slices), slices.area, lambda: slices.to("cpu")):
+    for use in (
+        lambda: flex_flash_attention(x, x, x, slices),
+        slices.area,
+        lambda: slices.to("cpu"),
+    ):
         with pytest.raises(ValueError, match=message):
             use()
     getattr(slices, name)[place] = {"k_ranges": 16, "q_ranges": 0, "mask_types": 1}[name]
