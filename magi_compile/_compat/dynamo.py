@@ -160,10 +160,10 @@ def as_user_error(error: Exception) -> Exception:
 
 
 @cache
-def _user_error_type(of: type[Exception]) -> type[Exception]:
+def _user_error_type(of: Any) -> Any:
     from torch._dynamo.exc import ShortenTraceback
 
-    class UserError(ShortenTraceback, of):  # type: ignore[misc, valid-type]
+    class UserError(ShortenTraceback, of):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.text = str(args[0])

@@ -73,6 +73,10 @@ class AttnSlices:
         bits: the blocks of slices whose type is above those of `MaskType`, see `masks/bits.py`; None where there are none, as
             in all lists that a user makes.
 
+    Slices may be written to. What PyTorch counts as a write, eager code checks in the next call, on a GPU with a wait. Other writes
+    (`.data`, tensors of `torch.inference_mode`), and those in front of a compiled function, are seen on CPUs alone, and there only
+    beyond the bounds.
+
     A slice with an empty range sees nothing; lists of a fixed capacity are padded with such slices.
     """
 

@@ -217,7 +217,7 @@ class _Clock:
         ahead: Callable[[], object],
     ) -> None:
         self._group, self._device, self._repeats, self._ahead = group, device, repeats, ahead
-        self._word = torch.zeros(1, device=device)
+        self._word = torch.zeros(1, dtype=torch.float32, device=device)
 
     def seconds(self, run: Callable[[], object]) -> float:
         """The median time of `run` on the rank where that is largest, after one run to warm up."""
