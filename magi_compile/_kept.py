@@ -67,7 +67,8 @@ class _Entry:
         watched: list[Any] = [*[ref() for ref in tensors], *self.sources]
         self.versions = [x._version for x in watched]
         self.addresses = [x.data_ptr() for x in watched]
-        self.stream, self.event = 0, None
+        self.stream = 0
+        self.event: torch.cuda.Event | None = None
 
     def holds(self) -> bool:
         for ref in self.owners:
@@ -145,8 +146,9 @@ class Memo(Generic[T]):
         entry = self._entries[place] = _Entry(refs, of_tensors, made)
         self._touch(place)
         if device.type == "cuda":
-            entry.stream, entry.event = stream, torch.cuda.Event()
-            entry.event.record(torch.cuda.current_stream(device))
+            entry.stream, event = stream, torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            entry.event = event
         while len(self._entries) > self.most:
             self._entries.popitem(last=False)
         return made.value  # type: ignore[no-any-return]
@@ -157,6 +159,7 @@ class Memo(Generic[T]):
 
     def _hand_over(self, entry: _Entry, device: torch.device) -> None:
         """The current stream, which did not make the value, waits for it, and the allocator for the stream."""
+        assert entry.event is not None
         stream = torch.cuda.current_stream(device)
         stream.wait_event(entry.event)
         for tensor in self.tensors_of(entry.value):

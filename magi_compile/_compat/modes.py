@@ -28,7 +28,7 @@ def outside_of_modes() -> Iterator[None]:
         modes.enter_context(torch.no_grad())
         for device_type in sorted(device_types):
             modes.enter_context(torch.autocast(device_type, enabled=False))
-        if torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             modes.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
 

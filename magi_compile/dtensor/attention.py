@@ -14,7 +14,7 @@ from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.transport.collectives import check_collective
 from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
-from magi_compile.ops.validation import DTYPES, check_flag, check_options, check_qkv
+from magi_compile.ops.validation import as_autocast, check_flag, check_options, check_qkv
 
 
 @overload
@@ -112,7 +112,7 @@ def context_parallel_attention(
         NotImplementedError: if no kernel or no collective can run this.
     """
     name = _name_of(group, "group")
-    q, k, v = _as_autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
         out, *rows = context_parallel_attention(
@@ -139,15 +139,6 @@ def context_parallel_attention(
     return packed_result(
         *op(q, k, v, plan.meta, plan.data, softmax_scale, softcap, *chosen, *names)
     )
-
-
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the dtype of autocast, where it is on; it casts no fp64."""
-    kinds = {x.device.type for x in tensors if isinstance(x, Tensor)} - {"meta"}
-    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
-        return tensors
-    dtype = torch.get_autocast_dtype(*kinds)
-    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES else x for x in tensors)
 
 
 @torch.compiler.assume_constant_result

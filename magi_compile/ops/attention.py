@@ -39,6 +39,7 @@ from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import (
+    as_autocast,
     check_flag,
     check_options,
     check_packed,
@@ -164,7 +165,7 @@ def flex_flash_attention(
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
     check_flag("return_max_scores", return_max_scores)
-    q, k, v = _as_autocast(q, k, v)
+    q, k, v = as_autocast(q, k, v)
     given: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
@@ -195,17 +196,6 @@ def flex_flash_attention(
             *(q, k, v, slices, softmax_scale, softcap, kernel or ""),
             return_max_scores=return_max_scores,
         )
-    )
-
-
-def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the dtype of autocast, where it is on: as FlexAttention and `scaled_dot_product_attention` take them."""
-    device = getattr(tensors[0], "device", None)
-    if device is None or device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device.type)
-    return tuple(
-        x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )
 
 
@@ -420,7 +410,7 @@ def flex_attention(
 
     has_mode, over_ranks = has_torch_function_mode(), replacements()
     if not has_mode and over_ranks is None and are_distributed(query, key, value):
-        query, key, value = _as_autocast(query, key, value)
+        query, key, value = as_autocast(query, key, value)
         check_padded(query, key, value, None, enable_gqa)
         given = {"return_lse": return_lse, "return_aux": return_aux}
         return _of_dtensors(
@@ -446,7 +436,7 @@ def flex_attention(
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     if over_ranks is not None:
         return over_ranks.flex_attention(*arguments, kernel_options, return_aux=return_aux)
-    query, key, value = _as_autocast(query, key, value)
+    query, key, value = as_autocast(query, key, value)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
     if query.is_meta or _compat.is_traced(query):

@@ -287,3 +287,12 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
             f"`block_mask` must be on the device of `query`, {query.device}, "
             f"got {block_mask.kv_num_blocks.device}"
         )
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in the dtype of autocast, where it is on: as FlexAttention and `scaled_dot_product_attention` take them."""
+    kinds = {x.device.type for x in tensors if isinstance(x, Tensor)} - {"meta"}
+    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
+        return tensors
+    dtype = torch.get_autocast_dtype(*kinds)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES else x for x in tensors)

@@ -144,12 +144,11 @@ class Reached:
             self._visit(key, value)
         if not _is_of_a_library(function.__module__):
             self._is_open |= not _UNNAMED.isdisjoint(names)
+            now = functools.partial(_globals, alive)
             for key in dict.fromkeys((*code.co_names, *sorted(names))):
                 if key in function.__globals__:
                     value = function.__globals__[key]
-                    self._check_named(
-                        (function, "globals"), lambda: alive().__globals__, key, value
-                    )
+                    self._check_named((function, "globals"), now, key, value)
                     self._visit(key, value)
         self._visit_all(_named_defaults(function))
 
@@ -262,6 +261,10 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: value
+
+
+def _globals(alive: Callable[[], Any]) -> dict[str, Any]:
+    return alive().__globals__  # type: ignore[no-any-return]
 
 
 def _held(alive: Callable[[], Any], place: str) -> Any:
