@@ -156,7 +156,8 @@ def num_compiled_graphs() -> int:
 def as_user_error(error: Exception) -> Exception:
     """`error`, also of its own class, so that Dynamo hands it to the user as it is: others it takes for defects, its own or of a
     backend, and asks to report them."""
-    return _user_error_type(type(error))(*error.args, first_useful_frame=None)
+    of: Any = type(error)
+    return _user_error_type(of)(*error.args, first_useful_frame=None)
 
 
 @cache
