@@ -157,7 +157,7 @@ def as_user_error(error: Exception) -> Exception:
     """`error`, also of its own class, so that Dynamo hands it to the user as it is: others it takes for defects, its own or of a
     backend, and asks to report them."""
     of: Any = type(error)
-    return _user_error_type(of)(*error.args, first_useful_frame=None)  # type: ignore[no-any-return]
+    return _user_error_type(of)(*error.args, first_useful_frame=None)
 
 
 @cache
