@@ -154,7 +154,7 @@ slices = magi_compile.AttnSlices.causal(8)
 
 @pytest.mark.parametrize("have", ROWS)
 def test_rows_of_the_readme(have):
-    """What a row says to write runs as it stands, behind the import that the table names."""
+    """What a row says to write runs as it stands, after the import that the table names."""
     if have == "a Hugging Face model":
         pytest.importorskip("transformers")
     readme = (ROOT / "README.md").read_text()
@@ -162,7 +162,7 @@ def test_rows_of_the_readme(have):
     call = {"eager code": "(q, q, q)", "a sequence too long for one GPU": ""}.get(have)
     if call is not None:
         code = code.replace("(...)", call)
-    (first,) = re.findall("^Behind `(.+)`:\n\n\\| You have", readme, re.MULTILINE)
+    (first,) = re.findall("^After `(.+)`:\n\n\\| You have", readme, re.MULTILINE)
     program = f"{first}\nimport torch\n" + ROWS[have].replace("{}", code)
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
