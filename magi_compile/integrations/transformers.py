@@ -364,14 +364,7 @@ def _flex(
     scale: float | None,
     aux: AuxRequest | None,
 ) -> Any:
-    """FlexAttention on our kernels; in a graph PyTorch's, which the lowering will find there.
-
-    Under autocast in its dtype, as `sdpa`: rotary embeddings and norms leave q and k in fp32.
-    """
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    """FlexAttention on our kernels; in a graph PyTorch's, which the lowering will find there."""
     attend: Any = flex_attention
     if torch.compiler.is_compiling():
         _check_compiler()
