@@ -118,6 +118,9 @@ class AttnSlices:
                 raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
             if isinstance(value, int) and not 0 <= value < MAX_SEQLEN:
                 raise ValueError(f"`{name}` must be in [0, 2**30), got {value}")
+        if not torch.compiler.is_compiling():
+            for name in ("q_ranges", "k_ranges", "mask_types"):
+                object.__setattr__(self, name, _lasting(getattr(self, name)))
         if _has_values(self.q_ranges):
             self.validate()
             object.__setattr__(self, "is_checked", True)
@@ -153,7 +156,11 @@ class AttnSlices:
             for name, value in values.items():
                 object.__setattr__(slices, name, value)
         else:
-            slices.__dict__.update(values, versions=_versions(q_ranges, k_ranges, mask_types))
+            if q_ranges.is_inference() or k_ranges.is_inference() or mask_types.is_inference():
+                lasting = (_lasting(q_ranges), _lasting(k_ranges), _lasting(mask_types))
+                values.update(zip(("q_ranges", "k_ranges", "mask_types"), lasting, strict=True))
+            lists = (values["q_ranges"], values["k_ranges"], values["mask_types"])
+            slices.__dict__.update(values, versions=_versions(*lists))
         return slices
 
     @classmethod
@@ -498,6 +505,14 @@ class AttnSlices:
 
     def _with_rects(self, straight: Rects) -> AttnSlices:
         return self._from_rects(straight, self.seqlen_q, self.seqlen_k).to(self.device)
+
+
+def _lasting(x: Tensor) -> Tensor:
+    """`x`, or a copy of a tensor of inference mode, which no backward could use."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
 
 
 def _versions(*lists: Tensor) -> tuple[int, ...]:
