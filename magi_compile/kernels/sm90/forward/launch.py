@@ -1,4 +1,4 @@
-"""The forward kernel of `csrc/sm90/forward/kernel.cuh`: its variants, its parameters and its launch."""
+"""The forward kernel of `csrc/sm90/forward/kernel.cu`: its variants, its parameters and its launch."""
 
 from __future__ import annotations
 
