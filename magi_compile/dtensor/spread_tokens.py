@@ -53,7 +53,7 @@ class SpreadTokens:
         )
 
     def has_the_tokens_of(self, other: SpreadTokens) -> bool:
-        """Whether every rank holds the same tokens by both, in the same order."""
+        """True if every rank holds the same tokens by both, in the same order."""
         if not isinstance(other, SpreadTokens):
             raise TypeError(
                 f"`other` must be a SequencePlan or its keys, got {type(other).__name__}"

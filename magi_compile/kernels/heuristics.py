@@ -87,7 +87,7 @@ def cuda_head_dim(problem: AttnProblem) -> int:
 
 
 def is_between_cuda_head_dims(problem: AttnProblem) -> bool:
-    """Whether the Hopper kernels run `problem` as one of a larger head_dim or head_dim_v; they may spill a few registers then."""
+    """True if the Hopper kernels run `problem` as one of a larger head_dim or head_dim_v; they may spill a few registers then."""
     return not problem.head_dim == problem.head_dim_v == cuda_head_dim(problem)
 
 
@@ -296,7 +296,7 @@ def fa4_blocks(problem: AttnProblem) -> PlanTiles:
 
 
 def fa4_group_is_packed(problem: AttnProblem) -> bool:
-    """Whether the query heads of a key-value head share a tile in flash-attn-4's forward, as they do by its own choice."""
+    """True if the query heads of a key-value head share a tile in flash-attn-4's forward, as they do by its own choice."""
     return 128 % problem.qhead_per_kvhead == 0
 
 

@@ -1,4 +1,4 @@
-"""How a custom op of ours is made: a schema, what computes it on every device, its fake, and its gradients."""
+"""Definition of our custom ops: a schema, what computes it on every device, its fake, and its gradients."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def define_of_entries(library: torch.library.Library, schema: str, gradients_of:
 
 
 def gradients(op: Callable[..., Any], *arguments: Any) -> Any:
-    """What the op of a backward pass computes; it refuses where somebody asks for gradients of its own."""
+    """Computes the op of a backward pass, and refuses to be differentiated again."""
     return _Gradients.apply(op, *arguments) if torch.is_grad_enabled() else op(*arguments)
 
 

@@ -30,7 +30,7 @@ def num_edge_rows(num_slices: int, total_rows: int, tile_rows: int) -> int:
 
 
 def has_stairs(edge_rows: int) -> bool:
-    """Whether a walk whose rows have edges, or none, may have stairs; of a SymInt, of which shapes alone depend, yes."""
+    """True if a walk whose rows have edges, or none, may have stairs; of a SymInt, of which shapes alone depend, yes."""
     return not isinstance(edge_rows, int) or edge_rows > 0
 
 

@@ -89,7 +89,7 @@ class SpreadAttention(TorchFunctionMode):
 
 @torch.compiler.assume_constant_result
 def _is_method(func: Any) -> bool:
-    """Whether `func` is a method of tensors that is written in Python."""
+    """True if `func` is a method of tensors that is written in Python."""
     return isinstance(func, FunctionType) and func.__module__ == "torch._tensor"
 
 

@@ -12,7 +12,7 @@ from magi_compile.kernels.cpu.pieces import Piece, additive_mask, shown_by_bits
 
 
 def has_scores(problem: AttnProblem) -> bool:
-    """Whether scores exist in memory: PyTorch's flash attention has no soft-cap and no score programs, and does not tell the
+    """True if scores exist in memory: PyTorch's flash attention has no soft-cap and no score programs, and does not tell the
     largest score."""
     return bool(problem.softcap) or problem.has_score or problem.has_max_scores
 

@@ -60,17 +60,17 @@ class Piece(NamedTuple):
 
     @property
     def cuts_lower(self) -> bool:
-        """Whether some row does not see the first key."""
+        """True if some row does not see the first key."""
         return self.q_end - 1 + self.diag_lo > self.k_begin
 
     @property
     def cuts_upper(self) -> bool:
-        """Whether some row does not see the last key."""
+        """True if some row does not see the last key."""
         return self.q_begin + self.diag_hi < self.k_end
 
     @property
     def is_causal(self) -> bool:
-        """Whether the piece is a square whose first row sees one key and whose last row sees all."""
+        """True if the piece is a square whose first row sees one key and whose last row sees all."""
         return (
             not self.cuts_lower
             and self.q_begin + self.diag_hi == self.k_begin + 1

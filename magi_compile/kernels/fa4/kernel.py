@@ -282,7 +282,7 @@ def _bounds(intervals: Intervals) -> Tensor:
 
 
 def _is_of_triton(plan: list[Tensor]) -> bool:
-    """Whether Triton's kernel has made a plan: there its tile sizes are a shape."""
+    """True if Triton's kernel has made a plan: there its tile sizes are a shape."""
     return plan[3].dim() > 1
 
 

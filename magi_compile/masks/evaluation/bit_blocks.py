@@ -86,11 +86,11 @@ class Listed(NamedTuple):
 
     @property
     def differ_by_head(self) -> bool:
-        """Whether lists differ between heads. Waits for the device if that is a GPU."""
+        """True if lists differ between heads. Waits for the device if that is a GPU."""
         return any(bool((x != x[:, :1]).any()) for x in (self.partial, self.full))
 
     def of_pairs(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""
+        """True if the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""
         b, h = (
             x.clamp(max=size - 1)[:, None, None]
             for x, size in zip((b, h), self.partial.shape, strict=False)

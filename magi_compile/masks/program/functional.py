@@ -71,7 +71,7 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
 
 
 def _has_number_as_index(node: Node) -> bool:
-    """Whether it is `x[0]`, or has a number among its indices."""
+    """True if it is `x[0]`, or has a number among its indices."""
     if name_of(node.target) != "getitem" or len(node.args) != 2:
         return False
     index = node.args[1]

@@ -54,7 +54,7 @@ class Broken(NamedTuple):
 
 
 def is_needed(device: torch.device) -> bool:
-    """Whether PyTorch raises no error of its own there."""
+    """True if PyTorch raises no error of its own there."""
     return device.type == "cuda"
 
 

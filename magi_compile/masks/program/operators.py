@@ -96,7 +96,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number of Python or numpy."""
+    """True if it is a number of Python or numpy."""
     return isinstance(value, (bool, int, float)) or is_numpy_scalar(value)
 
 

@@ -125,22 +125,22 @@ class MaskProgram:
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether the mask_mod itself is among the functions, for `masks/evaluation/verify.py` and `bit_blocks.py`."""
+        """True if the mask_mod itself is among the functions, for `masks/evaluation/verify.py` and `bit_blocks.py`."""
         return "mask" in self.functions
 
     @property
     def is_by_head(self) -> bool:
-        """Whether the mask_mod looks at the head."""
+        """True if the mask_mod looks at the head."""
         return "h" in parameters(self.functions["mask"])
 
     @cached_property
     def differs_by_head(self) -> bool:
-        """Whether its key intervals, if it has some, depend on the head."""
+        """True if its key intervals, if it has some, depend on the head."""
         return "h" in self.expr.variables
 
     @cached_property
     def differs_by_entry(self) -> bool:
-        """Whether its key intervals, if it has some, depend on the batch entry."""
+        """True if its key intervals, if it has some, depend on the batch entry."""
         return "b" in self.expr.variables
 
     def require_one_mask(self) -> None:
@@ -164,7 +164,7 @@ class MaskProgram:
 
     @cached_property
     def reads_tensors(self) -> bool:
-        """Whether it depends on captured tensors."""
+        """True if it depends on captured tensors."""
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         if used - set(self.columns):
             return True
@@ -225,7 +225,7 @@ class MaskProgram:
 
     @cached_property
     def repeats(self) -> bool:
-        """Whether the number of intervals depends on that of keys. Raises as `solved` does."""
+        """True if the number of intervals depends on that of keys. Raises as `solved` does."""
         return any(lane.repeats for lane in self.solved.lanes)
 
     def max_intervals(
@@ -257,7 +257,7 @@ class MaskProgram:
 
     @property
     def is_always_true(self) -> bool:
-        """Whether every row sees every key, whatever the data."""
+        """True if every row sees every key, whatever the data."""
         return self.expr == TRUE
 
     def describe(self, text: Expr | str) -> str:

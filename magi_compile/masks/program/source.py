@@ -329,7 +329,7 @@ def _without_bools(*args: Any) -> tuple[Any, ...]:
 
 
 def _is_few(element: Any, values: Any) -> bool:
-    """Whether one element is sought among few values; torch.isin has no rule for torch.vmap."""
+    """True if one element is sought among few values; torch.isin has no rule for torch.vmap."""
     are_tensors = isinstance(element, Tensor) and isinstance(values, Tensor)
     return are_tensors and element.dim() == 0 and values.numel() <= MAX_SOUGHT
 

@@ -138,7 +138,7 @@ class _Value:
 
     @property
     def is_column(self) -> bool:
-        """Whether a table can hold it for every row, or for every key."""
+        """True if a table can hold it for every row, or for every key."""
         return self.variables <= _OF_ROW or self.variables <= _OF_KEY
 
 
@@ -260,7 +260,7 @@ class Tracer:
         return new if is_same and new.example.dtype == old.example.dtype else None
 
     def is_mask(self, value: _Value) -> bool:
-        """Whether a value that expressions cannot say is a truth value, the same in each run."""
+        """True if a value that expressions cannot say is a truth value, the same in each run."""
         is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
         needed = [node for node in self.graph.nodes if node.op != "placeholder"]
         is_sure = not any(is_random(name_of(node.target)) for node in needed)
@@ -372,7 +372,7 @@ class Tracer:
         return call(name, args, kwargs, typing)
 
     def is_constant(self, arguments: Sequence[_Value]) -> bool:
-        """Whether a number that is computed from them is the same in every run."""
+        """True if a number that is computed from them is the same in every run."""
         return all(
             not self.has_dynamic_sizes
             if isinstance(argument.example, Tensor)

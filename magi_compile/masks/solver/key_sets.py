@@ -79,7 +79,7 @@ NOTHING = KeySet(())
 
 
 def has_bounds(edge: Expr) -> bool:
-    """Whether an edge depends on the order of keys."""
+    """True if an edge depends on the order of keys."""
     return any(node.op == "upper_bound" for node in edge.walk())
 
 

@@ -375,7 +375,7 @@ class _Body:
         return _Code(name, is_bool)
 
     def checks(self, expr: Expr) -> bool:
-        """Whether a check of `expr` is made here."""
+        """True if a check of `expr` is made here."""
         return self.makes_checks and (self.variable == "q" or "kv" in expr.variables)
 
     def want_truth(self, expr: Expr) -> None:
@@ -455,7 +455,7 @@ def _function(result: str, name: str, parameters: str, lines: list[str]) -> list
 
 
 def _is_number(expr: Expr) -> bool:
-    """Whether it consists of captured ints (and constants) alone."""
+    """True if it consists of captured ints (and constants) alone."""
     nodes = list(expr.walk())
     return any(node.op == "symbol" for node in nodes) and not any(
         node.op in ("var", "table", "group_begin", "group_end", "upper_bound") for node in nodes

@@ -119,13 +119,13 @@ def _is_tma_compatible(x: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_tma_layout(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether TMA can read such a tensor, `[rows, heads, head_dim]`, if its address is a multiple of 16 bytes."""
+    """True if TMA can read such a tensor, `[rows, heads, head_dim]`, if its address is a multiple of 16 bytes."""
     steps = [stride[dim] * dtype.itemsize for dim in (0, 1) if shape[dim] != 1]
     return stride[2] == 1 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def are_tma_layouts(layouts: Sequence[Layout], dtype: torch.dtype) -> bool:
-    """Whether TMA can read tensors of such layouts."""
+    """True if TMA can read tensors of such layouts."""
     return all(is_tma_layout(shape, stride, dtype) for shape, stride in layouts)
 
 

@@ -314,7 +314,7 @@ class _Writer(Operations):
         return self.values[result]
 
     def is_shift(self) -> bool:
-        """Whether the score is a sum of the old one and of what does not depend on it."""
+        """True if the score is a sum of the old one and of what does not depend on it."""
         traced, names = self.graph("score")
         if "score" not in names:
             return False
@@ -477,7 +477,7 @@ class _Writer(Operations):
         variables: frozenset[str],
         limit: Number | None = None,
     ) -> Number:
-        """Whether there are such indices; `limit` is in place of the size of the first one."""
+        """True if there are such indices; `limit` is in place of the size of the first one."""
 
         def text(body: Body) -> str:
             limits = [sizes[dim] for dim in dims]
