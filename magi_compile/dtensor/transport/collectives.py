@@ -137,7 +137,7 @@ class PendingCast(Protocol):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """What `wait` returns, before the rows are there."""
+        """The result of `wait`, before the rows are there."""
         ...
 
     def wait(self) -> Sequence[Tensor]:

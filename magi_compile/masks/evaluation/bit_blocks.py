@@ -220,7 +220,7 @@ class _Pairs(NamedTuple):
 
 
 def _evaluate(mask_mod: MaskMod, pairs: _Pairs, faults: _Faults) -> Tensor:
-    """What is visible, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as FlexAttention's
+    """The visible pairs, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as FlexAttention's
     kernels read it."""
     try:
         given, broken = on_grids(mask_mod, *pairs[:4], getattr(mask_mod, "names", None))
@@ -260,7 +260,7 @@ class _First(NamedTuple):
 
 
 class _Faults:
-    """What is not as it must be, over all blocks: by words, the first pair."""
+    """The faults in all blocks: by words, the first pair."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -286,7 +286,7 @@ class _Faults:
             self.add(what.words_at_pair, where, of_pair)
 
     def add_disputes(self, shown: Tensor, pairs: _Pairs, listed: Listed) -> None:
-        """Where block lists and the mask differ."""
+        """Adds the pairs where block lists and the mask differ."""
         in_partial, in_full = listed.of_pairs(*pairs[:4])
         for words, broken in (
             (HOLDS_ALL, shown & ~(in_partial | in_full)),

@@ -43,7 +43,7 @@ class Groups(NamedTuple):
         return Groups(value, begin, end, end.gather(-1, last), last, is_whole, seqlen_k)
 
     def locate(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the runs of a value begin among all, and whether there is one."""
+        """Finds where the runs of a value begin among all, and whether there is one."""
         values, sought = _aligned(self.value, value)
         place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
         return place, gather(self.value, place) == sought
@@ -69,7 +69,7 @@ class Groups(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Where the values do not decrease."""
+    """The stretches in which values do not decrease."""
 
     number: Tensor  # of the stretch
     values: Tensor  # sorted, whatever the stretch

@@ -138,7 +138,7 @@ _serial = itertools.count()
 
 
 def unsupported(*reasons: str) -> Expr:
-    """What a mask_mod computes and mask expressions cannot say; the reasons reach the user.
+    """A value that mask expressions cannot state; the reasons reach the user.
 
     No two of them are equal: nothing is known of their values, so nothing may be folded or cancelled.
     """

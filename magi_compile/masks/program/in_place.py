@@ -65,7 +65,7 @@ def without_writes(graph: Graph, result: Any, indices: Collection[Node]) -> Any:
 
 
 def _pure(node: Node) -> Any:
-    """What computes the same as an operation that writes, and does not write; None where there is no such thing."""
+    """The operation that computes the same as one that writes, without writing; None where there is none."""
     if "out" in node.kwargs:
         return None
     if isinstance(node.target, OpOverload):

@@ -1,4 +1,4 @@
-"""What the names of PyTorch's operations say about them."""
+"""Properties of PyTorch's operations that follow from their names."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Wraps(ExprError):
 
 
 class Typing(NamedTuple):
-    """What an operation knows of dtypes.
+    """The dtypes around an operation.
 
     Attributes:
         result: the dtype of its result.

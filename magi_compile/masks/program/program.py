@@ -174,7 +174,7 @@ class MaskProgram:
 
     @cached_property
     def num_captures(self) -> int:
-        """How many captured tensors it takes: one more than the highest number of one that its values depend on."""
+        """The number of captured tensors that it takes: one more than the highest number of one that its values depend on."""
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         for function in self.columns.values():
             used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
@@ -182,7 +182,7 @@ class MaskProgram:
 
     @cached_property
     def num_symbols(self) -> int:
-        """How many captured ints it takes."""
+        """The number of captured ints that it takes."""
         return max((n.args[0] for n in self.expr.walk() if n.op == "symbol"), default=-1) + 1
 
     @cached_property
@@ -231,7 +231,7 @@ class MaskProgram:
     def max_intervals(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int:
-        """How many key intervals a row may see; known without data. Raises as `keys` does.
+        """The largest number of key intervals that a row may see; known without data. Raises as `keys` does.
 
         Args:
             seqlen_k: number of keys of a batch entry, None: not known yet.
@@ -249,7 +249,7 @@ class MaskProgram:
     def least_period(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int | None:
-        """How many keys lie in the shortest periods of which a row may see several, where the mask repeats along the keys by
+        """The number of keys in the shortest periods of which a row may see several, where the mask repeats along the keys by
         `kv % length`; None where it does not, or where that is not known. The arguments are those of `max_intervals`."""
         if not self.repeats or (symbols is None and self.num_symbols):
             return None

@@ -41,7 +41,7 @@ _FOLLOWED = (types.FunctionType, property, staticmethod, classmethod, functools.
 
 
 class Reached:
-    """What `function` reaches now.
+    """The objects that `function` reaches now.
 
     Args:
         function: any object, called `name`.

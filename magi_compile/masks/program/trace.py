@@ -252,7 +252,7 @@ class Tracer:
         return functional(self.original, result, self.captures)
 
     def written(self, node: Node) -> _Value | None:
-        """What an operation that writes has written, where it does not change its dtype."""
+        """The value that an operation writes, where it does not change its dtype."""
         if "is_written" not in node.meta:
             return None
         new, old = (self.values[argument] for argument in node.args)  # type: ignore[index]
@@ -480,7 +480,7 @@ class Tracer:
         return text
 
     def title(self, node: Node) -> str:
-        """What a node is, for messages."""
+        """The description of a node for messages."""
         return title_of(node, dict(enumerate(self.names)))
 
     # Dtypes
