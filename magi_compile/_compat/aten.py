@@ -15,8 +15,8 @@ def version_of(tensor: Tensor) -> int:
 
 
 def may_change_uncounted(tensor: Tensor) -> bool:
-    """True if PyTorch itself writes to `tensor` without counting it: one of inference mode, or an output of Inductor's CUDA
-    graphs, which is the same object in every replay."""
+    """True if PyTorch itself writes to `tensor` without counting it: one of inference mode, or an output of Inductor's
+    CUDA graphs, which is the same object in every replay."""
     return tensor.is_inference() or torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 

@@ -56,7 +56,8 @@ PERMUTED_TOKENS = "qkv_rearrange_indices"
 
 
 def indices_of_load_balancer(balancer: Any) -> Any:
-    """The order in which a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other objects."""
+    """The order in which a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other
+    objects."""
     for name in ("generate_permutation", "_generate_indices"):
         generate = getattr(balancer, name, None)
         if generate is not None:

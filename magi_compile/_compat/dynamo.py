@@ -59,7 +59,8 @@ def source_name(placeholder: torch.fx.Node) -> str:
 
 
 def _value_of_source(name: str) -> Any:
-    """The value of Dynamo's source `name`, as in guards of the frame that it compiles now; None where it is not known."""
+    """The value of Dynamo's source `name`, as in guards of the frame that it compiles now; None where it is not
+    known."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -127,8 +128,8 @@ def layers_of(backend: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def without_disable(function: Any) -> Any:
-    """The function that `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already; other functions as
-    they are."""
+    """The function that `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already;
+    other functions as they are."""
     is_disabled = getattr(function, "_torchdynamo_disable", False)
     return function._torchdynamo_orig_callable if is_disabled else function
 

@@ -28,8 +28,8 @@ def fake_mode_of(tensor: Tensor) -> Any:
 
 
 def differ(size: Any, other: Any) -> bool:
-    """True if two sizes differ. While a graph is traced, that becomes a guard, but for sizes of which nothing is known yet: these count
-    as equal, and whoever relies on it asks again when the graph runs."""
+    """True if two sizes differ. While a graph is traced, that becomes a guard, but for sizes of which nothing is known
+    yet: these count as equal, and whoever relies on it asks again when the graph runs."""
     if type(size) is int and type(other) is int:
         return size != other
     from torch.fx.experimental.symbolic_shapes import guard_or_false

@@ -18,7 +18,8 @@ from magi_compile.ops.validation import check_flag
 
 
 class SpreadTokens:
-    """The spread of the tokens of one sequence over ranks: of the queries in `SequencePlan`, of the keys in `SequencePlan.keys`.
+    """The spread of the tokens of one sequence over ranks: of the queries in `SequencePlan`, of the keys in
+    `SequencePlan.keys`.
 
     Args:
         where: which rank holds which rows.

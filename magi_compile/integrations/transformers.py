@@ -397,8 +397,8 @@ def _block_mask(
 
 
 def _has_documents(mask_function: Any) -> bool:
-    """True if transformers has put documents into a mask function, as far as its parts tell. Where they do not, documents are
-    added once more, which changes nothing."""
+    """True if transformers has put documents into a mask function, as far as its parts tell. Where they do not,
+    documents are added once more, which changes nothing."""
     parts, seen = [mask_function], set()
     while parts:
         part = parts.pop()

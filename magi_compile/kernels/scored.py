@@ -1,4 +1,5 @@
-"""What a kernel offers beside `base.Kernel` if it runs score programs: attention whose scores a score_mod changes."""
+"""The interface, beside `base.Kernel`, of a kernel that runs score programs: attention whose scores a score_mod
+changes."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class ScoredKernel(Protocol):
     def table_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
     ) -> list[str]:
-        """Further reasons why the backward cannot compute gradients of captured tensors, beside those of `score_refusals`."""
+        """Further reasons why the backward cannot compute gradients of captured tensors, beside those of
+        `score_refusals`."""
         ...
 
     def score_refusals(

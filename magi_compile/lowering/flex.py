@@ -165,8 +165,8 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
 
 
 def _may_be_written(emit: Emitter, call: FlexCall, q: Node, problem: AttnProblem) -> bool:
-    """True if code behind the graph may write to what the backward needs, so that autograd has to see it: the output itself is
-    returned, without a copy."""
+    """True if code behind the graph may write to what the backward needs, so that autograd has to see it: the output
+    itself is returned, without a copy."""
     result = value_of(call.node)[0]
     if not call.is_returned or not result.requires_grad or are_distributed(*[value_of(call.q)] * 3):
         return False

@@ -42,7 +42,8 @@ FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 
 
 def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
-    """The number of keys of a batch entry, and the captured ints of the mask; None where a graph is to serve several."""
+    """The number of keys of a batch entry, and the captured ints of the mask; None where a graph is to serve
+    several."""
     seqlen_k, symbols = value_of(call.k).shape[2], [value_of(x) for x in call.mask_symbols]
     are_known = all(isinstance(symbol, int) for symbol in symbols)
     return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
@@ -77,7 +78,8 @@ def heads_of_intervals(call: FlexCall, program: MaskProgram) -> Heads:
 
 
 def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
-    """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths are not known."""
+    """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths are not
+    known."""
     seqlen_k, symbols = sizes_of(call)
     batch, _, seqlen_q, _ = value_of(call.q).shape
     is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
@@ -109,8 +111,8 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
 
 
 def least_capacity(call: FlexCall, program: MaskProgram) -> int:
-    """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with masks of their own; 0 where
-    that is not known yet."""
+    """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with masks of
+    their own; 0 where that is not known yet."""
     intervals = intervals_without_data(call, program)
     if intervals is None or not intervals.sizes.entries:
         return 0

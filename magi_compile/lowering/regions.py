@@ -39,8 +39,8 @@ def options_for(backend: Any) -> LoweringOptions | None:
 
 
 def lowers_what_is_traced() -> bool:
-    """True if FlexAttention will be lowered in the graph that Dynamo makes now; of torch.export's nobody knows yet what compiles
-    them. For functions that Dynamo calls while it traces (`torch.compiler.assume_constant_result`)."""
+    """True if FlexAttention will be lowered in the graph that Dynamo makes now; of torch.export's nobody knows yet what
+    compiles them. For functions that Dynamo calls while it traces (`torch.compiler.assume_constant_result`)."""
     if torch.compiler.is_exporting():
         return True
     return options_for(_compat.backend_that_dynamo_traces_for()) is not None

@@ -150,7 +150,8 @@ def one_block_mask(
 
 
 def _ordered(grid: Tensor, nheads: int) -> tuple[Tensor, Tensor]:
-    """The numbers and indices of kv blocks of `grid [batch, 1 or nheads, q blocks, kv blocks]`, the others behind them."""
+    """The numbers and indices of kv blocks of `grid [batch, 1 or nheads, q blocks, kv blocks]`, the others behind
+    them."""
     grid = grid.repeat(1, nheads // grid.shape[1], 1, 1)
     indices = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return grid.sum(-1, dtype=torch.int32), indices.to(torch.int32)

@@ -147,7 +147,8 @@ class Rects(NamedTuple):
         return self.at(self.row_begin)[1]
 
     def area(self) -> Tensor:
-        """The number of (row, column) pairs that each rect shows, int64 `[num_rects]`; each of its rows must see a column."""
+        """The number of (row, column) pairs that each rect shows, int64 `[num_rects]`; each of its rows must see a
+        column."""
         first, last = self.row_begin, self.row_end - 1
         cut_left = _sum_to(last + self.diag_lo - self.col_begin)
         cut_left = cut_left - _sum_to(first - 1 + self.diag_lo - self.col_begin)

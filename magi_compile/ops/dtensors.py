@@ -145,8 +145,8 @@ def wrapped_rows(x: Tensor, shards: Shards, layout: Layout) -> Tensor:
 
 
 def _is_over(mesh: DeviceMesh, dim: int, ranks: list[int] | None) -> bool:
-    """True if a dimension of the mesh has these ranks, which are several. Equal meshes may have groups of other names, and a
-    tensor computed from a DTensor may be on an equal mesh."""
+    """True if a dimension of the mesh has these ranks, which are several. Equal meshes may have groups of other names,
+    and a tensor computed from a DTensor may be on an equal mesh."""
     if ranks is None or len(ranks) == 1:
         return False
     return torch.distributed.get_process_group_ranks(mesh.get_group(dim)) == ranks

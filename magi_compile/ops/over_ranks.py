@@ -1,5 +1,5 @@
-"""Replacements of the public functions while attention runs over all ranks, for places that its function mode does not reach: layers
-that run again in a backward, and inner graphs of Dynamo, as of checkpoints."""
+"""Replacements of the public functions while attention runs over all ranks, for places that its function mode does not
+reach: layers that run again in a backward, and inner graphs of Dynamo, as of checkpoints."""
 
 from __future__ import annotations
 

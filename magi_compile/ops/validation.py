@@ -130,7 +130,8 @@ def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_block_lists(lists: Sequence[Tensor], query: Tensor) -> None:
-    """Checks that the block lists of a BlockMask, `[B or 1, H or 1, ...]`, serve all of the batch entries and heads of `query`."""
+    """Checks that the block lists of a BlockMask, `[B or 1, H or 1, ...]`, serve all of the batch entries and heads of
+    `query`."""
     for found in lists:
         for dim, what in enumerate(("batch size", "heads")):
             size, wanted = found.shape[dim], query.shape[dim]

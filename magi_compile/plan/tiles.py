@@ -364,7 +364,7 @@ def _merge(
 def _classify(
     runs: Rects, common_begin: Tensor, common_end: Tensor, covers_tile: Tensor, block_cols: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many blocks each run has, and how many of the first and of the last need the mask.
+    """The number of blocks of each run, and of those at its begin and its end that need the mask.
 
     All rows of a run see the columns between the left edge of its last row and the right edge of
     its first. The blocks inside need no mask, if no row of the tile lies outside the run.

@@ -250,7 +250,8 @@ def context_parallel_shard(
 
 
 def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
-    """The values of the argument `name` for each buffer, in their order: a list for a list, a dict of the same names for a dict."""
+    """The values of the argument `name` for each buffer, in their order: a list for a list, a dict of the same names
+    for a dict."""
     if not isinstance(buffers, Mapping):
         check_list(name, given)
     if isinstance(buffers, Mapping):

@@ -150,7 +150,8 @@ def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
 
 
 def _backward_stage_seconds(attention: _Attention, clock: _Clock) -> float:
-    """The time of another stage backward, with next to no work for its keys: the kernels around the main one, and the sum of dq."""
+    """The time of another stage backward, with next to no work for its keys: the kernels around the main one, and the
+    sum of dq."""
     q = attention.q
     one_pair = attention.planned(_keys(1, 1, q.device, seqlen_q=q.shape[0]))
     saved = Saved(q, attention.k[:1], attention.v[:1], attention.out, attention.lse)

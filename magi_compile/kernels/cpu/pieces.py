@@ -1,4 +1,4 @@
-"""How the CPU kernel cuts slices: into pieces that are one call of PyTorch's flash attention each.
+"""Cuts slices, for the CPU kernel, into pieces that are one call of PyTorch's flash attention each.
 
 That op knows rectangles, squares that are causal from their first row, and masks given as a tensor:
 
@@ -157,7 +157,7 @@ def _joined_down(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def shown_by_bits(piece: Piece, bits: Tensor) -> Tensor:
-    """What the rows of a piece with bits see of its keys: bool `[rows, keys]`."""
+    """The visible keys for the rows of a piece with bits: bool `[rows, keys]`."""
     num_rows, num_keys = piece.q_end - piece.q_begin, piece.k_end - piece.k_begin
     last = piece.first_block + -(-num_keys // BLOCK)
     blocks = unpack(bits[piece.first_block : last, :num_rows])

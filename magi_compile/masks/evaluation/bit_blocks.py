@@ -220,8 +220,8 @@ class _Pairs(NamedTuple):
 
 
 def _evaluate(mask_mod: MaskMod, pairs: _Pairs, faults: _Faults) -> Tensor:
-    """The visible pairs, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as FlexAttention's
-    kernels read it."""
+    """The visible pairs, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as
+    FlexAttention's kernels read it."""
     try:
         given, broken = on_grids(mask_mod, *pairs[:4], getattr(mask_mod, "names", None))
     except (IndexError, RuntimeError) as error:

@@ -53,7 +53,8 @@ class MaskSizes(NamedTuple):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """The numbers of rows and keys that the slices of all entries span, both below 2**30. Raises ValueError for more."""
+        """The numbers of rows and keys that the slices of all entries span, both below 2**30. Raises ValueError for
+        more."""
         rows = self.entries * self.seqlen_q
         keys = self.batch * self.heads.kv * self.seqlen_k
         heads = " * heads" if self.heads != (1, 1) else ""

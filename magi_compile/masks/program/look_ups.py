@@ -1,5 +1,5 @@
-"""Guards of a mask_mod on a GPU against an index out of bounds, which ends the CUDA context, and a division by zero, which
-gives any number. Both are noted instead, and the computation goes on with a meaningless number.
+"""Guards of a mask_mod on a GPU against an index out of bounds, which ends the CUDA context, and a division by zero,
+which gives any number. Both are noted instead, and the computation goes on with a meaningless number.
 """
 
 from __future__ import annotations

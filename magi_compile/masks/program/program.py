@@ -174,7 +174,8 @@ class MaskProgram:
 
     @cached_property
     def num_captures(self) -> int:
-        """The number of captured tensors that it takes: one more than the highest number of one that its values depend on."""
+        """The number of captured tensors that it takes: one more than the highest number of one that its values depend
+        on."""
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         for function in self.columns.values():
             used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
@@ -249,8 +250,9 @@ class MaskProgram:
     def least_period(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int | None:
-        """The number of keys in the shortest periods of which a row may see several, where the mask repeats along the keys by
-        `kv % length`; None where it does not, or where that is not known. The arguments are those of `max_intervals`."""
+        """The number of keys in the shortest periods of which a row may see several, where the mask repeats along the
+        keys by `kv % length`; None where it does not, or where that is not known. The arguments are those of
+        `max_intervals`."""
         if not self.repeats or (symbols is None and self.num_symbols):
             return None
         return least_period(self.solved, seqlen_k or MAX_SEQLEN, tuple(symbols or ()))

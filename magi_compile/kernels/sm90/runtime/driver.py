@@ -77,7 +77,7 @@ def l2_bytes(device_index: int) -> int:
 
 
 def max_resident_blocks(function: driver.CUfunction, num_threads: int, device_index: int) -> int:
-    """How many thread blocks a cooperative launch may have: all of them are on the GPU at once."""
+    """The number of thread blocks that a cooperative launch may have: all of them are on the GPU at once."""
     of_sm = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, num_threads, 0)
     return check(of_sm) * num_sms(device_index)
 
@@ -161,7 +161,7 @@ def rows_map(
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """What the hardware reads of `tensor_map`, for a tensor that begins at `address`."""
+    """The descriptor of `tensor_map` for the hardware, for a tensor that begins at `address`."""
     bind_context()
     swizzles = driver.CUtensorMapSwizzle
     encoded = driver.cuTensorMapEncodeTiled(
@@ -183,7 +183,7 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
 
 
 class LaunchOptions(NamedTuple):
-    """How a kernel is launched, besides on how many threads."""
+    """The options of a launch, besides the number of threads."""
 
     shared_bytes: int = SHARED_BYTES
     may_start_early: bool = False  # when the kernel in front lets it; it waits for its results itself (`griddepcontrol`)
