@@ -1,4 +1,4 @@
-"""How a failed data precondition reaches the user: as a Python exception, on every device.
+"""Failed data preconditions reach the user as Python exceptions, on every device.
 
 On a CPU the exception is raised where the check is made. On a GPU nothing waits for the device: each check owns
 a sticky flag, which the device writes and the host reads. Every later call into this package looks at the flags,
@@ -121,7 +121,7 @@ class _DeviceFlags:
             torch.cuda.synchronize(self.device)
 
     def take_failures(self) -> dict[str, str]:
-        """What failed since the last call: its message, and in words what was found."""
+        """Takes the failures since the last call: the message of each, and the value found, in words."""
         if 1 not in bytes(self.memory):
             return {}
         self.synchronize()  # or a check under way would set its flag again
@@ -181,7 +181,7 @@ def require(checks: Sequence[MaskCheck]) -> None:
 
 
 def flag_addresses(device: torch.device, checks: Sequence[tuple[str, str]]) -> list[int]:
-    """Where a kernel that makes checks itself reports those that fail, for each message and detail of `checks`.
+    """Memory where a kernel reports the checks that fail, for each message and detail of `checks`.
 
     Five int64 each, which stay where they are: what was found goes into the last four, then 1 into the first.
     """

@@ -117,6 +117,9 @@ class Memo(Generic[T]):
             make: makes the value, outside of the caller's modes.
             device: where the value is.
             serves_capture: whether a CUDA graph that is captured may read what was kept before.
+
+        Returns:
+            The value.
         """
         place = (key, *map(id, owners))
         stream, is_captured = _stream_on(device)

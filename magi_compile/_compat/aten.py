@@ -10,18 +10,18 @@ from torch import Tensor
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often `tensor` has been written to; 0 for tensors of `torch.inference_mode`, which do not count it."""
+    """The number of writes to `tensor`; 0 for tensors of `torch.inference_mode`, which do not count it."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def may_change_uncounted(tensor: Tensor) -> bool:
-    """Whether PyTorch itself writes to `tensor` without counting it: one of inference mode, or an output of Inductor's CUDA
-    graphs, which is the same object in every replay."""
+    """True if PyTorch itself writes to `tensor` without counting it: one of inference mode, or an output of Inductor's
+    CUDA graphs, which is the same object in every replay."""
     return tensor.is_inference() or torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 
 def has_no_address(tensor: Tensor) -> bool:
-    """Whether `tensor` may be made of other tensors, as a DTensor and a sparse tensor are."""
+    """True if `tensor` may be made of other tensors, as a DTensor and a sparse tensor are."""
     return type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided
 
 
@@ -33,18 +33,18 @@ def types_in_schema(schema: str) -> tuple[list[str], list[str]]:
 
 
 def types_of_ops() -> tuple[type, ...]:
-    """What `torch.ops.namespace.name` and `torch.ops.namespace.name.overload` are."""
+    """The types of `torch.ops.namespace.name` and `torch.ops.namespace.name.overload`."""
     return torch._ops.OpOverloadPacket, torch._ops.OpOverload
 
 
 def below_autograd(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `op` gives without autograd, in a kernel of an autograd key that was called with `keys`."""
+    """The result of `op` without autograd, in a kernel of an autograd key that was called with `keys`."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
 def has_torch_function_mode() -> bool:
-    """Whether a torch function mode wants to see what is called, also while Dynamo traces."""
+    """True if a torch function mode wants to see what is called, also while Dynamo traces."""
     return torch._C._is_torch_function_mode_enabled()
 
 

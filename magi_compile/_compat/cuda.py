@@ -11,7 +11,7 @@ def raw_stream(device_index: int) -> int:
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream is captured into a graph; of a process that uses CUDA."""
+    """True if the current CUDA stream is captured into a graph; of a process that uses CUDA."""
     return torch._C._cuda_isCurrentStreamCapturing()  # type: ignore[attr-defined]
 
 

@@ -46,7 +46,7 @@ def symmetric_rendezvous(memory: Tensor, group_name: str) -> Any:
 
 
 def symmetric_addresses(rendezvous: Any) -> list[int]:
-    """Where the memory of each rank of a rendezvous lies for this process."""
+    """The addresses, in this process, of the memory of each rank of a rendezvous."""
     ranks = range(rendezvous.world_size)
     return [rendezvous.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in ranks]
 
@@ -56,7 +56,8 @@ PERMUTED_TOKENS = "qkv_rearrange_indices"
 
 
 def indices_of_load_balancer(balancer: Any) -> Any:
-    """Where a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other objects."""
+    """The order in which a load balancer of PyTorch's or torchtitan's context parallelism puts tokens; None for other
+    objects."""
     for name in ("generate_permutation", "_generate_indices"):
         generate = getattr(balancer, name, None)
         if generate is not None:

@@ -43,7 +43,7 @@ def example_of_input(placeholder: torch.fx.Node) -> Tensor | None:
 
 
 def source_name(placeholder: torch.fx.Node) -> str:
-    """How the user's program calls the value of a placeholder of a Dynamo graph, or the placeholder's own name."""
+    """The name in the user's program of a placeholder of a Dynamo graph, or the placeholder's own name."""
     source = getattr(placeholder, "_dynamo_source", None)
     if source is None:
         return placeholder.name
@@ -59,7 +59,8 @@ def source_name(placeholder: torch.fx.Node) -> str:
 
 
 def _value_of_source(name: str) -> Any:
-    """What Dynamo calls `name`, as in the guards of the frame that it compiles now; None where that cannot be known."""
+    """The value of Dynamo's source `name`, as in guards of the frame that it compiles now; None where it is not
+    known."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -85,7 +86,7 @@ def backend_that_dynamo_traces_for() -> Any:
 
 
 def traces_inner_graph() -> bool:
-    """Whether Dynamo traces the body of an operator now (a checkpointed region), not the graph around it."""
+    """True if Dynamo traces the body of an operator now (a checkpointed region), not the graph around it."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -109,7 +110,7 @@ def backends_around() -> list[Any]:
 
 
 def layers_of(backend: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What Dynamo and torch.compile have wrapped in one another around a backend, outermost first, and the `options` that
+    """The layers that Dynamo and torch.compile have wrapped around a backend, outermost first, and the `options` that
     torch.compile was given."""
     layers: list[Any] = []
     options: dict[str, Any] = {}
@@ -127,8 +128,8 @@ def layers_of(backend: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def without_disable(function: Any) -> Any:
-    """What `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already; other functions as
-    they are."""
+    """The function that `torch._dynamo.disable` wraps, for a caller that Dynamo has been told to leave alone already;
+    other functions as they are."""
     is_disabled = getattr(function, "_torchdynamo_disable", False)
     return function._torchdynamo_orig_callable if is_disabled else function
 
@@ -142,12 +143,12 @@ def graph_breaks() -> list[str]:
 
 
 def num_graph_breaks() -> int:
-    """How often Dynamo has broken a graph so far in this process."""
+    """The number of graph breaks so far in this process."""
     return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def num_compiled_graphs() -> int:
-    """How many graphs Dynamo has compiled so far in this process, recompilations included."""
+    """The number of graphs that Dynamo has compiled so far in this process, recompilations included."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]

@@ -40,7 +40,7 @@ EXPORTED_LOOKUP_ARGUMENTS = 3
 
 
 def is_exported_lookup(node: torch.fx.Node) -> bool:
-    """Whether `node` of a mask_mod is how torch.export writes `captured[index]`: the call of an autograd function, with
+    """True if `node` of a mask_mod is how torch.export writes `captured[index]`: the call of an autograd function, with
     the function's and the arguments' layout and its name in front."""
     name = node.args[2] if len(node.args) > EXPORTED_LOOKUP_ARGUMENTS else None
     is_call = getattr(node.target, "__name__", "") == "flat_apply"

@@ -45,14 +45,14 @@ def allow_repeated_backward() -> None:
 
 
 def has_tangents(tensors: Sequence[Tensor]) -> bool:
-    """Whether forward-mode differentiation follows one of them."""
+    """True if forward-mode differentiation follows one of them."""
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def is_transformed(tensors: Sequence[Tensor]) -> bool:
-    """Whether a transform of torch.func maps over one of them (vmap), or differentiates by it (grad, vjp, jacrev)."""
+    """True if a transform of torch.func maps over one of them (vmap), or differentiates by it (grad, vjp, jacrev)."""
     functorch: Any = torch._C._functorch
     if functorch.peek_interpreter_stack() is None:
         return False

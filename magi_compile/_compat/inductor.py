@@ -35,7 +35,7 @@ def install_pre_grad_pass(graph_pass: Any) -> None:
 
 
 def is_pre_grad_pass_of_ours(graph_pass: Any) -> bool:
-    """Whether `graph_pass` was made by `pre_grad_pass`."""
+    """True if `graph_pass` was made by `pre_grad_pass`."""
     return isinstance(graph_pass, _pre_grad_pass_class())
 
 

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether `tensor` is a FakeTensor: it has a shape but no values."""
+    """True if `tensor` is a FakeTensor: it has a shape but no values."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(tensor, FakeTensor)
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Whether what is done with `tensor` becomes a graph (of make_fx), so that nothing may depend on its values."""
+    """True if make_fx traces operations on `tensor`, so that nothing may depend on its values."""
     proxy = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
     return is_fake(tensor) or torch._C._get_dispatch_mode(proxy) is not None
 
@@ -28,8 +28,8 @@ def fake_mode_of(tensor: Tensor) -> Any:
 
 
 def differ(size: Any, other: Any) -> bool:
-    """Whether two sizes differ. Of a graph that is traced that becomes a guard, but for sizes of which nothing is known yet: these count
-    as equal, and whoever relies on it asks again when the graph runs."""
+    """True if two sizes differ. While a graph is traced, that becomes a guard, but for sizes of which nothing is known
+    yet: these count as equal, and whoever relies on it asks again when the graph runs."""
     if type(size) is int and type(other) is int:
         return size != other
     from torch.fx.experimental.symbolic_shapes import guard_or_false

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group call the same attention: asked before its rows travel.
+"""Checks that the ranks of a group call the same attention, before its rows travel.
 
 Ranks that differ would wait for each other, or compute with rows of another mask: a data loader drifts, or one rank has another dtype.
 So each rank says in a hundred bytes what it is about to do, and reads what the others say. Every rank finds the same difference, and
@@ -37,7 +37,7 @@ _NAMES = ("auto", *COLLECTIVES)
 
 
 class Call(NamedTuple):
-    """What the ranks of a group must have in common when they call an attention; all are numbers."""
+    """The numbers that the ranks of a group must have in common when they call an attention."""
 
     digest: int
     cp_size: int
@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What a rank tells the others."""
+    """The message of a rank to the others."""
 
     number: int  # of the call in this group, with tensors on GPUs
     is_backward: int
@@ -153,7 +153,7 @@ def _require_equal_ranks(group: dist.ProcessGroup, reduce_group: dist.ProcessGro
 def _exchange(
     mine: _Said, calls: _Calls, group: dist.ProcessGroup, device: torch.device
 ) -> list[_Said]:
-    """What every rank says; of hosts, whatever the device."""
+    """Exchanges the messages of all ranks, between hosts, whatever the device."""
     if is_recorded(device):
         raise RuntimeError(
             "the first use of a plan compares the ranks, which a CUDA graph cannot capture: run one warm-up step before the capture"
@@ -180,7 +180,7 @@ def _exchange(
 
 
 def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> list[bytes]:
-    """What all ranks of the group have said the `number`-th time."""
+    """Exchanges the `number`-th messages of all ranks of the group through the store."""
     store = _compat.store_of(group)
 
     def key(number: int, rank: int) -> str:

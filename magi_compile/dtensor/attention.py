@@ -163,7 +163,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: PlanTensors) -> None:
 
 
 def _name_of(group: Any, argument: str) -> str:
-    """What ops call a process group; None is the default group, as in torch.distributed."""
+    """The name of a process group in ops; None is the default group, as in torch.distributed."""
     if isinstance(group, str):
         return group
     if group is None:

@@ -75,7 +75,7 @@ class _KeyGradients:
         self._reducing: PendingReduce | None = None
 
     def room(self, route: Route, keys: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Where to write dk and dv of a stage with these keys and values."""
+        """The room for dk and dv of a stage with these keys and values."""
         if self._reducing is None:
             return self._collective.outbox(self._like, route, self._group)
         return [x.new_empty(x.shape) for x in keys]

@@ -46,7 +46,7 @@ class DeviceStage:
 
 
 def routes_of(stages: Sequence[DeviceStage]) -> list[Route]:
-    """How keys travel, in the order of the stages that need remote ones."""
+    """The routes of keys, in the order of the stages that need remote ones."""
     return [stage.route for stage in stages if stage.route is not None]
 
 
@@ -69,7 +69,7 @@ class MergedStage:
         return self._joined(self.local.slices.seqlen_k)
 
     def early_plan(self, kernel: Kernel, problem: AttnProblem) -> Any:
-        """What an `EarlyKernel` is called with; None for other kernels."""
+        """The early plan of an `EarlyKernel`; None for other kernels."""
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._early:
             plan = None
@@ -98,7 +98,7 @@ class MergedStage:
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """What `PlanTensors` say, ready to run."""
+    """A plan of `PlanTensors`, ready to run."""
 
     digest: int
     rank: int
@@ -111,7 +111,7 @@ class DevicePlan:
 
 
 class Execution(NamedTuple):
-    """What runs a call: the plan of this rank, the kernel, and how rows move."""
+    """The means to run a call: the plan of this rank, the kernel, and how rows move."""
 
     plan: DevicePlan
     kernel: Kernel

@@ -1,4 +1,4 @@
-"""What a plan asks of each rank: balance, the keys that travel, stages, and how long the cost model says it takes."""
+"""The explanation of a plan: balance, the keys that travel, stages, and the time that the cost model predicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanExplanation:
-    """What a plan asks of all ranks; print it.
+    """The work and the traffic that a plan gives to all ranks; print it.
 
     Attributes:
         rank: the number of this rank.
@@ -62,7 +62,7 @@ class PlanExplanation:
 
     @property
     def gathered_rows(self) -> int:
-        """What each rank receives in an all-gather."""
+        """The rows that each rank receives in an all-gather."""
         return (len(self.area) - 1) * self.keys_local
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ class PlanExplanation:
 
 
 def explain_plan(plan: RankPlan, cost: CostModel) -> PlanExplanation:
-    """What `plan` asks of all ranks, by the rates `cost`."""
+    """Explains `plan` for all ranks, by the rates `cost`."""
     where = plan.dispatch
     loads = StageLoads.of(RankRows.of(where))
     degrees = [_degree_of(stages) for stages in (plan.forward, plan.backward)]

@@ -228,7 +228,7 @@ def _check_keys(keys: Any, group: dist.ProcessGroup) -> None:
 
 
 def _lengths_of(seqlen: Any, keys: SpreadTokens | None) -> tuple[int, int] | None:
-    """Of queries and keys, where `seqlen` says so."""
+    """The lengths of queries and keys in `seqlen`."""
     if seqlen is None:
         return None
     pair = seqlen if isinstance(seqlen, (tuple, list)) else (seqlen, keys.total if keys else seqlen)

@@ -37,7 +37,7 @@ _lib = torch.library.Library("magi", "FRAGMENT")
 
 
 class _Options(NamedTuple):
-    """What both ops are given behind their tensors, in the order of `_OPTIONS`."""
+    """The arguments of both ops behind their tensors, in the order of `_OPTIONS`."""
 
     meta: Tensor
     data: Tensor
@@ -57,7 +57,7 @@ class _Options(NamedTuple):
         has_max_scores: bool = False,
         is_backward: bool = False,
     ) -> Execution:
-        """How this rank's rows are computed; all ranks of the group ask together."""
+        """The execution for this rank's rows; all ranks of the group ask together."""
         q, scale = scaled.q, scaled.softmax_scale
         group = _compat.resolve_process_group(self.group_name)
         plan = unpack(self.meta, self.data)

@@ -67,7 +67,7 @@ class SpreadMask:
 
 
 class SequencePlan(SpreadTokens):
-    """How the tokens of one sequence are spread over ranks, and the attention of them. Made by `plan`.
+    """A plan that spreads the tokens of one sequence over ranks and runs their attention. Made by `plan`.
 
     Use it in eager code or in a compiled function, as an argument or captured. A new plan of the same lengths compiles nothing
     again. Its attributes and methods of `SpreadTokens` are those of the queries.
@@ -116,7 +116,7 @@ class SequencePlan(SpreadTokens):
 
     @property
     def keys(self) -> SpreadTokens:
-        """How the keys are spread; for self-attention, whose keys are its tokens, the plan itself."""
+        """The spread of the keys; for self-attention, whose keys are its tokens, the plan itself."""
         return self if self._keys is None else self._keys
 
     @property
@@ -130,7 +130,7 @@ class SequencePlan(SpreadTokens):
         return self._block_mask
 
     def explain(self, cost: CostModel | None = None) -> PlanExplanation:
-        """What the plan asks of all ranks: balance, communication, stages, predicted time. Does not communicate.
+        """Explains the plan for all ranks: balance, communication, stages, predicted time. Does not communicate.
 
         Args:
             cost: the rates of the prediction, for example from `calibrate`. None takes those of the plan's options; the default

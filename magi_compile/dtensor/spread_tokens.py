@@ -18,7 +18,8 @@ from magi_compile.ops.validation import check_flag
 
 
 class SpreadTokens:
-    """How the tokens of one sequence are spread over ranks: what `SequencePlan` has of its queries, and `SequencePlan.keys` of the keys.
+    """The spread of the tokens of one sequence over ranks: of the queries in `SequencePlan`, of the keys in
+    `SequencePlan.keys`.
 
     Args:
         where: which rank holds which rows.
@@ -53,7 +54,7 @@ class SpreadTokens:
         )
 
     def has_the_tokens_of(self, other: SpreadTokens) -> bool:
-        """Whether every rank holds the same tokens by both, in the same order."""
+        """True if every rank holds the same tokens by both, in the same order."""
         if not isinstance(other, SpreadTokens):
             raise TypeError(
                 f"`other` must be a SequencePlan or its keys, got {type(other).__name__}"
@@ -211,7 +212,7 @@ def check_length(
 
 
 def check_padding(name: str, given: Any, dtype: torch.dtype) -> None:
-    """What padding holds in a tensor of `dtype`."""
+    """Checks the value of padding for a tensor of `dtype`."""
     if not isinstance(given, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {given!r}")
     value: Any = given

@@ -34,7 +34,7 @@ _SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_atten
 
 
 class _Handle:
-    """What is active as long as it is not removed."""
+    """A registration that is active until it is removed."""
 
     def __init__(self, libraries: list[Library]):
         self.libraries = libraries
@@ -69,7 +69,7 @@ def activate() -> _Handle:
 
 
 def _kernel_of(op: Any, device: str) -> Any:
-    """What runs `op` on a device now, or None if nothing does (a PyTorch without CUDA)."""
+    """The kernel that runs `op` on a device now, or None if nothing does (a PyTorch without CUDA)."""
     try:
         return torch.library.get_kernel(op, device)
     except RuntimeError:

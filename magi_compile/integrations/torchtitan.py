@@ -87,7 +87,7 @@ class MaskSlices(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """What is known about a mask beside its tensors."""
+    """Facts about a mask beside its tensors."""
 
     slices: AttnSlices
     config: MagiAttention.Config
@@ -147,7 +147,7 @@ def _slices_of(mask: MaskSlices, rows: int) -> AttnSlices:
 
 
 class MagiAttention(Module):
-    """What torchtitan builds in place of its FlexAttention."""
+    """The module that torchtitan builds in place of its FlexAttention."""
 
     # A FlexAttention.Config, so that models make masks for it. The module is none: those are held to Inductor.
     @dataclass(kw_only=True, slots=True)
@@ -391,7 +391,7 @@ def _check_layers(model: Decoder) -> None:
 
 
 def _with_our_outputs(theirs: Callable[..., set[Any]]) -> Callable[..., set[Any]]:
-    """What is kept of attention, and of how it is walked, is not computed again in the backward."""
+    """Saves attention and its plan, so that the backward does not compute them again."""
     ops = torch.ops.magi
     ours = {
         ops.plan.default,

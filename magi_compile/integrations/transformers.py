@@ -293,7 +293,7 @@ def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
-    """What no mask stands for.
+    """Returns whether a call without a mask is causal.
 
     Raises:
         ValueError: the call leaves it open. `eager` takes it as everything, `sdpa` as causal.
@@ -397,8 +397,8 @@ def _block_mask(
 
 
 def _has_documents(mask_function: Any) -> bool:
-    """Whether transformers has put documents into a mask function, as far as its parts tell. Where they do not, documents are
-    added once more, which changes nothing."""
+    """True if transformers has put documents into a mask function, as far as its parts tell. Where they do not,
+    documents are added once more, which changes nothing."""
     parts, seen = [mask_function], set()
     while parts:
         part = parts.pop()
@@ -420,7 +420,7 @@ def _has_documents(mask_function: Any) -> bool:
 def _may_be_packed(
     module: torch.nn.Module, mask: BlockMask | None, positions: Any, sizes: tuple[int, int, int]
 ) -> bool:
-    """Whether documents have to be read from `positions`, which this attention got, but its mask perhaps did not.
+    """True if documents have to be read from `positions`, which this attention got, but its mask perhaps did not.
 
     transformers leaves documents out of a mask where the model does not hand the positions on (gpt-oss), where there is a
     cache (the default of `use_cache`), and where there is an `attention_mask`. Its flash attention reads the positions in
@@ -434,7 +434,7 @@ def _may_be_packed(
 
 
 def _are_of_rows(positions: Any, rows: int) -> bool:
-    """Whether `positions` are `[1 or B, rows]`, one for each row. Those of images and videos have more dimensions."""
+    """True if `positions` are `[1 or B, rows]`, one for each row. Those of images and videos have more dimensions."""
     return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == rows
 
 
@@ -495,7 +495,7 @@ def _within_documents(
 
 @torch.compiler.assume_constant_result
 def _is_in_inner_graph() -> bool:
-    """Whether what is traced is the inside of a checkpoint, which must not change objects from outside, nor shares masks."""
+    """True inside a traced checkpoint, which must not change objects from outside and shares no masks."""
     return traces_inner_graph()
 
 

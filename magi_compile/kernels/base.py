@@ -18,7 +18,7 @@ from magi_compile.masks.slices import AttnSlices
 
 @dataclass(frozen=True)
 class AttnProblem:
-    """What a kernel is asked to do, without the mask and the lengths: enough to choose one and to compile it.
+    """The problem of a kernel, without the mask and the lengths: enough to choose one and to compile it.
 
     `device_arch` is the CUDA compute capability as (major, minor), or None on a CPU.
     `softmax_scale` is positive where a kernel runs: the ops put the sign of another one into q. With a score program it is as it comes.
@@ -133,11 +133,12 @@ class Kernel(Protocol):
         ...
 
     def notes(self, problem: AttnProblem) -> list[str]:
-        """What a user of this kernel may want to know about `problem`: what it leaves to another one, or runs as something else."""
+        """Notes on `problem` for a user of this kernel: parts that it leaves to another one, or runs as something
+        else."""
         ...
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
-        """How this kernel walks `slices`: int32 tensors, shared by forward and backward and by all layers.
+        """The plan of this kernel for `slices`: int32 tensors, shared by forward and backward and by all layers.
         Empty where the kernel needs none. On a GPU nothing waits for the device."""
         ...
 
@@ -150,7 +151,7 @@ class Kernel(Protocol):
         ...
 
     def plan_key(self, problem: AttnProblem) -> Hashable:
-        """What a plan depends on besides the slices (tile sizes): problems with equal keys share plans."""
+        """The inputs of a plan besides the slices (tile sizes): problems with equal keys share plans."""
         ...
 
     def forward(

@@ -87,7 +87,8 @@ def cuda_head_dim(problem: AttnProblem) -> int:
 
 
 def is_between_cuda_head_dims(problem: AttnProblem) -> bool:
-    """Whether the Hopper kernels run `problem` as one of a larger head_dim or head_dim_v; they may spill a few registers then."""
+    """True if the Hopper kernels run `problem` as one of a larger head_dim or head_dim_v; they may spill a few
+    registers then."""
     return not problem.head_dim == problem.head_dim_v == cuda_head_dim(problem)
 
 
@@ -180,8 +181,8 @@ def backward_config(problem: AttnProblem, *, keeps_slopes: bool = False) -> Back
 
 
 def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int:
-    """How many key-value heads the backward works on at a time, `num_tiles` of each: the fewest that keep the SMs busy; all, where
-    they do so less than three times."""
+    """The number of key-value heads that the backward works on at a time, `num_tiles` of each: the fewest that keep the
+    SMs busy; all, where they do so less than three times."""
     waves = {
         heads: num_tiles * heads / num_sms
         for heads in _divisors(problem.nheads_kv)
@@ -195,9 +196,10 @@ def backward_sections(problem: AttnProblem, num_tiles: int, num_sms: int) -> int
 
 
 class BackwardPasses(NamedTuple):
-    """What the backward may divide its work into: passes over all tiles, each for some query heads of a group, with dk and dv handed on
-    from one to the next. The kernel sees the tiles and decides: where all heads of a group together walk more blocks of queries
-    than `cached_blocks`, for `most_heads` at most (never if that is 0), and no fewer than `least_visits` blocks in the mean."""
+    """The division of the backward's work: passes over all tiles, each for some query heads of a group, with dk and dv
+    handed on from one to the next. The kernel sees the tiles and decides: where all heads of a group together walk more
+    blocks of queries than `cached_blocks`, for `most_heads` at most (never if that is 0), and no fewer than
+    `least_visits` blocks in the mean."""
 
     most_heads: int = 0
     cached_blocks: int = 0
@@ -219,8 +221,8 @@ def backward_passes(
 
 
 def heads_per_section(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
-    """How many query heads the forward works on at a time, `num_tiles` of each: so many that their K and V stay in the L2
-    cache, or more, where a section would be over too soon."""
+    """The number of query heads that the forward works on at a time, `num_tiles` of each: so many that their K and V
+    stay in the L2 cache, or more, where a section would be over too soon."""
     divisors, group = _divisors(problem.nheads_kv), problem.qhead_per_kvhead
     kv_bytes = 2 * seqlen_k * cuda_head_dim(problem) * problem.dtype.itemsize
     cached = max(n for n in divisors if n * kv_bytes <= _L2_SECTION_BYTES or n == 1)
@@ -244,7 +246,7 @@ _MANY_SMS, _FEW_WAVES, SPLITS_MOST_TILES = 8, 3, 512
 
 
 def forward_splits(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:
-    """How many splits of tiles there is room for in the forward's walk of `num_tiles`; 0 where no tile is cut.
+    """The room for splits of tiles in the forward's walk of `num_tiles`; 0 where no tile is cut.
 
     `seqlen_k` and `num_tiles` are ints or SymInts, of which nothing is asked: a graph has no guard on the answer.
     """
@@ -296,12 +298,13 @@ def fa4_blocks(problem: AttnProblem) -> PlanTiles:
 
 
 def fa4_group_is_packed(problem: AttnProblem) -> bool:
-    """Whether the query heads of a key-value head share a tile in flash-attn-4's forward, as they do by its own choice."""
+    """True if the query heads of a key-value head share a tile in flash-attn-4's forward, as they do by its own
+    choice."""
     return 128 % problem.qhead_per_kvhead == 0
 
 
 class Launch(NamedTuple):
-    """How Triton compiles one kernel."""
+    """The compile options of one Triton kernel."""
 
     num_warps: int
     num_stages: int

@@ -80,7 +80,7 @@ class EarlyKernel(Kernel, Protocol):
     """A kernel whose forward begins with local keys before the remote ones have arrived. Nothing in a kernel waits for these."""
 
     def early_plan(self, slices: AttnSlices, problem: AttnProblem, remote_begin: int) -> Any:
-        """How `early_forward` walks `slices`, of which the columns from `remote_begin` on are the remote keys.
+        """The plan of `early_forward` for `slices`, of which the columns from `remote_begin` on are the remote keys.
 
         No slice has both local and remote columns, and the column in front of `remote_begin` belongs to none.
         """

@@ -14,7 +14,7 @@ from magi_compile.kernels.heuristics import PlanTiles
 
 
 def as_shape(sizes: PlanTiles, plan: Tensor) -> Tensor:
-    """What says `sizes` in a plan: int32 `[*sizes, 0]`, on the device of `plan`, one of its tensors."""
+    """Encodes `sizes` in a plan as a shape: int32 `[*sizes, 0]`, on the device of `plan`, one of its tensors."""
     return plan.new_empty((*sizes, 0))
 
 

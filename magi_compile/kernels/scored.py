@@ -1,4 +1,5 @@
-"""What a kernel offers beside `base.Kernel` if it runs score programs: attention whose scores a score_mod changes."""
+"""The interface, beside `base.Kernel`, of a kernel that runs score programs: attention whose scores a score_mod
+changes."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ class ScoredBackwardOutput(NamedTuple):
 
 
 _ATOMICS = (
-    "adds up gradients of tensors that a score_mod captures in any order, but torch.use_deterministic_algorithms(True) is set; detach "
-    "these tensors, or use the cpu kernel"
+    "accumulates gradients of captured tensors with atomics, which torch.use_deterministic_algorithms(True) forbids; detach these "
+    "tensors, or use the cpu kernel"
 )
 
 
@@ -39,15 +40,15 @@ def refuse_atomics(wanted: Sequence[int], deterministic: bool) -> None:
 
 @runtime_checkable
 class ScoredKernel(Protocol):
-    """The scores of a visible pair are `program(softmax_scale * q @ k, b, h, q, kv)`; what a score_mod gives for a hidden pair
-    counts for nothing. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing.
+    """The scores of a visible pair are `program(softmax_scale * q @ k, b, h, q, kv)`; results for masked pairs
+    are ignored. A row whose scores are all -inf has out 0 and lse -inf, like one that sees nothing.
     """
 
     def table_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
     ) -> list[str]:
-        """Every reason why its backward gives no gradients of captured tensors as things are, beside those of `score_refusals`; empty
-        when it does."""
+        """Further reasons why the backward cannot compute gradients of captured tensors, beside those of
+        `score_refusals`."""
         ...
 
     def score_refusals(

@@ -110,7 +110,7 @@ def problem_on(
     softmax_scale: float,
     softcap: float = 0.0,
 ) -> AttnProblem:
-    """What attention on `device` asks of a kernel; `heads` are nheads_q, nheads_kv, head_dim and head_dim_v."""
+    """The problem of attention on `device`; `heads` are nheads_q, nheads_kv, head_dim and head_dim_v."""
     return AttnProblem(device.type, arch_of(device), dtype, *heads, softmax_scale, softcap)
 
 
@@ -122,7 +122,7 @@ def problem_of(
     softcap: float = 0.0,
     dtype: torch.dtype | None = None,
 ) -> AttnProblem:
-    """What attention of `q`, `k` and `v` (real or fake) asks of a kernel: packed, or `[B, H, S, D]`.
+    """The problem of attention of `q`, `k` and `v` (real or fake): packed, or `[B, H, S, D]`.
 
     `dtype` is what it computes in, that of `q` by default. Where a number of heads or a head size is dynamic, this is a guard.
     """
@@ -132,7 +132,7 @@ def problem_of(
 
 @cache
 def mask_slices_kernel(arch: tuple[int, int] | None) -> Callable | None:
-    """What evaluates mask programs on a GPU of compute capability `arch` in a few launches,
+    """The function that evaluates mask programs on a GPU of compute capability `arch` in a few launches,
     `magi_compile.kernels.sm90.masks.mask_slices.mask_slices_on_device`; None where tensor operations do."""
     return _of_masks(arch, "mask_slices")
 

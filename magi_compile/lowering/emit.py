@@ -19,7 +19,7 @@ def value_of(node: Any) -> Any:
 
 
 def value_key(node: Node) -> str:
-    """Where the graph of `node` keeps fake values: Dynamo's has "example_value", torch.export's "val"."""
+    """The key of fake values in the graph of `node`: Dynamo's has "example_value", torch.export's "val"."""
     return "example_value" if "example_value" in node.meta else "val"
 
 

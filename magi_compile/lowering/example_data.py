@@ -38,7 +38,7 @@ def order_reasons(
     capacity: int,
     device: torch.device,
 ) -> tuple[str, ...]:
-    """What the data that a graph is compiled with break of what intervals take for granted. Waits for the device.
+    """Reasons why the data at compile time break the order that intervals need. Waits for the device.
 
     Args:
         program: a mask that has intervals for data in some order.

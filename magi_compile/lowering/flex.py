@@ -42,7 +42,7 @@ from magi_compile.ops.validation import check_block_lists, check_padded_shapes
 
 @dataclass(frozen=True)
 class Analysis:
-    """Whether and how one call can be lowered: it can where there are no `reasons`, and then nothing is None."""
+    """The analysis of one call: it can be lowered if there are no `reasons`, and then no field is None."""
 
     reasons: tuple[str, ...]
     problem: AttnProblem
@@ -109,7 +109,7 @@ def _check_shapes(call: FlexCall, q: Any, k: Any, v: Any) -> None:
 
 
 def _is_cast(call: FlexCall) -> bool:
-    """Whether autocast is on, so that q, k and v will be of one dtype; where that cannot be told they are left as they are."""
+    """True if autocast is on, so that q, k and v will have one dtype; where that is not known they stay as they are."""
     q = value_of(call.q)
     return _out_dtype(call) != q.dtype or torch.is_autocast_enabled(q.device.type)
 
@@ -165,8 +165,8 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
 
 
 def _may_be_written(emit: Emitter, call: FlexCall, q: Node, problem: AttnProblem) -> bool:
-    """Whether code behind the graph may write to what the backward needs, so that autograd has to see it: the output itself is
-    returned, without a copy."""
+    """True if code behind the graph may write to what the backward needs, so that autograd has to see it: the output
+    itself is returned, without a copy."""
     result = value_of(call.node)[0]
     if not call.is_returned or not result.requires_grad or are_distributed(*[value_of(call.q)] * 3):
         return False
@@ -273,7 +273,7 @@ def _unpacked(emit: Emitter, out: Node, batch: Any, seqlen_q: Any) -> Node:
 
 
 def _is_packed_again(attention: Node) -> bool:
-    """Whether all that becomes of the output is `out.transpose(1, 2).reshape(...)`: the order that it has before it is
+    """True if the only use of the output is `out.transpose(1, 2).reshape(...)`: the order that it has before it is
     given the layout of q, so that both copies can go."""
     outputs = (item for item in attention.users if item.args[1] == 0)
     exchanged = [user for item in outputs for user in item.users]

@@ -79,7 +79,7 @@ class FlexCall:
 
     @property
     def needs_cpu_gradients(self) -> bool:
-        """Whether it needs what FlexAttention does not have."""
+        """True if it needs gradients on a CPU, which FlexAttention does not have."""
         tensors = [value_of(node) for node in (self.q, self.k, self.v)]
         return tensors[0].device.type == "cpu" and any(tensor.requires_grad for tensor in tensors)
 
@@ -117,14 +117,14 @@ def _given_block_lists(
 
 
 def _is_made_from_mask_mod(node: Node) -> bool:
-    """Whether PyTorch's `create_block_mask` computes `node` in the graph."""
+    """True if PyTorch's `create_block_mask` computes `node` in the graph."""
     frames = FRAME.findall(node.meta.get("stack_trace") or "")
     calls = {name for path, _, name in frames if "torch/nn/attention" in path}
     return node.op != "placeholder" and "create_block_mask" in calls
 
 
 def _outer(node: Node, gm: GraphModule, root: GraphModule) -> Node:
-    """What an input of the graph `gm` inside `root` is in the graph that it comes from."""
+    """The node of the outer graph behind an input of the graph `gm` inside `root`."""
     if node.op != "placeholder" or gm is root:
         return node
     inputs = gm.graph.find_nodes(op="placeholder")

@@ -42,14 +42,15 @@ FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 
 
 def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
-    """How many keys a batch entry has, and the captured ints of the mask; None where a graph is to serve several."""
+    """The number of keys of a batch entry, and the captured ints of the mask; None where a graph is to serve
+    several."""
     seqlen_k, symbols = value_of(call.k).shape[2], [value_of(x) for x in call.mask_symbols]
     are_known = all(isinstance(symbol, int) for symbol in symbols)
     return seqlen_k if isinstance(seqlen_k, int) else None, symbols if are_known else None
 
 
 def period_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
-    """What speaks against the intervals of a mask that repeats along the keys, where there is an alternative.
+    """Reasons against intervals for a mask that repeats along the keys, where there is an alternative.
 
     Raises:
         UnsupportedMaskError: a row sees more intervals than are representable.
@@ -67,17 +68,18 @@ def period_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
 
 
 def heads_of(call: FlexCall) -> Heads:
-    """How many heads q and keys have, which are static in every graph."""
+    """The numbers of heads of q and of keys, which are static in every graph."""
     return Heads(*(int(value_of(x).shape[1]) for x in (call.q, call.k)))
 
 
 def heads_of_intervals(call: FlexCall, program: MaskProgram) -> Heads:
-    """Of which heads a mask has intervals of their own."""
+    """The heads for which a mask has intervals of their own."""
     return heads_of(call) if program.differs_by_head else ONE_MASK
 
 
 def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals | None:
-    """What a mask that depends on no tensor shows in every run; None for others, and while lengths are not known."""
+    """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths are not
+    known."""
     seqlen_k, symbols = sizes_of(call)
     batch, _, seqlen_q, _ = value_of(call.q).shape
     is_known = isinstance(seqlen_q, int) and isinstance(batch, int)
@@ -109,8 +111,8 @@ def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
 
 
 def least_capacity(call: FlexCall, program: MaskProgram) -> int:
-    """How many slices a mask that depends on no tensor has, on average over batch entries and heads with masks of their own; 0 where
-    that is not known yet."""
+    """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with masks of
+    their own; 0 where that is not known yet."""
     intervals = intervals_without_data(call, program)
     if intervals is None or not intervals.sizes.entries:
         return 0
@@ -181,7 +183,7 @@ class Way:
 
     @property
     def may_have_bits(self) -> bool:
-        """Whether it takes the way of bit blocks, if a kernel does."""
+        """True if it uses bit blocks where a kernel has them."""
         return bool(self.reasons) and self.program.is_verifiable and not self.obstacles
 
     @property
@@ -189,7 +191,7 @@ class Way:
         return self.heads != ONE_MASK
 
     def problem(self, problem: AttnProblem) -> AttnProblem:
-        """What attention with this mask asks of a kernel: heads with masks of their own are rows of one head."""
+        """The problem of a kernel for this mask: heads with masks of their own are rows of one head."""
         return replace(problem, nheads_q=1, nheads_kv=1) if self.is_by_head else problem
 
     @property
@@ -227,7 +229,7 @@ def _data_reasons(
 
 
 def _room_reasons(call: FlexCall, heads: Heads) -> tuple[str, ...]:
-    """What speaks against room for the bits of all blocks: how many need some is not known before the data are."""
+    """Reasons against room for the bits of all blocks: how many need bits is known only with the data."""
     (batch, _, seqlen_q, _), (_, _, seqlen_k, _) = (value_of(x).shape for x in (call.q, call.k))
     sizes = (batch, seqlen_q, seqlen_k)
     if not all(isinstance(size, int) for size in sizes):

@@ -1,4 +1,4 @@
-"""What a user can choose about the lowering."""
+"""The user's options of the lowering."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Place(NamedTuple):
     is_tensor: bool = False
 
     def number_of(self, inputs: Sequence[Any]) -> int:
-        """What is no tensor."""
+        """The number behind an argument: the input itself, or one of its sizes."""
         found = inputs[self.number]
         return found if self.dim is None else found.shape[self.dim]
 
@@ -207,7 +207,7 @@ def split_off(root: GraphModule, example_inputs: list[Any]) -> Split:
 
 
 def _is_from_outside(node: Node) -> bool:
-    """Whether it derives a mask whose block lists and captured tensors are inputs of the graph."""
+    """True if it derives a mask whose block lists and captured tensors are inputs of the graph."""
     if node.target not in _MASKS:
         return False
     tensors = [*node.args[0], *node.args[_BLOCK_LISTS]]  # type: ignore[misc]
@@ -223,12 +223,12 @@ def _is_size_of_input(node: Node) -> bool:
 
 
 def _is_given(node: Node) -> bool:
-    """Whether it is an argument of the prologue."""
+    """True if it is an argument of the prologue."""
     return node.op == "placeholder" or _is_size_of_input(node)
 
 
 def _belongs_to(node: Node, masks: Sequence[Node]) -> bool:
-    """Whether it is one of the masks, its plan, or a part of either."""
+    """True if it is one of the masks, its plan, or a part of either."""
     if node in masks:
         return True
     if node.target is operator.getitem or node.target in _PLANS:
@@ -244,7 +244,7 @@ def _is_used_outside(node: Node, taken: Sequence[Node]) -> bool:
 
 
 def _writes_to_inputs(root: GraphModule) -> bool:
-    """Whether anything in the graph may write to a tensor that it did not make."""
+    """True if anything in the graph may write to a tensor that it did not make."""
     return any(
         is_in_place(node)
         for module in root.modules()

@@ -1,4 +1,4 @@
-"""Where compiled code that we lower FlexAttention for begins and ends: PyTorch's FlexAttention asks here.
+"""The regions of compiled code whose FlexAttention we lower: PyTorch's FlexAttention asks here.
 
 While Dynamo traces for us, FlexAttention takes CPU tensors that need gradients, which the lowering makes good; for everybody
 else it refuses them, as it does without us. And where attention of a compiled function runs eagerly, with the whole score
@@ -39,8 +39,8 @@ def options_for(backend: Any) -> LoweringOptions | None:
 
 
 def lowers_what_is_traced() -> bool:
-    """Whether FlexAttention will be lowered in the graph that Dynamo makes now; of torch.export's nobody knows yet what compiles
-    them. For functions that Dynamo calls while it traces (`torch.compiler.assume_constant_result`)."""
+    """True if FlexAttention will be lowered in the graph that Dynamo makes now; of torch.export's nobody knows yet what
+    compiles them. For functions that Dynamo calls while it traces (`torch.compiler.assume_constant_result`)."""
     if torch.compiler.is_exporting():
         return True
     return options_for(_compat.backend_that_dynamo_traces_for()) is not None

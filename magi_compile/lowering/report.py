@@ -1,4 +1,4 @@
-"""What the lowering did and declined, and why: one record per attention call of a graph."""
+"""The lowering report: one record per attention call of a graph, with the decision and its reasons."""
 
 from __future__ import annotations
 

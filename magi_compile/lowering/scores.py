@@ -1,4 +1,4 @@
-"""What a FlexAttention call does to its scores: a scale and a soft-cap, which every kernel has, or a score program."""
+"""The scores of a FlexAttention call: a scale and a soft-cap, which every kernel has, or a score program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_FACTORS = ScoreMod()
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the scores.
+    """The decision about the scores of a call.
 
     Attributes:
         factors: the scale and the soft-cap.

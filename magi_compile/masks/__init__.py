@@ -1,4 +1,4 @@
-"""What may attend to what. Knows nothing of tiles, kernels or torch.compile."""
+"""Masks: the keys that each query may attend to. Knows nothing of tiles, kernels or torch.compile."""
 
 # What is not in `__all__` is for the other layers of this package.
 from magi_compile._checks import MaskCheck  # noqa: F401

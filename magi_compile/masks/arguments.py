@@ -1,4 +1,4 @@
-"""What users give for slices, read and checked: lists of ranges, document borders, windows, positions."""
+"""Arguments from which users make slices, read and checked: lists of ranges, document borders, windows, positions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SEQLEN = 2**30
 
 
 def is_int(value: object) -> bool:
-    """Whether `value` is an integer of Python or NumPy; a bool is none."""
+    """True if `value` is an integer of Python or NumPy; a bool is none."""
     return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
 
 

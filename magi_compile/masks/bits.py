@@ -22,7 +22,7 @@ def pack(shown: Tensor) -> Tensor:
 
 
 def unpack(bits: Tensor) -> Tensor:
-    """What `pack` packed."""
+    """The inverse of `pack`."""
     in_bytes = bits.contiguous().view(torch.uint8)
     return ((in_bytes[..., None] >> _places(bits.device)) & 1).bool().flatten(-2)
 

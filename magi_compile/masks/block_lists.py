@@ -42,7 +42,7 @@ class BlockLists(NamedTuple):
         return kinds
 
     def check_lengths(self, num_q: int) -> None:
-        """Whether there is a list for each of `num_q` q blocks.
+        """Checks that there is a list for each of `num_q` q blocks.
 
         Args:
             num_q: q blocks of the mask.
@@ -58,7 +58,7 @@ class BlockLists(NamedTuple):
                 )
 
     def check_heads(self, heads: int) -> None:
-        """Whether there are lists for each head; lists of one head are those of all.
+        """Checks that there are lists for each head; lists of one head serve all.
 
         Args:
             heads: how many heads have masks of their own.

@@ -150,7 +150,8 @@ def one_block_mask(
 
 
 def _ordered(grid: Tensor, nheads: int) -> tuple[Tensor, Tensor]:
-    """How many and which kv blocks of `grid [batch, 1 or nheads, q blocks, kv blocks]`, the others behind them."""
+    """The numbers and indices of kv blocks of `grid [batch, 1 or nheads, q blocks, kv blocks]`, the others behind
+    them."""
     grid = grid.repeat(1, nheads // grid.shape[1], 1, 1)
     indices = torch.argsort(grid.to(torch.int8), dim=-1, descending=True, stable=True)
     return grid.sum(-1, dtype=torch.int32), indices.to(torch.int32)
@@ -177,7 +178,7 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
 
 
 class Converted(NamedTuple):
-    """What a BlockMask has become.
+    """A converted BlockMask.
 
     Attributes:
         slices: what it shows.
@@ -339,7 +340,7 @@ def _from_lists(block_mask: BlockMask, batch: int) -> AttnSlices:
 
 
 def _looks_at_head(traced: TracedMask | None) -> bool:
-    """Whether a mask_mod may look at the head."""
+    """True if a mask_mod may look at the head."""
     if traced is None or not traced.program.is_verifiable:
         return True
     return traced.program.is_by_head

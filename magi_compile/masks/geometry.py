@@ -96,7 +96,7 @@ class Rects(NamedTuple):
     # What rects hold
 
     def has_area(self) -> Tensor:
-        """Whether each trimmed rect shows anything, bool `[num_rects]`."""
+        """True for each trimmed rect that shows anything, bool `[num_rects]`."""
         return self.row_begin < self.row_end
 
     def live(self) -> Rects:
@@ -116,7 +116,7 @@ class Rects(NamedTuple):
         return Rects(*(torch.cat(pair) for pair in zip(self, others, strict=True)))
 
     def equals(self, other: Rects) -> Tensor:
-        """Whether all fields of each are those of the other, bool `[num_rects]`."""
+        """True for each rect with all fields equal to those of the other, bool `[num_rects]`."""
         return torch.stack([x == y for x, y in zip(self, other, strict=True)]).all(0)
 
     def at(self, row: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,8 @@ class Rects(NamedTuple):
         return self.at(self.row_begin)[1]
 
     def area(self) -> Tensor:
-        """How many (row, column) pairs each rect shows, int64 `[num_rects]`; each of its rows must see a column."""
+        """The number of (row, column) pairs that each rect shows, int64 `[num_rects]`; each of its rows must see a
+        column."""
         first, last = self.row_begin, self.row_end - 1
         cut_left = _sum_to(last + self.diag_lo - self.col_begin)
         cut_left = cut_left - _sum_to(first - 1 + self.diag_lo - self.col_begin)
@@ -194,7 +195,7 @@ class Rects(NamedTuple):
         )
 
     def intersected(self, other: Rects) -> Rects:
-        """What each rect has in common with the other one, trimmed."""
+        """The intersection of each rect with the other one, trimmed."""
         return Rects(
             row_begin=torch.maximum(self.row_begin, other.row_begin),
             row_end=torch.minimum(self.row_end, other.row_end),
@@ -205,14 +206,14 @@ class Rects(NamedTuple):
         ).trimmed()
 
     def clipped(self, row_begin: Tensor | int, row_end: Tensor | int) -> Rects:
-        """What of each rect lies in the rows `[row_begin, row_end)`, trimmed."""
+        """The part of each rect in the rows `[row_begin, row_end)`, trimmed."""
         return self._replace(
             row_begin=self.row_begin.clamp(min=row_begin),
             row_end=self.row_end.clamp(max=row_end),
         ).trimmed()
 
     def clipped_to_columns(self, col_begin: Tensor | int, col_end: Tensor | int) -> Rects:
-        """What of each rect lies in the columns `[col_begin, col_end)`, trimmed."""
+        """The part of each rect in the columns `[col_begin, col_end)`, trimmed."""
         return self._replace(
             col_begin=self.col_begin.clamp(min=col_begin),
             col_end=self.col_end.clamp(max=col_end),

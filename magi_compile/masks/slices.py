@@ -138,7 +138,7 @@ class AttnSlices:
         seqlen_k: int,
         bits: Tensor | None = None,
     ) -> AttnSlices:
-        """What the constructor makes, of tensors that are known to be right: nothing is checked, and nothing waits."""
+        """Makes slices of tensors that are known to be right: checks nothing, and waits for no device."""
         slices = object.__new__(cls)
         values: dict[str, Any] = dict(
             q_ranges=q_ranges,
@@ -381,7 +381,7 @@ class AttnSlices:
 
     @property
     def is_padded(self) -> bool:
-        """Whether some slices are empty. Waits for the device if the slices are on a GPU."""
+        """True if some slices are empty. Waits for the device if the slices are on a GPU."""
         return not bool(self._live().all())
 
     def compact(self) -> AttnSlices:
@@ -445,7 +445,7 @@ class AttnSlices:
         )
 
     def area(self) -> int:
-        """How many (row, key) pairs are visible; exact. Waits for the device if the slices are on a GPU."""
+        """The number of visible (row, key) pairs; exact. Waits for the device if the slices are on a GPU."""
         if self.bits is not None:
             is_bits = self.mask_types >= FIRST_BITS
             return self._where(~is_bits, None).area() + int(
@@ -478,12 +478,12 @@ class AttnSlices:
     # Operations. All of them run on the host: slices on a GPU are copied, the results go back.
 
     def restrict_q(self, begin: int, end: int) -> AttnSlices:
-        """What the rows `[begin, end)` see, in the same coordinates. Exact; empty slices are dropped."""
+        """The slices of the rows `[begin, end)`, in the same coordinates. Exact; empty slices are dropped."""
         check_range("begin, end", begin, end, "seqlen_q", self.seqlen_q)
         return self._with_rects(self.rects().clipped(begin, end).live())
 
     def restrict_k(self, begin: int, end: int) -> AttnSlices:
-        """What is seen of the keys `[begin, end)`, in the same coordinates. Exact; empty slices are dropped.
+        """The slices of the keys `[begin, end)`, in the same coordinates. Exact; empty slices are dropped.
 
         A slice with moving edges becomes up to three: where the clip binds, the edge stands still.
         """
@@ -520,7 +520,7 @@ def _versions(*lists: Tensor) -> tuple[int, ...]:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether the values of `tensor` can be looked at."""
+    """True if the values of `tensor` can be looked at."""
     if torch.compiler.is_compiling() or tensor.is_meta or _compat.is_traced(tensor):
         return False
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())

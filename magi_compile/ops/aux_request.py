@@ -1,4 +1,4 @@
-"""What a call returns beside its output: `return_lse` and `return_aux`, as FlexAttention has them."""
+"""Results beside the output: `return_lse` and `return_aux`, as FlexAttention has them."""
 
 from __future__ import annotations
 

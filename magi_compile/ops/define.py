@@ -1,4 +1,4 @@
-"""How a custom op of ours is made: a schema, what computes it on every device, its fake, and its gradients."""
+"""Definition of our custom ops: a schema, what computes it on every device, its fake, and its gradients."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ def define_differentiable(
     *,
     takes_tables: bool = False,
 ) -> None:
-    """Adds the op `schema`, which becomes, where it is called, the op `values` of the same arguments, or `differentiable`, which takes
-    `values` in front of them, where a gradient of the first three, q, k and v, is wanted. `register_rules` says how those are
-    sharded, for DTensors. With `takes_tables` the fourth argument is a list of tensors, whose gradients may be wanted too:
-    `differentiable` takes how many these are and each of them in its place.
+    """Registers the op `schema`: calls `differentiable` if q, k or v needs a gradient, else the op `values`.
 
-    Adds `..._of_entries` as well, with an output `[batch, nheads, seqlen_q, head_dim_v]`."""
+    `differentiable` takes `values` in front of the arguments. `register_rules` registers how DTensors q, k and v are sharded.
+    With `takes_tables` the fourth argument is a list of tensors, which may need gradients too: `differentiable` takes
+    their number and each of them in its place.
+
+    Registers `..._of_entries` as well, with an output `[batch, nheads, seqlen_q, head_dim_v]`."""
 
     def made_of(values: Callable[..., Any]) -> Callable[..., Any]:
         def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -110,7 +111,7 @@ def define_of_entries(library: torch.library.Library, schema: str, gradients_of:
 
 
 def gradients(op: Callable[..., Any], *arguments: Any) -> Any:
-    """What the op of a backward pass computes; it refuses where somebody asks for gradients of its own."""
+    """Computes the op of a backward pass, and refuses to be differentiated again."""
     return _Gradients.apply(op, *arguments) if torch.is_grad_enabled() else op(*arguments)
 
 

@@ -36,7 +36,7 @@ PACKED = Layout(entries=None, heads=1, tokens=0, in_lse=(1, 0))  # [S, H, D], ls
 
 
 class Shards(NamedTuple):
-    """What one rank computes."""
+    """The part of a call that one rank computes."""
 
     q: Tensor
     k: Tensor
@@ -48,7 +48,7 @@ class Shards(NamedTuple):
 
 
 def are_distributed(q: Any, k: Any, v: Any) -> bool:
-    """Whether any of them is a DTensor."""
+    """True if any of them is a DTensor."""
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor:
         return False
     if not torch.compiler.is_dynamo_compiling() and "torch.distributed.tensor" not in sys.modules:
@@ -145,15 +145,15 @@ def wrapped_rows(x: Tensor, shards: Shards, layout: Layout) -> Tensor:
 
 
 def _is_over(mesh: DeviceMesh, dim: int, ranks: list[int] | None) -> bool:
-    """Whether a dimension of the mesh has these ranks, which are several. Equal meshes may have groups of other names, and what is
-    computed from a DTensor may be on an equal mesh."""
+    """True if a dimension of the mesh has these ranks, which are several. Equal meshes may have groups of other names,
+    and a tensor computed from a DTensor may be on an equal mesh."""
     if ranks is None or len(ranks) == 1:
         return False
     return torch.distributed.get_process_group_ranks(mesh.get_group(dim)) == ranks
 
 
 def _is_shard(placement: Any, dim: int | None) -> bool:
-    """Whether it is `Shard(dim)`; other classes shard in another order."""
+    """True if it is `Shard(dim)`; other classes shard in another order."""
     return dim is not None and placement.is_shard(dim)
 
 

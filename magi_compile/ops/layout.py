@@ -21,7 +21,7 @@ def memory_order(strides: Sequence[int]) -> list[int]:
 
 
 def inverse(order: Sequence[int]) -> list[int]:
-    """What takes dimensions in `order` back to their own."""
+    """The permutation that undoes `order`."""
     return sorted(range(len(order)), key=lambda dim: order[dim])
 
 
@@ -44,7 +44,7 @@ def by_entries(packed: Tensor, batch: Any, seqlen: Any, nheads: int) -> Tensor:
 
 
 def packed_like(q: Tensor, x: Tensor) -> Tensor:
-    """What `by_entries` undoes: `x` `[batch, nheads, seqlen, head_dim]` with the rows and heads of a packed `q`."""
+    """The inverse of `by_entries`: `x` `[batch, nheads, seqlen, head_dim]` with the rows and heads of a packed `q`."""
     if q.shape[1] == 1:
         return x.reshape(q.shape[0], 1, x.shape[3])
     return x.transpose(1, 2).reshape(q.shape[0], q.shape[1], x.shape[3])

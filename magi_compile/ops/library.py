@@ -53,7 +53,7 @@ _lib = torch.library.Library("magi", "DEF")
 
 
 class Chosen(NamedTuple):
-    """What runs a call."""
+    """The kernel that runs a call, and its problem."""
 
     kernel: Kernel
     problem: AttnProblem
@@ -71,7 +71,7 @@ def chosen_for(
     has_score: bool = False,
     has_max_scores: bool = False,
 ) -> Chosen:
-    """What runs attention of such tensors: a call is too short to find that out each time."""
+    """The kernel and the problem for such tensors, cached: a call is too short to choose each time."""
     problem = problem_on(device, dtype, heads, softmax_scale, softcap)
     problem = replace(
         problem, has_bits=has_bits, has_score=has_score, has_max_scores=has_max_scores

@@ -1,5 +1,5 @@
-"""What the public functions become while attention runs over all ranks, where its function mode is not: in layers that run again in
-a backward, and in what Dynamo makes a graph of its own, as checkpoints."""
+"""Replacements of the public functions while attention runs over all ranks, for places that its function mode does not
+reach: layers that run again in a backward, and inner graphs of Dynamo, as of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Replacements(NamedTuple):
-    """Of the functions of these names, with their arguments."""
+    """The replacements of the functions of these names, with the same arguments."""
 
     flex_attention: Callable[..., Any]
     flex_flash_attention: Callable[..., Any]

@@ -19,7 +19,7 @@ from magi_compile.ops.define import define
 
 
 class Repeatable(NamedTuple):
-    """How the launcher reads an op.
+    """The launcher's description of an op.
 
     Attributes:
         arguments: a letter for each argument: T tensor, O optional tensor, L list of tensors, l list of numbers, s str, n number,

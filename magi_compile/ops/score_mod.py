@@ -139,7 +139,7 @@ class _Unused:
 
 
 def trace_score_mod(score_mod: Callable[..., Any] | None, num_buffers: int = 0) -> ScoreMod:
-    """What `score_mod` computes, as a scale and a soft-cap.
+    """Reads `score_mod` as a scale and a soft-cap.
 
     Args:
         score_mod: `f(score, b, h, q_idx, kv_idx, *buffers)`, a function or an FX GraphModule, or None.

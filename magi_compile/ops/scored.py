@@ -40,7 +40,7 @@ _lib = torch.library.Library("magi", "FRAGMENT")
 
 
 class _Prepared(NamedTuple):
-    """What forward and backward hand to the kernel."""
+    """The arguments that forward and backward hand to the kernel."""
 
     kernel: ScoredKernel
     problem: AttnProblem

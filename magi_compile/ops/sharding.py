@@ -1,4 +1,4 @@
-"""How PyTorch shards the ops of attention when they are called on DTensors themselves: everything replicated, or heads.
+"""Sharding rules for the ops of attention when they are called on DTensors themselves: everything replicated, or heads.
 
 The public functions do not need this: they run on local tensors (`dtensors.py`). Here are the rules for code that knows the ops alone.
 Where inputs are placed in another way, DTensor redistributes them first, as for any op.
@@ -78,7 +78,7 @@ def register_rules() -> None:
 
 
 def heads_divide(k: Any) -> bool:
-    """Whether all that DTensor may make of heads sharded over dimensions of this mesh has equal shards: it takes any
+    """True if heads have equal shards however DTensor shards them over dimensions of this mesh: it takes any
     dimensions of which the ranks are at most as many as the heads."""
     sizes, nheads = k.mesh.shape, k.shape[1]
     some = chain.from_iterable(combinations(sizes, n + 1) for n in range(len(sizes)))

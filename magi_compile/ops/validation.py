@@ -1,4 +1,4 @@
-"""What the public attention functions ask of their arguments. Each error names argument, expectation and value."""
+"""Checks of the arguments of the public attention functions. Each error names argument, expectation and value."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str = "[total, nheads, head_dim]") -> None:
-    """What packed tensors have in common, but for the tokens of `q`."""
+    """Checks that packed tensors fit together, but for the tokens of `q`."""
     tensors = {"q": q, "k": k, "v": v}
     _check_kinds(tensors, layout)
     _check_alike(tensors)
@@ -50,7 +50,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str = "[total, nheads, he
 
 
 def check_op(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """What the ops ask of packed tensors, real ones or fakes, whoever calls them: that they fit together."""
+    """Checks that the packed tensors of an op, real ones or fakes, fit together."""
     if (
         q.ndim == k.ndim == v.ndim == 3
         and q.dtype == k.dtype == v.dtype
@@ -70,7 +70,7 @@ def check_op(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_op_gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, *saved: Tensor) -> None:
-    """What the ops of a backward ask besides: that results and their gradients are those of `q`, k and v."""
+    """Checks that `q`, k and v fit together, and that results and their gradients have their shapes."""
     k, v, out, lse = saved
     check_op(q, k, v)
     total, nheads, _ = q.shape
@@ -111,7 +111,7 @@ def check_padded(
 
 
 def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """How the sizes of the tensors of `flex_attention` fit together, also where a graph is traced: its sizes are guarded then."""
+    """Checks that the sizes of the tensors of `flex_attention` fit together. A traced graph guards these sizes."""
     differ = _compat.differ
     batch = query.shape[0]
     if differ(key.shape[0], batch) and differ(key.shape[0], 1):
@@ -130,7 +130,8 @@ def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_block_lists(lists: Sequence[Tensor], query: Tensor) -> None:
-    """Whether the block lists of a BlockMask, `[B or 1, H or 1, ...]`, serve all of the batch entries and heads of `query`."""
+    """Checks that the block lists of a BlockMask, `[B or 1, H or 1, ...]`, serve all of the batch entries and heads of
+    `query`."""
     for found in lists:
         for dim, what in enumerate(("batch size", "heads")):
             size, wanted = found.shape[dim], query.shape[dim]
@@ -141,7 +142,7 @@ def check_block_lists(lists: Sequence[Tensor], query: Tensor) -> None:
 def check_options(
     scale_name: str, scale: float | None, softcap: float = 0.0, kernel: str | None = None
 ) -> None:
-    """What is not a tensor. `scale_name` is what the caller's caller knows the scale as."""
+    """Checks the arguments that are not tensors. `scale_name` is the caller's name of the scale."""
     for name, number in ((scale_name, scale), ("softcap", softcap)):
         if number is None and name == scale_name:
             continue

@@ -1,4 +1,4 @@
-"""How a kernel walks a mask: tiles, the runs of blocks in each, their order.
+"""The plan of a kernel for a mask: tiles, the runs of blocks in each, their order.
 
 Knows nothing of the code of kernels.
 """

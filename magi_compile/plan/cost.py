@@ -1,4 +1,4 @@
-"""What a tile costs to compute, and the order in which tiles are handed out."""
+"""The cost of a tile, and the order in which tiles are handed out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SPLIT_COST, MERGE_COST, MERGE_LAUNCH_COST = 150, 300, 500
 
 
 def blocks_of(columns: Tensor, block_cols: int) -> Tensor:
-    """How many blocks so many columns have."""
+    """The number of blocks of so many columns."""
     return (columns + block_cols - 1) // block_cols
 
 
 def run_costs(num_blocks: Tensor, num_masked: Tensor) -> Tensor:
-    """What the blocks of each run cost: a block is worth 100, a masked one 115."""
+    """The cost of the blocks of each run: a block is worth 100, a masked one 115."""
     return BLOCK_COST * num_blocks + MASK_COST * num_masked
 
 
 def tile_costs(run_cost: Tensor, run_begin: Tensor, run_end: Tensor, is_padding: Tensor) -> Tensor:
-    """What each tile costs: its runs `[run_begin, run_end)` and a constant; nothing for padding."""
+    """The cost of each tile: its runs `[run_begin, run_end)` and a constant; nothing for padding."""
     cost = sums(run_cost, run_begin, run_end) + TILE_COST
     return torch.where(is_padding, 0, cost)
 

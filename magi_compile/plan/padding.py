@@ -1,4 +1,4 @@
-"""How much room a tile plan has whose sizes follow from shapes alone, so that nothing waits for a device."""
+"""The room of a tile plan whose sizes follow from shapes alone, so that nothing waits for a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CROSSINGS = 8
 
 
 class PaddedSizes(NamedTuple):
-    """How much room a walk has whose sizes follow from shapes alone.
+    """The room of a walk whose sizes follow from shapes alone.
 
     Attributes:
         num_regions: a region starts at row 0 and where a slice begins or ends, if a tile of rows
@@ -31,7 +31,7 @@ class PaddedSizes(NamedTuple):
 
     @property
     def message(self) -> str:
-        """What has to be so for all pairs to fit."""
+        """The requirement for all pairs to fit, in words."""
         return (
             f"the plan has room for {self.max_overlap} slices across the average border between tiles, or for "
             f"{MAX_CROSSINGS} borders in the average slice, and the mask needs more; a larger `slice_capacity` gives room"

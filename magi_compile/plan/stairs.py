@@ -22,7 +22,8 @@ _NUM_COLS = 1 << 31
 
 
 def num_edge_rows(num_slices: int, total_rows: int, tile_rows: int) -> int:
-    """Of how many rows a q walk has edges, ints or SymInts: of all where there are more slices than tiles, or of none.
+    """The number of rows for which a q walk has edges, an int or a SymInt: of all where there are more slices than
+    tiles, or of none.
 
     Looking up costs a forward kernel 1 to 3 % of the time of every mask, which only many small slices pay back.
     """
@@ -30,7 +31,8 @@ def num_edge_rows(num_slices: int, total_rows: int, tile_rows: int) -> int:
 
 
 def has_stairs(edge_rows: int) -> bool:
-    """Whether a walk whose rows have edges, or none, may have stairs; of a SymInt, of which shapes alone depend, yes."""
+    """True if a walk whose rows have edges, or none, may have stairs; of a SymInt, of which shapes alone depend,
+    yes."""
     return not isinstance(edge_rows, int) or edge_rows > 0
 
 
@@ -126,7 +128,7 @@ def find_stairs(
 def neighbours(
     run_tile: Tensor, runs: Rects, is_live: Tensor, block_cols: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each run the step above it and the one below it; itself where there is none, or no block would be saved."""
+    """The step above each run and the one below it; itself where there is none, or no block would be saved."""
     index = torch.arange(run_tile.numel(), device=run_tile.device)
     common_begin, common_end = runs.common_begin(), runs.common_end()
     if not run_tile.numel():

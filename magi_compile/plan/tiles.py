@@ -267,8 +267,7 @@ def _cut_rows(
 
 
 def _blocks_begun(rects: Rects, at: Tensor, tile_rows: int, block_cols: int) -> Tensor:
-    """How many blocks a tile that begins at each row `at` has in rects that begin there, less those of rects that reach across
-    that row, which it would have anyway."""
+    """Blocks that a tile starting at `at` gains from rects starting there, minus those of rects crossing `at`."""
     in_first_tile = torch.minimum(rects.row_end, rects.row_begin + tile_rows) - 1 + rects.diag_hi
     begun = blocks_of(torch.minimum(rects.col_end, in_first_tile) - rects.col_begin, block_cols)
     in_band = rects.diag_hi - rects.diag_lo + tile_rows
@@ -365,7 +364,7 @@ def _merge(
 def _classify(
     runs: Rects, common_begin: Tensor, common_end: Tensor, covers_tile: Tensor, block_cols: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """How many blocks each run has, and how many of the first and of the last need the mask.
+    """The number of blocks of each run, and of those at its begin and its end that need the mask.
 
     All rows of a run see the columns between the left edge of its last row and the right edge of
     its first. The blocks inside need no mask, if no row of the tile lies outside the run.

@@ -1,1 +1,2 @@
-"""What a score_mod computes, as a program that any kernel can read: `program.py`, read from a function by `read.py`."""
+"""Score programs: a score_mod as a program that any kernel can read: `program.py`, read from a function by
+`read.py`."""

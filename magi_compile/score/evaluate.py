@@ -20,7 +20,7 @@ DIMS = 3
 
 
 def on_grid(function: Callable[..., Any], values: Mapping[str, Any]) -> Tensor:
-    """What a function of a program gives, as a tensor of three dimensions."""
+    """The result of a function of a program, as a tensor of three dimensions."""
     arguments = [values[name] for name in parameters(function)]
     tensors = [x for x in arguments if isinstance(x, Tensor)]
     varies = [any(x.dim() and x.shape[dim] > 1 for x in tensors) for dim in range(DIMS)]

@@ -100,7 +100,7 @@ class ScoreProgram:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """What any of its functions takes."""
+        """The names of the arguments of its functions."""
         return frozenset(name for f in self.functions.values() for name in parameters(f))
 
     @cached_property
@@ -125,7 +125,7 @@ class ScoreProgram:
 
     @cached_property
     def num_symbols(self) -> int:
-        """How many captured ints it takes."""
+        """The number of captured ints that it takes."""
         return max((int(m[1]) for m in map(_SYMBOL.fullmatch, self.names) if m), default=-1) + 1
 
 

@@ -163,7 +163,7 @@ class _Reader:
         return ScoreRead(program, of_tables, of_symbols, dtypes, ranks)
 
     def _key(self, nodes: list[Node]) -> Any:
-        """What a program is made of."""
+        """The key of a program: all its inputs."""
         values = (
             (x.dtype, tuple(map(str, x.shape))) if isinstance(x, Tensor) else type(x)
             for x in self.captured.values()
@@ -237,7 +237,7 @@ class _Reader:
         return tables, symbols
 
     def _body(self, nodes: list[Node], tables: list[Node], symbols: list[Node]) -> GraphModule:
-        """What is left: a function of the arguments, the tensors and the ints."""
+        """The rest of the graph: a function of the arguments, the tensors and the ints."""
         graph = Graph()
         copies: dict[Node, Node] = {}
         for node, name in self._names(tables, symbols).items():

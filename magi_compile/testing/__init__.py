@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: named cases, and the rule of what counts as correct."""
+"""Shared by tests and benchmarks: named cases, and the rule of correctness."""

@@ -1,4 +1,4 @@
-"""What counts as correct: the error against the fp64 oracle, compared with that of plain PyTorch.
+"""The rule of correctness: the error against the fp64 oracle, compared with that of plain PyTorch.
 
 A kernel may be at most twice as far from the truth as plain PyTorch in the same dtype, plus one rounding step, in
 the largest error and in the root mean square. The rounding step is one of the result's dtype on the largest result

@@ -1,5 +1,5 @@
-// How warps of the backward kernel make rows of dq while others are at work: those beside the producer do nothing else,
-// the others help when they are done. A thread block whose tiles come to an end does not wait for others for long:
+// Converts finished dQ rows to 16 bits while the main loop runs. The warps beside the producer do nothing else, the
+// others help when they are done. A thread block whose tiles come to an end does not wait for others for long:
 // where not all of them run at a time, some start only when it ends. What it leaves is for the kernel behind, and so is
 // the rest, when half of the warps have gone: the few of thread blocks that are still at work would take long for it.
 #pragma once

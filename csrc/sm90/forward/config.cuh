@@ -90,7 +90,7 @@ struct TileOfHead {
 // What the producer is to load K and V for.
 struct alignas(16) RunsOfHead {
     int begin, end, kv_head;
-    int unused;   // made from the first run, which reading it has brought to the L1 cache
+    int unused;   // prefetch: reading the first run pulls it into L1
 
     static constexpr int kNoMoreWork = -1;   // as begin
 };

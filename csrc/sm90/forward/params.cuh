@@ -62,7 +62,7 @@ struct ScoredForwardParams : ForwardParams {
 struct EarlyForwardParams : ForwardParams {
     Schedule lists[3];                // see TileList
     const RemoteTile* remote_tiles;   // [num_tiles of kRemote]
-    int* num_begun_splits;            // [1]: one more than that, once no more are begun
+    int* num_begun_splits;            // [1]: 0 while open; then 1 + number of splits begun
     int* num_stored;                  // [items of kSplits]: warps that have left their rows of it
     int split_rows;                   // that a split has in `wide_out`: those of split i begin at i times as many
     int first_behind;                 // thread block that begins behind the arrival; all from there on do

@@ -89,7 +89,7 @@ class SpreadAttention(TorchFunctionMode):
 
 @torch.compiler.assume_constant_result
 def _is_method(func: Any) -> bool:
-    """Whether `func` is a method of tensors that is written in Python."""
+    """True if `func` is a method of tensors that is written in Python."""
     return isinstance(func, FunctionType) and func.__module__ == "torch._tensor"
 
 
@@ -314,7 +314,7 @@ def _sdpa(
 
 
 def _of_lengths(plans: Sequence[SequencePlan], query: Tensor, key: Tensor) -> SequencePlan:
-    """Of several plans, which may be of other keys, the one that these tensors can only be meant for."""
+    """Picks, of several plans, the only one with the lengths of these tensors."""
     if not any(x.is_cross for x in plans):
         return plans[-1]
     if len(plans) > 1:

@@ -117,7 +117,7 @@ def _check_dims(name: str, dims: Sequence[Any], buffers: Sequence[Any]) -> None:
 
 
 def _check_buffers(buffers: Any, *, may_be_masks: bool = True) -> None:
-    """Of `context_parallel_shard` and `context_parallel_unshard`."""
+    """Checks the buffers of `context_parallel_shard` and `context_parallel_unshard`."""
     if not isinstance(buffers, Mapping):
         check_list("buffers", buffers)
     for name, x in buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers):
@@ -250,7 +250,8 @@ def context_parallel_shard(
 
 
 def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
-    """What the argument `name` says of each buffer, in their order: a list for a list, a dict of the same names for a dict."""
+    """The values of the argument `name` for each buffer, in their order: a list for a list, a dict of the same names
+    for a dict."""
     if not isinstance(buffers, Mapping):
         check_list(name, given)
     if isinstance(buffers, Mapping):

@@ -1,4 +1,4 @@
-"""Whether a model inside of `context_parallel` has counted the positions of its tokens by itself.
+"""Checks that a model inside of `context_parallel` has not counted the positions of its tokens by itself.
 
 A model that is given no positions takes 0, 1, 2, ... for the tokens that it sees, which are those of one rank. That is another model
 of the sequence, and no shape tells. Every rank counts then, so the ranks ask each other: positions that are given are 0, 1, 2, ... on

@@ -26,7 +26,7 @@ def require_together(plans: Sequence[SequencePlan]) -> None:
 
 
 def _among(tokens: SpreadTokens, others: Sequence[SpreadTokens]) -> bool:
-    """Whether one of the others has the same tokens."""
+    """True if one of the others has the same tokens."""
     return any(tokens is x or tokens.has_the_tokens_of(x) for x in others)
 
 

@@ -1,4 +1,4 @@
-"""What chunks of a sequence cost and need, and what a placement of them asks of each rank."""
+"""The cost and the keys of the chunks of a sequence, and the loads of ranks under a placement."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Placement:
         ).flatten()
 
     def inverse_positions(self) -> Tensor:
-        """Where the rows of the padded sequence went: the inverse permutation of `positions()`, int64."""
+        """The new places of the rows of the padded sequence: the inverse permutation of `positions()`, int64."""
         return torch.argsort(self.positions())
 
 
@@ -100,7 +100,7 @@ class Keys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkTable:
-    """What each chunk of rows costs and needs.
+    """The cost of each chunk of rows, and the keys that it needs.
 
     Attributes:
         chunk_size: rows of a chunk.
@@ -143,7 +143,7 @@ class ChunkTable:
 
     @staticmethod
     def together(tables: Sequence[ChunkTable], weights: Sequence[int]) -> ChunkTable:
-        """What chunks cost and need where several masks are attended to, each `weights` times.
+        """The sum of several tables, one for each mask, each `weights` times.
 
         What they need is of one sequence of keys: the rows themselves, or else that of the first mask.
         """
@@ -164,7 +164,7 @@ class ChunkTable:
 
 
 class RankLoads(NamedTuple):
-    """What a placement asks of each rank, int64 `[cp_size]` each."""
+    """The loads of ranks under a placement, int64 `[cp_size]` each."""
 
     area: Tensor  # visible (row, key) pairs of its rows
     recv_rows: Tensor  # remote key rows it needs

@@ -38,7 +38,7 @@ from magi_compile.masks.slices import AttnSlices
 
 @dataclass(frozen=True, eq=False)
 class RankRows:
-    """What each rank needs.
+    """The rows that each rank needs.
 
     Attributes:
         dispatch: who holds what.
@@ -159,11 +159,11 @@ class CommPlan:
 
     @property
     def num_stages(self) -> int:
-        """Of all degrees."""
+        """The number of stages of all degrees together."""
         return sum(x.num_stages for x in self.buffers)
 
     def stages(self, rank: int) -> list[list[Stage]]:
-        """What `rank` does for each degree; tensors are on the CPU."""
+        """The stages of `rank` for each degree; tensors are on the CPU."""
         is_mine, is_theirs = self.rows.needs.owner == rank, self.rows.holder == rank
         mine, theirs = (self._moving_rows(x.nonzero().flatten()) for x in (is_mine, is_theirs))
         slices, transfers = self._slices(rank, mine), self._transfers(mine, theirs)
@@ -307,7 +307,7 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     middle = remote_before + remote.double() / 2
 
     def up_to(end: Tensor) -> Tensor:
-        """What is counted up to each rank, and up to the last, `[cp_size + 1]`."""
+        """The counts up to each rank, and up to the last, `[cp_size + 1]`."""
         padded = torch.cat([end.new_zeros(1), end])
         return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1, device="cpu"))]
 
@@ -362,7 +362,7 @@ def overlaps(one: Ranges, other: Ranges, span: int) -> tuple[Tensor, Tensor]:
 
 
 class StageLoads(NamedTuple):
-    """What the choice of a degree depends on, of every rank: int64 `[cp_size]` each."""
+    """The loads of every rank that decide the degree: int64 `[cp_size]` each."""
 
     area: Tensor  # visible (row, key) pairs
     local_area: Tensor  # those whose keys are on the same rank

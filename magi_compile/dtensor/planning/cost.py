@@ -1,4 +1,4 @@
-"""What compute and communication cost on a machine: the only rates that planning knows."""
+"""The cost of compute and communication on a machine: the only rates that planning knows."""
 
 from __future__ import annotations
 

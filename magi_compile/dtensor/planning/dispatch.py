@@ -50,7 +50,7 @@ BALANCE = 0.025
 
 @dataclass(frozen=True, eq=False)
 class Dispatch(Placement):
-    """Where every token lives, and every key.
+    """The rank and place of every token and every key.
 
     Attributes:
         table: what the chunks cost and need.
@@ -62,7 +62,7 @@ class Dispatch(Placement):
 
     @property
     def keys(self) -> Placement:
-        """Where keys live: this placement itself for self-attention."""
+        """The placement of keys: this placement itself for self-attention."""
         return self if self.other_keys is None else self.other_keys
 
 
@@ -165,7 +165,7 @@ def _tables(
     cp_size: int,
     held: Sequence[Placement | None] | None,
 ) -> list[ChunkTable]:
-    """Of all masks, with one object `Keys` for all that have the same keys."""
+    """The tables of all masks, with one object `Keys` for all that have the same keys."""
     known: dict[Any, Keys | None] = {}
     tables = []
     for mask, placement in zip(masks, held or [None] * len(masks), strict=True):
@@ -178,7 +178,7 @@ def _tables(
 
 
 def _dispatches(total: int, chunks: Tensor, tables: Sequence[ChunkTable]) -> list[Dispatch]:
-    """Of all masks, where `chunks` says who holds the tokens."""
+    """The dispatches of all masks, for tokens placed by `chunks`."""
     placed: dict[int, Placement | None] = {}
     for table in tables:
         if id(table.keys) not in placed:

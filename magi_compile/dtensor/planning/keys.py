@@ -47,7 +47,7 @@ def key_placement(table: ChunkTable, chunks: Tensor) -> Placement | None:
 
 
 def _wanted(table: ChunkTable, chunks: Tensor, keys: Placement) -> Tensor:
-    """How many keys of each chunk each rank sees, int64 `[cp_size, num_key_chunks]`."""
+    """The number of keys of each chunk that each rank sees, int64 `[cp_size, num_key_chunks]`."""
     rank = Placement(table.total, table.chunk_size, chunks).rank_of_chunk()
     needs = table.needs._replace(owner=pick(rank, table.needs.owner))
     pieces, chunk = split_at_multiples(unite(needs, keys.total_padded), keys.chunk_size)

@@ -245,7 +245,7 @@ def _lowest(table: ChunkTable) -> Tensor:
 def _fill(
     heavy: list[tuple[int, int]], light: _Lights, room: int, missing: float, tolerance: float
 ) -> tuple[int, int]:
-    """How many of the chunks `heavy` to keep, and the window of light ones that fills the room left: what comes
+    """The number of chunks of `heavy` to keep, and the window of light ones that fills the room left: what comes
     nearest to adding the area `missing`."""
     best: tuple[float, int, int] | None = None  # error, kept, window
     for kept in range(len(heavy), -1, -1):
@@ -284,7 +284,7 @@ class _Needs:
         self._present: dict[int, int] = {}
 
     def present(self, rank: int, chunks: list[int]) -> int:
-        """What a rank with these chunks has, local or received; kept until it is told that they changed."""
+        """The keys that a rank with these chunks has, local or received; kept until it is told that they changed."""
         if rank not in self._present:
             self._present[rank] = reduce(or_, [self.of[i] for i in chunks])
         return self._present[rank]

@@ -94,7 +94,7 @@ def split_at_multiples(ranges: Ranges, size: int) -> tuple[Ranges, Tensor]:
 
 
 def total_by_owner(ranges: Ranges, num_owners: int) -> Tensor:
-    """How many rows each owner's ranges hold together, int64 `[num_owners]`."""
+    """The number of rows in each owner's ranges, int64 `[num_owners]`."""
     return torch.zeros(num_owners, dtype=torch.int64, device="cpu").index_add_(
         0, ranges.owner, ranges.hi - ranges.lo
     )

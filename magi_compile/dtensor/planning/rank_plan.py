@@ -1,4 +1,4 @@
-"""What one rank executes: a mask's plan for attention across ranks, made on the host and shipped as tensors.
+"""The plan of one rank: a mask's plan for attention across ranks, made on the host and shipped as tensors.
 
 A plan is two int tensors, so that a compiled graph takes it as a value: a new mask is new numbers, never a new
 graph. `meta` (int64, CPU) holds counts, `data` (int32, the device of q) holds slices and row ranges:
@@ -52,7 +52,7 @@ CACHE_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class ContextParallelOptions:
-    """How a sequence is spread over ranks.
+    """Options for spreading a sequence over ranks.
 
     Attributes:
         strategy: who holds what: "local", "sequential", "zigzag" or "min_heap".
@@ -328,7 +328,7 @@ _Kept = TypeVar("_Kept")
 
 
 def recent(kept: OrderedDict[Hashable, _Kept], key: Hashable) -> _Kept:
-    """What is kept under `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept."""
+    """The kept value of `key`, which is the newest from now on; more than `CACHE_SIZE` are not kept."""
     kept.move_to_end(key)
     while len(kept) > CACHE_SIZE:
         kept.popitem(last=False)

@@ -57,7 +57,7 @@ def early_seconds(loads: StageLoads, cost: CostModel) -> float:
 
 
 def forward_begins_early(loads: StageLoads, cost: CostModel) -> bool:
-    """Whether a forward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same.
+    """True if a forward pass with degree 0 is to begin before its remote keys are there. All ranks compute the same.
 
     That is where it hides more than it costs. What splits of tiles cost is left out: where rows have few keys, tiles
     without remote ones keep a rank busy for most of the time, and have none.

@@ -121,7 +121,7 @@ class _Attention:
         self.out, self.lse = self.forward()
 
     def planned(self, slices: AttnSlices) -> tuple[AttnSlices, list[Tensor], AttnProblem]:
-        """What a call of the kernel takes behind its tensors."""
+        """The arguments of the kernel behind its tensors."""
         return slices, self.kernel.plan(slices, self.problem), self.problem
 
     def forward(self) -> ForwardOutput:
@@ -133,7 +133,7 @@ class _Attention:
 
 
 def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
-    """Of another stage forward, over few keys, so that it is not a small difference of large numbers."""
+    """The time of another stage forward, over few keys, so that it is not a small difference of large numbers."""
     kernel, q, k, v = attention.kernel, attention.q, attention.k, attention.v
     seqlen = q.shape[0]
     few = max(min(seqlen, FEW_KEYS) // 2, 1)
@@ -150,7 +150,8 @@ def _stage_seconds(attention: _Attention, clock: _Clock) -> float:
 
 
 def _backward_stage_seconds(attention: _Attention, clock: _Clock) -> float:
-    """Of another stage backward, with next to no work for its keys: what comes before and after them, and the sum of dq."""
+    """The time of another stage backward, with next to no work for its keys: the kernels around the main one, and the
+    sum of dq."""
     q = attention.q
     one_pair = attention.planned(_keys(1, 1, q.device, seqlen_q=q.shape[0]))
     saved = Saved(q, attention.k[:1], attention.v[:1], attention.out, attention.lse)
@@ -165,7 +166,7 @@ def _backward_stage_seconds(attention: _Attention, clock: _Clock) -> float:
 def _moving_seconds(
     moving: Collective, tensors: Sequence[Tensor], group: dist.ProcessGroup, clock: _Clock
 ) -> tuple[float, float, float]:
-    """Of a cast of one row; and beyond that of a cast of all rows to all ranks, and of a reduce of them."""
+    """The times of a cast of one row and, beyond that, of a cast of all rows to all ranks, and of a reduce of them."""
     rows, device = tensors[0].shape[0], tensors[0].device
     route = _everything_to_everyone(group, rows, device)
     one_row = _everything_to_everyone(group, 1, device)

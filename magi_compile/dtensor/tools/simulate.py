@@ -1,4 +1,4 @@
-"""What a placement would cost, for any number of ranks, without any of them.
+"""Simulates the cost of a placement, for any number of ranks, without any of them.
 
     python -m magi_compile.dtensor.tools.simulate --mask document_causal --tokens 512k --cp 8,64 --chunk 512
 
@@ -140,8 +140,8 @@ def simulate(
 
 
 def ulysses_rows_of(nheads_q: int, nheads_kv: int) -> Callable[[int], float]:
-    """What one rank receives in a Ulysses forward, as key rows (K and V of all kv heads) over the rows it holds:
-    q, k, v and out cross the ranks once, with kv heads repeated until every rank has one."""
+    """The traffic that one rank receives in a Ulysses forward, as key rows (K and V of all kv heads) over the rows it
+    holds: q, k, v and out cross the ranks once, with kv heads repeated until every rank has one."""
 
     def rows(cp_size: int) -> float:
         return (cp_size - 1) / cp_size * (nheads_q + max(nheads_kv, cp_size)) / nheads_kv

@@ -144,7 +144,7 @@ def _refuse_expandable_segments(*buffers: Tensor) -> None:
 
 
 def _are_expandable(buffers: Sequence[Tensor]) -> bool:
-    """Whether the memory of one of them is in an expandable segment."""
+    """True if the memory of one of them is in an expandable segment."""
     addresses = [x.data_ptr() for x in buffers]
     return any(
         segment["is_expandable"] and 0 <= address - segment["address"] < segment["total_size"]

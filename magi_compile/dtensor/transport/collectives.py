@@ -105,7 +105,7 @@ class Route:
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether a graph is being captured of what is called on `device`."""
+    """True if a graph is being captured of what is called on `device`."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -137,7 +137,7 @@ class PendingCast(Protocol):
 
     @property
     def buffers(self) -> Sequence[Tensor]:
-        """What `wait` returns, before the rows are there."""
+        """The result of `wait`, before the rows are there."""
         ...
 
     def wait(self) -> Sequence[Tensor]:

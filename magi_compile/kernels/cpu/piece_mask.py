@@ -1,4 +1,4 @@
-"""What a piece of the mask shows of its rows and keys, as tensors."""
+"""The mask of a piece, as tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from magi_compile.kernels.cpu.pieces import Piece, additive_mask, shown_by_bits
 
 
 def has_scores(problem: AttnProblem) -> bool:
-    """Whether scores exist in memory: PyTorch's flash attention has no soft-cap and no score programs, and does not tell the
-    largest score."""
+    """True if scores exist in memory: PyTorch's flash attention has no soft-cap and no score programs, and does not
+    tell the largest score."""
     return bool(problem.softcap) or problem.has_score or problem.has_max_scores
 
 
 class PieceMask(NamedTuple):
-    """What a piece shows, as PyTorch's flash attention takes it: that row r sees the keys up to r, or what is added to the scores."""
+    """The mask of a piece for PyTorch's flash attention: row r sees the keys up to r, or a bias for the scores."""
 
     piece: Piece
     is_causal: bool

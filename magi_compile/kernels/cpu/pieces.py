@@ -1,4 +1,4 @@
-"""How the CPU kernel cuts slices: into pieces that are one call of PyTorch's flash attention each.
+"""Cuts slices, for the CPU kernel, into pieces that are one call of PyTorch's flash attention each.
 
 That op knows rectangles, squares that are causal from their first row, and masks given as a tensor:
 
@@ -60,17 +60,17 @@ class Piece(NamedTuple):
 
     @property
     def cuts_lower(self) -> bool:
-        """Whether some row does not see the first key."""
+        """True if some row does not see the first key."""
         return self.q_end - 1 + self.diag_lo > self.k_begin
 
     @property
     def cuts_upper(self) -> bool:
-        """Whether some row does not see the last key."""
+        """True if some row does not see the last key."""
         return self.q_begin + self.diag_hi < self.k_end
 
     @property
     def is_causal(self) -> bool:
-        """Whether the piece is a square whose first row sees one key and whose last row sees all."""
+        """True if the piece is a square whose first row sees one key and whose last row sees all."""
         return (
             not self.cuts_lower
             and self.q_begin + self.diag_hi == self.k_begin + 1
@@ -157,7 +157,7 @@ def _joined_down(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def shown_by_bits(piece: Piece, bits: Tensor) -> Tensor:
-    """What the rows of a piece with bits see of its keys: bool `[rows, keys]`."""
+    """The visible keys for the rows of a piece with bits: bool `[rows, keys]`."""
     num_rows, num_keys = piece.q_end - piece.q_begin, piece.k_end - piece.k_begin
     last = piece.first_block + -(-num_keys // BLOCK)
     blocks = unpack(bits[piece.first_block : last, :num_rows])

@@ -11,7 +11,8 @@ from magi_compile.kernels.base import AttnProblem
 
 
 class Partial(NamedTuple):
-    """What a piece of the mask gives: `[nheads_kv, qhead_per_kvhead, rows, head_dim_v]` and, of the others, without the last dimension."""
+    """The results of a piece of the mask: `[nheads_kv, qhead_per_kvhead, rows, head_dim_v]` and, of the others, without
+    the last dimension."""
 
     out: Tensor
     lse: Tensor

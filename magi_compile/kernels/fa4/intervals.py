@@ -1,4 +1,4 @@
-"""What each row of a mask sees, as intervals of columns, and where a mask has blocks that are visible as a whole.
+"""The visible columns of each row of a mask as intervals, and the blocks that are visible as a whole.
 
 A row is a query and a column a key; of transposed rects it is the other way round.
 """
@@ -27,7 +27,7 @@ class Intervals(NamedTuple):
     most: int
 
     def number_in_row(self) -> Tensor:
-        """How many intervals of its row lie before each: int64 `[num_intervals]`."""
+        """The number of intervals of the same row before each: int64 `[num_intervals]`."""
         first = torch.searchsorted(self.row, self.row)
         return torch.arange(len(self.row), device=self.row.device) - first
 
@@ -51,7 +51,7 @@ class BlockLists(NamedTuple):
 
 
 def row_intervals(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
-    """What the rows of disjoint trimmed rects see, on their device. Waits for it twice."""
+    """The intervals of the rows of disjoint trimmed rects, on their device. Waits for it twice."""
     row, begin, end = rects.by_row()
     if not len(row):
         return Intervals(row, begin, end, num_rows, num_cols, 0)
@@ -82,7 +82,7 @@ def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Blocks:
     of_row = row // block_rows * (across + 1)
 
     def depth(first: Tensor, last: Tensor) -> Tensor:
-        """How many intervals reach over each block: those from `first` to before `last` of each."""
+        """The number of intervals that reach over each block: those from `first` to before `last` of each."""
         edges = torch.zeros(down * (across + 1), dtype=torch.int32, device=row.device)
         one = torch.where(first < last, 1, 0).to(torch.int32)
         edges.scatter_add_(0, of_row + first, one)

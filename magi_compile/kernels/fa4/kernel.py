@@ -56,8 +56,9 @@ _PADDING = 256
 
 
 class _Facts(NamedTuple):
-    """What of a plan is known on the host; an int64 tensor on a CPU. Where it `is_native`, all from `num_documents` on is of
-    `Native`, with -1 for None; else `most_keys` and `most_queries` say how many intervals a row of bounds has at most.
+    """The facts of a plan that the host knows; an int64 tensor on a CPU. Where it `is_native`, all from `num_documents`
+    on is of `Native`, with -1 for None; else `most_keys` and `most_queries` say how many intervals a row of bounds has
+    at most.
     """
 
     q_tile_rows: int
@@ -282,7 +283,7 @@ def _bounds(intervals: Intervals) -> Tensor:
 
 
 def _is_of_triton(plan: list[Tensor]) -> bool:
-    """Whether Triton's kernel has made a plan: there its tile sizes are a shape."""
+    """True if Triton's kernel has made a plan: there its tile sizes are a shape."""
     return plan[3].dim() > 1
 
 
@@ -338,7 +339,7 @@ def _native_arguments(facts: _Facts, mask: _Plan) -> dict[str, Any]:
 
 
 def _mask_mod(most: int, *, by_key: bool, many_keys: bool) -> Callable[..., Any]:
-    """What shows the columns of up to `most` intervals of a row: a query, or a key if `by_key`."""
+    """The mask_mod that shows the columns of up to `most` intervals of a row: a query, or a key if `by_key`."""
     mods = importlib.import_module("magi_compile.kernels.fa4.mask_mods")
     if most > _MOST_UNROLLED:
         return mods.searched((2 * most).bit_length(), by_key=by_key)

@@ -17,7 +17,7 @@ from flash_attn.cute import utils
 
 @cache
 def unrolled(most: int, *, by_key: bool) -> Callable[..., Any]:
-    """Of `unrolled_bounds` with `most` intervals a row: a row is a query, or a key if `by_key`."""
+    """The mask_mod of `unrolled_bounds` with `most` intervals a row: a row is a query, or a key if `by_key`."""
 
     @cute.jit
     def is_visible(batch, head, q, kv, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
@@ -64,8 +64,8 @@ def unrolled_of_32_keys(most: int) -> Callable[..., Any]:
 
 @cache
 def searched(num_steps: int, *, by_key: bool) -> Callable[..., Any]:
-    """Of `searched_bounds` where rows have fewer than `2 ** num_steps` bounds: a column is visible where an odd number of bounds
-    of its row are not beyond it."""
+    """The mask_mod of `searched_bounds` where rows have fewer than `2 ** num_steps` bounds: a column is visible where
+    an odd number of bounds of its row are not beyond it."""
 
     @cute.jit
     def is_visible(batch, head, q, kv, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]

@@ -253,8 +253,7 @@ def _refuse_bits(problem: AttnProblem) -> None:
     """In passes that overlap communication: nobody divides bit blocks among ranks."""
     if problem.has_bits:
         raise NotImplementedError(
-            "`problem` must be without bit blocks where a pass overlaps communication, got has_bits=True; "
-            "masks of intervals have none"
+            "bit-block masks cannot overlap communication, got `problem.has_bits`=True; express the mask by intervals"
         )
 
 

@@ -38,7 +38,7 @@ SEQUENCES = Struct("Sequences", _ints("length", "heads"))
 
 
 def _score_params(num_words: int) -> dict[str, object]:
-    """What is behind the parameters of a kernel with a score program; words of 8 bytes, some of them addresses."""
+    """The fields behind the parameters of a kernel with a score program; words of 8 bytes, some of them addresses."""
     score = Struct(
         f"ScoreParams<{num_words}>",
         {"queries": SEQUENCES, "keys": SEQUENCES, "words": (ADDRESS, num_words)},
@@ -48,7 +48,7 @@ def _score_params(num_words: int) -> dict[str, object]:
 
 @cache
 def scored_forward_params(num_words: int) -> Struct:
-    """Of the forward kernel with a score program."""
+    """The parameters of the forward kernel with a score program."""
     return Struct(f"ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD)
 
 
@@ -121,7 +121,7 @@ BITS_BACKWARD = Struct("BitsBackwardParams", _addresses("bits"), base=BACKWARD)
 
 @cache
 def scored_backward_params(num_words: int) -> Struct:
-    """Of the main kernel with a score program."""
+    """The parameters of the main kernel with a score program."""
     return Struct(f"ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD)
 
 
@@ -142,7 +142,7 @@ POSTPROCESS = Struct("PostprocessParams", {"items": DQ_ITEMS, "progress": ADDRES
 
 @cache
 def table_gradients_params(num_words: int, num_sums: int) -> Struct:
-    """Of the kernel of gradients of captured tensors."""
+    """The parameters of the kernel of gradients of captured tensors."""
     score = _score_params(num_words)["score"]
     return Struct(
         f"TableGradientsParams<{num_words}, {num_sums}>",
@@ -178,7 +178,8 @@ BLOCK_LISTS = Struct(
 
 
 def mask_program_params(num_words: int) -> Struct:
-    """Of the kernel of a program: words of 8 bytes are behind what all have, and some of them are addresses."""
+    """The parameters of the kernel of a program: words of 8 bytes are behind the common fields, and some of them are
+    addresses."""
     return Struct("MaskProgramParams", {"fixed": MASK_SLICES, "words": (ADDRESS, num_words)})
 
 
@@ -192,5 +193,5 @@ MASK_BITS = Struct(
 
 
 def mask_mod_params(num_words: int) -> Struct:
-    """Of the kernel of a mask_mod; words as for the kernel of a program."""
+    """The parameters of the kernel of a mask_mod; words as for the kernel of a program."""
     return Struct("MaskModParams", {"fixed": MASK_BITS, "words": (ADDRESS, num_words)})

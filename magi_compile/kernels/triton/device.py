@@ -61,7 +61,7 @@ def store_rows(base, strides, row, live, block, DIM: tl.constexpr):
 
 @triton.jit
 def row_interval(run, edges_ptr, rows):
-    """What each row sees of a run; rows outside of it see nothing."""
+    """The columns of a run that each row sees; rows outside of it see nothing."""
     in_run = (rows >= tl.load(run)) & (rows < tl.load(run + 1))
     col_end = tl.load(run + 3)
     lo = tl.maximum(rows + tl.load(run + 4), tl.load(run + 2))
@@ -96,7 +96,7 @@ def is_visible(cols, interval, bits_ptr, HAS_BITS: tl.constexpr, ROWS_ARE_KEYS: 
 
 @triton.jit
 def count_blocks(run, IS_MASKED: tl.constexpr):
-    """How many blocks of a run need the mask, or need none."""
+    """The numbers of blocks of a run that need the mask, or need none."""
     num_masked = tl.load(run + 8) + tl.load(run + 9)
     if IS_MASKED:
         count = num_masked

@@ -365,7 +365,7 @@ def _padded(head_dim: int) -> int:
 
 
 def _score_factors(problem: AttnProblem) -> tuple[float, float]:
-    """What scores are multiplied with before and after the cap, to be in base 2."""
+    """The factors of scores before and after the cap, to be in base 2."""
     log2_e = math.log2(math.e)
     if problem.softcap:
         return problem.softmax_scale / problem.softcap, problem.softcap * log2_e

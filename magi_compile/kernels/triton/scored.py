@@ -12,7 +12,7 @@ from magi_compile.score.program import ScoreCall
 
 
 class ScoreArguments(NamedTuple):
-    """What the kernels take of a score program.
+    """The arguments of the kernels for a score program.
 
     Attributes:
         functions: the generated ones.

@@ -86,11 +86,11 @@ class Listed(NamedTuple):
 
     @property
     def differ_by_head(self) -> bool:
-        """Whether lists differ between heads. Waits for the device if that is a GPU."""
+        """True if lists differ between heads. Waits for the device if that is a GPU."""
         return any(bool((x != x[:, :1]).any()) for x in (self.partial, self.full))
 
     def of_pairs(self, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""
+        """True if the pairs of blocks `[n, BLOCK]` of queries and keys lie in partial and in full blocks."""
         b, h = (
             x.clamp(max=size - 1)[:, None, None]
             for x, size in zip((b, h), self.partial.shape, strict=False)
@@ -220,8 +220,8 @@ class _Pairs(NamedTuple):
 
 
 def _evaluate(mask_mod: MaskMod, pairs: _Pairs, faults: _Faults) -> Tensor:
-    """What is visible, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as FlexAttention's
-    kernels read it."""
+    """The visible pairs, bool `[n, BLOCK, BLOCK]`: where the mask_mod gives True, or a number that is not 0, as
+    FlexAttention's kernels read it."""
     try:
         given, broken = on_grids(mask_mod, *pairs[:4], getattr(mask_mod, "names", None))
     except (IndexError, RuntimeError) as error:
@@ -260,7 +260,7 @@ class _First(NamedTuple):
 
 
 class _Faults:
-    """What is not as it must be, over all blocks: by words, the first pair."""
+    """The faults in all blocks: by words, the first pair."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -286,7 +286,7 @@ class _Faults:
             self.add(what.words_at_pair, where, of_pair)
 
     def add_disputes(self, shown: Tensor, pairs: _Pairs, listed: Listed) -> None:
-        """Where block lists and the mask differ."""
+        """Adds the pairs where block lists and the mask differ."""
         in_partial, in_full = listed.of_pairs(*pairs[:4])
         for words, broken in (
             (HOLDS_ALL, shown & ~(in_partial | in_full)),

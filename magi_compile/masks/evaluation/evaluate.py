@@ -342,7 +342,8 @@ def with_columns(
 
 
 def is_plain(look_up: Expr) -> bool:
-    """Whether a captured tensor is looked up where it stands: at batch entries, heads, and rows or keys, or at some of these."""
+    """True if a captured tensor is looked up where it stands: at batch entries, heads, and rows or keys, or at some of
+    these."""
     places = [
         _ORDER.get(index.args[0], -1) if index.op == "var" else -1 for index in look_up.args[1:]
     ]

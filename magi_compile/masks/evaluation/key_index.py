@@ -43,7 +43,7 @@ class Groups(NamedTuple):
         return Groups(value, begin, end, end.gather(-1, last), last, is_whole, seqlen_k)
 
     def locate(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the runs of a value begin among all, and whether there is one."""
+        """Finds where the runs of a value begin among all, and whether there is one."""
         values, sought = _aligned(self.value, value)
         place = torch.searchsorted(values, sought).clamp(max=values.shape[-1] - 1)
         return place, gather(self.value, place) == sought
@@ -69,7 +69,7 @@ class Groups(NamedTuple):
 
 
 class Stretches(NamedTuple):
-    """Where the values do not decrease."""
+    """The stretches in which values do not decrease."""
 
     number: Tensor  # of the stretch
     values: Tensor  # sorted, whatever the stretch
@@ -85,7 +85,7 @@ class Stretches(NamedTuple):
         return Stretches(number, values, place)
 
     def is_one(self, lo: Tensor, hi: Tensor) -> Tensor:
-        """Whether the values never decrease in `[lo, hi)`, if it is not empty."""
+        """True if the values never decrease in `[lo, hi)`, if it is not empty."""
         first, last = lo.clamp(max=self.number.shape[-1] - 1), (hi - 1).clamp(min=0)
         return gather(self.number, first) == gather(self.number, last)
 
@@ -146,7 +146,7 @@ def _runs(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    """Whether values can be looked at for free: on the host, and not fake."""
+    """True if values can be looked at for free: on the host, and not fake."""
     return tensor.device.type == "cpu" and type(tensor) is Tensor
 
 

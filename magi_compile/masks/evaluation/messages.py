@@ -1,4 +1,4 @@
-"""What a mask takes for granted about its data, in words: what has to be so, and what is found where it is not.
+"""Messages about the requirements of a mask on its data: the requirement, and the value that breaks it.
 
 Each function returns the message and the detail of a `MaskCheck`.
 """

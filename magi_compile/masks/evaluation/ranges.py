@@ -1,4 +1,4 @@
-"""Whether numbers that PyTorch computes in one dtype fit it: what the marks of a mask expression ask for.
+"""Checks that numbers fit the dtype in which PyTorch computes them: the marks of a mask expression ask for it.
 
 Without data only the dtypes are known, and sums of two tables may wrap around. With data, bounds of each table bound the sum.
 """

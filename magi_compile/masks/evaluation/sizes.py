@@ -1,4 +1,4 @@
-"""How many batch entries, heads, queries and keys a mask has, and where these lie in packed rows and keys."""
+"""The numbers of batch entries, heads, queries and keys of a mask, and their places in packed rows and keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Heads(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many heads read the same keys: those of entry n are keys of entry `n // group`."""
+        """The number of heads that read the same keys: those of entry n are keys of entry `n // group`."""
         return self.q // self.kv
 
 
@@ -24,7 +24,7 @@ ONE_MASK = Heads()  # of all heads
 
 
 class MaskSizes(NamedTuple):
-    """How many values b, q, kv and h take. Entry `b * heads.q + h` is head h of batch entry b.
+    """The numbers of values that b, q, kv and h take. Entry `b * heads.q + h` is head h of batch entry b.
 
     Attributes:
         batch: number of batch entries.
@@ -40,7 +40,7 @@ class MaskSizes(NamedTuple):
 
     @property
     def entries(self) -> int:
-        """How many entries have rows of their own."""
+        """The number of entries with rows of their own."""
         return self.batch * self.heads.q
 
     @property
@@ -53,7 +53,8 @@ class MaskSizes(NamedTuple):
 
     @property
     def totals(self) -> tuple[int, int]:
-        """How many rows and keys the slices of all entries span, both below 2**30. Raises ValueError for more."""
+        """The numbers of rows and keys that the slices of all entries span, both below 2**30. Raises ValueError for
+        more."""
         rows = self.entries * self.seqlen_q
         keys = self.batch * self.heads.kv * self.seqlen_k
         heads = " * heads" if self.heads != (1, 1) else ""

@@ -1,4 +1,4 @@
-"""What `AttnSlices.validate` checks, as checks that wait for no device: for slices whose values nobody could look at."""
+"""The checks of `AttnSlices.validate` without waiting for a device: for slices whose values are not readable."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _overlap_check(slices: AttnSlices) -> MaskCheck:
 
 
 def _first(flags: Tensor) -> Tensor:
-    """Where the first flag is set, 0-d; 0 where none is."""
+    """The index of the first flag that is set, 0-d; 0 where none is."""
     return flags.int().argmax() if flags.numel() else flags.sum()
 
 

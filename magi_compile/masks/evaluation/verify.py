@@ -41,7 +41,7 @@ class Points(NamedTuple):
 
 
 def is_verified(program: str) -> bool:
-    """Whether the program of this text has passed in this process."""
+    """True if the program of this text has passed in this process."""
     return program in _verified
 
 

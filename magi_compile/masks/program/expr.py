@@ -138,7 +138,7 @@ _serial = itertools.count()
 
 
 def unsupported(*reasons: str) -> Expr:
-    """What a mask_mod computes and mask expressions cannot say; the reasons reach the user.
+    """A value that mask expressions cannot state; the reasons reach the user.
 
     No two of them are equal: nothing is known of their values, so nothing may be folded or cancelled.
     """
@@ -276,7 +276,7 @@ def _abs(x: Expr) -> Expr:
 
 @lru_cache(maxsize=1 << 16)
 def is_le(x: Expr, y: Expr) -> bool:
-    """Whether `x <= y` can be seen without values, for every row and key."""
+    """True if `x <= y` can be seen without values, for every row and key."""
     if x == y or y == END:
         return True
     if x.op == "max":
@@ -292,7 +292,7 @@ def is_le(x: Expr, y: Expr) -> bool:
 
 
 def is_natural(term: Expr) -> bool:
-    """Whether a term is at least 0 by what it is."""
+    """True if a term is at least 0 by what it is."""
     return term.op in ("var", "abs", "group_begin", "group_end", "upper_bound") or (
         term.op in ("mod", "floordiv")
         and (int_value(term.args[1]) or 0) > 0

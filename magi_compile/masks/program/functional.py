@@ -71,7 +71,7 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
 
 
 def _has_number_as_index(node: Node) -> bool:
-    """Whether it is `x[0]`, or has a number among its indices."""
+    """True if it is `x[0]`, or has a number among its indices."""
     if name_of(node.target) != "getitem" or len(node.args) != 2:
         return False
     index = node.args[1]
@@ -79,7 +79,7 @@ def _has_number_as_index(node: Node) -> bool:
 
 
 def _run(node: Node, args: Any, kwargs: Any) -> Any:
-    """What a node computes; functionalization has no rule for writes by Python's `&=` and its like."""
+    """Computes a node; functionalization has no rule for writes by Python's `&=` and its like."""
     method = _BITWISE.get(node.target)
     if method is not None and isinstance(args[0], Tensor):
         return getattr(args[0], method)(*args[1:])

@@ -65,7 +65,7 @@ def without_writes(graph: Graph, result: Any, indices: Collection[Node]) -> Any:
 
 
 def _pure(node: Node) -> Any:
-    """What computes the same as an operation that writes, and does not write; None where there is no such thing."""
+    """The operation that computes the same as one that writes, without writing; None where there is none."""
     if "out" in node.kwargs:
         return None
     if isinstance(node.target, OpOverload):
@@ -102,7 +102,7 @@ def _is_fresh(node: Node) -> bool:
 
 
 def _is_own(node: Node) -> bool:
-    """Whether nothing else holds the memory of what `node` gives."""
+    """True if nothing else holds the memory of what `node` gives."""
     if _is_fresh(node) or "is_written" in node.meta:
         return True
     # The same memory, where the dtype stays.
@@ -115,7 +115,7 @@ _CONVERSIONS = ("to", "bool", "int", "long", "float", "double")
 
 
 def _only_reads(user: Node, value: Node) -> bool:
-    """Whether nothing of `value` is left in what `user` gives, unless it writes to it, too."""
+    """True if nothing of `value` is left in what `user` gives, unless it writes to it, too."""
     if user.op == "output" or _is_fresh(user) or (is_in_place(user) and user.args[:1] == (value,)):
         return True
     name = name_of(user.target)
@@ -123,7 +123,7 @@ def _only_reads(user: Node, value: Node) -> bool:
 
 
 def _is_type_of(user: Node, value: Node) -> bool:
-    """Whether `value` only says to which dtype `user` converts."""
+    """True if `value` only says to which dtype `user` converts."""
     return "is_written" in user.meta and user.args[0] is not value
 
 

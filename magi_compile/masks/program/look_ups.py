@@ -1,5 +1,5 @@
-"""What a mask_mod must not do on a GPU: look up what a tensor does not have, which ends the CUDA context, or divide by zero, which
-gives any number. There both are noted instead, and what is computed goes on with a number that means nothing.
+"""Guards of a mask_mod on a GPU against an index out of bounds, which ends the CUDA context, and a division by zero,
+which gives any number. Both are noted instead, and the computation goes on with a meaningless number.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Divisor:
 
 
 class Broken(NamedTuple):
-    """Where a look-up or a division means nothing.
+    """The points where a look-up or a division is invalid.
 
     Attributes:
         what: should be so.
@@ -54,7 +54,7 @@ class Broken(NamedTuple):
 
 
 def is_needed(device: torch.device) -> bool:
-    """Whether PyTorch raises no error of its own there."""
+    """True if PyTorch raises no error of its own there."""
     return device.type == "cuda"
 
 
@@ -83,7 +83,7 @@ def guarded(
 
 
 def checks(known: Sequence[Index | Divisor], found: Sequence[Tensor]) -> list[MaskCheck]:
-    """What a guarded function that computes a column, or a number, must not have found."""
+    """The checks of a guarded function that computes a column or a number."""
     checks = []
     for what, where, value in paired(known, found):
         where, value = where.flatten(), value.flatten()
@@ -93,7 +93,7 @@ def checks(known: Sequence[Index | Divisor], found: Sequence[Tensor]) -> list[Ma
 
 
 def paired(known: Sequence[Index | Divisor], found: Sequence[Tensor]) -> list[Broken]:
-    """What a guarded mask_mod returned, beside what it is about."""
+    """The results of a guarded mask_mod, each beside its description."""
     return [Broken(*each) for each in zip(known, found[::2], found[1::2], strict=True)]
 
 
@@ -185,7 +185,7 @@ class _Guard(TorchFunctionMode):
 
 
 def _num_dims(item: Any) -> int:
-    """How many dimensions of a tensor a part of an index is about."""
+    """The number of dimensions of a tensor that a part of an index takes."""
     if item is None or item is Ellipsis:
         return 0
     is_mask = isinstance(item, Tensor) and item.dtype in _MASKS

@@ -1,4 +1,4 @@
-"""What the names of PyTorch's operations say about them."""
+"""Properties of PyTorch's operations that follow from their names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def name_of(target: Any) -> str:
 
 
 def is_in_place(node: Node) -> bool:
-    """Whether it may write to what it is given."""
+    """True if it may write to what it is given."""
     is_call = node.op in ("call_function", "call_method")
     return is_call and writes(node.target, node.kwargs)
 
 
 def writes(target: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of `target`, a function or the name of a method, may write to what it is given."""
+    """True if a call of `target`, a function or the name of a method, may write to what it is given."""
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     schema = getattr(target, "_schema", None)
     if (schema is not None and schema.is_mutable) or "out" in kwargs or kwargs.get("inplace"):
@@ -39,7 +39,7 @@ _IN_PLACE = (
 
 
 def is_random(name: str) -> bool:
-    """Whether the operation called `name` draws numbers."""
+    """True if the operation called `name` draws numbers."""
     return name.startswith(_RANDOM)
 
 

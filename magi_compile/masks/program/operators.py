@@ -60,7 +60,7 @@ class Wraps(ExprError):
 
 
 class Typing(NamedTuple):
-    """What an operation knows of dtypes.
+    """The dtypes around an operation.
 
     Attributes:
         result: the dtype of its result.
@@ -96,7 +96,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number of Python or numpy."""
+    """True if it is a number of Python or numpy."""
     return isinstance(value, (bool, int, float)) or is_numpy_scalar(value)
 
 

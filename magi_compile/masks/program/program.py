@@ -125,22 +125,22 @@ class MaskProgram:
 
     @property
     def is_verifiable(self) -> bool:
-        """Whether the mask_mod itself is among the functions, for `masks/evaluation/verify.py` and `bit_blocks.py`."""
+        """True if the mask_mod itself is among the functions, for `masks/evaluation/verify.py` and `bit_blocks.py`."""
         return "mask" in self.functions
 
     @property
     def is_by_head(self) -> bool:
-        """Whether the mask_mod looks at the head."""
+        """True if the mask_mod looks at the head."""
         return "h" in parameters(self.functions["mask"])
 
     @cached_property
     def differs_by_head(self) -> bool:
-        """Whether its key intervals, if it has some, depend on the head."""
+        """True if its key intervals, if it has some, depend on the head."""
         return "h" in self.expr.variables
 
     @cached_property
     def differs_by_entry(self) -> bool:
-        """Whether its key intervals, if it has some, depend on the batch entry."""
+        """True if its key intervals, if it has some, depend on the batch entry."""
         return "b" in self.expr.variables
 
     def require_one_mask(self) -> None:
@@ -164,7 +164,7 @@ class MaskProgram:
 
     @cached_property
     def reads_tensors(self) -> bool:
-        """Whether it depends on captured tensors."""
+        """True if it depends on captured tensors."""
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         if used - set(self.columns):
             return True
@@ -174,7 +174,8 @@ class MaskProgram:
 
     @cached_property
     def num_captures(self) -> int:
-        """How many captured tensors it takes: one more than the highest number of one that its values depend on."""
+        """The number of captured tensors that it takes: one more than the highest number of one that its values depend
+        on."""
         used = {node.args[0] for node in self.expr.walk() if node.op == "table"}
         for function in self.columns.values():
             used |= {int(name[1:]) for name in parameters(function) if _TABLE.fullmatch(name)}
@@ -182,7 +183,7 @@ class MaskProgram:
 
     @cached_property
     def num_symbols(self) -> int:
-        """How many captured ints it takes."""
+        """The number of captured ints that it takes."""
         return max((n.args[0] for n in self.expr.walk() if n.op == "symbol"), default=-1) + 1
 
     @cached_property
@@ -225,13 +226,13 @@ class MaskProgram:
 
     @cached_property
     def repeats(self) -> bool:
-        """Whether the number of intervals depends on that of keys. Raises as `solved` does."""
+        """True if the number of intervals depends on that of keys. Raises as `solved` does."""
         return any(lane.repeats for lane in self.solved.lanes)
 
     def max_intervals(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int:
-        """How many key intervals a row may see; known without data. Raises as `keys` does.
+        """The largest number of key intervals that a row may see; known without data. Raises as `keys` does.
 
         Args:
             seqlen_k: number of keys of a batch entry, None: not known yet.
@@ -249,15 +250,16 @@ class MaskProgram:
     def least_period(
         self, seqlen_k: int | None = None, symbols: Sequence[int] | None = None
     ) -> int | None:
-        """How many keys lie in the shortest periods of which a row may see several, where the mask repeats along the keys by
-        `kv % length`; None where it does not, or where that is not known. The arguments are those of `max_intervals`."""
+        """The number of keys in the shortest periods of which a row may see several, where the mask repeats along the
+        keys by `kv % length`; None where it does not, or where that is not known. The arguments are those of
+        `max_intervals`."""
         if not self.repeats or (symbols is None and self.num_symbols):
             return None
         return least_period(self.solved, seqlen_k or MAX_SEQLEN, tuple(symbols or ()))
 
     @property
     def is_always_true(self) -> bool:
-        """Whether every row sees every key, whatever the data."""
+        """True if every row sees every key, whatever the data."""
         return self.expr == TRUE
 
     def describe(self, text: Expr | str) -> str:

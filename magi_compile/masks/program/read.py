@@ -93,8 +93,8 @@ def _read(recording: Recording) -> TracedMask:
 
 
 def _key_of(graph: Graph, captures: Sequence[Tensor], names: Sequence[str]) -> Hashable | None:
-    """Of all that a program follows from: graphs with equal keys have one program. None where an argument of a call is something
-    that is not known to print all that it is."""
+    """The key of a program, made of all its inputs: graphs with equal keys have one program. None where an argument of
+    a call is something that is not known to print all that it is."""
     if any(x.layout != torch.strided for x in captures):
         return None
     nodes = []

@@ -21,7 +21,7 @@ MaskMod = Callable[[Any, Any, Any, Any], Any]
 
 
 class Recording(NamedTuple):
-    """What a mask_mod or a score_mod did.
+    """The record of a call of a mask_mod or a score_mod.
 
     Attributes:
         graph: its placeholders are its arguments, then the captured tensors.

@@ -162,7 +162,7 @@ def at_points(
 
 
 def names_by_id(captures: Mapping[str, Any], titles: Sequence[str] = ()) -> dict[int, str]:
-    """What captured tensors are called, by their ids; `titles` are what the user calls t0, t1, ..."""
+    """The names of captured tensors by their ids; `titles` are the user's names of t0, t1, ..."""
     numbered = {f"t{i}": title for i, title in enumerate(titles)}
     return {
         id(x): numbered.get(name, name) for name, x in captures.items() if isinstance(x, Tensor)
@@ -184,7 +184,7 @@ def mask_mod_of(
 
 
 def in_ops() -> contextlib.AbstractContextManager[Any]:
-    """Where a function of a text is called as a mask_mod: inside the implementation of an op."""
+    """A context for calling a function of a text as a mask_mod: inside the implementation of an op."""
     stack = contextlib.ExitStack()
     stack.enter_context(_ScalarIndexing())
     stack.enter_context(_compat.vmap_in_ops())
@@ -192,7 +192,7 @@ def in_ops() -> contextlib.AbstractContextManager[Any]:
 
 
 class Shown(NamedTuple):
-    """What a mask_mod gives on grids of queries and keys: `[n, rows, keys]`, and the same of what means nothing."""
+    """The results of a mask_mod on grids of queries and keys, `[n, rows, keys]`, and the invalid points among them."""
 
     values: Any
     broken: list[look_ups.Broken]
@@ -206,7 +206,7 @@ def on_grids(
     kv: Tensor,
     names: Mapping[int, str] | None = None,
 ) -> Shown:
-    """What a mask_mod shows of grids of queries and keys.
+    """Evaluates a mask_mod on grids of queries and keys.
 
     Args:
         mask_mod: of b, h, q and kv.
@@ -230,7 +230,7 @@ def on_grids(
 
 
 def run(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What a node computes of its arguments, real tensors or some without values; with indices as in `at_points`."""
+    """Computes a node of its arguments, real tensors or some without values; with indices as in `at_points`."""
     if any(isinstance(arg, Tensor) and arg.is_meta for arg in args):
         args, kwargs = _on_meta(list(args)), _on_meta(dict(kwargs))
         if node.target in ("cpu", "cuda"):
@@ -252,7 +252,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def title_of(node: Node, names: Mapping[int, str]) -> str:
-    """What a node is, for messages; `names` are what the user calls the captured tensors."""
+    """The description of a node for messages; `names` are the user's names of the captured tensors."""
 
     def show(x: Any) -> str:
         if isinstance(x, Node):
@@ -329,7 +329,7 @@ def _without_bools(*args: Any) -> tuple[Any, ...]:
 
 
 def _is_few(element: Any, values: Any) -> bool:
-    """Whether one element is sought among few values; torch.isin has no rule for torch.vmap."""
+    """True if one element is sought among few values; torch.isin has no rule for torch.vmap."""
     are_tensors = isinstance(element, Tensor) and isinstance(values, Tensor)
     return are_tensors and element.dim() == 0 and values.numel() <= MAX_SOUGHT
 

@@ -138,7 +138,7 @@ class _Value:
 
     @property
     def is_column(self) -> bool:
-        """Whether a table can hold it for every row, or for every key."""
+        """True if a table can hold it for every row, or for every key."""
         return self.variables <= _OF_ROW or self.variables <= _OF_KEY
 
 
@@ -252,7 +252,7 @@ class Tracer:
         return functional(self.original, result, self.captures)
 
     def written(self, node: Node) -> _Value | None:
-        """What an operation that writes has written, where it does not change its dtype."""
+        """The value that an operation writes, where it does not change its dtype."""
         if "is_written" not in node.meta:
             return None
         new, old = (self.values[argument] for argument in node.args)  # type: ignore[index]
@@ -260,7 +260,7 @@ class Tracer:
         return new if is_same and new.example.dtype == old.example.dtype else None
 
     def is_mask(self, value: _Value) -> bool:
-        """Whether a value that expressions cannot say is a truth value, the same in each run."""
+        """True if a value that expressions cannot say is a truth value, the same in each run."""
         is_truth = isinstance(value.example, Tensor) and value.example.dtype == torch.bool
         needed = [node for node in self.graph.nodes if node.op != "placeholder"]
         is_sure = not any(is_random(name_of(node.target)) for node in needed)
@@ -372,7 +372,7 @@ class Tracer:
         return call(name, args, kwargs, typing)
 
     def is_constant(self, arguments: Sequence[_Value]) -> bool:
-        """Whether a number that is computed from them is the same in every run."""
+        """True if a number that is computed from them is the same in every run."""
         return all(
             not self.has_dynamic_sizes
             if isinstance(argument.example, Tensor)
@@ -480,7 +480,7 @@ class Tracer:
         return text
 
     def title(self, node: Node) -> str:
-        """What a node is, for messages."""
+        """The description of a node for messages."""
         return title_of(node, dict(enumerate(self.names)))
 
     # Dtypes

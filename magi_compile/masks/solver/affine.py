@@ -61,7 +61,7 @@ Number = Expr | Term | Choice
 
 
 def is_of_keys(*exprs: Expr) -> bool:
-    """Whether they are the same in all rows of a batch entry and head."""
+    """True if they are the same in all rows of a batch entry and head."""
     return not any("q" in expr.variables for expr in exprs)
 
 

@@ -1,7 +1,7 @@
 """Sets of keys that depend on the row: unions of intervals whose edges are expressions, and their algebra.
 
-Nothing here touches a tensor. The empty and the doubled are dropped as far as they show without values, so that
-the number of intervals of a mask is small and known before there are data.
+Nothing here touches a tensor. Empty and duplicate intervals are dropped where that is decidable without data, so
+that the number of intervals of a mask is small and known before there are data.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ NOTHING = KeySet(())
 
 
 def has_bounds(edge: Expr) -> bool:
-    """Whether an edge depends on the order of keys."""
+    """True if an edge depends on the order of keys."""
     return any(node.op == "upper_bound" for node in edge.walk())
 
 

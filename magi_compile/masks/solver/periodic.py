@@ -61,7 +61,7 @@ def unroll(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> KeySet:
 
 
 def least_period(keys: KeySet, seqlen_k: int, symbols: tuple[int, ...]) -> int | None:
-    """How many keys the shortest periods have of which a row may see several; None: it sees one of each grid."""
+    """The number of keys in the shortest periods of which a row may see several; None: it sees one of each grid."""
     periods = [
         period for lane in keys.lanes for period in _periods_in_rows(lane, seqlen_k, symbols)
     ]
@@ -95,12 +95,12 @@ def _next_repeat(lane: Lane, symbols: tuple[int, ...]) -> Repeat:
 
 
 def _begin(lane: Lane) -> Expr:
-    """Where periods are counted from. The order of keys is not known yet there."""
+    """The origin of periods. The order of keys is not known yet there."""
     return ZERO if has_bounds(lane.lo) else build("max", lane.lo, ZERO)
 
 
 def _in_period(lane: Lane, i: int, symbols: tuple[int, ...]) -> Lane:
-    """What is left of a lane in the period `i` of its next repeat."""
+    """The rest of a lane in the period `i` of its next repeat."""
     repeat = _next_repeat(lane, symbols)
     grid = repeat.grid
     period = build("add", build("floordiv", _number(_begin(lane), grid), grid.length), const(i))
@@ -136,7 +136,7 @@ def _keys_of_a_period(grid: Grid, symbols: tuple[int, ...]) -> int:
 
 
 def _num_periods(lane: Lane, seqlen_k: int, symbols: tuple[int, ...]) -> int:
-    """How many periods of its next repeat a lane has keys in at most, in any row."""
+    """The largest number of periods of its next repeat in which a lane has keys, in any row."""
     grid = _next_repeat(lane, symbols).grid
     begin, end = (_bind(edge, symbols) for edge in (_begin(lane), lane.hi))
     num_keys = upper_bound_of(build("sub", build("min", end, const(seqlen_k)), begin))

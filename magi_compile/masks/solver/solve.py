@@ -127,7 +127,7 @@ class _Solver:
     # Truth values. Negation is pushed down to the leaves, where complements are exact and small.
 
     def truth(self, expr: Expr, positive: bool) -> Expr | KeySet:
-        """Where `expr` is `positive`: a condition of the row if kv does not matter, a set of keys otherwise."""
+        """Solves `expr` being `positive`: a condition of the row if kv does not matter, a set of keys otherwise."""
         if "kv" not in expr.variables:
             return expr if positive else build("not", expr)
         if (expr, positive) not in self.memo:
@@ -172,7 +172,7 @@ class _Solver:
         return select(y, EVERYTHING, x) if isinstance(y, Expr) else unite(x, y)
 
     def choose(self, condition: Expr, x: tuple[Expr, bool], y: tuple[Expr, bool]) -> Expr | KeySet:
-        """Where `x` holds under the condition, or `y` without it."""
+        """Selects `x` under the condition, or `y` without it."""
         yes = self.truth(condition, True)
         if isinstance(yes, Expr):
             return select(yes, as_key_set(self.truth(*x)), as_key_set(self.truth(*y)))

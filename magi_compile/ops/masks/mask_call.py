@@ -1,4 +1,4 @@
-"""What the ops that evaluate masks are given, and what they have in common: their arguments, and the second opinion."""
+"""The common part of the ops that evaluate masks: their arguments, and the second opinion."""
 
 from __future__ import annotations
 

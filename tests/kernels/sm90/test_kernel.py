@@ -57,7 +57,8 @@ def test_bits_in_one_pass(kernel):
         lambda: kernel.phased_backward(None, None, None, [], problem),
     ):
         with pytest.raises(
-            NotImplementedError, match=r"must be without bit blocks .*, got has_bits=True"
+            NotImplementedError,
+            match=r"bit-block masks cannot overlap communication, got `problem.has_bits`=True",
         ):
             step()
 

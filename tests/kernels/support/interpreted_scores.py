@@ -113,7 +113,7 @@ def test_atomics_under_deterministic_algorithms():
     slices = AttnSlices.from_lists([(0, 4)], [(0, 4)], [0], BATCH * SEQLEN, BATCH * SEQLEN)
     with pytest.raises(
         NotImplementedError,
-        match="adds up gradients of tensors that a score_mod captures in any order",
+        match="accumulates gradients of captured tensors with atomics",
     ):
         run(BY_NAME["alibi"], slices, deterministic=True)
     run(BY_NAME["clamp"], slices, deterministic=True)

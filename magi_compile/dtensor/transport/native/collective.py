@@ -144,7 +144,7 @@ def _publish(window: Window, tensors: Sequence[Tensor], current: torch.cuda.Stre
 
 
 def _places(tensors: Sequence[Tensor], route: Route) -> tuple[list[int], int]:
-    """Where in a slot the tensors of a reduce begin, the same on all ranks, and how many bytes they take."""
+    """The offsets of the tensors of a reduce in a slot, the same on all ranks, and their size in bytes."""
     ends = [0]
     for x, width in zip(tensors, rows.widths(tensors), strict=True):
         num_bytes = route.peak_received * width * x.element_size()
@@ -168,7 +168,7 @@ def _room(like: Sequence[Tensor], num_rows: int) -> list[Tensor]:
 
 
 class _CastOrder:
-    """What a rank reads in a cast, and the rows that it has itself."""
+    """The rows that a rank reads in a cast, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
         ranges, own = _apart(route.recvs, route.host_recvs, rank)
@@ -180,7 +180,7 @@ class _CastOrder:
 
 
 class _ReduceOrder:
-    """What a rank reads in a reduce, in the order of peers, where that adds up, and the rows that it has itself."""
+    """The rows that a rank reads in a reduce, in the order of peers, their sums, and the rows that it has itself."""
 
     def __init__(self, route: Route, rank: int, size: int):
         ranges, own = _apart(route.sends, route.host_sends, rank)

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group reach each other's memory: asked once, by all of them together."""
+"""Finds out if the ranks of a group reach each other's memory: asked once, by all of them together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Place(NamedTuple):
-    """Where a rank runs."""
+    """The host and the device of a rank."""
 
     host: str
     gpu: str  # its UUID
@@ -39,7 +39,7 @@ def refusals(group: dist.ProcessGroup, device: torch.device, collective: Collect
 
 
 def conflicts(places: list[Place]) -> list[str]:
-    """What in the places of all ranks forbids reading each other's memory."""
+    """Reasons in the places of all ranks that forbid reading each other's memory."""
     found = []
     hosts = sorted({place.host for place in places})
     if len(hosts) > 1:
@@ -94,7 +94,7 @@ def _failures_of_a_cast(
 
 
 def _of_all_ranks(group: dist.ProcessGroup, mine: list[str]) -> list[str]:
-    """What any rank has found, in the order of ranks."""
+    """The reasons that any rank has found, in the order of ranks."""
     everybody = _gather(group, mine)
     return [f"rank {rank}: {problem}" for rank, found in enumerate(everybody) for problem in found]
 

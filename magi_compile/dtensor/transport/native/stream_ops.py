@@ -1,4 +1,4 @@
-"""What a CUDA stream does without any SM: copies between addresses, flags set and awaited in memory."""
+"""Operations of a CUDA stream that need no SM: copies between addresses, flags set and awaited in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def set_flag(address: int, value: int) -> Op:
 
 
 def await_flag(address: int, value: int) -> Op:
-    """What follows on the stream waits until the 32-bit word at `address`, on this device, is `value`."""
+    """Makes later work on the stream wait until the 32-bit word at `address`, on this device, is `value`."""
     op = Op()
     op.waitValue.operation = driver.CUstreamBatchMemOpType.CU_STREAM_MEM_OP_WAIT_VALUE_32
     op.waitValue.address = driver.CUdeviceptr(address)

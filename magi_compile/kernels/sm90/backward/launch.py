@@ -66,7 +66,7 @@ _TABLE_SUMS = 16  # the first of the gradients of captured tensors
 
 
 class _Shape(NamedTuple):
-    """What a backward pass is, but for its keys and for addresses."""
+    """The shape of a backward pass, without its keys and addresses."""
 
     layouts: tuple[Layout, ...]  # of dout, q and out
     problem: AttnProblem
@@ -215,7 +215,8 @@ class _Prepared:
         )
 
     def _lse_factor(self) -> float:
-        """What makes of lse what scores begin with, or, where these are changed, what exponents of base 2 do."""
+        """The factor of lse for the start of scores or, where a soft-cap or a score program changes these, for
+        exponents of base 2."""
         score = self._shape.score
         is_changed = self._problem.softcap if score is None else not score.source.is_shift
         return -math.log2(math.e) if is_changed else -1 / self._problem.softmax_scale
@@ -271,7 +272,7 @@ class _Prepared:
         )
 
     def _last(self, *, may_start_early: bool) -> Launch:
-        """What rounds dq."""
+        """The last kernel, which rounds dq."""
         params = POSTPROCESS.pack(
             items=self._dq_items(), progress=_in_scratch(self._scratch.progress)
         )
@@ -287,7 +288,7 @@ _MAX_KEYS = 64  # layouts of keys that are kept for each of queries
 
 @lru_cache(maxsize=1024)
 def _prepared(layouts: tuple[Layout, ...], problem: AttnProblem, *rest: Any) -> _Prepared | None:
-    """What dout, q and out of such layouts need, see `_Shape`; None where TMA cannot read them."""
+    """The prepared call for dout, q and out of such layouts, see `_Shape`; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     return _Prepared(_Shape(layouts, problem, *rest))

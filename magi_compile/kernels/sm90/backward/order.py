@@ -12,7 +12,7 @@ _RUN_COL_END, _RUN_FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "firs
 
 
 def turns_of_tiles(k_tiles: Tensor, k_runs: Tensor, row_groups: int) -> Tensor:
-    """How many additions to each 16 query rows come from the tiles before, int32 `[num_tiles, row_groups]`.
+    """The number of additions to each 16 query rows from the tiles before, int32 `[num_tiles, row_groups]`.
 
     A run adds once to every 16 rows between its first and its last column. Runs of no tile hold anything.
     """

@@ -69,12 +69,12 @@ def backward_variants(
 
 
 def keeps_slopes(score: ScoreSource | None) -> bool:
-    """Whether the main kernel keeps the slopes of a score program beside P."""
+    """True if the main kernel keeps the slopes of a score program beside P."""
     return score is not None and not score.is_shift
 
 
 def rounds_dq(config: BackwardConfig, deterministic: bool) -> bool:
-    """Whether the main kernel makes dq; else the one behind it does."""
+    """True if the main kernel makes dq; else the one behind it does."""
     return config.rounds_dq and not deterministic
 
 

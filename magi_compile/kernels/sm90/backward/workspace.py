@@ -1,4 +1,4 @@
-"""What a backward pass needs beside its tensors, in one allocation."""
+"""The workspace of a backward pass, in one allocation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WARPS = BackwardConfig.num_threads // 32  # each leaves its progress two items 
 
 
 class Scratch(NamedTuple):
-    """Where in one allocation things lie, in bytes.
+    """The offsets in the one allocation, in bytes.
 
     First the sums of dq `[nheads_q, padded_q, cuda_head_dim]` in fp32, the statistics `[nheads_q, padded_q / 8]` of
     csrc/sm90/backward/statistics.cuh, and dk and dv of the parts of tiles in fp32, if there may be some; then the agenda, and
@@ -47,7 +47,8 @@ class Scratch(NamedTuple):
         grid: int,
         has_passes: bool = False,
     ) -> Scratch:
-        """Where there may be passes over all tiles, each tile has a slot, and an entry for each query head of a group."""
+        """Lays out the workspace. With passes over all tiles, each tile has a slot, and an entry for each query head of
+        a group."""
         group, nheads_q = problem.qhead_per_kvhead, problem.nheads_q
         num_items = num_tiles * problem.nheads_kv // heads_per_section
         most_slots = max(_MOST_PARTIALS // heads_per_section, 1)

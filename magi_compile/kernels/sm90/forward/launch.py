@@ -1,4 +1,4 @@
-"""The forward kernel of `csrc/sm90/forward/kernel.cuh`: its variants, its parameters and its launch."""
+"""The forward kernel of `csrc/sm90/forward/kernel.cu`: its variants, its parameters and its launch."""
 
 from __future__ import annotations
 
@@ -158,7 +158,8 @@ def given_score(
     k: Tensor,
     wanted: WantedTables | None = None,
 ) -> tuple[ScoreArguments | None, list[Tensor]]:
-    """What kernels are handed of a score program, if there is one, and the tensors behind those of the call; see `score_arguments`."""
+    """The arguments of kernels for a score program, if there is one, and the tensors behind those of the call; see
+    `score_arguments`."""
     if score is None:
         return None, []
     return score_arguments(score, problem, q.shape[0], k.shape[0], wanted)
@@ -183,7 +184,7 @@ def _call(
     score: ScoreArguments | None,
     device_index: int,
 ) -> Call | None:
-    """What tensors q, k and v of such layouts need; None where TMA cannot read them."""
+    """The prepared call for tensors q, k and v of such layouts; None where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts
@@ -214,7 +215,7 @@ def _call(
 
 
 class ForwardShape(NamedTuple):
-    """What a forward pass is, except for addresses and for where its results go."""
+    """The shape of a forward pass, without addresses and the place of its results."""
 
     layouts: tuple[Layout, ...]  # of q, k and v, the buffers `Q`, `K` and `V`
     problem: AttnProblem
@@ -298,7 +299,7 @@ def forward_fields(
 
 
 def scale_fields(problem: AttnProblem) -> dict[str, float]:
-    """What scores are multiplied with, in front of what changes them, if something does, and behind it, to be in base 2."""
+    """The factors of scores, before and after a soft-cap or score program, if there is one, to be in base 2."""
     cap = 1.0 if problem.has_score else problem.softcap
     return {
         "scale_log2": (cap or problem.softmax_scale) * math.log2(math.e),
@@ -307,7 +308,7 @@ def scale_fields(problem: AttnProblem) -> dict[str, float]:
 
 
 def schedule_of(problem: AttnProblem, total_k: int, num_tiles: int, sms: int) -> dict[str, Any]:
-    """What a Schedule has besides addresses."""
+    """The fields of a Schedule besides addresses."""
     return {
         "num_tiles": num_tiles,
         "num_heads": problem.nheads_q,

@@ -231,7 +231,8 @@ def _call(
     has_stairs: bool,
     device_index: int,
 ) -> _Call | None:
-    """What tensors q, k, v and remote keys and values of such layouts need; None where TMA cannot read them."""
+    """The prepared call for tensors q, k, v and remote keys and values of such layouts; None where TMA cannot read
+    them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), (local_shape, _), _, (remote_shape, _), _ = layouts
@@ -299,5 +300,5 @@ def _call(
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """Of the launches behind arrivals."""
+    """The stream of the launches behind arrivals."""
     return torch.cuda.Stream(device, priority=-1)

@@ -59,7 +59,7 @@ _MERGE_THREADS, _MERGE_BLOCKS = 256, 4  # blocks of an SM
 
 
 class SplitLayout(NamedTuple):
-    """Where in the one int32 tensor of a plan things lie, in words: runs come first. All ints or SymInts."""
+    """The offsets in the one int32 tensor of a plan, in words: runs come first. All ints or SymInts."""
 
     num_splits: int  # that there is room for, an even number
     num_tiles: int
@@ -123,7 +123,7 @@ def cut_tiles(
 def _size(
     problem: AttnProblem, seqlen_k: int, num_tiles: int, num_runs: int, device: torch.device
 ) -> int:
-    """How many words the splits of a plan take."""
+    """The number of words that the splits of a plan take."""
     if device.type != "cuda" or problem.has_score:  # nothing merges splits under a score program
         return 0
     num_splits = forward_splits(problem, seqlen_k, num_tiles, num_sms(device.index))
@@ -217,8 +217,8 @@ def _call(
     has_stairs: bool,
     device_index: int,
 ) -> Call | None:
-    """What tensors q, k and v of such layouts need, with splits of `size` words in place of runs; None where TMA cannot
-    read them."""
+    """The prepared call for tensors q, k and v of such layouts, with splits of `size` words in place of runs; None
+    where TMA cannot read them."""
     if not are_tma_layouts(layouts, problem.dtype):
         return None
     (q_shape, q_stride), *_ = layouts

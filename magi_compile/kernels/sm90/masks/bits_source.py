@@ -46,7 +46,8 @@ _OF_ROW, _OF_KEY = frozenset("bhq"), frozenset(("b", "h", "kv"))
 
 
 class TableWords(NamedTuple):
-    """Where a tensor lies among the words: `first` is its address, then the size and the stride of each of its dimensions."""
+    """The place of a tensor among the words: `first` is its address, then the size and the stride of each of its
+    dimensions."""
 
     node: Node
     first: int
@@ -137,7 +138,7 @@ class _Writer(Operations):
         return self.source
 
     def home(self, number: Number) -> Body:
-        """Where a number is computed."""
+        """The body that computes a number."""
         if number.variables <= _OF_ROW:
             return self.bodies["row"]
         return self.bodies["key" if number.variables <= _OF_KEY else "pair"]
@@ -156,7 +157,7 @@ class _Writer(Operations):
         return Lazy(torch.int64, (), (), lambda _: number)
 
     def tensor(self, node: Node) -> Lazy:
-        """What a node is; of constants, where the words say."""
+        """The value of a node; constants are read from the words."""
         if node not in self.values:
             fill = self.fill(node) if node.op == "call_function" else None
             self.values[node] = fill or self.table(node)
@@ -216,7 +217,7 @@ class _Writer(Operations):
     # Operations
 
     def value(self, node: Node) -> Lazy:
-        """What a call that depends on the pair gives."""
+        """The result of a call that depends on the pair."""
         name = name_of(node.target)
         if not isinstance(node.meta.get("val"), Tensor):
             raise UnknownOperation(f"`{name}`, which gives no tensor")

@@ -36,7 +36,7 @@ Lists = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Prepared(NamedTuple):
-    """What a call needs to know besides where tensors are.
+    """The parts of a call besides the addresses of tensors.
 
     Attributes:
         compute: gives the values of the nodes of `source.words`, from the captured tensors and ints.

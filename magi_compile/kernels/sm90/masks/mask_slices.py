@@ -70,7 +70,7 @@ class Workspace(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a call needs to know besides where tensors are.
+    """The parts of a call besides the addresses of tensors.
 
     Attributes:
         sizes: of the mask.
@@ -343,7 +343,7 @@ def _list_fields(
 
 
 def _table_words(source: MaskSource, tables: Sequence[Tensor]) -> Iterator[int | Pointer]:
-    """Where each captured tensor is, then its sizes and strides."""
+    """The address of each captured tensor, then its sizes and strides."""
     for place in source.tables:
         table = tables[place.table]
         yield Pointer(place.table)
@@ -355,7 +355,7 @@ def _table_words(source: MaskSource, tables: Sequence[Tensor]) -> Iterator[int |
 def _numbers(
     program: MaskProgram, source: MaskSource, symbols: tuple[int, ...], device: torch.device
 ) -> list[int | Pointer]:
-    """What the captured ints make of `source.numbers`."""
+    """The values of `source.numbers` for the captured ints."""
     run = Evaluation(program, (), symbols, MaskSizes(1, 1, 1), device)
     for expr in source.divisors:
         run.divisor(expr, run.value(expr))

@@ -34,7 +34,7 @@ class Operations:
     """Pointwise operators, each as a `Lazy` of its operands."""
 
     def tensor(self, node: Node) -> Lazy:
-        """What a node is."""
+        """The value of a node."""
         raise NotImplementedError
 
     def scalar(self, value: Any, dtype: torch.dtype) -> Number:

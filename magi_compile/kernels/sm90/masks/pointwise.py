@@ -26,7 +26,7 @@ ELEMENTS = {
 
 
 class UnknownOperation(Exception):
-    """What CUDA is not generated for; PyTorch evaluates such a mask_mod."""
+    """An operation without generated CUDA; PyTorch evaluates such a mask_mod."""
 
 
 def is_float(dtype: torch.dtype) -> bool:
@@ -34,7 +34,7 @@ def is_float(dtype: torch.dtype) -> bool:
 
 
 def element(dtype: torch.dtype) -> str:
-    """How CUDA calls elements of `dtype`."""
+    """The name in CUDA of elements of `dtype`."""
     if dtype not in ELEMENTS:
         raise UnknownOperation(f"numbers in {dtype}")
     return ELEMENTS[dtype]
@@ -77,7 +77,8 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
 def promoted(
     one: tuple[torch.dtype | type, int], other: tuple[torch.dtype | type, int]
 ) -> torch.dtype:
-    """What PyTorch computes in for two operands, given by their dtypes and numbers of dimensions; dtypes of Python are numbers."""
+    """The dtype in which PyTorch computes for two operands, given by their dtypes and numbers of dimensions; dtypes of
+    Python are numbers."""
 
     def example(dtype: torch.dtype | type, dims: int) -> Any:
         if isinstance(dtype, torch.dtype):

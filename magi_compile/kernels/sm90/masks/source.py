@@ -45,8 +45,8 @@ _PLACE = (
 
 
 class TableWords(NamedTuple):
-    """Where a captured tensor lies among the words: `first` is its address, then the size and the stride of each of its
-    dimensions."""
+    """The place of a captured tensor among the words: `first` is its address, then the size and the stride of each of
+    its dimensions."""
 
     table: int
     first: int
@@ -88,7 +88,7 @@ class MaskSource:
     num_lanes: int = 0
 
     def num_indexes(self, batch: int, heads: int) -> list[int]:
-        """How many of each of `indexes` are made: for batch entries and heads as far as it differs between these."""
+        """The number of each of `indexes`: for batch entries and heads as far as it differs between these."""
         return [
             (batch if "b" in keys.variables else 1) * (heads if "h" in keys.variables else 1)
             for keys in self.indexes
@@ -202,7 +202,7 @@ class _Writer:
     def words(
         self, say: Callable[[str], preconditions.Words], expr: Expr, _: object
     ) -> preconditions.Words:
-        """What `say` says of `expr`, whatever the shapes."""
+        """The words of `expr` by `say`, whatever the shapes."""
         return say(self.program.describe(expr))
 
     def check(self, describe: Callable, length: str, sought: Expr | None = None) -> int:
@@ -375,7 +375,7 @@ class _Body:
         return _Code(name, is_bool)
 
     def checks(self, expr: Expr) -> bool:
-        """Whether a check of `expr` is made here."""
+        """True if a check of `expr` is made here."""
         return self.makes_checks and (self.variable == "q" or "kv" in expr.variables)
 
     def want_truth(self, expr: Expr) -> None:
@@ -384,7 +384,7 @@ class _Body:
             raise TypeError(f"`{text}` must be bool where it is a truth value, got integers")
 
     def divisor(self, quotient: Expr, value: _Code) -> _Code:
-        """What a quotient is divided by; checks that it is not zero, and makes it 1 where it is."""
+        """The divisor of a quotient; checks that it is not zero, and makes it 1 where it is."""
         writer, expr = self.writer, quotient.args[1]
         if _is_number(expr):
             writer.source.divisors.append(expr)
@@ -455,7 +455,7 @@ def _function(result: str, name: str, parameters: str, lines: list[str]) -> list
 
 
 def _is_number(expr: Expr) -> bool:
-    """Whether it consists of captured ints (and constants) alone."""
+    """True if it consists of captured ints (and constants) alone."""
     nodes = list(expr.walk())
     return any(node.op == "symbol" for node in nodes) and not any(
         node.op in ("var", "table", "group_begin", "group_end", "upper_bound") for node in nodes

@@ -21,7 +21,7 @@ _ROWS = (_TILE, _RUN, _EDGE, (), _TILE, _RUN, _EDGE)  # of each tensor
 
 
 class Layout(NamedTuple):
-    """How many rows each tensor of a plan has, ints or SymInts; `splits` are int32s, see `split_kv.SplitLayout`."""
+    """The number of rows of each tensor of a plan, ints or SymInts; `splits` are int32s, see `split_kv.SplitLayout`."""
 
     q_tiles: Any
     q_runs: Any
@@ -33,7 +33,7 @@ class Layout(NamedTuple):
 
     @property
     def offsets(self) -> list[Any]:
-        """Where each tensor begins, in int32s, and where the last one ends."""
+        """The begin of each tensor, in int32s, and the end of the last one."""
         sizes = (rows * _numel(row) for rows, row in zip(self, _ROWS, strict=True))
         return list(accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0))
 

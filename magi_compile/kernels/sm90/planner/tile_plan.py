@@ -78,7 +78,7 @@ def _call(
     problem: AttnProblem | None,
     device: torch.device,
 ) -> Call:
-    """What makes the plan."""
+    """The call that makes the plan."""
     rooms = _rooms(num_slices, seqlen_q, seqlen_k, sizes, has_bits=has_bits)
     q_room, k_room = rooms
     q_counts, k_counts = (
@@ -176,7 +176,7 @@ class _Room(NamedTuple):
 def _rooms(
     num_slices: int, seqlen_q: int, seqlen_k: int, sizes: PlanTiles, *, has_bits: bool
 ) -> tuple[_Room, _Room]:
-    """Of the q walk and of the k walk."""
+    """The room of the q walk and of the k walk."""
     least = max(num_slices, 1)
     q_bits, k_bits = (
         room_for_bits(num_slices, rows) if has_bits else 0

@@ -113,7 +113,7 @@ class Launch:
 
 
 class Call(NamedTuple):
-    """What tensors of one layout need.
+    """The prepared call for tensors of one layout.
 
     Buffers are numbered: first the tensors that `run` is given, then those that it allocates. Negative numbers count from the end of
     what is behind these.
@@ -177,7 +177,7 @@ def allocate(buffers: Sequence[Buffer], device: torch.device, stream: int) -> li
 
 
 def addresses_of(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Where they lie; 0 for those that are not there, or empty."""
+    """The addresses of tensors; 0 for those that are not there, or empty."""
     return [0 if x is None else x.data_ptr() for x in tensors]
 
 
@@ -190,11 +190,11 @@ def part_of(base: Tensor, offset: int, shape: Sequence[int]) -> Tensor:
 
 
 def place_of(tensor: Tensor) -> tuple[Tensor, int]:
-    """What it is a part of, itself if of nothing, and where it begins there, in bytes."""
+    """The tensor that it is a part of, or itself, and its offset there, in bytes."""
     return getattr(tensor, "magi_part_of", (tensor, 0))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """What it is a part of, if of something."""
+    """The tensor that it is a part of, or None."""
     base, _ = place_of(tensor)
     return None if base is tensor else base

@@ -26,7 +26,8 @@ def cache_dir() -> Path:
 
 
 def read(name: str) -> bytes | None:
-    """What `write` was given under `name`, or None where it is not there, not whole, or not to be trusted."""
+    """Reads the content that `write` was given under `name`; None where it is not there, not whole, or not to be
+    trusted."""
     file = opened(name)
     if file is None:
         return None
@@ -36,6 +37,9 @@ def read(name: str) -> bytes | None:
 
 def opened(name: str) -> int | None:
     """The file of what `read` returns, for a loader that reads it by itself and ignores what follows the content.
+
+    Args:
+        name: as for `read`.
 
     Returns:
         A descriptor at the beginning of the file, which the caller closes; None where `read` returns None.
@@ -96,7 +100,7 @@ def _replace(directory: int, name: str, written: bytes) -> None:
 
 
 def _seal(name: str, content: bytes) -> bytes:
-    """What follows `content` in its file: the loader of libraries wants nothing in front of it."""
+    """The bytes behind `content` in its file: the loader of libraries wants nothing in front of it."""
     return MAGIC + hashlib.sha256(f"{name}\0".encode() + content).digest()
 
 

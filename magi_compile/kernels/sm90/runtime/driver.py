@@ -77,7 +77,7 @@ def l2_bytes(device_index: int) -> int:
 
 
 def max_resident_blocks(function: driver.CUfunction, num_threads: int, device_index: int) -> int:
-    """How many thread blocks a cooperative launch may have: all of them are on the GPU at once."""
+    """The number of thread blocks that a cooperative launch may have: all of them are on the GPU at once."""
     of_sm = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, num_threads, 0)
     return check(of_sm) * num_sms(device_index)
 
@@ -119,13 +119,13 @@ def _is_tma_compatible(x: Tensor) -> bool:
 
 @lru_cache(maxsize=4096)
 def is_tma_layout(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether TMA can read such a tensor, `[rows, heads, head_dim]`, if its address is a multiple of 16 bytes."""
+    """True if TMA can read such a tensor, `[rows, heads, head_dim]`, if its address is a multiple of 16 bytes."""
     steps = [stride[dim] * dtype.itemsize for dim in (0, 1) if shape[dim] != 1]
     return stride[2] == 1 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def are_tma_layouts(layouts: Sequence[Layout], dtype: torch.dtype) -> bool:
-    """Whether TMA can read tensors of such layouts."""
+    """True if TMA can read tensors of such layouts."""
     return all(is_tma_layout(shape, stride, dtype) for shape, stride in layouts)
 
 
@@ -161,7 +161,7 @@ def rows_map(
 
 
 def encode(tensor_map: TensorMap, address: int) -> bytes:
-    """What the hardware reads of `tensor_map`, for a tensor that begins at `address`."""
+    """The descriptor of `tensor_map` for the hardware, for a tensor that begins at `address`."""
     bind_context()
     swizzles = driver.CUtensorMapSwizzle
     encoded = driver.cuTensorMapEncodeTiled(
@@ -183,7 +183,7 @@ def encode(tensor_map: TensorMap, address: int) -> bytes:
 
 
 class LaunchOptions(NamedTuple):
-    """How a kernel is launched, besides on how many threads."""
+    """The options of a launch, besides the number of threads."""
 
     shared_bytes: int = SHARED_BYTES
     may_start_early: bool = False  # when the kernel in front lets it; it waits for its results itself (`griddepcontrol`)

@@ -33,7 +33,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler reports about a kernel."""
+    """The assembler's report about a kernel."""
 
     registers: int
     spilled_bytes: int
@@ -106,7 +106,7 @@ def parse_resources(log: str) -> Resources:
 
 @cache
 def source_dir() -> Path:
-    """Where the CUDA sources are: in the wheel they lie inside the package, in a checkout beside it."""
+    """The folder of the CUDA sources: in the wheel they lie inside the package, in a checkout beside it."""
     package = Path(__file__).parents[3]
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "sm90").is_dir():

@@ -1,4 +1,4 @@
-"""What the kernels are handed of a score program: its source, and what that reads."""
+"""The kernels' arguments for a score program: its source, and the tensors and numbers that it reads."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def score_arguments(
     total_k: int,
     wanted: WantedTables | None = None,
 ) -> tuple[ScoreArguments, list[Tensor]]:
-    """What the kernels are handed, and the captured tensors that they read, contiguous.
+    """The arguments of the kernels, and the captured tensors that they read, contiguous.
 
     Args:
         score: the program and what it is run on.

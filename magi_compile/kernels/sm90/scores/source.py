@@ -239,8 +239,8 @@ class _Writer(Operations):
         return [*self.pair.lines, f"return {text};"]
 
     def of_gradients(self, arguments: str, looks: Sequence[Look]) -> list[str]:
-        """What `Score` has beside the rest where there are gradients of captured tensors: of each look-up, where it reads and how the
-        new score changes with what it reads."""
+        """The members of `Score` for gradients of captured tensors: for each look-up, its address and the derivative of
+        the new score by the value there."""
         self.pair = self.pair_body()
         found, kinds = [], []
         for i, look in enumerate(looks):
@@ -258,7 +258,8 @@ class _Writer(Operations):
         ]
 
     def place_of(self, look: Look) -> Number:
-        """Where a look-up reads its tensor, in elements, or -1: what is known of an entry, a row or a key is computed there."""
+        """The address of a look-up in its tensor, in elements, or -1: parts that depend on an entry, a row or a key are
+        computed there."""
         rank, first = self.ranks[look.table], self.words[look.table]
         sizes = [f"c.size({first + 1 + dim})" for dim in range(rank)]
         indices = self.places[look]
@@ -279,7 +280,7 @@ class _Writer(Operations):
         return Number(torch.int32, variables_of(indices), text)
 
     def home(self, number: Number) -> Body:
-        """Where a number is computed."""
+        """The body that computes a number."""
         if number.variables <= {"b", "h"}:
             return self.bodies["entry"]
         if number.variables <= {"b", "h", "q"}:
@@ -314,7 +315,7 @@ class _Writer(Operations):
         return self.values[result]
 
     def is_shift(self) -> bool:
-        """Whether the score is a sum of the old one and of what does not depend on it."""
+        """True if the score is a sum of the old one and of what does not depend on it."""
         traced, names = self.graph("score")
         if "score" not in names:
             return False
@@ -448,7 +449,7 @@ class _Writer(Operations):
     def offset(
         self, table: int, dims: list[int], indices: list[Number], variables: frozenset[str]
     ) -> Number:
-        """How far some indices lead into a tensor, in elements."""
+        """The offset of some indices into a tensor, in elements."""
         rank = self.ranks[table]
         strides = self.words[table] + 1 + rank
 
@@ -477,7 +478,7 @@ class _Writer(Operations):
         variables: frozenset[str],
         limit: Number | None = None,
     ) -> Number:
-        """Whether there are such indices; `limit` is in place of the size of the first one."""
+        """True if there are such indices; `limit` is in place of the size of the first one."""
 
         def text(body: Body) -> str:
             limits = [sizes[dim] for dim in dims]
@@ -542,7 +543,7 @@ class _Writer(Operations):
         return found
 
     def value(self, node: Node) -> Lazy:
-        """What a call gives."""
+        """The result of a call."""
         name, example = name_of(node.target), node.meta["val"]
         if not isinstance(example, Tensor):
             return self.of_symbols(name, node)
@@ -602,7 +603,7 @@ def _type_of(dtype: torch.dtype) -> str:
 
 
 def _place_of(variables: frozenset[str]) -> str:
-    """What a place with these variables is that of, as csrc/sm90/scores/functions.cuh has it."""
+    """The kind of a place with these variables, as csrc/sm90/scores/functions.cuh names it."""
     if "kv" not in variables:
         return "kRow"
     return "kPair" if "q" in variables else "kKey"
