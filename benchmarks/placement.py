@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
+from magi_bench import simulate
+from magi_bench.workloads.documents import document_packs
 from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank
-from magi_compile.dtensor.tools import simulate
-from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.masks.slices import AttnSlices
 
 SEEDS = (101, 102, 103)  # the algorithm was developed on others
@@ -98,7 +98,7 @@ def command_and_output(arguments: str) -> list[str]:
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         simulate.main(arguments.split())
-    command = f"$ python -m magi_compile.dtensor.tools.simulate {arguments}"
+    command = f"$ python -m magi_bench.simulate {arguments}"
     return ["```", command, text.getvalue().rstrip(), "```", ""]
 
 

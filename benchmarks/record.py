@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from magi_compile.bench.results import provenance
-from magi_compile.bench.results.rows import write_record as write
+from magi_bench.results import provenance
+from magi_bench.results.rows import write_record as write
 
 __all__ = ["context", "write"]
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import record
 import torch
 
+import record
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.masks.library import NamedMask, block_diffusion, document_causal
 from magi_compile.plan.tiles import TilePlan, build_tile_plan

@@ -5,13 +5,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from magi_compile.bench import contenders
-from magi_compile.bench.cli import main
-from magi_compile.bench.report import markdown, tables, write_report
-from magi_compile.bench.report.svg import Axis
-from magi_compile.bench.report.tables import groups
-from magi_compile.bench.results import rows
-from magi_compile.bench.workloads.cells import Cell
+from magi_bench import contenders
+from magi_bench.cli import main
+from magi_bench.report import markdown, tables, write_report
+from magi_bench.report.svg import Axis
+from magi_bench.report.tables import groups
+from magi_bench.results import rows
+from magi_bench.workloads.cells import Cell
 
 ONE_CELL = ["kernel", "--device", "cpu", "--seqlens", "256", "--masks", "document_causal"]
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from magi_compile.bench import contenders
-from magi_compile.bench.contenders.base import Contender, Layout, import_error, refusals
-from magi_compile.bench.contenders.flex import make_block_mask
-from magi_compile.bench.kernel import gate, timing
-from magi_compile.bench.kernel.measure import Bench
-from magi_compile.bench.kernel.timing import Protocol, matmul_tflops, measure
-from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import build
+from magi_bench import contenders
+from magi_bench.contenders.base import Contender, Layout, import_error, refusals
+from magi_bench.contenders.flex import make_block_mask
+from magi_bench.kernel import gate, timing
+from magi_bench.kernel.measure import Bench
+from magi_bench.kernel.timing import Protocol, matmul_tflops, measure
+from magi_bench.workloads.cells import Cell
+from magi_bench.workloads.workload import build
 
 CAUSAL = Cell("kernel", "causal", 96, 4, 2, 16, "float32")
 DOCUMENTS = Cell("kernel", "document_causal", 300, 4, 2, 16, "float32", lengths="pile")

@@ -5,13 +5,13 @@ import json
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.doors import run, torchtitan_runs
-from magi_compile.bench.doors.report import to_markdown
-from magi_compile.bench.doors.run import Case, Execution, Transformers, model_flops
-from magi_compile.bench.doors.settings import Settings
-from magi_compile.bench.doors.torchtitan_runs import Run, failure_in, summary
-from magi_compile.bench.step.clock import Rounds
+from magi_bench.cli import main
+from magi_bench.doors import run, torchtitan_runs
+from magi_bench.doors.report import to_markdown
+from magi_bench.doors.run import Case, Execution, Transformers, model_flops
+from magi_bench.doors.settings import Settings
+from magi_bench.doors.torchtitan_runs import Run, failure_in, summary
+from magi_bench.step.clock import Rounds
 
 SMALL = Settings(
     device="cpu",
@@ -34,7 +34,7 @@ SMALL = Settings(
 @pytest.fixture
 def door():
     pytest.importorskip("transformers")
-    from magi_compile.bench.doors import transformers
+    from magi_bench.doors import transformers
 
     return transformers
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from magi_compile.bench.doors import torchtitan_runs
-from magi_compile.bench.doors.torchtitan_runs import Run
+from magi_bench.doors import torchtitan_runs
+from magi_bench.doors.torchtitan_runs import Run
 
 pytest.importorskip(
     "torchtitan", reason="needs torchtitan, which .ci/run installs in an environment of its own"

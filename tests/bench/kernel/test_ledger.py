@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from magi_compile.bench.kernel.ledger import Ledger, cheap_first
-from magi_compile.bench.kernel.settings import Settings
-from magi_compile.bench.results.rows import row_key
+from magi_bench.kernel.ledger import Ledger, cheap_first
+from magi_bench.kernel.settings import Settings
+from magi_bench.results.rows import row_key
 from tests.bench.kernel.test_run import CELLS
 
 

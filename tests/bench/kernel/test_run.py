@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import pytest
 
-from magi_compile.bench.kernel import run
-from magi_compile.bench.kernel.process import Worker, WorkerLost
-from magi_compile.bench.kernel.run import Settings, execute, order
-from magi_compile.bench.results import rows
-from magi_compile.bench.results.compare import compare, to_text
-from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import build, cost
+from magi_bench.kernel import run
+from magi_bench.kernel.process import Worker, WorkerLost
+from magi_bench.kernel.run import Settings, execute, order
+from magi_bench.results import rows
+from magi_bench.results.compare import compare, to_text
+from magi_bench.workloads.cells import Cell
+from magi_bench.workloads.workload import build, cost
 
 CELLS = [
     Cell("kernel", mask, seqlen, 4, 2, 16, "float32")

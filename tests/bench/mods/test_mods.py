@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.kernel import gate
-from magi_compile.bench.kernel.gate import Check
-from magi_compile.bench.mods import contenders, run
-from magi_compile.bench.mods.catalogue import MODS
-from magi_compile.bench.mods.contenders import FLEX, Contender
-from magi_compile.bench.mods.masks import canvas
-from magi_compile.bench.mods.mod import BLOCK, Mod, Place
-from magi_compile.bench.mods.problem import Problem, Settings, results_of
-from magi_compile.bench.mods.report import coverage_table, times_table, to_markdown, without_number
-from magi_compile.bench.mods.run import Execution
-from magi_compile.bench.step import run as step_run
-from magi_compile.bench.step.clock import Rounds, Work
+from magi_bench.cli import main
+from magi_bench.kernel import gate
+from magi_bench.kernel.gate import Check
+from magi_bench.mods import contenders, run
+from magi_bench.mods.catalogue import MODS
+from magi_bench.mods.contenders import FLEX, Contender
+from magi_bench.mods.masks import canvas
+from magi_bench.mods.mod import BLOCK, Mod, Place
+from magi_bench.mods.problem import Problem, Settings, results_of
+from magi_bench.mods.report import coverage_table, times_table, to_markdown, without_number
+from magi_bench.mods.run import Execution
+from magi_bench.step import run as step_run
+from magi_bench.step.clock import Rounds, Work
 from magi_compile.lowering.backend import make_backend
 from magi_compile.lowering.report import REPORT, Decision
 

@@ -7,10 +7,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.ranks import contenders, model, run
-from magi_compile.bench.ranks.model import MagiTraining, TorchTraining
-from magi_compile.bench.ranks.world import World
+from magi_bench.cli import main
+from magi_bench.ranks import contenders, model, run
+from magi_bench.ranks.model import MagiTraining, TorchTraining
+from magi_bench.ranks.world import World
 from tests.bench.ranks.test_ranks import SMALL
 
 MODEL = replace(SMALL, tokens=(128,), layers=2, vocab=64, contenders=("magi", "torch-head-tail"))

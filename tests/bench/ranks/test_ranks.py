@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.kernel.gate import exact_and_plain
-from magi_compile.bench.ranks import command, contenders, run
-from magi_compile.bench.ranks.problem import Problem, Settings
-from magi_compile.bench.ranks.report import to_markdown, without_number
-from magi_compile.bench.ranks.world import World
-from magi_compile.bench.step.clock import Rounds
+from magi_bench.cli import main
+from magi_bench.kernel.gate import exact_and_plain
+from magi_bench.ranks import command, contenders, run
+from magi_bench.ranks.problem import Problem, Settings
+from magi_bench.ranks.report import to_markdown, without_number
+from magi_bench.ranks.world import World
+from magi_bench.step.clock import Rounds
 from magi_compile.dtensor import plan
 
 OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses-magi")
@@ -251,7 +251,7 @@ def test_bad_arguments(arguments, message, capsys):
 
 
 def test_torchrun_counts_its_processes(monkeypatch, capsys):
-    monkeypatch.setattr("magi_compile.bench.ranks.world.is_launched", lambda: True)
+    monkeypatch.setattr("magi_bench.ranks.world.is_launched", lambda: True)
     with pytest.raises(SystemExit):
         main(["ranks", "--device", "cpu", "--ranks", "2"])
     assert "`--ranks` must not be given to processes of torchrun" in capsys.readouterr().err

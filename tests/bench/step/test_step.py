@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from magi_bench.cli import main
+from magi_bench.own_code import with_own_code
+from magi_bench.step import checks, clock, contenders, run
+from magi_bench.step.cases import GROUPS, ROWS, Case, Settings, cases
+from magi_bench.step.clock import Ready, Rounds, Turns, in_turns
+from magi_bench.step.problem import Problem
+from magi_bench.step.report import group_table, to_markdown, without_number
+from magi_bench.workloads.lengths import SHORT, sample
+from magi_bench.workloads.llama import Llama, Shape, causal_within
 from magi_compile._compat import num_compiled_graphs
-from magi_compile.bench.cli import main
-from magi_compile.bench.own_code import with_own_code
-from magi_compile.bench.step import checks, clock, contenders, run
-from magi_compile.bench.step.cases import GROUPS, ROWS, Case, Settings, cases
-from magi_compile.bench.step.clock import Ready, Rounds, Turns, in_turns
-from magi_compile.bench.step.problem import Problem
-from magi_compile.bench.step.report import group_table, to_markdown, without_number
-from magi_compile.bench.workloads.lengths import SHORT, sample
-from magi_compile.bench.workloads.llama import Llama, Shape, causal_within
 
 SMALL = Settings(
     "cpu", "float32", (192,), 2, 1, 32, (2,), 1, 64, rows=("eager",), rounds=Rounds(2, 1.0), seed=3

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.trees.run import TOLERANCE, _furthest, means
-from magi_compile.bench.trees.worker import fingerprint
+from magi_bench.cli import main
+from magi_bench.trees.run import TOLERANCE, _furthest, means
+from magi_bench.trees.worker import fingerprint
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["trees", "--device", "cpu", "--quick"]

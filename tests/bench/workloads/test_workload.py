@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.bench.contenders.cudnn_flex import endpoints
-from magi_compile.bench.contenders.flashmask import FlashMask, hidden_rows
-from magi_compile.bench.draw import to_text
-from magi_compile.bench.workloads import block_masks, derive, lengths
-from magi_compile.bench.workloads.cells import Cell, format_length, parse_length
-from magi_compile.bench.workloads.workload import MASKS, SPARSE_MASKS, build
+from magi_bench.contenders.cudnn_flex import endpoints
+from magi_bench.contenders.flashmask import FlashMask, hidden_rows
+from magi_bench.draw import to_text
+from magi_bench.workloads import block_masks, derive, lengths
+from magi_bench.workloads.cells import Cell, format_length, parse_length
+from magi_bench.workloads.workload import MASKS, SPARSE_MASKS, build
 from magi_compile.masks.slices import AttnSlices
 
 SEQLEN = 520

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from magi_bench.workloads.documents import document_packs
 from magi_compile.dtensor.planning.chunks import ChunkTable, rank_loads
 from magi_compile.dtensor.planning.cost import CostModel
 from magi_compile.dtensor.planning.dispatch import (
@@ -12,7 +13,6 @@ from magi_compile.dtensor.planning.dispatch import (
     choose_chunk_size,
     dispatch,
 )
-from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import random_disjoint, sliding_window, varlen
 from tests.dtensor.support.masks import SQUARE, documents

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from magi_bench.workloads.documents import document_packs
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import dispatch
@@ -17,7 +18,6 @@ from magi_compile.dtensor.planning.stages import (
     forward_begins_early,
     forward_seconds,
 )
-from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.masks.library import MASKS as LIBRARY
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import documents

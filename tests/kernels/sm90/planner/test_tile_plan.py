@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_bench.workloads.cells import Cell
+from magi_bench.workloads.workload import SPARSE_MASKS, build
 from magi_compile import MaskDataError
 from magi_compile._checks import raise_pending, synchronize_checks
-from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import SPARSE_MASKS, build
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner import tile_plan as planner
