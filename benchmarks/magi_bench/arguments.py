@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from magi_bench.workloads.cells import parse_length
+from magi_bench.cases import parse_length
+from magi_bench.clock import Rounds
+from magi_bench.settings import Settings
+from magi_bench.workloads.lengths import SAMPLERS
+from magi_compile.masks.library import MASKS
 
 
 def length(text: str) -> int:
@@ -61,6 +66,65 @@ def head_dims(text: str) -> tuple[int, int]:
     return count(dim), count(dim_v) if colon else 0
 
 
+#: Options that several commands have, by the names of their values.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "tokens": {"nargs": "+", "type": length, "help": "of a sequence, one after another"},
+    "masks": {"nargs": "+", "choices": MASKS, "metavar": "NAME"},
+    "lengths": {"choices": SAMPLERS, "default": "seeds", "help": "of documents"},
+    "heads": {"type": heads, "default": "32:8", "metavar": "Q:KV"},
+    "head_dim": {"type": count, "default": 128},
+    "vocab": {"type": count, "default": 32000, "help": "of models"},
+    "dtype": {
+        "choices": ("bfloat16", "float16", "float32"),
+        "help": "by default bfloat16, on a CPU float32",
+    },
+    "passes": {"nargs": "+", "choices": ("fwd", "fwdbwd"), "default": ["fwd", "fwdbwd"]},
+    "gate_tokens": {"type": length, "default": 8192, "help": "longest sequence checked"},
+    "device": {"choices": ("cuda", "cpu"), "help": "by default cuda if there is one"},
+    "rounds": {"type": count, "default": Rounds().count, "help": "of turns"},
+    "turn_ms": {"type": positive, "default": Rounds().turn_ms, "help": "about, of a turn"},
+    "seconds": {
+        "type": positive,
+        "default": float("inf"),
+        "help": "begin nothing that would end later",
+    },
+    "seed": {"type": int, "default": 42},
+    "quick": {"action": "store_true", "help": "small sizes: about a minute on a CPU"},
+    "out": {"type": Path, "help": "where to write: adds .jsonl and .md"},
+}
+RUN = ("heads", "head_dim", "passes", "device", "rounds", "seconds", "quick", "out")
+
+
+def add(parser: argparse.ArgumentParser, names: Iterable[str], **defaults: Any) -> None:
+    """Adds those of `OPTIONS`, with other defaults where `defaults` has any."""
+    for name in names:
+        option = OPTIONS[name] | ({"default": defaults[name]} if name in defaults else {})
+        parser.add_argument(f"--{name.replace('_', '-')}", **option)
+
+
+def settings_of(args: argparse.Namespace, quick: Mapping[str, Any], **more: Any) -> Settings:
+    """What a command is asked for; with `--quick` the values of `quick` hold.
+
+    Args:
+        args: with what `RUN` has.
+        quick: options by their names.
+        **more: in place of what `args` has.
+
+    Returns:
+        The settings.
+
+    Raises:
+        ValueError: there is no such device.
+        FileNotFoundError: `--out` lies in a folder that does not exist.
+    """
+    device = device_of(args.device)
+    if args.quick:
+        vars(args).update(quick)
+    if args.out and not args.out.parent.is_dir():
+        raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {args.out}")
+    return Settings.of(args, device=device, **more)
+
+
 def device_of(asked: str | None) -> str:
     """What `--device` asks for, by default "cuda" if there is a GPU; raises ValueError if there is none."""
     device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,12 +133,11 @@ def device_of(asked: str | None) -> str:
     return device
 
 
-def check_out(out: Path | None) -> None:
-    """Raises FileNotFoundError if `--out` lies in a folder that does not exist."""
-    if out and not out.parent.is_dir():
-        raise FileNotFoundError(f"`--out` must lie in a folder that exists, got {out}")
-
-
 def as_typed(command_line: Sequence[str], out: Path | None) -> list[str]:
     """A command without the folder of its output, which is the machine's own."""
     return [out.name if out and part == str(out) else part for part in command_line]
+
+
+def say(line: str) -> None:
+    """A line of progress."""
+    print(line, flush=True)

@@ -1,6 +1,4 @@
-"""What a placement would cost, for any number of ranks, without any of them.
-
-    python -m magi_bench.simulate --mask document_causal --tokens 512k --cp 8,64 --chunk 512
+"""`magi-bench simulate`: what a placement would cost, for any number of ranks, without any of them.
 
 For each number of ranks and each strategy: balance, key rows received and sent per rank (in units of the rows
 a rank holds), beside all-gather, Ulysses and a lower bound, planning time on one thread, and the efficiency that
@@ -10,7 +8,6 @@ the cost model predicts, forward and backward.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -18,14 +15,11 @@ from pathlib import Path
 
 import torch
 
-from magi_bench.workloads.documents import document_packs
+from magi_bench import arguments
+from magi_bench.workloads.lengths import SAMPLERS, sample
 from magi_compile.dtensor.planning.comm_plan import RankRows, StageLoads, plan_communication
 from magi_compile.dtensor.planning.cost import CostModel
-from magi_compile.dtensor.planning.dispatch import (
-    STRATEGIES,
-    Dispatch,
-    dispatch,
-)
+from magi_compile.dtensor.planning.dispatch import STRATEGIES, Dispatch, dispatch
 from magi_compile.dtensor.planning.ranges import total_by_owner, unite
 from magi_compile.dtensor.planning.stages import (
     backward_seconds,
@@ -34,19 +28,8 @@ from magi_compile.dtensor.planning.stages import (
     forward_begins_early,
     forward_seconds,
 )
-from magi_compile.masks import library
+from magi_compile.masks.library import MASKS
 from magi_compile.masks.slices import AttnSlices
-
-MASKS = (
-    "full",
-    "causal",
-    "document_full",
-    "document_causal",
-    "block_causal_document",
-    "sliding_window_causal",
-    "block_diffusion",
-    "sliding_tiles",
-)
 
 
 @dataclass(frozen=True)
@@ -225,116 +208,81 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     pyplot.close(figure)
 
 
-def mask_of(name: str, lengths: Sequence[int]) -> AttnSlices:
-    return getattr(library, name)(lengths).slices
+def _each(parse: Callable[[str], object]) -> Callable[[str], list[object]]:
+    """Several, with commas in between."""
+    return lambda text: [parse(part.strip()) for part in text.split(",")]
 
 
-def parse_count(text: str) -> int:
-    """An integer with an optional k or m: 512k is 512 * 1024."""
-    units = {"k": 1 << 10, "m": 1 << 20}
-    unit = units.get(text[-1:].lower(), 1)
-    digits = text[:-1] if unit > 1 else text
-    if not digits.isdecimal() or not int(digits):
-        raise argparse.ArgumentTypeError(
-            f"must be a positive count like 4096, 512k or 16m, got {text!r}"
-        )
-    return int(digits) * unit
+def _strategy(text: str) -> str:
+    if text not in STRATEGIES:
+        raise argparse.ArgumentTypeError(f"must be of {', '.join(STRATEGIES)}, got {text!r}")
+    return text
 
 
-def parse_number(text: str) -> float:
+def _slack(text: str) -> float:
+    """A share, which may be 0."""
     try:
         number = float(text)
     except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
+        number = -1.0
+    if not 0 <= number < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number, and not negative, got {text!r}")
     return number
 
 
-def parse_positive(text: str) -> float:
-    number = parse_number(text)
-    if not number:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return number
-
-
-def parse_counts(text: str) -> list[int]:
-    """Several counts, with commas in between."""
-    return [parse_count(part.strip()) for part in text.split(",")]
-
-
-def parse_strategies(text: str) -> list[str]:
-    names = [part.strip() for part in text.split(",")]
-    for name in names:
-        if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(STRATEGIES)}, got {name!r}")
-    return names
-
-
-def main(arguments: Sequence[str] | None = None) -> list[Outcome]:
-    parser = argparse.ArgumentParser(
-        prog="python -m magi_bench.simulate",
-        description="What a placement would cost, for any number of ranks.",
-    )
-    option = parser.add_argument
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every option of the command."""
+    option, count, positive = parser.add_argument, arguments.count, arguments.positive
     option("--mask", choices=MASKS, default="document_causal")
-    option("--tokens", type=parse_count, default="512k", help="of the whole sequence")
-    option("--cp", type=parse_counts, default="8,64", help="numbers of ranks")
-    option("--chunk", type=parse_count, help="tokens of a chunk; by default chosen from the mask")
-    option("--strategies", type=parse_strategies, default=",".join(STRATEGIES))
-    option("--packs", type=parse_count, default=4, help="packs of documents to average over")
+    option("--tokens", type=arguments.length, default="512K", help="of the whole sequence")
+    option("--cp", type=_each(count), default="8,64", help="numbers of ranks")
+    option("--chunk", type=count, help="tokens of a chunk; by default chosen from the mask")
+    option("--strategies", type=_each(_strategy), default=",".join(STRATEGIES))
+    option("--lengths", choices=SAMPLERS, default="seeds", help="of documents")
+    option("--packs", type=count, default=4, help="packs of documents to average over")
     option("--seed", type=int, default=42, help="of the packs")
-    option("--slack", type=parse_number, default=0.01)
-    option("--nheads-q", type=parse_count, default=64)
-    option("--nheads-kv", type=parse_count, default=8)
-    option("--head-dim", type=parse_count, default=128)
-    option("--tflops", type=parse_positive, default=600.0, help="of one rank's attention forward")
-    option("--gbytes", type=parse_positive, default=350.0, help="per second into one rank")
+    option("--slack", type=_slack, default=0.01)
+    option("--nheads-q", type=count, default=64)
+    option("--nheads-kv", type=count, default=8)
+    option("--head-dim", type=count, default=128)
+    option("--tflops", type=positive, default=600.0, help="of one rank's attention forward")
+    option("--gbytes", type=positive, default=350.0, help="per second into one rank")
     option("--plot", type=Path, help="where to write a picture")
-    options = parser.parse_args(arguments)
-    if options.nheads_q % options.nheads_kv:
-        parser.error(
-            f"--nheads-q must be a multiple of --nheads-kv {options.nheads_kv}, got {options.nheads_q}"
-        )
-    if options.plot and not options.plot.parent.is_dir():
-        parser.error(f"--plot must lie in a directory that exists, got {str(options.plot)!r}")
+    parser.set_defaults(command=run)
 
+
+def run(args: argparse.Namespace) -> int:
+    """Prints a table, and draws."""
+    if args.nheads_q % args.nheads_kv:
+        raise ValueError(
+            f"`--nheads-q` must be a multiple of `--nheads-kv` {args.nheads_kv}, got {args.nheads_q}"
+        )
+    if args.plot and not args.plot.parent.is_dir():
+        raise FileNotFoundError(f"`--plot` must lie in a folder that exists, got {args.plot}")
     torch.set_num_threads(1)
-    cost = CostModel.of_heads(
-        options.nheads_q,
-        options.nheads_kv,
-        options.head_dim,
-        flops_per_second=options.tflops * 1e12,
-        bytes_per_second=options.gbytes * 1e9,
-    )
-    packs = document_packs(options.tokens, options.packs, options.seed)
-    masks = [mask_of(options.mask, lengths) for lengths in packs]
-    outcomes = [
-        mean_outcome(
-            [
-                simulate(
-                    slices,
-                    cp_size,
-                    strategy,
-                    chunk_size=options.chunk,
-                    slack=options.slack,
-                    cost=cost,
-                    ulysses_rows=ulysses_rows_of(options.nheads_q, options.nheads_kv),
-                )
-                for slices in masks
-            ]
-        )
-        for cp_size in options.cp
-        for strategy in options.strategies
+    outcomes = measure(args)
+    title = f"{args.mask}, {args.tokens} tokens"
+    arguments.say(f"{title}, mean of {args.packs} packs, seed {args.seed}")
+    arguments.say(table_of(outcomes))
+    if args.plot:
+        plot(outcomes, args.plot, title)
+    return 0
+
+
+def measure(args: argparse.Namespace) -> list[Outcome]:
+    """The mean over packs of each number of ranks and strategy."""
+    heads = args.nheads_q, args.nheads_kv
+    rates = {"flops_per_second": args.tflops * 1e12, "bytes_per_second": args.gbytes * 1e9}
+    options = {
+        "chunk_size": args.chunk,
+        "slack": args.slack,
+        "cost": CostModel.of_heads(*heads, args.head_dim, **rates),
+        "ulysses_rows": ulysses_rows_of(*heads),
+    }
+    packs = [sample(args.lengths, args.tokens, args.seed + at) for at in range(args.packs)]
+    masks = [MASKS[args.mask](lengths).slices for lengths in packs]
+    return [
+        mean_outcome([simulate(slices, cp_size, strategy, **options) for slices in masks])
+        for cp_size in args.cp
+        for strategy in args.strategies
     ]
-    print(
-        f"{options.mask}, {options.tokens} tokens, mean of {options.packs} packs, seed {options.seed}"
-    )
-    print(table_of(outcomes))
-    if options.plot:
-        plot(outcomes, options.plot, f"{options.mask}, {options.tokens} tokens")
-    return outcomes
-
-
-if __name__ == "__main__":
-    main()

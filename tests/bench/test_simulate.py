@@ -1,18 +1,11 @@
 """The simulator: its bound bounds, its figures are those of the plan, and the command runs."""
 
-import argparse
-
 import pytest
 import torch
 
-from magi_bench.simulate import (
-    lower_bound,
-    main,
-    parse_count,
-    parse_number,
-    simulate,
-    ulysses_rows_of,
-)
+from magi_bench import simulate as command
+from magi_bench.cli import main
+from magi_bench.simulate import lower_bound, simulate, ulysses_rows_of
 from magi_compile.dtensor.planning.chunks import ChunkTable, rank_loads
 from magi_compile.dtensor.planning.dispatch import dispatch
 from magi_compile.masks.slices import AttnSlices
@@ -64,15 +57,17 @@ def test_ulysses_moves_all_heads_once():
 
 
 @pytest.mark.parametrize("mask", ["document_causal", "sliding_window_causal"])
-def test_command(mask, tmp_path, capsys):
+def test_command(mask, tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "figure.png"
+    picture, measure, found = tmp_path / "figure.png", command.measure, []
+    monkeypatch.setattr(command, "measure", lambda args: found.append(measure(args)) or found[0])
     threads = torch.get_num_threads()
-    arguments = f"--mask {mask} --tokens 64k --cp 2,8 --packs 1 --plot {picture}"
+    arguments = f"--mask {mask} --tokens 64K --cp 2,8 --packs 1 --plot {picture}"
     try:
-        outcomes = main(arguments.split())
+        assert main(["simulate", *arguments.split()]) == 0
     finally:
         torch.set_num_threads(threads)
+    (outcomes,) = found
     assert [outcome.cp for outcome in outcomes] == [2] * 4 + [8] * 4
     assert all(outcome.recv_mean >= 0.999 * outcome.bound for outcome in outcomes[3::4])
     assert "min_heap" in capsys.readouterr().out
@@ -85,34 +80,21 @@ def test_many_ranks_and_tokens():
     assert outcome.imbalance < 1.05
 
 
-def test_counts():
-    assert [parse_count(x) for x in ("7", "512k", "16M")] == [7, 512 * 1024, 16 * 1024**2]
-    for text in ("", "k", "-1", "1.5m", "0"):
-        with pytest.raises(argparse.ArgumentTypeError, match="must be a positive count"):
-            parse_count(text)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--cp 0", "--cp: must be a positive count like 4096, 512k or 16m, got '0'"),
-        ("--cp 8,x", "--cp: must be a positive count like 4096, 512k or 16m, got 'x'"),
+        ("--cp 0", "--cp: must be a positive integer, got '0'"),
+        ("--cp 8,x", "--cp: must be a positive integer, got 'x'"),
         ("--strategies best", "--strategies: must be of "),
-        ("--packs 0", "--packs: must be a positive count"),
+        ("--packs 0", "--packs: must be a positive integer"),
         ("--slack=-1", "--slack: must be a number, and not negative, got '-1'"),
-        ("--nheads-q 0", "--nheads-q: must be a positive count"),
-        ("--nheads-q 12", "--nheads-q must be a multiple of --nheads-kv 8, got 12"),
+        ("--nheads-q 12", "`--nheads-q` must be a multiple of `--nheads-kv` 8, got 12"),
         ("--tflops 0", "--tflops: must be a positive number, got '0'"),
-        ("--gbytes x", "--gbytes: must be a number, and not negative, got 'x'"),
-        ("--plot no_such_directory/x.png", "--plot must lie in a directory that exists"),
+        ("--plot no_such_directory/x.png", "`--plot` must lie in a folder that exists"),
     ],
 )
 def test_bad_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        main(arguments.split())
+        main(["simulate", *arguments.split()])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_slack_of_none():
-    assert parse_number("0") == 0.0

@@ -6,7 +6,7 @@ import importlib
 from functools import cache
 from importlib.metadata import entry_points
 
-from magi_bench.contenders.base import Contender
+from magi_bench.contenders.base import Kernel
 
 #: Packages add contenders with an entry point `name = "module:Class"` in this group.
 ENTRY_POINTS = "magi_bench.contenders"
@@ -43,7 +43,7 @@ def names() -> list[str]:
 
 
 @cache
-def load(name: str) -> Contender:
+def load(name: str) -> Kernel:
     """The contender called `name`.
 
     Args:
@@ -63,8 +63,8 @@ def load(name: str) -> Contender:
         made = _third_party()[name].load()()
     else:
         raise ValueError(f"`contender` must be one of {', '.join(names())}, got {name!r}")
-    if not isinstance(made, Contender):
-        raise TypeError(f"`{name}` must be a Contender, got {type(made).__name__}")
+    if not isinstance(made, Kernel):
+        raise TypeError(f"`{name}` must be a Kernel, got {type(made).__name__}")
     return made
 
 

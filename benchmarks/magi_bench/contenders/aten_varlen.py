@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender
+from magi_bench.contenders.base import Attend, Kernel
 from magi_bench.workloads.derive import (
     Documents,
     Window,
@@ -104,7 +104,7 @@ class _Cudnn(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-class TorchFlash(Contender):
+class TorchFlash(Kernel):
     """PyTorch's own copy of FlashAttention 2."""
 
     name = "fa2"
@@ -118,13 +118,13 @@ class TorchFlash(Contender):
         if documents:
             window: Window | None = Window(None, 0 if documents.causal else None)
         else:
-            documents = Documents([0, workload.cell.seqlen], False)
+            documents = Documents([0, workload.case.seqlen], False)
             window = window_of(workload.slices)
         cu_seqlens = torch.tensor(documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device)
         return lambda q, k, v: _Flash.apply(q, k, v, cu_seqlens, documents.longest, window)
 
 
-class CudnnVarlen(Contender):
+class CudnnVarlen(Kernel):
     name = "cudnn-varlen"
     label = "cuDNN, packed"
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,29 +38,55 @@ class Layout(Enum):
 
 
 class Contender(ABC):
+    """Whoever is measured.
+
+    Attributes:
+        name: how the command line and result files call it.
+        label: how reports call it.
+        is_ours: whether reports set it apart from its peers; ratios are to the first of them that has a time.
+        is_alone: whether its times have no ratio, as its work is another.
+    """
+
+    name: str
+    label: str
+    is_ours: bool = False
+    is_alone: bool = False
+
+    def unavailable(self, device: str) -> str | None:
+        """Why it cannot be had on this machine, or None."""
+        return None
+
+    def supports(self, problem: Any, case: Any) -> list[str]:
+        """Every reason against a case; empty if it runs."""
+        return []
+
+    @abstractmethod
+    def prepare(self, problem: Any, case: Any) -> Any:
+        """Everything that comes before the first call: a `clock.Ready`, and of kernels an `Attend`."""
+
+    def check(self, problem: Any, case: Any, results: Sequence[Tensor]) -> Any:
+        """The `gate.Check` of the results of the first call; None if they are checked elsewhere."""
+        return None
+
+
+class Kernel(Contender):
     """One implementation of attention. A worker process of its own makes one instance and keeps it.
 
     Attributes:
-        name: how the command line calls it.
-        label: how reports call it.
-        levels: which cells it takes part in, of "kernel" and "sparse".
+        levels: which cases it takes part in, of "kernel" and "sparse".
         devices: of "cuda" and "cpu".
         dtypes: of q, k, v.
         layout: what `prepare`'s result takes and returns.
         has_backward: whether it can be differentiated.
         compiles_slowly: whether a new shape costs seconds; such contenders run last.
-        is_ours: whether reports set it apart from its peers.
     """
 
-    name: str
-    label: str
     levels: tuple[str, ...] = ("kernel",)
     devices: tuple[str, ...] = ("cuda",)
     dtypes: tuple[str, ...] = ("bfloat16", "float16")
     layout: Layout = Layout.PACKED
     has_backward: bool = True
     compiles_slowly: bool = False
-    is_ours: bool = False
 
     def available(self) -> str | None:
         """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
@@ -86,16 +113,16 @@ class Contender(ABC):
         return {}
 
 
-def refusals(contender: Contender, workload: Workload, device: str) -> list[str]:
+def refusals(contender: Kernel, workload: Workload, device: str) -> list[str]:
     """Every reason why `contender` cannot run `workload` on `device` ("cuda" or "cpu")."""
-    cell = workload.cell
+    case = workload.case
     reasons = []
-    if cell.level not in contender.levels:
-        reasons.append(f"has no {cell.level} masks")
+    if case.level not in contender.levels:
+        reasons.append(f"has no {case.level} masks")
     if device not in contender.devices:
         reasons.append(f"runs on {' and '.join(contender.devices)}, not on {device}")
-    if cell.dtype not in contender.dtypes:
-        reasons.append(f"takes {', '.join(contender.dtypes)}, not {cell.dtype}")
+    if case.dtype not in contender.dtypes:
+        reasons.append(f"takes {', '.join(contender.dtypes)}, not {case.dtype}")
     return reasons or contender.supports(workload, device)
 
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
 from magi_bench.workloads.derive import key_intervals
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks.slices import AttnSlices
@@ -15,7 +15,7 @@ from magi_compile.masks.slices import AttnSlices
 MAX_INTERVALS = 8
 
 
-class CudnnFlex(Contender):
+class CudnnFlex(Kernel):
     name = "cudnn-flex"
     label = "cudnn.flex_attention"
     layout = Layout.BATCHED

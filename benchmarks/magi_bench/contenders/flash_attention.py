@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
 from magi_bench.workloads.derive import (
     block_lists,
     documents_of,
@@ -19,7 +19,7 @@ from magi_bench.workloads.derive import (
 from magi_bench.workloads.workload import Inputs, Workload
 
 
-class _FlashAttention(Contender):
+class _FlashAttention(Kernel):
     module: str
     distributions: tuple[str, ...]
     unlimited: int | None = -1
@@ -79,7 +79,7 @@ class FlashAttention4(_FlashAttention):
     unlimited = None
 
 
-class FlashAttention4Blocks(Contender):
+class FlashAttention4Blocks(Kernel):
     """flash-attn-4 with lists of blocks that are visible as a whole; its Hopper tiles have 128 rows and keys."""
 
     name = "fa4-blocks"

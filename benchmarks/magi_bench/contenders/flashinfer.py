@@ -7,13 +7,13 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender, import_error
+from magi_bench.contenders.base import Attend, Kernel, import_error
 from magi_bench.workloads.workload import Inputs, Workload
 
 WORKSPACE_BYTES = 128 * 2**20
 
 
-class FlashInfer(Contender):
+class FlashInfer(Kernel):
     name = "flashinfer"
     label = "FlashInfer"
     levels = ("sparse",)
@@ -27,25 +27,25 @@ class FlashInfer(Contender):
         return {"flashinfer-python": version("flashinfer-python")}
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        return ["fails where every block is visible"] if workload.cell.density >= 1 else []
+        return ["fails where every block is visible"] if workload.case.density >= 1 else []
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
         from flashinfer.sparse import VariableBlockSparseAttentionWrapper
 
-        cell, blocks, device = workload.cell, workload.blocks, inputs.q.device
+        case, blocks, device = workload.case, workload.blocks, inputs.q.device
         workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         wrapper = VariableBlockSparseAttentionWrapper(workspace)
         q_sizes, k_sizes = (
-            torch.tensor(sizes, dtype=torch.int32, device=device).expand(cell.nheads_kv, -1)
+            torch.tensor(sizes, dtype=torch.int32, device=device).expand(case.nheads_kv, -1)
             for sizes in (blocks.q_sizes, blocks.k_sizes)
         )
         wrapper.plan(
             blocks.visible.to(device),
             q_sizes.contiguous(),
             k_sizes.contiguous(),
-            cell.nheads_q,
-            cell.nheads_kv,
-            cell.head_dim,
+            case.nheads_q,
+            case.nheads_kv,
+            case.head_dim,
             q_data_type=inputs.q.dtype,
         )
 

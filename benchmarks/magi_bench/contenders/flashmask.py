@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
 from magi_bench.workloads.derive import row_intervals
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks.slices import AttnSlices
 
 
-class FlashMask(Contender):
+class FlashMask(Kernel):
     name = "flashmask"
     label = "FlashMask"
     dtypes = ("bfloat16",)

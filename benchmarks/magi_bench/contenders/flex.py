@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from magi_bench.contenders.base import Attend, Contender, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
 from magi_bench.workloads.derive import block_areas, block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import _compat
@@ -20,7 +20,7 @@ from magi_compile import _compat
 BLOCK = 128
 
 
-class FlexTriton(Contender):
+class FlexTriton(Kernel):
     name = "flex"
     label = "FlexAttention (Triton)"
     levels: tuple[str, ...] = ("kernel", "sparse")
@@ -40,7 +40,7 @@ class FlexTriton(Contender):
             torch.compiler.reset()  # one graph a workload, without a limit on how many
             self._compiled_for = workload
         block_mask = None
-        if workload.cell.mask != "full":
+        if workload.case.mask != "full":
             block_mask = make_block_mask(workload, inputs.q.device)
         options = {
             "enable_gqa": True,
@@ -62,7 +62,7 @@ class FlexFlash(FlexTriton):
 
 def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
     """Blocks that are full, and blocks in which `mask_mod` decides."""
-    cell = workload.cell
+    case = workload.case
     if workload.block_map:
         areas = workload.blocks.areas(BLOCK).repeat_interleave(workload.blocks.group, 0).to(device)
     else:
@@ -73,5 +73,5 @@ def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
         *block_lists(full[None]),
         BLOCK_SIZE=BLOCK,
         mask_mod=workload.mask_mod,
-        seq_lengths=(cell.seqlen, cell.seqlen),
+        seq_lengths=(case.seqlen, case.seqlen),
     )

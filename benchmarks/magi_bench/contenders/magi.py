@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 import magi_compile
-from magi_bench.contenders.base import Attend, Contender, import_error
+from magi_bench.contenders.base import Attend, Kernel, import_error
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.select import problem_on, refusals_by_kernel
 
 
-class _Magi(Contender):
+class _Magi(Kernel):
     kernel: str
     levels = ("kernel", "sparse")
     is_ours = True
@@ -37,7 +37,7 @@ class _Magi(Contender):
 
         if not workload.block_map:
             return attend
-        shape = (workload.cell.seqlen, -1, problem.head_dim_v)
+        shape = (workload.case.seqlen, -1, problem.head_dim_v)
         return lambda q, k, v: (
             attend(*(_heads_as_rows(x) for x in (q, k, v)))
             .view(-1, shape[0], shape[2])
@@ -54,10 +54,10 @@ def _heads_as_rows(x: Tensor) -> Tensor:
 
 
 def _problem(workload: Workload, device: str) -> AttnProblem:
-    cell = workload.cell
-    heads = (1, 1) if workload.block_map else (cell.nheads_q, cell.nheads_kv)
-    dtype, scale = getattr(torch, cell.dtype), cell.head_dim**-0.5
-    return problem_on(torch.device(device), dtype, (*heads, *cell.head_dims), scale)
+    case = workload.case
+    heads = (1, 1) if workload.block_map else (case.nheads_q, case.nheads_kv)
+    dtype, scale = getattr(torch, case.dtype), case.head_dim**-0.5
+    return problem_on(torch.device(device), dtype, (*heads, *case.head_dims), scale)
 
 
 class MagiCuda(_Magi):

@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender, Layout, memory_refusal
+from magi_bench.contenders.base import Attend, Kernel, Layout, memory_refusal
 from magi_bench.workloads.workload import Inputs, Workload
 
 
-class Naive(Contender):
+class Naive(Kernel):
     name = "naive"
     label = "naive PyTorch"
     levels = ("kernel", "sparse")
@@ -20,16 +20,16 @@ class Naive(Contender):
     layout = Layout.HEADS_FIRST
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        cell = workload.cell
-        width = getattr(torch, cell.dtype).itemsize
+        case = workload.case
+        width = getattr(torch, case.dtype).itemsize
         # Scores, their softmax and two gradients of the same shape.
-        needed = 4 * cell.nheads_q * cell.seqlen**2 * width
+        needed = 4 * case.nheads_q * case.seqlen**2 * width
         return memory_refusal(needed, "the scores", device)
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        cell = workload.cell
+        case = workload.case
         hidden = ~dense_mask(workload, inputs.q.device)
-        group, scale = cell.nheads_q // cell.nheads_kv, cell.head_dim**-0.5
+        group, scale = case.nheads_q // case.nheads_kv, case.head_dim**-0.5
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -40,7 +40,7 @@ class Naive(Contender):
 
 
 def dense_mask(workload: Workload, device: torch.device) -> Tensor:
-    """True where a row sees a key: `[seqlen, seqlen]`, or `[nheads_q, seqlen, seqlen]` of a sparse cell."""
+    """True where a row sees a key: `[seqlen, seqlen]`, or `[nheads_q, seqlen, seqlen]` of a sparse case."""
     if not workload.block_map:
         return workload.slices.to(device).to_dense()
     return workload.blocks.to_dense(device)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from magi_bench.contenders.base import Attend, Contender, Layout, memory_refusal
+from magi_bench.contenders.base import Attend, Kernel, Layout, memory_refusal
 from magi_bench.contenders.naive import dense_mask
 from magi_bench.workloads.derive import Window, window_of
 from magi_bench.workloads.workload import Inputs, Workload
@@ -17,7 +17,7 @@ MAX_MASK_BYTES = 2**30
 FULL, CAUSAL = Window(None, None), Window(None, 0)
 
 
-class _Sdpa(Contender):
+class _Sdpa(Kernel):
     backend: SDPBackend
     layout = Layout.HEADS_FIRST
     repeats_heads = False
@@ -25,21 +25,21 @@ class _Sdpa(Contender):
     def supports(self, workload: Workload, device: str) -> list[str]:
         if window_of(workload.slices) in (FULL, CAUSAL):
             return []
-        needed = workload.cell.seqlen**2 * getattr(torch, workload.cell.dtype).itemsize
+        needed = workload.case.seqlen**2 * getattr(torch, workload.case.dtype).itemsize
         if needed <= MAX_MASK_BYTES:
             return []
         limit = f"more than {MAX_MASK_BYTES / 2**30:.0f} GiB"
         return [f"needs a dense mask of {needed / 2**30:.0f} GiB, {limit}"]
 
     def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
-        cell, window = workload.cell, window_of(workload.slices)
+        case, window = workload.case, window_of(workload.slices)
         mask = None
         if window not in (FULL, CAUSAL):
             # Additive, as backends convert boolean masks at every call.
             visible = dense_mask(workload, inputs.q.device)
             mask = torch.zeros(visible.shape, dtype=inputs.q.dtype, device=inputs.q.device)
             mask.masked_fill_(~visible, float("-inf"))
-        group = cell.nheads_q // cell.nheads_kv
+        group = case.nheads_q // case.nheads_kv
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.repeats_heads and group > 1:
@@ -90,7 +90,7 @@ class MathSdpa(_Sdpa):
     dtypes = ("bfloat16", "float16", "float32")
 
     def supports(self, workload: Workload, device: str) -> list[str]:
-        cell = workload.cell
+        case = workload.case
         # Scores, their softmax and two gradients, in fp32 at most.
-        scores = 4 * cell.nheads_q * cell.seqlen**2 * 4
+        scores = 4 * case.nheads_q * case.seqlen**2 * 4
         return [*super().supports(workload, device), *memory_refusal(scores, "the scores", device)]

@@ -8,14 +8,14 @@ from importlib.metadata import version
 import torch
 from torch import Tensor
 
-from magi_bench.contenders.base import Attend, Contender, Layout, import_error
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
 from magi_bench.workloads.derive import block_lists
 from magi_bench.workloads.workload import Inputs, Workload
 
 BLOCK = 64
 
 
-class Vsa(Contender):
+class Vsa(Kernel):
     name = "vsa"
     label = "VSA"
     levels = ("sparse",)

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from magi_bench import timing
+from magi_bench.cases import format_length
 from magi_bench.contenders.base import import_error
-from magi_bench.doors.settings import Settings
-from magi_bench.workloads.cells import format_length
+from magi_bench.results.rows import Row
+from magi_bench.runner import compare
+from magi_bench.settings import Settings
 
-Row = dict[str, Any]
 ATTENTIONS = ("magi", "flex", "varlen")
 RANKS = (1, 2, 4)
 STEPS, COUNTED = 14, 7  # the last ones count
@@ -53,33 +55,36 @@ class Run:
     cuda_graphs: bool = False
 
 
-def rows(settings: Settings, left_s: Callable[[], float], say: Callable[[str], None]) -> list[Row]:
-    """A row for each length, number of ranks and attention."""
+def rows(
+    settings: Settings, left_s: Callable[[], float], say: Callable[[str], None]
+) -> Iterator[tuple[Run, Row]]:
+    """The outcome of each length, number of ranks and attention."""
     missing = unavailable(settings.device)
-    made = []
-    for tokens in settings.tokens:
-        for ranks in RANKS:
-            for attention in ATTENTIONS:
-                run = Run(
-                    *(attention, ranks, tokens, settings.layers, settings.lengths, settings.seed),
-                    cuda_graphs=settings.cuda_graphs and records_graphs(attention, ranks),
-                )
-                if missing is not None:
-                    outcome = {"status": "unavailable", "reason": missing}
-                elif ranks > torch.cuda.device_count():
-                    reason = f"needs {ranks} GPUs, found {torch.cuda.device_count()}"
-                    outcome = {"status": "unsupported", "reason": reason}
-                elif left_s() <= 0:
-                    reason = f"not begun: no time left of {settings.seconds:g} s"
-                    outcome = {"status": "timeout", "reason": reason}
-                else:
-                    outcome = train(run, min(left_s(), SECONDS))
-                made.append(row_of(run) | outcome)
-                if missing is None:
-                    said = outcome.get("tokens_per_s", outcome["status"])
-                    say(f"torchtitan {format_length(tokens)}, {ranks} ranks, {attention}: {said}")
-        compare([row for row in made if row["tokens"] == tokens])
-    return made
+    for tokens, ranks in itertools.product(settings.tokens, RANKS):
+        made = []
+        for attention in ATTENTIONS:
+            sizes = (ranks, tokens, settings.train_layers, settings.lengths, settings.seed)
+            graphs = settings.cuda_graphs and records_graphs(attention, ranks)
+            run = Run(attention, *sizes, cuda_graphs=graphs)
+            if missing is not None:
+                outcome: Row = {"status": "unavailable", "reason": missing}
+            elif ranks > torch.cuda.device_count():
+                reason = f"needs {ranks} GPUs, found {torch.cuda.device_count()}"
+                outcome = {"status": "unsupported", "reason": reason}
+            elif left_s() <= 0:
+                reason = f"not begun: no time left of {settings.seconds:g} s"
+                outcome = {"status": "timeout", "reason": reason}
+            else:
+                outcome = train(run, min(left_s(), SECONDS))
+            label = attention + (", CUDA graphs" if graphs else "")
+            who = {"label": label, "is_ours": attention == "magi", "cuda_graphs": graphs}
+            made.append((run, who | outcome))
+            if missing is None:
+                times = outcome.get("passes", {}).get("fwdbwd", {})
+                said = times.get("tokens_per_s", outcome["status"])
+                say(f"torchtitan {format_length(tokens)}, {ranks} ranks, {attention}: {said}")
+        compare([row for _, row in made])
+        yield from made
 
 
 def records_graphs(attention: str, ranks: int) -> bool:
@@ -142,35 +147,18 @@ def summary(steps: Sequence[dict[str, float]]) -> Row:
     def median(name: str) -> float:
         return statistics.median(step[name] for step in last)
 
-    return {
-        "status": "ok",
-        "ms": median("time_metrics/end_to_end(s)") * 1e3,
+    seconds = [step["time_metrics/end_to_end(s)"] for step in last]
+    times = {
+        **timing.summary([1e3 * x for x in seconds]),
         "tokens_per_s": median("throughput(tps)"),
         "mfu": median("mfu(%)") / 100,
         "peak_bytes": int(median("memory/max_active(GiB)") * 2**30),
+        "recompiles": int(last[-1]["graphs"] - steps[0]["graphs"]),
+    }
+    return {
+        "status": "ok",
+        "passes": {"fwdbwd": times},
         "loss": last[-1]["loss_metrics/global_avg_loss"],
         "graphs": int(steps[0]["graphs"]),
         "breaks": int(last[-1]["breaks"]),
-        "recompiles": int(last[-1]["graphs"] - steps[0]["graphs"]),
-    }
-
-
-def compare(made: Sequence[Row]) -> None:
-    """Adds ratios to the rows of one length: times relative to ours on as many ranks."""
-    ours = {row["ranks"]: row["ms"] for row in made if row["is_ours"] and "ms" in row}
-    for row in made:
-        if "ms" in row and row["ranks"] in ours:
-            row["ratio"] = row["ms"] / ours[row["ranks"]]
-
-
-def row_of(run: Run) -> Row:
-    """What a row says of itself before anything runs."""
-    return {
-        "framework": "torchtitan",
-        "attention": run.attention,
-        "mode": "compiled",
-        "cuda_graphs": run.cuda_graphs,
-        "tokens": run.tokens,
-        "ranks": run.ranks,
-        "is_ours": run.attention == "magi",
     }

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import magi_compile.integrations.transformers  # noqa: F401  (registers "magi")
-from magi_bench.doors.settings import Settings
+from magi_bench.settings import Settings
 from magi_bench.workloads import lengths
 
 VERSION = transformers.__version__
@@ -26,7 +26,7 @@ def build(settings: Settings) -> nn.Module:
         vocab_size=settings.vocab,
         hidden_size=settings.dim,
         intermediate_size=settings.ffn_dim,
-        num_hidden_layers=settings.layers,
+        num_hidden_layers=settings.train_layers,
         num_attention_heads=settings.nheads_q,
         num_key_value_heads=settings.nheads_kv,
         head_dim=settings.head_dim,

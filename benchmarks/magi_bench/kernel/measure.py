@@ -1,4 +1,4 @@
-"""One contender on one cell, from the check of its numbers to its times, as a row of results."""
+"""One contender on one case, from the check of its numbers to its times, as a row of results."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from magi_bench.contenders.base import Attend, Contender, refusals
-from magi_bench.kernel import gate, timing
-from magi_bench.kernel.gate import Call
-from magi_bench.workloads.cells import Cell
+from magi_bench import gate, timing
+from magi_bench.cases import Case
+from magi_bench.contenders.base import Attend, Kernel, refusals
+from magi_bench.gate import Call
+from magi_bench.runner import failure
 from magi_bench.workloads.workload import Inputs, Workload, build
 
 
 class Prepared(NamedTuple):
-    """A contender that is right about a cell, and has run it once.
+    """A contender that is right about a case, and has run it once.
 
     Attributes:
         outcome: the fields of its row, without times.
@@ -32,22 +33,22 @@ class Prepared(NamedTuple):
 class Bench:
     """A contender on a device; remembers which masks it has been found right about."""
 
-    def __init__(self, contender: Contender, device: str, gate_seqlen: int = 2048):
+    def __init__(self, contender: Kernel, device: str, gate_seqlen: int = 2048):
         self.contender, self.device, self.gate_seqlen = contender, device, gate_seqlen
         self._outcomes: dict[str, dict[str, Any]] = {}
 
-    def gate(self, cell: Cell) -> dict[str, Any]:
+    def gate(self, case: Case) -> dict[str, Any]:
         """`status` "ok", "wrong", "unsupported", "oom" or "error", with the errors found at a reduced length."""
-        small = cell.at(min(cell.seqlen, self.gate_seqlen))
+        small = case.at(min(case.seqlen, self.gate_seqlen))
         if small.key not in self._outcomes:
             self._outcomes[small.key] = self._guarded(lambda: self._gate(small))
         return self._outcomes[small.key]
 
     def time(
-        self, cell: Cell, passes: tuple[str, ...], protocol: timing.Protocol
+        self, case: Case, passes: tuple[str, ...], protocol: timing.Protocol
     ) -> dict[str, Any]:
         """The fields of a row: `status`, and all that was measured if that is "ok"."""
-        return self._guarded(lambda: self._time(cell, passes, protocol))
+        return self._guarded(lambda: self._time(case, passes, protocol))
 
     def is_device_usable(self) -> bool:
         """Whether CUDA still works in this process; after an illegal access it does not."""
@@ -60,15 +61,13 @@ class Bench:
     def _guarded(self, step: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         try:
             return step()
-        except torch.OutOfMemoryError as error:
-            return {"status": "oom", "reason": first_line(error)}
-        except Exception as error:  # whatever a contender raises costs it this cell only
-            return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}
+        except Exception as error:  # whatever a contender raises costs it this case only
+            return failure(error)
         finally:
             self._give_memory_back()
 
-    def _gate(self, cell: Cell) -> dict[str, Any]:
-        workload = build(cell, self.device)
+    def _gate(self, case: Case) -> dict[str, Any]:
+        workload = build(case, self.device)
         reasons = refusals(self.contender, workload, self.device)
         if reasons:
             return {"status": "unsupported", "reason": "; ".join(reasons)}
@@ -81,20 +80,20 @@ class Bench:
         return outcome
 
     def _time(
-        self, cell: Cell, passes: tuple[str, ...], protocol: timing.Protocol
+        self, case: Case, passes: tuple[str, ...], protocol: timing.Protocol
     ) -> dict[str, Any]:
-        workload = build(cell, self.device)
-        prepared = self._prepare(cell, workload, workload.inputs(self.device))
+        workload = build(case, self.device)
+        prepared = self._prepare(case, workload, workload.inputs(self.device))
         if not isinstance(prepared, Prepared):
             return prepared
         return {**prepared.outcome, "passes": self._passes(workload, prepared, passes, protocol)}
 
-    def prepare(self, cell: Cell, workload: Workload, inputs: Inputs) -> Prepared | dict[str, Any]:
+    def prepare(self, case: Case, workload: Workload, inputs: Inputs) -> Prepared | dict[str, Any]:
         """The passes of a contender that is right about the mask, ready to be timed; else what is the matter."""
         made: list[Prepared] = []
 
         def step() -> dict[str, Any]:
-            prepared = self._prepare(cell, workload, inputs)
+            prepared = self._prepare(case, workload, inputs)
             if not isinstance(prepared, Prepared):
                 return prepared
             made.append(prepared)
@@ -103,11 +102,11 @@ class Bench:
         outcome = self._guarded(step)
         return made[0] if made else outcome
 
-    def _prepare(self, cell: Cell, workload: Workload, inputs: Inputs) -> Prepared | dict[str, Any]:
+    def _prepare(self, case: Case, workload: Workload, inputs: Inputs) -> Prepared | dict[str, Any]:
         reasons = refusals(self.contender, workload, self.device)
         if reasons:
             return {"status": "unsupported", "reason": "; ".join(reasons)}
-        outcome = self.gate(cell)
+        outcome = self.gate(case)
         if outcome["status"] != "ok":
             return outcome
         attend, call, first_s = self._prepare_and_run(workload, inputs)
@@ -119,8 +118,8 @@ class Bench:
             passes["fwdbwd"] = lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
         outcome = {
             **outcome,
-            "area": workload.pairs // cell.nheads_q,
-            "density": workload.pairs / cell.nheads_q / cell.seqlen**2,
+            "area": workload.pairs // case.nheads_q,
+            "density": workload.pairs / case.nheads_q / case.seqlen**2,
             "num_documents": len(workload.documents),
             "num_slices": len(workload.slices),
             "mask_hash": workload.mask_hash,
@@ -161,7 +160,7 @@ class Bench:
         return measured
 
     def _give_memory_back(self) -> None:
-        """To the other workers; a broken context is not this cell's problem."""
+        """To the other workers; a broken context is not this case's problem."""
         gc.collect()
         if self.device == "cuda":
             with contextlib.suppress(RuntimeError):
@@ -170,9 +169,3 @@ class Bench:
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
-
-
-def first_line(error: BaseException) -> str:
-    """Of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else ""

@@ -1,4 +1,4 @@
-"""Runs cells: every contender in a process of its own, cheap cells first, so that a run cut short lacks few of many.
+"""Runs cases: every contender in a process of its own, cheap cases first, so that a run cut short lacks few of many.
 
 First all contenders prove themselves right, side by side; then they are timed, one at a time. Contenders that compile
 slowly come last, so that they cost the others nothing when time runs out.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from magi_bench import contenders
-from magi_bench.kernel.ledger import Ledger, cheap_first
-from magi_bench.kernel.process import Worker, WorkerLost
-from magi_bench.kernel.settings import Settings
+from magi_bench.cases import Case, format_length
+from magi_bench.process import Worker, WorkerLost
 from magi_bench.results import rows
-from magi_bench.workloads.cells import Cell, format_length
+from magi_bench.results.rows import Ledger
+from magi_bench.settings import Settings
+from magi_bench.workloads.workload import cost
 
 # A worker imports PyTorch and a contender's package first.
 PROBE_LIMIT_S = 180.0
@@ -26,56 +27,94 @@ PROBE_LIMIT_S = 180.0
 
 @dataclass(frozen=True)
 class Task:
-    cell: Cell
+    case: Case
     contender: str
 
     @property
     def key(self) -> str:
-        return rows.row_key(self.cell, self.contender)
+        return rows.row_key(self.case, self.contender)
 
 
-def order(cells: Sequence[Cell], names: Sequence[str]) -> list[Task]:
-    """Contenders that compile quickly first; of each kind cheap cells first, all contenders of a cell together."""
-    tasks = [Task(cell, name) for cell in cheap_first(cells) for name in names]
+def order(cases: Sequence[Case], names: Sequence[str]) -> list[Task]:
+    """Contenders that compile quickly first; of each kind cheap cases first, all contenders of a case together."""
+    tasks = [Task(case, name) for case in cheap_first(cases) for name in names]
     return sorted(tasks, key=lambda task: contenders.load(task.contender).compiles_slowly)
 
 
+def cheap_first(cases: Sequence[Case]) -> list[Case]:
+    """Each case once, so ordered that a run cut short lacks few of many."""
+    return sorted(dict.fromkeys(cases), key=cost)
+
+
+def begin(
+    ledger: Ledger,
+    settings: Settings,
+    described: Mapping[str, Any],
+    versions: Mapping[str, str],
+    planned: Iterable[str],
+    **protocol: Any,
+) -> None:
+    """Records a run: its provenance, the versions of contenders' packages, and keys of the rows to come."""
+    record = {
+        "versions": versions,
+        "protocol": settings.protocol.to_json() | protocol,
+        "passes": settings.passes,
+        "gate_seqlen": settings.gate_tokens,
+    }
+    ledger.begin({**described, **record}, planned)
+
+
+def add(ledger: Ledger, case: Case, name: str, outcome: Mapping[str, Any]) -> None:
+    """Records what became of a contender's case."""
+    contender = contenders.load(name)
+    who = {"label": contender.label, "is_ours": contender.is_ours}
+    ledger.add(case, name, {**who, **outcome})
+
+
 def execute(
-    cells: Sequence[Cell],
+    cases: Sequence[Case],
     names: Sequence[str],
     settings: Settings,
+    command: Sequence[str],
     output: Path,
     say: Callable[[str], None] = print,
 ) -> rows.Results:
     """Measures all that `output` does not hold yet, and appends it there.
 
     Args:
-        cells: of the benchmark's grid.
+        cases: of the benchmark's grid.
         names: contenders.
-        settings: what holds for all cells.
+        settings: what holds for all cases.
+        command: how the run was started, for the record.
         output: a JSONL file; created if there is none.
         say: takes lines of progress.
 
     Returns:
         All rows of `output`, those of earlier runs included.
     """
-    ledger = Ledger(output, settings)
-    tasks = [task for task in order(cells, names) if task.key not in ledger.finished]
-    _Run(tasks, settings, ledger, say).execute()
-    return ledger.results()
+    ledger = Ledger(output)
+    tasks = [task for task in order(cases, names) if task.key not in ledger.finished]
+    _Run(tasks, settings, command, ledger, say).execute()
+    return ledger.results
 
 
 class _Run:
     def __init__(
-        self, tasks: list[Task], settings: Settings, ledger: Ledger, say: Callable[[str], None]
+        self,
+        tasks: list[Task],
+        settings: Settings,
+        command: Sequence[str],
+        ledger: Ledger,
+        say: Callable[[str], None],
     ):
         self.tasks, self.settings, self.ledger, self.say = tasks, settings, ledger, say
+        self.command = list(command)
         self.begin = time.monotonic()
         self.done = 0
         self.timed = 0
         self.timed_s = 0.0
         self.workers = {
-            name: Worker(name, settings.device, settings.gate_seqlen)
+            name: Worker(name, settings.device, settings.gate_tokens)
             for name in dict.fromkeys(task.contender for task in tasks)
         }
 
@@ -85,7 +124,7 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        return self.elapsed > self.settings.time_limit_s
+        return self.elapsed > self.settings.seconds
 
     def execute(self) -> None:
         if not self.tasks:
@@ -149,13 +188,13 @@ class _Run:
         def prove(name: str) -> None:
             checked = set()
             for task in tasks:
-                small = task.cell.at(min(task.cell.seqlen, self.settings.gate_seqlen))
+                small = task.case.at(min(task.case.seqlen, self.settings.gate_tokens))
                 if task.contender != name or small.key in checked or self.is_over:
                     continue
                 checked.add(small.key)
-                request = {"op": "gate", "cell": task.cell.to_json()}
+                request = {"op": "gate", "case": task.case.to_json()}
                 try:
-                    self.workers[name].ask(request, self.settings.cell_limit_s)
+                    self.workers[name].ask(request, self.settings.cell_limit)
                 except WorkerLost as lost:
                     self.say(f"{name}, checking {small.key}: {lost.status}, {lost.reason}")
 
@@ -171,12 +210,12 @@ class _Run:
     def _time(self, task: Task) -> dict[str, Any]:
         request = {
             "op": "time",
-            "cell": task.cell.to_json(),
+            "case": task.case.to_json(),
             "passes": self.settings.passes,
             "protocol": self.settings.protocol.to_json(),
         }
         try:
-            return self.workers[task.contender].ask(request, self.settings.cell_limit_s)
+            return self.workers[task.contender].ask(request, self.settings.cell_limit)
         except WorkerLost as lost:
             return {"status": lost.status, "reason": lost.reason}
 
@@ -186,26 +225,27 @@ class _Run:
         if available:
             request = {
                 "op": "describe",
-                "command": self.settings.command,
+                "command": self.command,
                 "protocol": self.settings.protocol.to_json(),
             }
             provenance = self.workers[available[0]].ask(request, PROBE_LIMIT_S)
-        self.ledger.begin(provenance, versions, (task.key for task in self.tasks))
+        planned = (task.key for task in self.tasks)
+        begin(self.ledger, self.settings, provenance, versions, planned)
 
     def _record(self, task: Task, outcome: dict[str, Any]) -> None:
         self.done += 1
-        self.ledger.add(task.cell, task.contender, outcome)
+        add(self.ledger, task.case, task.contender, outcome)
 
     def _say_progress(self, task: Task, outcome: dict[str, Any]) -> None:
         wanted = self.timed_s / self.timed * (len(self.tasks) - self.done)
-        left = max(min(wanted, self.settings.time_limit_s - self.elapsed), 0.0)
+        left = max(min(wanted, self.settings.seconds - self.elapsed), 0.0)
         if outcome["status"] == "ok":
             parts = (f"{name} {x['tflops']:.3g}" for name, x in outcome["passes"].items())
             result = ", ".join(parts) + " TFLOP/s"
         else:
             result = f"{outcome['status']}: {outcome['reason']}"[:100]
-        cell = task.cell
-        where = f"{cell.mask_label} {format_length(cell.seqlen)} {cell.heads}"
+        case = task.case
+        where = f"{case.mask_label} {format_length(case.seqlen)} {case.heads}"
         self.say(
             f"[{self.done}/{len(self.tasks)}, {_clock(self.elapsed)}, {_clock(left)} left] "
             f"{where} {task.contender}: {result}"

@@ -1,4 +1,4 @@
-"""A process for one contender: JSON requests on stdin, a JSON line each on stdout. A crash costs one cell.
+"""A process for one contender: JSON requests on stdin, a JSON line each on stdout. A crash costs one case.
 
 python -m magi_bench.kernel.worker NAME DEVICE GATE_SEQLEN
 
@@ -14,10 +14,10 @@ import sys
 from typing import Any, TextIO
 
 from magi_bench import contenders
+from magi_bench.cases import Case
 from magi_bench.kernel.measure import Bench
-from magi_bench.kernel.timing import Protocol, matmul_tflops
 from magi_bench.results import provenance
-from magi_bench.workloads.cells import Cell
+from magi_bench.timing import Protocol, matmul_tflops
 
 
 def main() -> None:
@@ -42,16 +42,16 @@ def _answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:
     contender = bench.contender
     if request["op"] == "probe":
         reason = contender.available()
-        gc.freeze()  # what has been imported stays; looking at it after every cell would cost more than some cells
+        gc.freeze()  # what has been imported stays; looking at it after every case would cost more than some cases
         return {"reason": reason, "versions": {} if reason else contender.versions()}
     if request["op"] == "describe":
         record = provenance.describe(bench.device, request["command"])
         protocol = Protocol(**request["protocol"])
         return record | {"matmul_tflops": matmul_tflops(bench.device, protocol)}
-    cell = Cell.from_json(request["cell"])
+    case = Case.from_json(request["case"])
     if request["op"] == "gate":
-        return bench.gate(cell)
-    row = bench.time(cell, tuple(request["passes"]), Protocol(**request["protocol"]))
+        return bench.gate(case)
+    row = bench.time(case, tuple(request["passes"]), Protocol(**request["protocol"]))
     if bench.device == "cuda" and row["status"] == "ok":
         row["gpu_state"] = provenance.gpu_state()
     return row

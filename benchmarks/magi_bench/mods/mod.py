@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from magi_bench.workloads import lengths
+from magi_bench.workloads.packs import document_of
 
 #: Of queries and keys: those of a BlockMask.
 BLOCK = 128
@@ -49,8 +50,7 @@ class Place:
 
     def documents(self) -> Tensor:
         """Int `[seqlen]` on the CPU: the document of each token, in order."""
-        counts = lengths.sample(SAMPLER, self.seqlen, self.seed)
-        return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+        return document_of(lengths.sample(SAMPLER, self.seqlen, self.seed))
 
     def block_mask(self, mask_mod: MaskMod, is_by_head: bool = False) -> BlockMask:
         """By PyTorch, in eager code."""
@@ -94,6 +94,11 @@ class Mod:
     def label(self) -> str:
         """What it shows or does, in a line."""
         return (self.build.__doc__ or "").strip().split("\n")[0]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a row says of it."""
+        return {"about": self.label, "of": self.kind}
 
     @classmethod
     def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:

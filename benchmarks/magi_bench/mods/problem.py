@@ -3,71 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_bench.contenders.base import Layout
-from magi_bench.kernel.gate import RESULTS
-from magi_bench.mods.catalogue import MODS
+from magi_bench.gate import RESULTS, Check
 from magi_bench.mods.mod import BLOCK, Made, Mod, Place, ScoreMod
-from magi_bench.step.cases import PASSES
-from magi_bench.step.clock import Rounds
+from magi_bench.settings import Settings
 from magi_bench.workloads import workload
-from magi_bench.workloads.cells import Cell
 from magi_bench.workloads.workload import Inputs
 
 MIN_TOKENS = 256  # so that a neighbourhood fits on the canvas
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What holds for all cases of a run.
-
-    Attributes:
-        device: "cuda" or "cpu".
-        dtype: of q, k and v.
-        tokens: queries and keys.
-        gate_tokens: mods are held to fp64 at full length, but for longer ones, which are at this one.
-        nheads_q: query heads.
-        nheads_kv: key-value heads; divides nheads_q.
-        head_dim: of q, k and v.
-        mods: names in `MODS`.
-        passes: names in `PASSES`.
-        kernels: of ours, asked for by name, beside the default choice.
-        peers: names in `contenders.PEERS`.
-        mask_in_graph: whether every call makes its BlockMask, in the function that is compiled; else it is made before.
-        rounds: how contenders take turns.
-        seconds: no case begins after so long, and none that is expected to end later.
-        seed: of inputs and mods.
-    """
-
-    device: str
-    dtype: str
-    tokens: int
-    gate_tokens: int
-    nheads_q: int
-    nheads_kv: int
-    head_dim: int
-    mods: tuple[str, ...] = tuple(MODS)
-    passes: tuple[str, ...] = PASSES
-    kernels: tuple[str, ...] = ()
-    peers: tuple[str, ...] = ()
-    mask_in_graph: bool = False
-    rounds: Rounds = field(default_factory=Rounds)
-    seconds: float = float("inf")
-    seed: int = 42
-
-
 @lru_cache(maxsize=2)
 def inputs_of(settings: Settings, tokens: int) -> Inputs:
     """The same q, k, v and dout for all mods and contenders."""
-    heads = settings.nheads_q, settings.nheads_kv, settings.head_dim
-    cell = Cell("kernel", "full", tokens, *heads, settings.dtype, seed=settings.seed)
-    return workload.build(cell, settings.device).inputs(settings.device)
+    case = settings.case("kernel", "full", tokens)
+    return workload.build(case, settings.device).inputs(settings.device)
 
 
 class Leaves(NamedTuple):
@@ -94,11 +50,28 @@ class Leaves(NamedTuple):
 
 
 class Problem:
-    """A mod at a length."""
+    """A mod at a length.
 
-    def __init__(self, settings: Settings, mod: Mod, tokens: int):
-        self.settings, self.mod, self.tokens = settings, mod, tokens
-        self.names = (*RESULTS, *(f"gradient of {name}" for name in self.made.learned))
+    Args:
+        settings: heads, dtype, seed.
+        mod: what is asked.
+        tokens: of queries and keys.
+        gate: the same at a shorter length, which results are held to; by default this one.
+
+    Attributes:
+        yardstick: by pass, how wrong FlexAttention is, where it is right.
+    """
+
+    def __init__(self, settings: Settings, mod: Mod, tokens: int, gate: Problem | None = None):
+        self.settings, self.mod, self.tokens, self.gate = settings, mod, tokens, gate or self
+        self.yardstick: dict[str, Check] = {}
+        # A compiled function of each contender and pass, which both lengths have.
+        self.compiled: dict[Any, Any] = {} if gate is None else gate.compiled
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of results."""
+        return (*RESULTS, *(f"gradient of {name}" for name in self.made.learned))
 
     @cached_property
     def made(self) -> Made:

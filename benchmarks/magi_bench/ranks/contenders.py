@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import time
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +13,17 @@ from torch import Tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from magi_bench.cases import Case
+from magi_bench.clock import Ready, wait
+from magi_bench.contenders.base import Contender
 from magi_bench.contenders.flex import BLOCK, make_block_mask
+from magi_bench.gate import Check
 from magi_bench.own_code import with_own_code
 from magi_bench.ranks.problem import Problem
-from magi_bench.ranks.world import World
 from magi_bench.step.contenders import NO_BACKWARD
 from magi_bench.workloads.llama import Attention
 from magi_bench.workloads.workload import Workload
+from magi_bench.world import World
 from magi_compile import _compat
 from magi_compile.dtensor import ContextParallelOptions, plan
 from magi_compile.kernels.select import problem_on, select
@@ -27,7 +32,7 @@ from magi_compile.ops import library  # noqa: F401  (defines torch.ops.magi)
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Prepared(NamedTuple):
+class Spread(NamedTuple):
     """A contender for one mask.
 
     Attributes:
@@ -43,43 +48,53 @@ class Prepared(NamedTuple):
     counted: str
 
 
-class Contender(ABC):
-    """A way to run the attention of a sequence over ranks.
+class RanksContender(Contender):
+    """A way to run the attention of a sequence over ranks; if it `is_alone`, every rank has a sequence of its own, as long as its
+    tokens."""
 
-    Attributes:
-        name: in result files and on the command line.
-        label: in reports.
-        is_ours: whether ratios are to its time; one contender.
-        is_alone: whether every rank has a sequence of its own, as long as its tokens.
-    """
-
-    name: str
-    label: str
-    is_ours = False
-    is_alone = False
-
-    def refusals(self, problem: Problem, which: str) -> list[str]:
-        """Every reason against this problem; empty if it runs."""
-        return []
+    _positions: Tensor
 
     @abstractmethod
-    def prepare(self, problem: Problem) -> Prepared:
+    def spread(self, problem: Problem) -> Spread:
         """Everything that depends on the mask and the shapes alone; all ranks call it together."""
 
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        began = time.perf_counter()
+        made = self.spread(problem)
+        wait(problem.world.kind)
+        needs_grad = case.which == "fwdbwd"
+        facts = {
+            "prepare_s": time.perf_counter() - began,
+            "received_bytes": made.received[0] + (made.received[1] if needs_grad else 0),
+            "counted": made.counted,
+        }
+        self._positions = made.positions
+        *tensors, dout = (x[made.positions] for x in problem.inputs)
+        leaves = [x.requires_grad_(needs_grad) for x in tensors]
 
-class Magi(Contender):
+        def call() -> Sequence[Tensor]:
+            out = made.attend(*leaves)
+            return [out, *torch.autograd.grad(out, leaves, dout)] if needs_grad else [out]
+
+        return Ready(call, facts=facts)
+
+    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
+        return problem.check(results, self._positions)
+
+
+class Magi(RanksContender):
     name = "magi"
     label = "magi_compile.dtensor.plan"
     is_ours = True
     options = ContextParallelOptions()
 
-    def prepare(self, problem: Problem) -> Prepared:
+    def spread(self, problem: Problem) -> Spread:
         made = plan(problem.workload.slices, problem.world.mesh, options=self.options)
         told = made.explain()
         received, sent = (x[problem.world.rank] for x in (told.received_rows, told.sent_rows))
         row = bytes_of_keys(problem)
         # Keys and values come again in a backward, and gradients of those that were sent come home.
-        return Prepared(
+        return Spread(
             made.positions, made.attention, (received * row, (received + sent) * row), "plan"
         )
 
@@ -102,31 +117,31 @@ class MagiOneStage(Magi):
     options = ContextParallelOptions(degree=1, backward_degree=1)
 
 
-class OneRank(Contender):
+class OneRank(RanksContender):
     """The yardstick: no other rank, no communication; FLOP/s are what to compare, not times."""
 
     name = "one-rank"
     label = "our kernel, one rank, its tokens alone"
     is_alone = True
 
-    def prepare(self, problem: Problem) -> Prepared:
+    def spread(self, problem: Problem) -> Spread:
         heads = problem.settings.nheads_q, problem.settings.nheads_kv
         attend = kernel_on(problem.workload, problem.world, heads)
         positions = torch.arange(problem.total, device=problem.world.device)
-        return Prepared(positions, attend, (0, 0), "shapes")
+        return Spread(positions, attend, (0, 0), "shapes")
 
 
-class TorchContextParallel(Contender):
+class TorchContextParallel(RanksContender):
     """FlexAttention over gathered keys and values, as PyTorch's style of context parallelism has it, in one compiled graph."""
 
     name = "torch"
     label = "PyTorch's context parallelism, FlexAttention"
     balancer: str | None = None
 
-    def refusals(self, problem: Problem, which: str) -> list[str]:
-        return flex_refusals(problem, which)
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        return flex_refusals(problem, case)
 
-    def prepare(self, problem: Problem) -> Prepared:
+    def spread(self, problem: Problem) -> Spread:
         world, block_mask = problem.world, make_block_mask(problem.workload, problem.world.device)
         balancer = self.load_balancer(problem, block_mask)
         positions = positions_by(balancer, problem)
@@ -140,7 +155,7 @@ class TorchContextParallel(Contender):
             return out[0].transpose(0, 1)
 
         # A reduce-scatter brings a rank as many rows as it has, from each of the others.
-        return Prepared(positions, attend, (others * row, others * row), "shapes")
+        return Spread(positions, attend, (others * row, others * row), "shapes")
 
     def load_balancer(self, problem: Problem, block_mask: BlockMask) -> Any:
         """What places the tokens; None leaves them in the order of the sequence."""
@@ -160,10 +175,10 @@ class PerDocument(TorchContextParallel):
     name = "torch-documents"
     label = "PyTorch's, head-tail balancer of each document"
 
-    def refusals(self, problem: Problem, which: str) -> list[str]:
+    def supports(self, problem: Problem, case: Case) -> list[str]:
         part, documents = 2 * problem.world.size, problem.workload.documents
         odd = [x for x in documents if x % part]
-        reasons = super().refusals(problem, which)
+        reasons = super().supports(problem, case)
         if odd:
             text = f"takes documents of a multiple of {part} tokens, {len(odd)} of {len(documents)} are not"
             reasons.append(text)
@@ -179,9 +194,9 @@ class RoundRobin(TorchContextParallel):
     name = "torch-ptrr"
     label = "PyTorch's, round-robin balancer"
 
-    def refusals(self, problem: Problem, which: str) -> list[str]:
+    def supports(self, problem: Problem, case: Case) -> list[str]:
         rows = problem.total // BLOCK
-        reasons = super().refusals(problem, which)
+        reasons = super().supports(problem, case)
         if rows % problem.world.size:
             reasons.append(f"takes blocks of {BLOCK} rows that ranks divide, got {rows}")
         return reasons
@@ -190,14 +205,14 @@ class RoundRobin(TorchContextParallel):
         return _compat.load_balancer_of_torch("PTRR", block_mask, problem.world.size)
 
 
-class Ulysses(Contender):
+class Ulysses(RanksContender):
     """All-to-all: a rank gets all tokens of some heads, attends by itself, and the output goes back. Tokens are in order."""
 
-    def refusals(self, problem: Problem, which: str) -> list[str]:
+    def supports(self, problem: Problem, case: Case) -> list[str]:
         nheads, size = problem.settings.nheads_kv, problem.world.size
         return [f"{nheads} key-value heads do not divide by {size} ranks"] if nheads % size else []
 
-    def prepare(self, problem: Problem) -> Prepared:
+    def spread(self, problem: Problem) -> Spread:
         world, settings = problem.world, problem.settings
         nheads_q, nheads_kv = (n // world.size for n in (settings.nheads_q, settings.nheads_kv))
         inner = self.attention(problem, (nheads_q, nheads_kv))
@@ -213,7 +228,7 @@ class Ulysses(Contender):
         itemsize = getattr(torch, settings.dtype).itemsize
         whole = problem.tokens * nheads * settings.head_dim * itemsize
         moved = whole * (world.size - 1) // world.size
-        return Prepared(positions_by(None, problem), attend, (moved, moved), "shapes")
+        return Spread(positions_by(None, problem), attend, (moved, moved), "shapes")
 
     @abstractmethod
     def attention(self, problem: Problem, heads: tuple[int, int]) -> Attend:
@@ -232,8 +247,8 @@ class UlyssesFlex(Ulysses):
     name = "ulysses-flex"
     label = "all-to-all over heads, FlexAttention"
 
-    def refusals(self, problem: Problem, which: str) -> list[str]:
-        return [*super().refusals(problem, which), *flex_refusals(problem, which)]
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        return [*super().supports(problem, case), *flex_refusals(problem, case)]
 
     def attention(self, problem: Problem, heads: tuple[int, int]) -> Attend:
         block_mask = make_block_mask(problem.workload, problem.world.device)
@@ -248,7 +263,7 @@ class UlyssesFlex(Ulysses):
 
 
 #: In the order in which they run and of reports: those that compile for long come last.
-CONTENDERS: tuple[type[Contender], ...] = (
+CONTENDERS: tuple[type[RanksContender], ...] = (
     Magi,
     MagiWaits,
     MagiOneStage,
@@ -302,9 +317,9 @@ def compiled_attention(world: World) -> Callable[..., Tensor]:
 
 def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     """Our kernel on one rank, with a plan made beforehand; packed tensors with so many query and key-value heads."""
-    cell, slices = workload.cell, workload.slices.to(world.device)
-    sizes = (heads[0], heads[1], cell.head_dim, cell.head_dim)
-    asked = problem_on(world.device, getattr(torch, cell.dtype), sizes, cell.head_dim**-0.5)
+    case, slices = workload.case, workload.slices.to(world.device)
+    sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
+    asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
     kernel = select(asked)
     made = kernel.pack(kernel.plan(slices, asked))
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
@@ -326,9 +341,9 @@ def positions_by(balancer: Any, problem: Problem) -> Tensor:
     return order[world.rank * problem.tokens :][: problem.tokens]
 
 
-def flex_refusals(problem: Problem, which: str) -> list[str]:
+def flex_refusals(problem: Problem, case: Case) -> list[str]:
     """Why FlexAttention cannot run it."""
-    return [NO_BACKWARD] if problem.world.kind == "cpu" and which == "fwdbwd" else []
+    return [NO_BACKWARD] if problem.world.kind == "cpu" and case.which == "fwdbwd" else []
 
 
 def bytes_of_keys(problem: Problem) -> int:

@@ -3,61 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from magi_bench.kernel.gate import RESULTS, Check
-from magi_bench.ranks.world import World
-from magi_bench.step.clock import Rounds
+from magi_bench.gate import RESULTS, Check
+from magi_bench.settings import Settings
 from magi_bench.workloads import workload
-from magi_bench.workloads.cells import Cell
 from magi_bench.workloads.workload import Inputs, Workload
+from magi_bench.world import World
 
 # Rows of queries whose scores are in memory at a time.
 ROWS = 256
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What holds for all cases of a run.
-
-    Attributes:
-        kind: "cuda" or "cpu".
-        dtype: of q, k and v, and of the model.
-        tokens: tokens of a rank, one after another.
-        nheads_q: query heads.
-        nheads_kv: key-value heads; divides nheads_q.
-        head_dim: of q, k and v.
-        masks: names in the library of masks.
-        lengths: how documents are drawn.
-        passes: names in `step.cases.PASSES`.
-        contenders: names.
-        rounds: how often.
-        seconds: begin nothing that would end later.
-        seed: of inputs and documents.
-        layers: of the model; 0 for no model.
-        vocab: its tokens.
-    """
-
-    kind: str
-    dtype: str
-    tokens: tuple[int, ...]
-    nheads_q: int
-    nheads_kv: int
-    head_dim: int
-    masks: tuple[str, ...]
-    lengths: str
-    passes: tuple[str, ...]
-    contenders: tuple[str, ...]
-    rounds: Rounds = field(default_factory=Rounds)
-    seconds: float = float("inf")
-    seed: int = 42
-    layers: int = 0
-    vocab: int = 32000
 
 
 class Truth(NamedTuple):
@@ -88,16 +47,8 @@ class Problem:
     ):
         self.settings, self.world, self.tokens = settings, world, tokens
         self.total = tokens if is_alone else tokens * world.size
-        cell = Cell(
-            "kernel",
-            mask,
-            self.total,
-            *(settings.nheads_q, settings.nheads_kv, settings.head_dim),
-            dtype=settings.dtype,
-            lengths=settings.lengths,
-            seed=settings.seed,
-        )
-        self.workload: Workload = workload.build(cell, str(world.device))
+        case = settings.case("kernel", mask, self.total)
+        self.workload: Workload = workload.build(case, str(world.device))
 
     @cached_property
     def inputs(self) -> Inputs:

@@ -11,13 +11,15 @@ from magi_bench.results.rows import Results
 __all__ = ["write_readme_table", "write_report"]
 
 
-def write_report(results: Results, output: Path, title: str, note: str = "") -> list[Path]:
+def write_report(
+    results: Results, output: Path, title: str | None = None, note: str = ""
+) -> list[Path]:
     """Writes the report as `output` with .md and with .html.
 
     Args:
         results: rows of any runs.
         output: a path; .md and .html are added to its name.
-        title: of the report.
+        title: of the report; by default that of the first run.
         note: a paragraph below the title; empty for none.
 
     Returns:

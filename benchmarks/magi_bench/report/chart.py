@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from magi_bench.cases import PASSES, format_length
 from magi_bench.report import tables
 from magi_bench.results.rows import Results
-from magi_bench.workloads.cells import format_length
 
 WIDTH, PANEL, TOP, LEFT, RIGHT = 980, 226, 64, 16, 16
 PLOT = 150  # height of the highest bar
-PASSES = ("fwd", "bwd")
 # Ours first. The colours also differ in lightness, for readers who do not see hues.
 COLORS = ("#e25822", "#1f4e9c", "#4fb3a5", "#b3b8c0")
 STYLE = (
@@ -37,23 +36,30 @@ def to_chart(results: Results, seqlen: int, masks: Sequence[str], names: Sequenc
     """
     if len(names) > len(COLORS):
         raise ValueError(f"`contenders` must be at most {len(COLORS)}, got {len(names)}")
-    found = tables.groups(results)
+    found = tables.groups(results, every=True)
     setups = {(g.device, g.heads, g.head_dim, g.dtype) for g in found}
     if len(setups) != 1:
         raise ValueError(f"`results` must be of one device, heads and dtype, got {sorted(setups)}")
     device, heads, head_dim, dtype = setups.pop()
-    cells = {mask: _cell(found, mask, seqlen, names) for mask in masks}
+    cases = {mask: _cell(found, mask, seqlen, names) for mask in masks}
     setup = f"{device}, {format_length(seqlen)} tokens, heads {heads}, head_dim {head_dim}, {dtype}"
-    height = TOP + PANEL * len(PASSES)
+    has = {
+        which for rows in cases.values() for row in rows.values() for which in row.get("passes", ())
+    }
+    shown = [which for which in PASSES if which in has][:2]
+    labels = {name: row for rows in cases.values() for name, row in rows.items()}
+    height = TOP + PANEL * len(shown)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" '
         f'height="{height}" role="img" aria-label="Attention speed: {escape(setup, quote=True)}">',
         f'<style>{STYLE}</style><rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
         _text(LEFT, 24, f"TFLOP/s, more is better ({setup})", "title"),
-        _legend(names),
+        _legend(
+            {name: tables.label_of(labels[name]) if name in labels else name for name in names}
+        ),
     ]
-    for i, which in enumerate(PASSES):
-        parts += _panel(cells, which, names, TOP + PANEL * i)
+    for i, which in enumerate(shown):
+        parts += _panel(cases, which, names, TOP + PANEL * i)
     return "".join([*parts, "</svg>\n"])
 
 
@@ -68,10 +74,9 @@ def _cell(
     return rows
 
 
-def _legend(names: Sequence[str]) -> str:
+def _legend(labels: dict[str, str]) -> str:
     parts, x = [], LEFT
-    for name, color in zip(names, COLORS, strict=False):
-        label = tables.label(name)
+    for (name, label), color in zip(labels.items(), COLORS, strict=False):
         parts.append(f'<rect x="{x}" y="38" width="12" height="12" rx="2" fill="{color}"/>')
         parts.append(_text(x + 18, 48, label, "ours" if tables.is_ours(name) else ""))
         x += 44 + 7 * len(label)
@@ -79,7 +84,7 @@ def _legend(names: Sequence[str]) -> str:
 
 
 def _panel(
-    cells: dict[str, dict[str, tables.Row]], which: str, names: Sequence[str], top: int
+    cases: dict[str, dict[str, tables.Row]], which: str, names: Sequence[str], top: int
 ) -> list[str]:
     bottom = top + 42 + PLOT
     parts = [
@@ -88,10 +93,10 @@ def _panel(
     ]
     speeds = {
         mask: [tables.tflops(rows.get(name), which) for name in names]
-        for mask, rows in cells.items()
+        for mask, rows in cases.items()
     }
     most = max(value for found in speeds.values() for value in found if value)
-    pitch = (WIDTH - LEFT - RIGHT) / len(cells)
+    pitch = (WIDTH - LEFT - RIGHT) / len(cases)
     width = min(0.84 * pitch / len(names), 36.0)
     for i, (mask, found) in enumerate(speeds.items()):
         middle = LEFT + pitch * (i + 0.5)

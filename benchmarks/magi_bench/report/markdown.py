@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from magi_bench.cases import format_length
 from magi_bench.report import tables
 from magi_bench.results.rows import Results
-from magi_bench.workloads.cells import format_length
 
 BEGIN, END = "<!-- magi-bench report -->", "<!-- end of magi-bench report -->"
 # Lengths in the README.
 README_SEQLENS = (4096, 16384, 65536)
 
 
-def to_markdown(results: Results, title: str, note: str = "") -> str:
-    parts = [f"# {title}", ""] + ([note, ""] if note else [])
+def to_markdown(results: Results, title: str | None = None, note: str = "") -> str:
+    parts = [f"# {title or tables.title(results)}", ""]
+    parts += [x for words in (note, *tables.notes(results)) if words for x in (words, "")]
     parts += [f"- {name}: {value}" for name, value in tables.facts(results)] + [""]
     for group in tables.groups(results):
         parts += [f"## {group.title}", ""]
@@ -22,11 +23,12 @@ def to_markdown(results: Results, title: str, note: str = "") -> str:
             parts += [f"### {tables.PASS_TITLES[which]}, {tables.unit(group)[0]}", ""]
             parts += [*table(*tables.speed_table(group, which)), ""]
         parts += ["### Other costs, medians", "", *table(*tables.cost_table(group)), ""]
+    for section in tables.sections(results):
+        parts += [f"## {section.title}", "", *table(section.header, section.lines), ""]
     missing = tables.absent(results)
     if missing:
-        header = ["contender", "outcome", "reason", "cells"]
-        lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
-        parts += ["## Without a number", "", *table(header, lines), ""]
+        header = ["contender", "outcome", "reason", "cases"]
+        parts += ["## Without a number", "", *table(header, list(map(list, missing))), ""]
     parts += ["## Runs", "", *table(*tables.run_table(results)), ""]
     return "\n".join(parts)
 

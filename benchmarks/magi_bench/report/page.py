@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from magi_bench.cases import format_length
 from magi_bench.report import published, svg, tables
 from magi_bench.report.tables import Group
 from magi_bench.results.rows import Results
-from magi_bench.workloads.cells import format_length
 
 # The style sheet has so many colours for contenders that are not ours, which also differ in lightness, and so many for
 # ours. Charts draw the fastest contenders of a group, as many as there are colours; tables have all of them.
@@ -19,8 +19,8 @@ NUM_COLORS, NUM_OURS = 5, 3
 ROOF_SHARE = 0.6
 
 
-def to_html(results: Results, title: str, note: str = "") -> str:
-    found = tables.groups(results)
+def to_html(results: Results, title: str | None = None, note: str = "") -> str:
+    found, title = tables.groups(results), title or tables.title(results)
     styles = _styles(found)
     style = Path(__file__).with_name("page.css").read_text()
     words = f"<p>{escape(note)}</p>" if note else ""
@@ -29,6 +29,10 @@ def to_html(results: Results, title: str, note: str = "") -> str:
         links = "".join(f'<a href="#g{i}">{escape(g.title)}</a>' for i, g in enumerate(found))
         body.append(f"<nav>{links}</nav>")
     body += [_section(group, i, styles, results) for i, group in enumerate(found)]
+    for section in tables.sections(results):
+        words = "".join(f"<p>{escape(x)}</p>" for x in tables.notes(results))
+        made = _table(section.header, section.lines)
+        body.append(f"<section><h2>{escape(section.title)}</h2>{words}{made}</section>")
     body += [_absent(results), _provenance(results)]
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -39,16 +43,16 @@ def to_html(results: Results, title: str, note: str = "") -> str:
 
 
 def _summary(results: Results, found: list[Group]) -> str:
-    devices = " and ".join(dict.fromkeys(group.device for group in found))
+    devices = " and ".join(dict.fromkeys(run["device"] for run in results.runs.values()))
     dates = sorted({run["date"][:10] for run in results.runs.values() if "date" in run})
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}" if dates else ""
-    tiles = [("measured", f"{len(results.ok_rows())}", "contenders x cells")]
+    tiles = [("measured", f"{len(results.ok_rows())}", "contenders x cases")]
     for which in ("fwd", "bwd"):
         ratios = [ratio for group in found for ratio in tables.ratios(group, which)]
         if ratios:
             # The median, as a cell in which nobody else can skip what is hidden says little of the others.
             name = f"ours / best other, {tables.PASS_TITLES[which].lower()}"
-            tiles.append((name, f"{statistics.median(ratios):.2f}", "median of all cells"))
+            tiles.append((name, f"{statistics.median(ratios):.2f}", "median of all cases"))
     wrong = sum(row["status"] == "wrong" for row in results.rows.values())
     tiles.append(("failed the numerical gate", str(wrong), "never drawn as speed"))
     boxes = "".join(
@@ -75,7 +79,7 @@ def _section(group: Group, index: int, styles: dict[str, str], results: Results)
         )
     parts.append(_memory(group, styles))
     parts.append(
-        "<h3>Other costs</h3><p>Medians over all cells: preparing for a new mask of a known shape, the first "
+        "<h3>Other costs</h3><p>Medians over all cases: preparing for a new mask of a known shape, the first "
         "calls with compilation, the time until a call returns, and the spread from the 20th to the 80th "
         "percentile; and the worst of all errors over what is allowed.</p>"
     )
@@ -243,15 +247,15 @@ def _absent(results: Results) -> str:
     missing = tables.absent(results)
     if not missing:
         return ""
-    header = ["contender", "outcome", "reason", "cells"]
-    lines = [[name, status, reason, str(count)] for name, status, reason, count in missing]
-    return f'<section class="words"><h2>Without a number</h2>{_table(header, lines)}</section>'
+    header = ["contender", "outcome", "reason", "cases"]
+    made = _table(header, map(list, missing))
+    return f'<section class="words"><h2>Without a number</h2>{made}</section>'
 
 
 def _provenance(results: Results) -> str:
     text = (
         "FLOPs are 4 x visible pairs x query heads x head_dim forward and 2.5 times that backward, for every "
-        "contender; where v has a head_dim of its own, two and five matrix products with theirs. All contenders of a cell get the same random inputs and a mask derived from the same slices."
+        "contender; where v has a head_dim of its own, two and five matrix products with theirs. All contenders of a case get the same random inputs and a mask derived from the same slices."
     )
     facts = "".join(
         f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in tables.facts(results)

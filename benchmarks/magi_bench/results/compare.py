@@ -35,7 +35,7 @@ def compare(before: Results, after: Results, threshold: float = 0.03) -> list[Ve
         threshold: by what share of the time the medians must differ for another verdict than "same".
 
     Returns:
-        A verdict for each pass that `before` has measured and of whose cell `after` has a row.
+        A verdict for each pass that `before` has measured and of whose case `after` has a row.
 
     Raises:
         ValueError: a negative threshold, or nothing in common.
@@ -56,7 +56,7 @@ def compare(before: Results, after: Results, threshold: float = 0.03) -> list[Ve
             verdicts.append(Verdict(old["key"], which, old_times["ms"], new_times["ms"], verdict))
     if not verdicts:
         raise ValueError(
-            "the two files have no measured row in common; compare runs of the same cells and contenders"
+            "the two files have no measured row in common; compare runs of the same cases and contenders"
         )
     return verdicts
 

@@ -3,63 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from magi_bench.contenders.base import Layout
+from magi_bench.cases import Case
+from magi_bench.clock import Ahead, Ready
+from magi_bench.contenders.base import Contender, Layout
 from magi_bench.contenders.flash_attention import FlashAttention4
 from magi_bench.contenders.flex import BLOCK, FlexFlash
-from magi_bench.kernel.gate import Check
-from magi_bench.step.cases import Case
-from magi_bench.step.checks import check_attention, checked_parameters, truth_of_step
-from magi_bench.step.clock import Ready
-from magi_bench.step.problem import MAKERS, Problem
+from magi_bench.gate import Check, judge
+from magi_bench.step.problem import MAKERS, Problem, Way
+from magi_bench.training import build, check_steps, steps
 from magi_bench.workloads.derive import block_areas
-from magi_bench.workloads.llama import Llama, Shape, causal_within
+from magi_bench.workloads.llama import Llama, causal_within
 from magi_compile.ops.attention import flex_flash_attention
 
 NO_BACKWARD = "FlexAttention has no backward on a CPU"
 
 
-class Contender(ABC):
-    """One way to compute a case.
+class StepContender(Contender):
+    """One way to compute a case. It takes part in the rows of some `groups`, names in `suite.GROUPS`."""
 
-    Attributes:
-        name: in result files and on the command line.
-        label: in reports.
-        groups: whose rows it takes part in, names in `cases.GROUPS`.
-        is_ours: whether ratios are to its time; one contender of each row.
-    """
-
-    name: str
-    label: str
     groups: tuple[str, ...]
-    is_ours: bool = False
-
-    def unavailable(self, device: str) -> str | None:
-        """Why it cannot be had here, or None."""
-        return None
-
-    def refusals(self, case: Case, device: str) -> list[str]:
-        """Every reason against a case; empty if it runs."""
-        return []
-
-    @abstractmethod
-    def prepare(self, problem: Problem, case: Case) -> Ready:
-        """Everything that comes before the first call."""
-
-    @abstractmethod
-    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        """Holds the results of the first call, which are those of turn 0, to the truth."""
 
 
-class Compiled(Contender):
+class Compiled(StepContender):
     """FlexAttention through torch.compile, with one of its backends."""
 
     groups: tuple[str, ...] = ("calls", "layers", "training")
@@ -71,35 +43,41 @@ class Compiled(Contender):
         self._optimizer: torch.optim.Optimizer | None = None
         self._before: dict[str, Tensor] = {}
 
-    def refusals(self, case: Case, device: str) -> list[str]:
-        if case.row.mode == "reduce-overhead" and device == "cpu":
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        if problem.ways[case.mask].mode and problem.settings.device == "cpu":
             return ["CUDA graphs need a GPU"]
         return []
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
-        if case.row.group == "training":
+        if problem.ways[case.mask].group == "training":
             return self._prepare_training(problem, case)
         return self._prepare_attention(problem, case)
 
     def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        if case.row.group == "training":
+        if problem.ways[case.mask].group == "training":
             return self._check_training(problem, case, results)
         return check_attention(problem, case, results, Layout.HEADS_FIRST)
 
-    def _options(self, case: Case) -> dict[str, Any]:
-        return {"backend": self.backend} | ({"mode": case.row.mode} if case.row.mode else {})
+    def _compiled(self, problem: Problem, way: Way, key: Any, function: Any) -> Any:
+        options = {"backend": self.backend} | ({"mode": way.mode} if way.mode else {})
+        return problem.compiled(
+            (self.name, way.mask == "graph", way.mode, key), function, **options
+        )
 
     def _prepare_attention(self, problem: Problem, case: Case) -> Ready:
-        is_deep, is_inside = case.row.group == "layers", case.row.mask == "graph"
-        key = (self.name, case.layers if is_deep else 0, is_inside, case.row.mode, case.which)
-        function = _attend_layers if is_deep else _attend
-        attend = problem.compiled(key, function, **self._options(case))
+        way = problem.ways[case.mask]
+        is_deep = way.group == "layers"
+        key, function = (
+            (case.layers if is_deep else 0, case.which),
+            _attend_layers if is_deep else _attend,
+        )
+        attend = self._compiled(problem, way, key, function)
         leaves, dout = _leaves(problem, case, Layout.HEADS_FIRST)
-        masks = Masks(problem, case)
+        masks = Masks(problem, way)
         q, k, v = leaves if is_deep else [tensors[0] for tensors in leaves]
 
         def call() -> Sequence[Tensor]:
-            if case.row.mode:
+            if way.mode:
                 torch.compiler.cudagraph_mark_step_begin()
             out = attend(q, k, v, masks.next(), self.kernel_options)
             return _with_gradients([out] if isinstance(out, Tensor) else out, leaves, dout, case)
@@ -108,55 +86,37 @@ class Compiled(Contender):
         return Ready(call, masks.renew)
 
     def _prepare_training(self, problem: Problem, case: Case) -> Ready:
-        model = self._model = self._model or _build(problem, case, self.kernel_options)
-        if problem.settings.has_optimizer and self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        key = (self.name, "training", case.row.mask == "graph", case.which)
-        loss_of = problem.compiled(key, Llama.forward, **self._options(case))
-        packs = Packs(problem, case)
-
-        def forward() -> Sequence[Tensor]:
-            with torch.no_grad():
-                return [loss_of(model, *packs.next())]
-
-        def step() -> Sequence[Tensor]:
-            model.zero_grad()
-            loss = loss_of(model, *packs.next())
-            loss.backward()
-            gradients = [x.grad for x in checked_parameters(model) if x.grad is not None]
-            if self._optimizer is not None:
-                self._optimizer.step()
-            return [loss.detach(), *gradients]
-
-        packs.renew(1)
+        settings, way = problem.settings, problem.ways[case.mask]
+        if self._model is None:
+            self._model = build(settings, case.layers, settings.device, self.kernel_options)
+            if settings.optimizer:
+                self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         if self._optimizer is not None:
-            self._before = {name: x.clone() for name, x in model.state_dict().items()}
-        return Ready(forward if case.which == "fwd" else step, packs.renew)
+            self._before = {name: x.clone() for name, x in self._model.state_dict().items()}
+        loss_of = self._compiled(problem, way, ("training", case.which), Llama.forward)
+
+        def make(turn: int) -> tuple[Any, ...]:
+            mask = None if way.mask == "graph" else problem.new_block_mask(turn)
+            return (*problem.pack(turn)[:3], mask)
+
+        return steps(self._model, loss_of, Ahead(make), case.which, optimizer=self._optimizer)
 
     def _check_training(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
-        """Compares with the same model without FlexAttention and torch.compile, with the weights of the first step."""
-        model = _build(problem, case, None)
+        """Compares with the same model, with the weights of the first step."""
+        model = build(problem.settings, case.layers, problem.settings.device)
         assert self._model is not None
-        model.load_state_dict(
-            self._before if self._optimizer is not None else self._model.state_dict()
-        )
-        tokens, targets, document, _ = Packs(problem, case).make(0)
-
-        def run() -> list[Tensor]:
-            loss = model(tokens, targets, document, problem.lengths(0))
-            return [loss.detach(), *torch.autograd.grad(loss, checked_parameters(model))]
-
-        return truth_of_step(model, run).check(results, problem.tokens)
+        model.load_state_dict(self._before or self._model.state_dict())
+        return check_steps(model, problem.pack(0), results)
 
 
 class Flex(Compiled):
     name = "flex"
     label = "FlexAttention"
 
-    def refusals(self, case: Case, device: str) -> list[str]:
-        if case.which == "fwdbwd" and device == "cpu":
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        if case.which == "fwdbwd" and problem.settings.device == "cpu":
             return [NO_BACKWARD]
-        return super().refusals(case, device)
+        return super().supports(problem, case)
 
 
 class FlexByFlash(Compiled):
@@ -168,13 +128,13 @@ class FlexByFlash(Compiled):
     def unavailable(self, device: str) -> str | None:
         return "runs on cuda, not on cpu" if device == "cpu" else FlexFlash().available()
 
-    def refusals(self, case: Case, device: str) -> list[str]:
-        if case.row.mode == "reduce-overhead":
+    def supports(self, problem: Problem, case: Case) -> list[str]:
+        if problem.ways[case.mask].mode:
             # With torch 2.11, a NameError in the graph. The next contender's CUDA graphs then fail an assertion.
             return [
                 "its graph fails while CUDA graph trees record it, and nobody can use these afterwards"
             ]
-        return super().refusals(case, device)
+        return super().supports(problem, case)
 
 
 class Magi(Compiled):
@@ -184,7 +144,7 @@ class Magi(Compiled):
     is_ours = True
 
 
-class MagiEager(Contender):
+class MagiEager(StepContender):
     name = "magi-eager"
     label = "flex_flash_attention"
     groups = ("eager",)
@@ -211,7 +171,7 @@ class FlashAttention(MagiEager):
         return _packed(problem, case, attend)
 
 
-class MaskOnly(Contender):
+class MaskOnly(StepContender):
     """Makes a BlockMask of the document of each token."""
 
     name = "pytorch-mask"
@@ -219,7 +179,7 @@ class MaskOnly(Contender):
     groups = ("masks",)
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
-        make, documents = self._maker(problem), Masks(problem, case)
+        make, documents = self._maker(problem), Masks(problem, problem.ways[case.mask])
 
         def call() -> Sequence[Tensor]:
             mask = make(documents.next())
@@ -265,7 +225,7 @@ class MagiMaskOnly(MaskOnly):
 
 
 #: In the order of reports.
-CONTENDERS: tuple[type[Contender], ...] = (
+CONTENDERS: tuple[type[StepContender], ...] = (
     Flex,
     FlexByFlash,
     FlashAttention,
@@ -277,56 +237,26 @@ CONTENDERS: tuple[type[Contender], ...] = (
 )
 
 
-class Masks:
+class Masks(Ahead):
     """The mask of the next call: a BlockMask, or the document of each token, from which the call makes one."""
 
-    def __init__(self, problem: Problem, case: Case):
-        self._problem, self._row = problem, case.row
-        self._turns = itertools.count()
-        self._made: list[BlockMask | Tensor] = []
+    def __init__(self, problem: Problem, way: Way):
+        self._problem, self._way = problem, way
+        super().__init__(self._make)
 
     def renew(self, calls: int) -> None:
-        """Makes the masks of so many calls, if they are to have new ones."""
-        if self._row.is_new or not self._made:
-            self._made = [self._make(turn) for turn in itertools.islice(self._turns, calls)][::-1]
+        if self._way.is_new or not self._made:
+            super().renew(calls if self._way.is_new else 1)
 
     def next(self) -> BlockMask | Tensor:
-        return self._made.pop() if self._row.is_new else self._made[0]
+        return self._made.pop() if self._way.is_new else self._made[0]
 
     def _make(self, turn: int) -> BlockMask | Tensor:
-        if self._row.mask in ("graph", "measured"):
+        if self._way.mask in ("graph", "measured"):
             return self._problem.document(turn)
-        maker = "magi" if self._row.mask == "magi" else "pytorch"
-        if self._row.is_new:
-            return self._problem.new_block_mask(turn, maker)
-        return self._problem.block_mask(turn, maker)
-
-
-class Packs:
-    """The tokens of the next step, what follows each, the document of each, and a BlockMask that is made outside."""
-
-    def __init__(self, problem: Problem, case: Case):
-        self._problem, self._row = problem, case.row
-        self._turns = itertools.count()
-        self._made: list[tuple[Any, ...]] = []
-
-    def renew(self, calls: int) -> None:
-        """Makes so many steps' packs."""
-        self._made = [self.make(turn) for turn in itertools.islice(self._turns, calls)][::-1]
-
-    def next(self) -> tuple[Any, ...]:
-        return self._made.pop()
-
-    def make(self, turn: int) -> tuple[Tensor, Tensor, Tensor, BlockMask | None]:
-        """Those of a turn."""
-        problem, settings = self._problem, self._problem.settings
-        generator = torch.Generator().manual_seed(settings.seed + turn)
-        tokens = torch.randint(settings.vocab, (1, problem.tokens), generator=generator)
-        tokens, document = tokens.to(settings.device), problem.document(turn)
-        is_followed = F.pad(document[1:] == document[:-1], (0, 1))
-        targets = torch.where(is_followed, tokens.roll(-1, 1), -1)
-        mask = None if self._row.mask == "graph" else problem.new_block_mask(turn)
-        return tokens, targets, document, mask
+        maker = "magi" if self._way.mask == "magi" else "pytorch"
+        make = self._problem.new_block_mask if self._way.is_new else self._problem.block_mask
+        return make(turn, maker)
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
@@ -337,11 +267,7 @@ def _listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 
 def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: BlockMask | Tensor,
-    kernel_options: Any,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | Tensor, kernel_options: Any
 ) -> Tensor:
     """One attention; makes the mask itself of the document of each token."""
     if isinstance(mask, Tensor):
@@ -354,14 +280,13 @@ def _attend_layers(
     k: list[Tensor],
     v: list[Tensor],
     mask: BlockMask | Tensor,
-    kernel_options: dict[str, Any] | None,
+    kernel_options: Any,
 ) -> list[Tensor]:
     """Many attentions under one mask."""
     if isinstance(mask, Tensor):
         mask = causal_within(mask)
-    options: dict[str, Any] = {"enable_gqa": True, "kernel_options": kernel_options}
     layers = zip(q, k, v, strict=True)
-    return [flex_attention(*layer, block_mask=mask, **options) for layer in layers]
+    return [_attend(*layer, mask, kernel_options) for layer in layers]
 
 
 def _leaves(
@@ -388,19 +313,19 @@ def _with_gradients(
     return [*outs, *torch.autograd.grad(outs, flat, dout)]
 
 
+def check_attention(
+    problem: Problem, case: Case, results: Sequence[Tensor], layout: Layout
+) -> Check:
+    """The first and the last layer, out and gradients, against fp64; the worse of the two."""
+    checks = []
+    for layer in {0, case.layers - 1}:
+        packed = [layout.to_packed(x.detach()) for x in results[layer :: case.layers]]
+        checks.append(judge(packed, *problem.reference(layer)))
+    return max(checks, key=lambda check: max(x / check.allowed[n] for n, x in check.errors.items()))
+
+
 def _packed(problem: Problem, case: Case, attend: Callable[..., Tensor]) -> Ready:
     """An eager function of `[tokens, heads, head_dim]`."""
     leaves, dout = _leaves(problem, case, Layout.PACKED)
     q, k, v = (tensors[0] for tensors in leaves)
     return Ready(lambda: _with_gradients([attend(q, k, v)], leaves, dout, case))
-
-
-def _build(problem: Problem, case: Case, kernel_options: dict[str, Any] | None) -> Llama:
-    """The model, the same from every call."""
-    settings = problem.settings
-    dim = settings.nheads_q * settings.head_dim
-    heads = settings.nheads_q, settings.nheads_kv
-    torch.manual_seed(settings.seed)
-    with torch.device(settings.device):
-        model = Llama(Shape(case.layers, dim, 2 * dim, *heads, settings.vocab), kernel_options)
-    return model.to(getattr(torch, settings.dtype))

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from magi_bench.kernel.gate import exact_and_plain
+from magi_bench.gate import exact_and_plain
 from magi_bench.own_code import with_own_code
-from magi_bench.step.cases import Settings
+from magi_bench.settings import Settings
 from magi_bench.workloads import lengths, workload
-from magi_bench.workloads.cells import Cell
 from magi_bench.workloads.llama import causal_within
+from magi_bench.workloads.packs import Pack, document_of, pack
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.masks import create_block_mask
 
 SAMPLER = "short"
+
+
+class Way(NamedTuple):
+    """A way of calling attention, a row of the table of `step`.
+
+    Attributes:
+        name: on the command line and in result files.
+        group: a name in `suite.GROUPS`.
+        label: in reports.
+        mask: who makes the mask: "pytorch" or "magi" (`create_block_mask`, outside of the graph and of the time), "graph"
+            (PyTorch's `create_block_mask` inside of the compiled function), "at hand" (each contender's own form), or
+            "measured" (making it is what is measured).
+        is_new: other documents, and so another mask, in every call.
+        mode: torch.compile's.
+    """
+
+    name: str
+    group: str
+    label: str
+    mask: str
+    is_new: bool = False
+    mode: str | None = None
 
 
 def causal_within_by_magi(document: Tensor) -> BlockMask:
@@ -39,8 +61,8 @@ MAKERS = {"pytorch": causal_within, "magi": causal_within_by_magi}
 class Problem:
     """Attention of packed causal documents. Turn 0 has the documents of rows that always see the same ones."""
 
-    def __init__(self, settings: Settings, tokens: int):
-        self.settings, self.tokens = settings, tokens
+    def __init__(self, settings: Settings, tokens: int, ways: Mapping[str, Way]):
+        self.settings, self.tokens, self.ways = settings, tokens, ways
         self._compiled: dict[Hashable, Any] = {}
         self._results: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self.inputs = lru_cache(None)(self._inputs)
@@ -49,19 +71,9 @@ class Problem:
     def workload(self, layer: int = 0) -> Workload:
         """As kernels of magi-bench get it; every layer has q, k and v of its own, and all have one mask."""
         settings = self.settings
-        cell = Cell(
-            "kernel",
-            "document_causal",
-            self.tokens,
-            settings.nheads_q,
-            settings.nheads_kv,
-            settings.head_dim,
-            settings.dtype,
-            SAMPLER,
-            seed=settings.seed,
-        )
-        made = workload.build(cell, settings.device)
-        return replace(made, cell=replace(cell, seed=settings.seed + layer))
+        case = settings.case("kernel", "document_causal", self.tokens, lengths=SAMPLER)
+        made = workload.build(case, settings.device)
+        return replace(made, case=replace(case, seed=settings.seed + layer))
 
     def _inputs(self, layer: int) -> Inputs:
         return self.workload(layer).inputs(self.settings.device)
@@ -72,9 +84,11 @@ class Problem:
 
     def document(self, turn: int) -> Tensor:
         """Int `[tokens]`: the document of each token."""
-        counts = self.lengths(turn)
-        document = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-        return document.to(self.settings.device)
+        return document_of(self.lengths(turn)).to(self.settings.device)
+
+    def pack(self, turn: int) -> Pack:
+        """The tokens of a step."""
+        return pack(self.settings, self.tokens, turn, self.settings.device, SAMPLER)
 
     def new_block_mask(self, turn: int, maker: str = "pytorch") -> BlockMask:
         """The mask of a turn, made by one of `MAKERS`; `block_mask` keeps it."""
@@ -86,20 +100,16 @@ class Problem:
             inputs, begin = self.inputs(layer), 0
             parts = []
             for length in self.lengths(0):
-                cell = replace(self.workload().cell, mask="causal", lengths="whole", seqlen=length)
+                case = replace(self.workload().case, mask="causal", lengths="whole", seqlen=length)
                 rows = slice(begin, begin + length)
                 document = Inputs(*(x[rows] for x in inputs))
-                parts.append(exact_and_plain(workload.build(cell), document))
+                parts.append(exact_and_plain(workload.build(case), document))
                 begin += length
             exact, plain = (
                 [torch.cat(x) for x in zip(*side, strict=True)] for side in zip(*parts, strict=True)
             )
             self._results[layer] = exact, plain
         return self._results[layer]
-
-    def forget_reference(self) -> None:
-        """Gives the memory of `reference` back."""
-        self._results.clear()
 
     def compiled(self, key: Hashable, function: Callable[..., Any], **options: Any) -> Any:
         """`torch.compile(function)`, one for each key, with code of its own for Dynamo to guard."""

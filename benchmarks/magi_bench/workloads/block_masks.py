@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magi_bench.workloads.cells import Cell
+from magi_bench.cases import Case
 from magi_compile.masks.library import MaskMod
 from magi_compile.masks.slices import AttnSlices, MaskType
 
@@ -95,19 +95,19 @@ class BlockMap:
         return head, q_ranges, torch.stack([k_starts[first], k_starts[last]], 1)
 
 
-def draw(cell: Cell) -> BlockMap:
+def draw(case: Case) -> BlockMap:
     """Every row of blocks keeps the `density` of the blocks with the largest random scores, one at least."""
-    if cell.mask == "uniform_blocks":
-        q_sizes = k_sizes = _uniform_sizes(cell.seqlen, cell.block)
+    if case.mask == "uniform_blocks":
+        q_sizes = k_sizes = _uniform_sizes(case.seqlen, case.block)
     else:
-        rng = random.Random(cell.seed)
-        q_sizes, k_sizes = (_variable_sizes(cell.seqlen, cell.block, rng) for _ in range(2))
-    generator = torch.Generator().manual_seed(cell.seed)
-    scores = torch.rand(cell.nheads_kv, len(q_sizes), len(k_sizes), generator=generator)
-    kept = max(round(cell.density * len(k_sizes)), 1)
+        rng = random.Random(case.seed)
+        q_sizes, k_sizes = (_variable_sizes(case.seqlen, case.block, rng) for _ in range(2))
+    generator = torch.Generator().manual_seed(case.seed)
+    scores = torch.rand(case.nheads_kv, len(q_sizes), len(k_sizes), generator=generator)
+    kept = max(round(case.density * len(k_sizes)), 1)
     visible = torch.zeros_like(scores, dtype=torch.bool)
     visible.scatter_(2, scores.topk(kept, dim=2).indices, True)
-    return BlockMap(visible, q_sizes, k_sizes, cell.nheads_q // cell.nheads_kv)
+    return BlockMap(visible, q_sizes, k_sizes, case.nheads_q // case.nheads_kv)
 
 
 def _uniform_sizes(seqlen: int, block: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""A cell: one point of the benchmark's grid, without the contender."""
+"""A case: one point of the benchmark's grid, without the contender."""
 
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ PASSES = ("fwd", "bwd", "fwdbwd")
 
 
 @dataclass(frozen=True)
-class Cell:
+class Case:
     """What is measured. Everything random in it follows from `seed`.
 
     Attributes:
-        level: "kernel" for masks that all heads share, "sparse" for block masks of each key-value head.
-        mask: a name in `workload.MASKS`.
-        seqlen: queries and keys.
+        level: the command that measures it; for what kernels take also in other commands "kernel", masks that all heads share, or
+            "sparse", block masks of each key-value head.
+        mask: a name in `workload.MASKS`; elsewhere what is called: a row of `step`, a mod, a mask of ranks, a framework.
+        seqlen: queries and keys; across ranks those of a rank.
         nheads_q: query heads.
         nheads_kv: key-value heads; divides nheads_q.
         head_dim: of q and k.
         dtype: "bfloat16", "float16" or "float32".
         lengths: how documents are drawn, a name in `lengths.SAMPLERS`.
-        block: tokens of a block of a sparse mask; the mean where sizes vary. 0 for kernel cells.
-        density: the share of blocks that a row of a sparse mask keeps. 1.0 for kernel cells.
+        block: tokens of a block of a sparse mask; the mean where sizes vary. 0 for others.
+        density: the share of blocks that a row of a sparse mask keeps. 1.0 for others.
         seed: of documents, masks and inputs.
         head_dim_v: of v; 0 for that of q and k.
+        which: the pass, where contenders are prepared for one; "" where they run all of them.
+        layers: attentions in one graph, or layers of a model.
+        ranks: over which the sequence is spread.
+        mode: of a framework's model: "eager" or "compiled".
     """
 
     level: str
@@ -39,6 +44,10 @@ class Cell:
     density: float = 1.0
     seed: int = 42
     head_dim_v: int = 0
+    which: str = ""
+    layers: int = 1
+    ranks: int = 1
+    mode: str = ""
 
     @property
     def heads(self) -> str:
@@ -58,24 +67,26 @@ class Cell:
     def mask_label(self) -> str:
         """The mask in words, with what tells sparse ones apart."""
         words = self.mask.replace("_", " ")
-        return words if self.level == "kernel" else f"{words} {self.block}, {self.density:.0%}"
+        return words if self.level != "sparse" else f"{words} {self.block}, {self.density:.0%}"
 
     @property
     def key(self) -> str:
-        """The same for equal cells only; what `--resume` goes by."""
+        """The same for equal cases only; what `--resume` goes by."""
         sparse = [f"b{self.block}", f"p{self.density:g}"] if self.level == "sparse" else []
         parts = [self.level, self.mask, *sparse, self.lengths, f"s{self.seqlen}", self.heads]
-        return "/".join([*parts, f"d{self.head_dims_label}", self.dtype, f"seed{self.seed}"])
+        more = [f"x{self.layers}"] * (self.layers > 1) + [f"ranks{self.ranks}"] * (self.ranks > 1)
+        more += [x for x in (self.mode, self.which) if x]
+        return "/".join([*parts, f"d{self.head_dims_label}", self.dtype, f"seed{self.seed}", *more])
 
-    def at(self, seqlen: int) -> Cell:
-        """The same cell at another length."""
+    def at(self, seqlen: int) -> Case:
+        """The same case at another length."""
         return replace(self, seqlen=seqlen)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Cell:
+    def from_json(cls, fields: dict[str, Any]) -> Case:
         return cls(**fields)
 
 

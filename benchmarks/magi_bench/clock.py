@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +30,29 @@ class Ready(NamedTuple):
     Attributes:
         call: one call, or one step; returns what is checked.
         renew: makes the masks of so many calls to come. It takes no part in the time.
+        facts: of its row, once it was called; numbers are those of the rank that has most.
     """
 
     call: Callable[[], Sequence[Tensor]]
     renew: Callable[[int], None] = _nothing
+    facts: Mapping[str, Any] = {}
+
+
+class Ahead:
+    """What calls to come need, made by turn before their time is taken; the turns of everybody are the same."""
+
+    def __init__(self, make: Callable[[int], Any]):
+        self.make = make
+        self._turns = itertools.count()
+        self._made: list[Any] = []
+
+    def renew(self, calls: int) -> None:
+        """Makes what so many calls need."""
+        self._made = [self.make(turn) for turn in itertools.islice(self._turns, calls)][::-1]
+
+    def next(self) -> Any:
+        """What the next call needs."""
+        return self._made.pop()
 
 
 @dataclass(frozen=True)
@@ -86,7 +106,9 @@ class Work(NamedTuple):
 
 
 class Alone:
-    """One process is timed by itself. `ranks.world.World` times several together."""
+    """One process is timed by itself. `world.World` times several together."""
+
+    rank, size = 0, 1
 
     def meet(self) -> None:
         """Waits for everybody who is timed."""
@@ -94,6 +116,14 @@ class Alone:
     def slowest(self, number: float) -> float:
         """The largest `number` of everybody who is timed."""
         return number
+
+    def all_of(self, thing: Any) -> list[Any]:
+        """What everybody who is timed has there."""
+        return [thing]
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of everybody's `x`, in its place."""
+        return x
 
 
 ALONE = Alone()
@@ -105,12 +135,14 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def warm_up(ready: Ready, device: str) -> None:
-    """The calls after the first, which compiled, and before those that count."""
+def warm_up(ready: Ready, device: str) -> int:
+    """The calls after the first, which compiled, and before those that count; how many graphs they compiled."""
+    before = _compat.num_compiled_graphs()
     ready.renew(WARMUP_CALLS - 1)
     for _ in range(WARMUP_CALLS - 1):
         ready.call()
     wait(device)
+    return _compat.num_compiled_graphs() - before
 
 
 def in_turns(

@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from magi_bench.step.clock import Alone
+from magi_bench.clock import Alone
 
 #: How long ranks wait for one that raised or crashed by itself.
 TIMEOUT = datetime.timedelta(minutes=5)

@@ -1,14 +1,14 @@
-"""The numerical gate: a contender is timed only if it is right, at a reduced length, about out, dq, dk and dv."""
+"""The numerical gate: a contender is timed only if it is right, about out, dq, dk and dv, or about the loss and gradients of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from magi_bench.contenders.base import Attend, Contender, Layout
+from magi_bench.contenders.base import Attend, Kernel, Layout
 from magi_bench.workloads.workload import Inputs, Workload
 from magi_compile.kernels.base import Grads, Saved
 from magi_compile.kernels.reference import exact_backward, exact_forward
@@ -16,6 +16,8 @@ from magi_compile.kernels.select import problem_on
 from magi_compile.testing.numerics import plain_attention
 
 RESULTS = ("out", "dq", "dk", "dv")
+#: What a step returns: the loss, and gradients of attention's own weights, where a wrong mask shows most.
+STEP_RESULTS = ("loss", "gradient of the first qkv", "gradient of the last qkv")
 
 
 class Check(NamedTuple):
@@ -27,6 +29,7 @@ class Check(NamedTuple):
     seqlen: int
     errors: dict[str, float]
     allowed: dict[str, float]
+    against: str = "the truth"
 
     @property
     def passed(self) -> bool:
@@ -36,13 +39,15 @@ class Check(NamedTuple):
     def worst(self) -> str:
         """The result that is furthest from the truth, in words, next to what is allowed."""
         name = max(self.errors, key=lambda name: self.errors[name] / self.allowed[name])
+        other = "" if self.against == "the truth" else f"not what {self.against} gives: "
         return (
-            f"{name}: relative error {self.errors[name]:.2e}, allowed {self.allowed[name]:.2e}, "
+            f"{other}{name}: relative error {self.errors[name]:.2e}, allowed {self.allowed[name]:.2e}, "
             f"at {self.seqlen} tokens"
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {**self._asdict(), "passed": self.passed}
+        asked = ("seqlen", "errors", "allowed", "passed")
+        return {name: getattr(self, name) for name in asked}
 
 
 class Call(NamedTuple):
@@ -61,7 +66,7 @@ class Call(NamedTuple):
     grads: tuple[Tensor, ...]
 
 
-def run(attend: Attend, contender: Contender, inputs: Inputs) -> Call:
+def run(attend: Attend, contender: Kernel, inputs: Inputs) -> Call:
     """Call `attend` once, and its backward if there is one."""
     layout = contender.layout
     leaves = [layout.of(x).detach().requires_grad_(contender.has_backward) for x in inputs[:3]]
@@ -101,12 +106,12 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
     """Out and gradients in fp64, and by plain PyTorch in the inputs' dtype, one key-value head at a time."""
-    cell = workload.cell
-    group = cell.nheads_q // cell.nheads_kv
-    sizes, scale = (group, 1, *cell.head_dims), cell.head_dim**-0.5
+    case = workload.case
+    group = case.nheads_q // case.nheads_kv
+    sizes, scale = (group, 1, *case.head_dims), case.head_dim**-0.5
     problem = problem_on(inputs.q.device, inputs.q.dtype, sizes, scale)
     exact, plain = [], []
-    for kv_head in range(cell.nheads_kv):
+    for kv_head in range(case.nheads_kv):
         heads = slice(kv_head * group, (kv_head + 1) * group)
         q, dout = inputs.q[:, heads], inputs.dout[:, heads]
         k, v = (x[:, kv_head : kv_head + 1] for x in (inputs.k, inputs.v))
@@ -124,3 +129,35 @@ def exact_and_plain(workload: Workload, inputs: Inputs) -> tuple[list[Tensor], l
 
 def _join(heads: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     return [torch.cat(parts, 1) for parts in zip(*heads, strict=True)]
+
+
+class StepTruth(NamedTuple):
+    """Loss and gradients of a step, in the order of `STEP_RESULTS`, and the relative error that each may have."""
+
+    exact: Sequence[Tensor]
+    allowed: dict[str, float]
+
+    def check(self, results: Sequence[Tensor], seqlen: int) -> Check:
+        """Holds `results`, which may lack the gradients, to it."""
+        errors = {
+            name: relative_error(x.to(truth.dtype), truth)
+            for name, x, truth in zip(STEP_RESULTS, results, self.exact, strict=False)
+        }
+        return Check(seqlen, errors, {name: self.allowed[name] for name in errors})
+
+
+def truth_of_step(model: nn.Module, run: Callable[[], Sequence[Tensor]]) -> StepTruth:
+    """What `run` gives with `model` in a dtype of twice the width, which it has afterwards. The error may be twice that of the
+    model in its own dtype, and always as large as `rounding_of_step`."""
+    plain, dtype = run(), next(model.parameters()).dtype
+    model.to(torch.float64 if dtype == torch.float32 else torch.float32)
+    exact, least = run(), rounding_of_step(dtype)
+    theirs = StepTruth(exact, least).check(plain, 0).errors
+    return StepTruth(exact, {name: max(2 * theirs[name], least[name]) for name in least})
+
+
+def rounding_of_step(dtype: torch.dtype) -> dict[str, float]:
+    """16 rounding steps in gradients and a quarter of one in the loss, a mean over many tokens. Another mask differs by much
+    more."""
+    eps = torch.finfo(dtype).eps
+    return {name: max(eps / 4 if name == "loss" else 16 * eps, 1e-4) for name in STEP_RESULTS}
