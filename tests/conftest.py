@@ -1,8 +1,14 @@
 import os
+from pathlib import Path
 
 # One thread for each process: workers of pytest and the ranks that tests start would wait for each other's threads.
 # Read when PyTorch is imported; a variable of the shell wins.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Programs that tests start find magi_bench, which is not installed with magi_compile.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).parents[1] / "benchmarks"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from magi_compile.bench.cli import _parser
+from magi_bench.cli import _parser
 
 ROOT = Path(__file__).parents[1]
 SUPPORT = Path(__file__).parent / "support" / "pages"

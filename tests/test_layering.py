@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
+BENCH = PACKAGE.parent / "benchmarks" / "magi_bench"  # imports the package, and the package not it
 LAYERS = ["masks", "score", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
 # Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import; nobody imports the others.
-ASIDE = {"testing", "bench"}
+ASIDE = {"testing"}
 
 
 def imported_modules(path: Path) -> set[str]:
@@ -23,7 +24,7 @@ def imported_modules(path: Path) -> set[str]:
             assert node.level == 0, f"{path} uses a relative import"
             found.add(node.module)
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == PACKAGE.name}
+    return {name for name in found if name.split(".")[0] in (PACKAGE.name, BENCH.name)}
 
 
 def layered_files() -> list[Path]:
@@ -48,6 +49,11 @@ def test_no_layer_imports_the_face_of_the_package(path):
     assert PACKAGE.name not in plain
 
 
+def test_nothing_imports_the_benchmark():
+    for path in PACKAGE.rglob("*.py"):
+        assert not [name for name in imported_modules(path) if name.split(".")[0] == BENCH.name]
+
+
 def test_leaves_import_nothing_of_ours():
     assert imported_modules(PACKAGE / "_version.py") == set()
     for path in (PACKAGE / "_compat").glob("*.py"):
@@ -61,11 +67,12 @@ def test_leaves_import_nothing_of_ours():
 FRAMEWORKS = {"transformers", "torchtitan", "accelerate", "trl"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE))
-)
+EVERY_FILE = sorted(PACKAGE.rglob("*.py")) + sorted(BENCH.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=lambda p: str(p.relative_to(PACKAGE.parent)))
 def test_frameworks_only_in_integrations_of_their_name(path):
-    """Only modules of `integrations` and of `bench/doors` import a framework, the one that they are called after."""
+    """Only modules of `integrations` and of magi_bench's `doors` import a framework, the one that they are called after."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -86,8 +93,8 @@ DOCUMENTED = {
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent.name != "_compat"],
-    ids=lambda p: str(p.relative_to(PACKAGE)),
+    [path for path in EVERY_FILE if path.parent.name != "_compat"],
+    ids=lambda p: str(p.relative_to(PACKAGE.parent)),
 )
 def test_private_torch_names_only_in_compat(path):
     for node in ast.walk(ast.parse(path.read_text())):

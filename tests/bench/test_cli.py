@@ -5,22 +5,22 @@ from xml.etree import ElementTree
 
 import pytest
 
-from magi_compile.bench import contenders
-from magi_compile.bench.cli import main
-from magi_compile.bench.report import markdown, tables, write_report
-from magi_compile.bench.report.svg import Axis
-from magi_compile.bench.report.tables import groups
-from magi_compile.bench.results import rows
-from magi_compile.bench.workloads.cells import Cell
+from magi_bench import contenders
+from magi_bench.cases import Case
+from magi_bench.cli import main
+from magi_bench.report import markdown, tables, write_report
+from magi_bench.report.svg import Axis
+from magi_bench.report.tables import groups
+from magi_bench.results import rows
 
-ONE_CELL = ["kernel", "--device", "cpu", "--seqlens", "256", "--masks", "document_causal"]
+ONE_CASE = ["kernel", "--device", "cpu", "--seqlens", "256", "--masks", "document_causal"]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """One cell by our CPU kernel and plain PyTorch, measured in their own processes."""
+    """One case by our CPU kernel and plain PyTorch, measured in their own processes."""
     path = tmp_path_factory.mktemp("bench") / "results.jsonl"
-    run = [*ONE_CELL, "--contenders", "magi-cpu", "naive", "--budget-ms", "2"]
+    run = [*ONE_CASE, "--contenders", "magi-cpu", "naive", "--budget-ms", "2"]
     assert main([*run, "--jobs", "2", "--output", str(path)]) == 0
     return path
 
@@ -36,7 +36,7 @@ def test_results_say_where_they_come_from(results):
 
 def test_interleaved_contenders_are_rows_like_others(tmp_path, capsys):
     path = tmp_path / "results.jsonl"
-    run = [*ONE_CELL, "--interleaved", "3", "--passes", "fwd", "bwd", "--output", str(path)]
+    run = [*ONE_CASE, "--interleaved", "3", "--passes", "fwd", "bwd", "--output", str(path)]
     names = ["magi-cpu", "naive", "magi-cuda"]
     assert main([*run, "--contenders", *names]) == 0
     loaded = rows.load([path])
@@ -57,20 +57,20 @@ def test_a_row_of_ours_that_failed_is_exit_code_1(tmp_path, capsys, monkeypatch)
         raise RuntimeError("broken")
 
     monkeypatch.setattr(type(contenders.load("magi-cpu")), "prepare", broken)
-    run = [*ONE_CELL, "--interleaved", "2", "--passes", "fwd", "--contenders", "magi-cpu", "naive"]
+    run = [*ONE_CASE, "--interleaved", "2", "--passes", "fwd", "--contenders", "magi-cpu", "naive"]
     assert main([*run, "--output", str(tmp_path / "results.jsonl")]) == 1
     assert "1 measured, 1 failed, 0 not run" in capsys.readouterr().out
 
 
 def test_an_old_file_is_not_overwritten(results, capsys):
     with pytest.raises(SystemExit) as caught:
-        main([*ONE_CELL, "--output", str(results)])
+        main([*ONE_CASE, "--output", str(results)])
     assert caught.value.code == 2
     assert "exists: add --resume" in capsys.readouterr().err
 
 
 def test_resume_has_nothing_left(results, capsys):
-    run = [*ONE_CELL, "--contenders", "magi-cpu", "naive", "--resume"]
+    run = [*ONE_CASE, "--contenders", "magi-cpu", "naive", "--resume"]
     assert main([*run, "--output", str(results)]) == 0
     assert "nothing left to run" in capsys.readouterr().out
 
@@ -94,7 +94,7 @@ def test_report(results, tmp_path, capsys):
 
 def test_report_of_several_runs():
     """What they have in common is said once; the best matmul is the roofline of all."""
-    cell = Cell("kernel", "causal", 1024, 64, 8, 128)
+    case = Case("kernel", "causal", 1024, 64, 8, 128)
     runs = {
         name: {
             "run": name,
@@ -108,7 +108,7 @@ def test_report_of_several_runs():
         for name, day, version, matmul in (("b", 2, "1", 700.0), ("a", 1, "2", 800.0))
     }
     runs["unused"] = {"run": "unused", "device": "other"}
-    row = {"cell": cell.to_json(), "contender": "naive", "status": "ok"}
+    row = {"case": case.to_json(), "contender": "naive", "status": "ok"}
     results = rows.Results(runs, {name: row | {"run": name} for name in "ba"})
     facts = dict(tables.facts(results))
     assert facts["device"] == "d"
@@ -163,9 +163,9 @@ def test_presets_in_one_file_are_reported_apart(tmp_path):
     path = tmp_path / "r.jsonl"
     rows.append(path, "run", {"run": "1", "device": "d", "planned": []})
     for lengths in ("seeds", "longca", "blocks"):
-        cell = Cell("kernel", "block_causal_document", 1024, 64, 8, 128, lengths=lengths)
-        row = {"run": "1", "key": cell.key, "contender": "naive", "status": "ok"}
-        rows.append(path, "row", row | {"cell": cell.to_json()})
+        case = Case("kernel", "block_causal_document", 1024, 64, 8, 128, lengths=lengths)
+        row = {"run": "1", "key": case.key, "contender": "naive", "status": "ok"}
+        rows.append(path, "row", row | {"case": case.to_json()})
     found = groups(rows.load([path]))
     assert [(group.documents, len(group.rows)) for group in found] == [("seeds", 1), ("longca", 2)]
     assert found[1].title.startswith("Kernels, longca, heads 64:8")
@@ -182,12 +182,12 @@ def test_compare(results, capsys):
 
 
 def test_dry_run(capsys):
-    assert main([*ONE_CELL, "--dry-run", "--contenders", "magi-cpu", "fa4", "fa2"]) == 0
+    assert main([*ONE_CASE, "--dry-run", "--contenders", "magi-cpu", "fa4", "fa2"]) == 0
     printed = capsys.readouterr().out
     assert "fa4 is unavailable: " in printed
     assert "not fa2: runs on cuda, not on cpu" in printed
     assert "document causal 256 2:1 d64 float32" in printed
-    assert printed.endswith("1 measurements of 1 cells on cpu\n")
+    assert printed.endswith("1 measurements of 1 cases on cpu\n")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_dry_run(capsys):
 )
 def test_presets_and_filters(arguments, count, capsys):
     assert main([*arguments, "--device", "cpu", "--dry-run", "--contenders", "naive"]) == 0
-    assert f"of {count} cells on cpu" in capsys.readouterr().out
+    assert f"of {count} cases on cpu" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_presets_and_filters(arguments, count, capsys):
         (["kernel", "--heads", "8"], "heads must look like 64:8, got '8'"),
         (["kernel", "--heads", "8:3"], "heads must be Q:KV with Q a multiple of KV"),
         (["kernel", "--masks", "x"], "invalid choice: 'x'"),
-        (["sparse", "--preset", "seeds"], "no sparse cell of seeds matches the options"),
+        (["sparse", "--preset", "seeds"], "no sparse case of seeds matches the options"),
         (["report", "no-such-file"], "No such file"),
         (["report", "."], "Is a directory"),
         (["kernel", "--seqlens", "0"], "a number of tokens such as 8192, 8K or 1M, got '0'"),

@@ -1,1 +1,1 @@
-"""Tools around planning: simulates placements, measures the rates of a machine, draws document lengths."""
+"""Measures the rates of a machine, for planning."""

@@ -6,22 +6,21 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from magi_compile.bench import contenders
-from magi_compile.bench.contenders.base import Contender, Layout, import_error, refusals
-from magi_compile.bench.contenders.flex import make_block_mask
-from magi_compile.bench.kernel import gate, timing
-from magi_compile.bench.kernel.measure import Bench
-from magi_compile.bench.kernel.timing import Protocol, matmul_tflops, measure
-from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import build
+from magi_bench import contenders, gate, timing
+from magi_bench.cases import Case
+from magi_bench.contenders.base import Kernel, Layout, import_error, refusals
+from magi_bench.contenders.flex import make_block_mask
+from magi_bench.kernel.measure import Bench
+from magi_bench.timing import Protocol, matmul_tflops, measure
+from magi_bench.workloads.workload import build
 
-CAUSAL = Cell("kernel", "causal", 96, 4, 2, 16, "float32")
-DOCUMENTS = Cell("kernel", "document_causal", 300, 4, 2, 16, "float32", lengths="pile")
-BLOCKS = Cell("sparse", "uniform_blocks", 128, 4, 2, 16, "float32", block=32, density=0.5)
+CAUSAL = Case("kernel", "causal", 96, 4, 2, 16, "float32")
+DOCUMENTS = Case("kernel", "document_causal", 300, 4, 2, 16, "float32", lengths="pile")
+BLOCKS = Case("sparse", "uniform_blocks", 128, 4, 2, 16, "float32", block=32, density=0.5)
 QUICK = Protocol(budget_ms=1.0, min_reps=2, max_reps=3, flush_bytes=0)
 
 
-class Doubled(Contender):
+class Doubled(Kernel):
     """Wrong: twice what naive attention gives."""
 
     name, label = "doubled", "doubled"
@@ -50,13 +49,13 @@ class ForwardOnly(Doubled):
 
 
 @pytest.mark.parametrize("name", ["magi-cpu", "flash-cpu", "naive", "math"])
-@pytest.mark.parametrize("cell", [CAUSAL, DOCUMENTS], ids=lambda cell: cell.mask)
-def test_right_and_timed(name, cell):
-    row = Bench(contenders.load(name), "cpu").time(cell, ("fwd", "bwd", "fwdbwd"), QUICK)
+@pytest.mark.parametrize("case", [CAUSAL, DOCUMENTS], ids=lambda case: case.mask)
+def test_right_and_timed(name, case):
+    row = Bench(contenders.load(name), "cpu").time(case, ("fwd", "bwd", "fwdbwd"), QUICK)
     assert row["status"] == "ok"
     assert row["gate"]["passed"]
     assert set(row["gate"]["errors"]) == {"out", "dq", "dk", "dv"}
-    workload = build(cell)
+    workload = build(case)
     assert row["area"] * 4 == workload.pairs
     for which, times in row["passes"].items():
         assert 0 < times["p20_ms"] <= times["ms"] <= times["p80_ms"]
@@ -106,8 +105,8 @@ def test_gate_is_at_a_reduced_length():
 
 
 def test_refusals():
-    def against(name, cell, device):
-        return refusals(contenders.load(name), build(cell), device)
+    def against(name, case, device):
+        return refusals(contenders.load(name), build(case), device)
 
     assert against("magi-cpu", DOCUMENTS, "cpu") == []
     assert against("fa2", CAUSAL, "cpu") == [
@@ -115,22 +114,22 @@ def test_refusals():
         "takes bfloat16, float16, not float32",
     ]
     assert against("math", BLOCKS, "cpu") == ["has no sparse masks"]
-    half = Cell("kernel", "share_question", 3000, 4, 2, 64, lengths="pile")
+    half = Case("kernel", "share_question", 3000, 4, 2, 64, lengths="pile")
     assert against("fa2", half, "cuda") == ["takes documents and windows only"]
     assert against("cudnn-varlen", half, "cuda") == ["takes documents only"]
-    long = Cell("kernel", "share_question", 2**16, 4, 2, 64, lengths="pile")
+    long = Case("kernel", "share_question", 2**16, 4, 2, 64, lengths="pile")
     assert against("mem-efficient", long, "cuda") == [
         "needs a dense mask of 8 GiB, more than 1 GiB"
     ]
     assert against("flashmask", half, "cuda") == []
-    sparse = Cell("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
+    sparse = Case("sparse", "uniform_blocks", 256, 4, 2, 128, block=32, density=0.5)
     assert against("vsa", sparse, "cuda") == ["takes uniform blocks of 64", "has no grouped heads"]
     assert against("fa4-blocks", sparse, "cuda") == ["takes uniform blocks of 128"]
 
 
 def test_memory_is_refused_before_it_is_taken():
-    cell = Cell("kernel", "causal", 2**18, 64, 8, 128, "float32")
-    (reason,) = refusals(contenders.load("naive"), build(cell), "cpu")
+    case = Case("kernel", "causal", 2**18, 64, 8, 128, "float32")
+    (reason,) = refusals(contenders.load("naive"), build(case), "cpu")
     assert reason.startswith("the scores would take 65536 GiB of")
 
 
@@ -162,7 +161,7 @@ def test_entry_points(monkeypatch):
     assert isinstance(contenders.load("theirs"), Doubled)
     found["theirs"] = Point(dict)
     contenders.load.cache_clear()
-    with pytest.raises(TypeError, match="`theirs` must be a Contender, got dict"):
+    with pytest.raises(TypeError, match="`theirs` must be a Kernel, got dict"):
         contenders.load("theirs")
     contenders.load.cache_clear()
 
@@ -183,8 +182,8 @@ def test_layouts_are_views(layout):
 
 @pytest.mark.parametrize("mask", ["share_question", "document_full", "causal"])
 def test_block_mask_is_flex_attentions_own(mask):
-    cell = Cell("kernel", mask, 600, 4, 2, 16, "float32", lengths="pile")
-    workload = build(cell)
+    case = Case("kernel", mask, 600, 4, 2, 16, "float32", lengths="pile")
+    workload = build(case)
     ours = make_block_mask(workload, torch.device("cpu"))
     theirs = create_block_mask(workload.mask_mod, None, None, 600, 600, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
@@ -192,9 +191,9 @@ def test_block_mask_is_flex_attentions_own(mask):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("cell", [DOCUMENTS, BLOCKS], ids=lambda cell: cell.mask)
-def test_flex_attention_reads_our_block_mask(cell):
-    workload = build(cell)
+@pytest.mark.parametrize("case", [DOCUMENTS, BLOCKS], ids=lambda case: case.mask)
+def test_flex_attention_reads_our_block_mask(case):
+    workload = build(case)
     q, k, v, _ = (Layout.HEADS_FIRST.of(x) for x in workload.inputs("cpu"))
     block_mask = make_block_mask(workload, torch.device("cpu"))
     out = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
@@ -232,13 +231,13 @@ def test_the_first_of_long_calls_counts(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["magi-cuda", "magi-triton"])
 @pytest.mark.parametrize(
-    "cell",
+    "case",
     [
-        Cell("kernel", "document_causal", 512, 4, 2, 128, "bfloat16", lengths="pile"),
-        Cell("sparse", "uniform_blocks", 512, 4, 2, 128, "bfloat16", block=64, density=0.5),
+        Case("kernel", "document_causal", 512, 4, 2, 128, "bfloat16", lengths="pile"),
+        Case("sparse", "uniform_blocks", 512, 4, 2, 128, "bfloat16", block=64, density=0.5),
     ],
-    ids=lambda cell: cell.mask,
+    ids=lambda case: case.mask,
 )
-def test_our_kernels_on_a_gpu(name, cell):
-    row = Bench(contenders.load(name), "cuda").time(cell, ("fwd", "bwd"), QUICK)
+def test_our_kernels_on_a_gpu(name, case):
+    row = Bench(contenders.load(name), "cuda").time(case, ("fwd", "bwd"), QUICK)
     assert (row["status"], row.get("reason")) == ("ok", None)

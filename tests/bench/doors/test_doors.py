@@ -1,26 +1,23 @@
 """`magi-bench doors`: a Llama of transformers with each attention, the gates, the rows of torchtitan, the report."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.doors import run, torchtitan_runs
-from magi_compile.bench.doors.report import to_markdown
-from magi_compile.bench.doors.run import Case, Execution, Transformers, model_flops
-from magi_compile.bench.doors.settings import Settings
-from magi_compile.bench.doors.torchtitan_runs import Run, failure_in, summary
-from magi_compile.bench.step.clock import Rounds
+from magi_bench.cli import main
+from magi_bench.clock import Rounds
+from magi_bench.doors import torchtitan_runs
+from magi_bench.doors.suite import Doors, model_flops
+from magi_bench.doors.torchtitan_runs import RANKS, Run, failure_in, summary
+from magi_bench.gate import STEP_RESULTS
+from magi_bench.results import rows as files
+from magi_bench.settings import Settings
+from tests.bench.flat import flat, rows_of
 
 SMALL = Settings(
-    device="cpu",
-    dtype="float32",
-    tokens=(256,),
-    layers=2,
-    nheads_q=2,
-    nheads_kv=1,
-    head_dim=16,
+    *("cpu", "float32", (256,), 2, 1, 16),
+    train_layers=2,
     ffn_dim=64,
     vocab=64,
     frameworks=("transformers",),
@@ -34,28 +31,24 @@ SMALL = Settings(
 @pytest.fixture
 def door():
     pytest.importorskip("transformers")
-    from magi_compile.bench.doors import transformers
+    from magi_bench.doors import transformers
 
     return transformers
 
 
-def execution(settings=SMALL):
-    return Execution(settings, ["magi-bench", "doors"], None, lambda line: None)
+def execute(settings=SMALL, door=None):
+    return {row["contender"]: row for row in rows_of(Doors(settings, door))}
 
 
 def test_attentions_have_times_or_reasons(door):
-    rows = {row["attention"]: row for row in execution().run()}
+    rows = execute()
     assert list(rows) == list(SMALL.attentions)
     for name in ("magi", "sdpa"):
         row = rows[name]
         assert (row["status"], row["graphs"], row["breaks"], row["recompiles"]) == ("ok", 0, 0, 0)
         assert row["tokens_per_s"] == pytest.approx(256 / row["ms"] * 1e3)
         assert 0 < row["mfu"] < 1
-        assert set(row["gate"]["errors"]) == {
-            "loss",
-            "gradient of the first qkv",
-            "gradient of the last qkv",
-        }
+        assert set(row["gate"]["errors"]) == set(STEP_RESULTS)
     assert rows["flash_attention_2"]["status"] == "unavailable"
     assert "FlashAttention2" in rows["flash_attention_2"]["reason"]
     assert rows["flex_attention"]["reason"] == "FlexAttention has no backward on a CPU"
@@ -82,14 +75,8 @@ class Wrong:
         return self.inner.step(model, call, inputs)
 
 
-def rows_of_wrong(door, above):
-    whole = execution()
-    Transformers(whole, Wrong(door, above)).run()
-    return {row["attention"]: row for row in whole.rows}
-
-
 def test_another_mask_is_caught_on_the_small_input(door):
-    rows = rows_of_wrong(door, 0)
+    rows = execute(door=Wrong(door, 0))
     assert rows["magi"]["status"] == "ok"
     assert rows["sdpa"]["status"] == "wrong"
     assert rows["sdpa"]["reason"].startswith("gradient of the")
@@ -97,15 +84,14 @@ def test_another_mask_is_caught_on_the_small_input(door):
 
 
 def test_another_mask_is_caught_at_full_length(door):
-    rows = rows_of_wrong(door, 128)
+    rows = execute(door=Wrong(door, 128))
     assert rows["sdpa"]["status"] == "wrong"
     assert rows["sdpa"]["reason"].startswith("not what magi, eager gives: gradient of the")
 
 
 def test_what_has_no_time_left_is_not_begun(door):
-    whole = execution(Settings(**{**vars(SMALL), "seconds": 1e-9}))
-    rows = whole.run()
-    assert {row["status"] for row in rows} == {"timeout", "unavailable", "unsupported"}
+    rows = execute(replace(SMALL, seconds=1e-9)).values()
+    assert {row["status"] for row in rows} == {"timeout", "unsupported"}
 
 
 def test_weights_are_shared(door):
@@ -127,7 +113,7 @@ def test_packs_begin_anew(door):
 
 
 def test_flops_are_of_weights_and_visible_pairs():
-    whole = Settings(**{**vars(SMALL), "lengths": "whole"})
+    whole = replace(SMALL, lengths="whole")
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64
     weights = 2 * layer + 32 * 64
     assert model_flops(whole, 256) == 6 * weights * 256 + 12 * 2 * 32 * 256 * 257 / 2
@@ -139,9 +125,9 @@ def test_the_command(tmp_path):
     out = tmp_path / "doors_cpu"
     arguments = ["--quick", "--device", "cpu", "--attentions", "magi", "sdpa", "--out", str(out)]
     assert main(["doors", *arguments]) == 0
-    record = json.loads(out.with_suffix(".json").read_text())
-    compiled = [row for row in record["rows"] if row["mode"] == "compiled" and "ms" in row]
-    assert [row["attention"] for row in compiled] == ["magi", "sdpa"]
+    rows = map(flat, files.load([out.with_suffix(".jsonl")]).rows.values())
+    compiled = [row for row in rows if row["mode"] == "compiled" and "ms" in row]
+    assert [row["contender"] for row in compiled] == ["magi", "sdpa"]
     assert [row["graphs"] for row in compiled] == [1, 1]
     assert str(tmp_path) not in out.with_suffix(".md").read_text()
 
@@ -151,9 +137,9 @@ def test_the_command(tmp_path):
 
 def test_where_torchtitan_cannot_train_every_row_has_the_reason(monkeypatch):
     monkeypatch.setattr(torchtitan_runs, "unavailable", lambda device: "no such thing")
-    rows = torchtitan_runs.rows(SMALL, lambda: 1.0, print)
-    assert [(row["ranks"], row["attention"]) for row in rows] == [
-        (ranks, name) for ranks in (1, 2) for name in ("magi", "flex", "varlen")
+    runs, rows = zip(*torchtitan_runs.rows(SMALL, lambda: 1.0, print), strict=True)
+    assert [(run.ranks, run.attention) for run in runs] == [
+        (ranks, name) for ranks in RANKS for name in ("magi", "flex", "varlen")
     ]
     assert {(row["status"], row["reason"]) for row in rows} == {("unavailable", "no such thing")}
 
@@ -173,18 +159,22 @@ def test_runs_of_torchtitan_become_rows(monkeypatch):
     def train(run, seconds):
         if run.attention == "varlen":
             return {"status": "unsupported", "reason": "NotImplementedError: no"}
-        return {"status": "ok", "ms": 3.0 if run.attention == "flex" else 2.0, "tokens_per_s": 1.0}
+        times = {"ms": 3.0 if run.attention == "flex" else 2.0, "tokens_per_s": 1.0}
+        return {"status": "ok", "passes": {"fwdbwd": times}}
 
     monkeypatch.setattr(torchtitan_runs, "unavailable", lambda device: None)
     monkeypatch.setattr(torchtitan_runs, "train", train)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     said = []
-    rows = torchtitan_runs.rows(SMALL, lambda: 1.0, said.append)
-    assert [row.get("ratio") for row in rows] == [1.0, 1.5, None, None, None, None]
-    assert {row["reason"] for row in rows if row["ranks"] == 2} == {"needs 2 GPUs, found 1"}
+    runs, rows = zip(*torchtitan_runs.rows(SMALL, lambda: 1.0, said.append), strict=True)
+    assert [row.get("passes", {}).get("fwdbwd", {}).get("ratio") for row in rows[:4]] == [
+        *(1.0, 1.5, None, None)
+    ]
+    reasons = {row["reason"] for run, row in zip(runs, rows, strict=True) if run.ranks > 1}
+    assert reasons == {"needs 2 GPUs, found 1", "needs 4 GPUs, found 1"}
     assert said[0] == "torchtitan 256, 1 ranks, magi: 1.0"
-    late = torchtitan_runs.rows(SMALL, lambda: 0.0, said.append)
-    assert late[0]["reason"] == "not begun: no time left of inf s"
+    late = next(torchtitan_runs.rows(SMALL, lambda: 0.0, said.append))[1]
+    assert late["reason"] == "not begun: no time left of inf s"
 
 
 def test_the_reason_of_a_run_that_failed():
@@ -212,9 +202,10 @@ def test_the_last_steps_of_torchtitan_count():
         }
 
     row = summary([step(number) for number in range(14)])
-    assert row["ms"] == pytest.approx(1000.0)
-    assert (row["tokens_per_s"], row["mfu"], row["peak_bytes"]) == (1000.0, 0.5, 2 * 2**30)
-    assert (row["graphs"], row["recompiles"], row["loss"]) == (3, 1, -6.0)
+    times = row["passes"]["fwdbwd"]
+    assert times["ms"] == pytest.approx(1000.0)
+    assert (times["tokens_per_s"], times["mfu"], times["peak_bytes"]) == (1000.0, 0.5, 2 * 2**30)
+    assert (row["graphs"], times["recompiles"], row["loss"]) == (3, 1, -6.0)
 
 
 def test_a_run_without_end_is_a_timeout(tmp_path):
@@ -224,23 +215,7 @@ def test_a_run_without_end_is_a_timeout(tmp_path):
     assert outcome == {"status": "timeout", "reason": "no end after 1 s"}
 
 
-# The report and the command
-
-
-def test_a_report_has_numbers_and_reasons():
-    case = Case(8192, "compiled")
-    rates = {"tokens_per_s": 81920.0, "mfu": 0.42, "peak_bytes": 3 * 2**30}
-    counts = {"graphs": 2, "breaks": 1, "recompiles": 0}
-    rows = [
-        run.row_of("magi", case) | {"status": "ok", "ms": 100.0, "ratio": 1.0} | rates | counts,
-        run.row_of("sdpa", case) | {"status": "oom", "reason": "too large"},
-        run.missing_row("torchtitan", "no such thing"),
-    ]
-    text = to_markdown({"device": "a card", "settings": {"seed": 1}}, rows)
-    assert "## transformers, 8K tokens, compiled" in text
-    assert "| magi | 100.0 | 1.00 | 81,920 | 42.0 | 3.00 | 2 | 1 | 0 |" in text
-    assert "| sdpa | oom | - | - | - | - | - | - | - |" in text
-    assert "| torchtitan | - | - | 0 | 1 | unavailable | no such thing |" in text
+# The command
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from magi_compile.bench.doors import torchtitan_runs
-from magi_compile.bench.doors.torchtitan_runs import Run
+from magi_bench.doors import torchtitan_runs
+from magi_bench.doors.torchtitan_runs import Run
 
 pytest.importorskip(
     "torchtitan", reason="needs torchtitan, which .ci/run installs in an environment of its own"
@@ -21,8 +21,9 @@ SMALL = Run("magi", 1, 256, 1, "short", 0, "debugmodel", 3)
 def test_metrics_are_torchtitans(ranks):
     ours = torchtitan_runs.train(replace(SMALL, ranks=ranks), 600, ON_A_CPU)
     assert ours["status"] == "ok", ours
-    assert ours["tokens_per_s"] > 0
-    assert ours["ms"] > 0
+    times = ours["passes"]["fwdbwd"]
+    assert times["tokens_per_s"] > 0
+    assert times["ms"] > 0
     assert ours["graphs"] >= 1
     assert ours["breaks"] == 0
 

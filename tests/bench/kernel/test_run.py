@@ -6,16 +6,17 @@ from typing import ClassVar
 
 import pytest
 
-from magi_compile.bench.kernel import run
-from magi_compile.bench.kernel.process import Worker, WorkerLost
-from magi_compile.bench.kernel.run import Settings, execute, order
-from magi_compile.bench.results import rows
-from magi_compile.bench.results.compare import compare, to_text
-from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import build, cost
+from magi_bench.cases import Case
+from magi_bench.kernel import run
+from magi_bench.kernel.run import order
+from magi_bench.process import Worker, WorkerLost
+from magi_bench.results import rows
+from magi_bench.results.compare import compare, to_text
+from magi_bench.settings import Settings
+from magi_bench.workloads.workload import build, cost
 
-CELLS = [
-    Cell("kernel", mask, seqlen, 4, 2, 16, "float32")
+CASES = [
+    Case("kernel", mask, seqlen, 4, 2, 16, "float32")
     for seqlen in (64, 128, 256)
     for mask in ("full", "causal")
 ]
@@ -23,22 +24,26 @@ TIMES = {"ms": 2.0, "p20_ms": 1.9, "p80_ms": 2.1, "reps": 3, "tflops": 1.0}
 OK = {"status": "ok", "passes": {"fwd": TIMES}, "gate": {"errors": {}, "allowed": {}}}
 
 
+def execute(cases, names, settings, path, say):
+    return run.execute(cases, names, settings, ["magi-bench"], path, say)
+
+
 def test_order():
-    tasks = order([*CELLS[2:], *CELLS], ["flex", "naive", "magi-cpu"])
+    tasks = order([*CASES[2:], *CASES], ["flex", "naive", "magi-cpu"])
     assert [task.contender for task in tasks[:4]] == ["naive", "magi-cpu"] * 2
-    cells = [task.cell for task in tasks[:12:2]]
-    assert [cell.seqlen for cell in cells] == [64, 64, 128, 128, 256, 256]
-    assert [cell.mask for cell in cells[:2]] == ["causal", "full"]
+    cases = [task.case for task in tasks[:12:2]]
+    assert [case.seqlen for case in cases] == [64, 64, 128, 128, 256, 256]
+    assert [case.mask for case in cases[:2]] == ["causal", "full"]
     assert {task.contender for task in tasks[12:]} == {"flex"}
 
 
 def test_a_sparse_cell_costs_what_its_density_says():
-    sparse = Cell("sparse", "uniform_blocks", 256, 4, 2, 16, block=64, density=0.5)
+    sparse = Case("sparse", "uniform_blocks", 256, 4, 2, 16, block=64, density=0.5)
     assert cost(sparse) == build(sparse).pairs * 16
 
 
 class FakeWorker:
-    """Answers at once; what it does about a cell is looked up by contender."""
+    """Answers at once; what it does about a case is looked up by contender."""
 
     behaviour: ClassVar[dict[str, object]] = {}
 
@@ -70,7 +75,7 @@ def test_every_outcome_is_a_row(fake, tmp_path):
     fake.behaviour |= {"math": "no such thing", "naive": WorkerLost("crash", "SIGSEGV: bad")}
     said = []
     path = tmp_path / "r.jsonl"
-    results = execute(CELLS, ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
+    results = execute(CASES, ["magi-cpu", "math", "naive"], Settings("cpu"), path, said.append)
     statuses = {(r["contender"], r["status"]) for r in results.rows.values()}
     assert statuses == {("magi-cpu", "ok"), ("math", "unavailable"), ("naive", "crash")}
     assert len(results.rows) == 18
@@ -87,20 +92,20 @@ def test_resume_repeats_what_failed_only(status):
 def test_resume_goes_on(fake, tmp_path):
     path = tmp_path / "r.jsonl"
     fake.behaviour["naive"] = WorkerLost("timeout", "slow")
-    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    execute(CASES[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
     fake.behaviour.clear()
-    results = execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
+    results = execute(CASES[:1], ["magi-cpu", "naive"], Settings("cpu"), path, print)
     assert {row["status"] for row in results.rows.values()} == {"ok"}
     assert len(path.read_text().splitlines()) == 5  # 2 runs, 2 rows, then 1
     said = []
-    execute(CELLS[:1], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
+    execute(CASES[:1], ["magi-cpu", "naive"], Settings("cpu"), path, said.append)
     assert said == ["nothing left to run"]
 
 
 def test_time_limit(fake, tmp_path):
     said = []
-    settings = Settings("cpu", time_limit_s=0.0)
-    results = execute(CELLS, ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
+    settings = Settings("cpu", seconds=0.0)
+    results = execute(CASES, ["magi-cpu"], settings, tmp_path / "r.jsonl", said.append)
     assert not results.rows
     assert len(results.not_run) == 6
     assert said[-1] == "time limit: 6 of 6 not run; --resume continues"

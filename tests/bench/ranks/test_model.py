@@ -1,19 +1,28 @@
 """Training steps across two gloo ranks: held to one rank's model, eager here and compiled in the slow test."""
 
-import json
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.ranks import contenders, model, run
-from magi_compile.bench.ranks.model import MagiTraining, TorchTraining
-from magi_compile.bench.ranks.world import World
+from magi_bench.cli import main
+from magi_bench.gate import STEP_RESULTS
+from magi_bench.ranks import contenders, model, suite
+from magi_bench.ranks.model import MagiTraining, TorchTraining
+from magi_bench.results import rows as files
+from magi_bench.world import World
+from tests.bench.flat import flat, rows_of
 from tests.bench.ranks.test_ranks import SMALL
 
-MODEL = replace(SMALL, tokens=(128,), layers=2, vocab=64, contenders=("magi", "torch-head-tail"))
+MODEL = replace(
+    SMALL,
+    tokens=(128,),
+    model=True,
+    train_layers=2,
+    vocab=64,
+    contenders=("magi", "torch-head-tail"),
+)
 
 
 class OwnTokens(MagiTraining):
@@ -22,16 +31,16 @@ class OwnTokens(MagiTraining):
     name = "torch-head-tail"
     is_ours = False
 
-    def spread(self, batch):
-        return super().spread(batch._replace(lengths=[sum(batch.lengths)]))
+    def spread(self, batch, mask):
+        return super().spread(batch._replace(lengths=[sum(batch.lengths)]), mask)
 
 
 def run_model(group, trainings):
     with (
         patch.object(torch, "compile", lambda function, **_: function),
-        patch.object(run, "TRAININGS", trainings),
+        patch.object(suite, "TRAININGS", trainings),
     ):
-        return run.Execution(World("cpu"), MODEL, ["magi-bench"], None, print).run()
+        return rows_of(suite.Ranks(MODEL, World("cpu")))
 
 
 def test_steps_are_held_to_those_of_one_rank(two_ranks):
@@ -47,11 +56,7 @@ def test_steps_are_held_to_those_of_one_rank(two_ranks):
         for row in rows[:3]:
             assert row["mask"] == "model"
             assert row["tokens_per_s"] == pytest.approx(256 / row["ms"] * 1e3)
-        assert set(rows[2]["gate"]["errors"]) == {
-            "loss",
-            "gradient of the first qkv",
-            "gradient of the last qkv",
-        }
+        assert set(rows[2]["gate"]["errors"]) == set(STEP_RESULTS)
 
 
 def test_another_mask_is_caught(two_ranks):
@@ -65,12 +70,12 @@ def run_spread(group):
     found = []
     for made in model.TRAININGS:
         training = made(MODEL, World("cpu"), 128)
-        batch = training.make(3)
+        batch = training.batch(3)
         with (
             patch.object(torch, "compile", lambda function, **_: function),
-            training.spread(batch) as part,
+            training.spread(batch, training.mask(batch)) as part,
         ):
-            found.append((batch._replace(mask=None), part.tokens, part.targets, part.positions))
+            found.append((batch, part.tokens, part.targets, part.positions))
     return found
 
 
@@ -90,6 +95,6 @@ def test_compiled_steps(tmp_path):
     out = tmp_path / "model_cpu"
     arguments = ["--quick", "--device", "cpu", "--model", "--passes", "fwdbwd", "--out", str(out)]
     assert main(["ranks", *arguments]) == 0
-    ours, peer = json.loads(out.with_suffix(".json").read_text())["rows"]
+    ours, peer = map(flat, files.load([out.with_suffix(".jsonl")]).rows.values())
     assert (ours["status"], ours["recompiles"], peer["status"]) == ("ok", 0, "unsupported")
     assert "tokens/s" in out.with_suffix(".md").read_text()

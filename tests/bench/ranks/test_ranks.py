@@ -1,46 +1,40 @@
 """`magi-bench ranks` on two gloo ranks: every row or a reason, the gate, what moves, the report."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.kernel.gate import exact_and_plain
-from magi_compile.bench.ranks import command, contenders, run
-from magi_compile.bench.ranks.problem import Problem, Settings
-from magi_compile.bench.ranks.report import to_markdown, without_number
-from magi_compile.bench.ranks.world import World
-from magi_compile.bench.step.clock import Rounds
+from magi_bench.cli import main
+from magi_bench.clock import Rounds
+from magi_bench.gate import exact_and_plain
+from magi_bench.ranks import contenders, suite
+from magi_bench.ranks.problem import Problem
+from magi_bench.results import rows as files
+from magi_bench.settings import Settings
+from magi_bench.world import World
 from magi_compile.dtensor import plan
+from tests.bench.flat import flat, rows_of
 
 OURS = ("magi", "magi-waits", "magi-one-stage", "one-rank", "ulysses-magi")
 SMALL = Settings(
-    "cpu",
-    "float32",
-    (256,),
-    4,
-    2,
-    16,
-    ("document_causal", "causal"),
-    "seeds",
-    ("fwd", "fwdbwd"),
-    OURS,
-    Rounds(1, 0.1),
+    *("cpu", "float32", (256,), 4, 2, 16),
+    masks=("document_causal", "causal"),
+    contenders=OURS,
+    rounds=Rounds(1, 0.1),
 )
 
 
-def rows_of(settings, taking_part=contenders.CONTENDERS):
-    run.CONTENDERS = taking_part
+def run_ranks(settings, taking_part=contenders.CONTENDERS):
+    suite.CONTENDERS = taking_part
     try:
-        return run.Execution(World("cpu"), settings, ["magi-bench"], None, print).run()
+        return rows_of(suite.Ranks(settings, World("cpu")))
     finally:
-        run.CONTENDERS = contenders.CONTENDERS
+        suite.CONTENDERS = contenders.CONTENDERS
 
 
 def run_small(group, settings):
-    return rows_of(settings)
+    return run_ranks(settings)
 
 
 def test_every_case_has_a_time_for_everybody(two_ranks):
@@ -74,7 +68,7 @@ def run_truth(group, mask):
 
 
 def test_the_truth_is_that_of_the_dense_oracle(two_ranks):
-    for mask in command.ALL_MASKS:
+    for mask in suite.ALL_MASKS:
         for check in two_ranks.run(run_truth, mask):
             assert check.passed
             assert check.seqlen == 640
@@ -88,8 +82,8 @@ class OtherTokens(contenders.Magi):
     name = "other-tokens"
     is_ours = False
 
-    def prepare(self, problem):
-        made = super().prepare(problem)
+    def spread(self, problem):
+        made = super().spread(problem)
         if problem.world.rank:
             return made
         return made._replace(attend=lambda q, k, v: made.attend(q, k, v).flip(0))
@@ -99,8 +93,8 @@ class WrongGradient(contenders.Magi):
     name = "wrong-gradient"
     is_ours = False
 
-    def prepare(self, problem):
-        made = super().prepare(problem)
+    def spread(self, problem):
+        made = super().spread(problem)
         return made._replace(attend=lambda q, k, v: made.attend(q, 2 * k - k.detach(), v))
 
 
@@ -108,7 +102,7 @@ class RaisesOnOne(contenders.Magi):
     name = "raises"
     is_ours = False
 
-    def prepare(self, problem):
+    def spread(self, problem):
         if problem.world.rank:
             raise RuntimeError("no such thing\nas a second line")
         raise MemoryError("nor that")
@@ -117,14 +111,14 @@ class RaisesOnOne(contenders.Magi):
 class RefusesAll(RaisesOnOne):
     name = "refuses"
 
-    def refusals(self, problem, which):
+    def supports(self, problem, case):
         return ["one reason", "another"]
 
 
 def run_wrong(group):
     taking_part = (contenders.Magi, OtherTokens, WrongGradient, RaisesOnOne, RefusesAll)
     names = tuple(x.name for x in taking_part)
-    return rows_of(replace(SMALL, masks=("document_causal",), contenders=names), taking_part)
+    return run_ranks(replace(SMALL, masks=("document_causal",), contenders=names), taking_part)
 
 
 def test_what_is_wrong_on_any_rank_is_not_timed(two_ranks):
@@ -154,8 +148,8 @@ def test_what_has_no_time_left_is_not_begun(two_ranks):
 def run_bytes(group):
     world = World("cpu")
     problem = Problem(SMALL, world, "causal", 256)
-    ours = contenders.Magi().prepare(problem).received
-    spread = contenders.UlyssesMagi().prepare(problem).received
+    ours = contenders.Magi().spread(problem).received
+    spread = contenders.UlyssesMagi().spread(problem).received
     told = plan(problem.workload.slices, world.mesh).explain()
     return ours, spread, told.received_rows[world.rank], told.sent_rows[world.rank]
 
@@ -170,7 +164,7 @@ def test_bytes_that_a_rank_receives(two_ranks):
 
 
 def run_heads(group):
-    return rows_of(replace(SMALL, nheads_kv=1, masks=("causal",), passes=("fwd",)))
+    return run_ranks(replace(SMALL, nheads_kv=1, masks=("causal",), passes=("fwd",)))
 
 
 def test_heads_that_do_not_divide_are_a_reason(two_ranks):
@@ -185,7 +179,11 @@ def test_heads_that_do_not_divide_are_a_reason(two_ranks):
 def run_refusals(group):
     problem = Problem(replace(SMALL, lengths="short"), World("cpu"), "document_causal", 256)
     return [
-        (made.name, which, made().refusals(problem, which))
+        (
+            made.name,
+            which,
+            made().supports(problem, SMALL.case("ranks", "causal", 256, which=which)),
+        )
         for made in contenders.CONTENDERS
         for which in ("fwd", "fwdbwd")
     ]
@@ -203,34 +201,18 @@ def test_what_peers_cannot_do_on_a_cpu(two_ranks):
 # The report and the command
 
 
-def row(name, **more):
-    place = {"mask": "causal", "tokens": 8192, "pass": "fwd"}
-    return {"contender": name, "label": name, "is_ours": name == "magi", **place, **more}
-
-
-def test_a_report_has_numbers_and_reasons():
-    rows = [
-        row("magi", status="ok", ms=2.0, ratio=1.0, tflops=400.0, received_bytes=3 * 2**20),
-        row("torch", status="unsupported", reason="no such thing"),
-    ]
-    text = to_markdown({"device": "a card", "ranks": 4, "settings": {"seed": 1}}, rows)
-    assert text.startswith("# Attention across 4 ranks, a card\n")
-    assert "## Forward, causal, 8K tokens a rank" in text
-    assert "| magi | 2.000 | 1.00 | 400 | 3.0 | - | - |" in text
-    assert "| torch | unsupported | - | - | - | - | - |" in text
-    assert without_number(rows) == [["torch", "unsupported", "no such thing", "causal", "1"]]
-
-
 @pytest.mark.slow
 def test_the_command_starts_its_own_ranks(tmp_path):
     out = tmp_path / "ranks_cpu"
     arguments = ["--quick", "--device", "cpu", "--masks", "causal", "--passes", "fwd"]
     names = ["magi", "torch-head-tail"]
     assert main(["ranks", *arguments, "--contenders", *names, "--out", str(out)]) == 0
-    record = json.loads(out.with_suffix(".json").read_text())
-    assert {row["contender"]: row["status"] for row in record["rows"]} == dict.fromkeys(names, "ok")
-    assert record["context"]["ranks"] == 2
-    assert str(tmp_path) not in out.with_suffix(".md").read_text()
+    results, text = files.load([out.with_suffix(".jsonl")]), out.with_suffix(".md").read_text()
+    rows = {row["contender"]: flat(row) for row in results.rows.values()}
+    assert {name: row["status"] for name, row in rows.items()} == dict.fromkeys(names, "ok")
+    assert [row["ranks"] for row in rows.values()] == [2, 2]
+    assert "received, MiB" in text
+    assert str(tmp_path) not in text
 
 
 @pytest.mark.parametrize(
@@ -251,7 +233,7 @@ def test_bad_arguments(arguments, message, capsys):
 
 
 def test_torchrun_counts_its_processes(monkeypatch, capsys):
-    monkeypatch.setattr("magi_compile.bench.ranks.world.is_launched", lambda: True)
+    monkeypatch.setattr("magi_bench.world.is_launched", lambda: True)
     with pytest.raises(SystemExit):
         main(["ranks", "--device", "cpu", "--ranks", "2"])
     assert "`--ranks` must not be given to processes of torchrun" in capsys.readouterr().err

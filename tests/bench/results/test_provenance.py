@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from magi_compile.bench.results import provenance
+from magi_bench.results import provenance
 
 
 def test_the_hash_of_the_sources_does_not_depend_on_how_the_file_system_lists_them(monkeypatch):

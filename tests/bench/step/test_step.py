@@ -1,93 +1,112 @@
 """`magi-bench step`: every row or a reason, the gate, ratios, counts, on tiny sizes of a CPU."""
 
-import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from magi_bench import clock, runner
+from magi_bench.cli import main
+from magi_bench.clock import Ready, Rounds, in_turns
+from magi_bench.gate import STEP_RESULTS
+from magi_bench.own_code import with_own_code
+from magi_bench.report import tables
+from magi_bench.results import rows as files
+from magi_bench.settings import Settings
+from magi_bench.step import contenders, suite
+from magi_bench.step.problem import Problem
+from magi_bench.step.suite import GROUPS, WAYS, Step
+from magi_bench.training import build, checked_parameters
+from magi_bench.workloads.lengths import SHORT, sample
+from magi_bench.workloads.llama import Llama, Shape, causal_within
 from magi_compile._compat import num_compiled_graphs
-from magi_compile.bench.cli import main
-from magi_compile.bench.own_code import with_own_code
-from magi_compile.bench.step import checks, clock, contenders, run
-from magi_compile.bench.step.cases import GROUPS, ROWS, Case, Settings, cases
-from magi_compile.bench.step.clock import Ready, Rounds, Turns, in_turns
-from magi_compile.bench.step.problem import Problem
-from magi_compile.bench.step.report import group_table, to_markdown, without_number
-from magi_compile.bench.workloads.lengths import SHORT, sample
-from magi_compile.bench.workloads.llama import Llama, Shape, causal_within
+from tests.bench.flat import flat, rows_of
 
 SMALL = Settings(
-    "cpu", "float32", (192,), 2, 1, 32, (2,), 1, 64, rows=("eager",), rounds=Rounds(2, 1.0), seed=3
+    *("cpu", "float32", (192,), 2, 1, 32),
+    layers=(2,),
+    train_layers=1,
+    vocab=64,
+    rows=("eager",),
+    rounds=Rounds(2, 1.0),
+    seed=3,
 )
+BY_NAME = {way.name: way for way in WAYS}
 
 
-def row_of(name):
-    return next(row for row in ROWS if row.name == name)
+def case_of(name, tokens, which, layers=1):
+    return SMALL.case("step", name, tokens, which=which, layers=layers)
+
+
+def problem_of(tokens):
+    return Problem(SMALL, tokens, BY_NAME)
 
 
 def measured(tmp_path, *arguments):
     """The rows and the Markdown of a run."""
     out = tmp_path / "step_cpu"
     code = main(["step", "--quick", "--device", "cpu", "--out", str(out), *arguments])
-    record = json.loads(out.with_suffix(".json").read_text())
-    return code, record, out.with_suffix(".md").read_text()
+    results = files.load([out.with_suffix(".jsonl")])
+    return code, results, out.with_suffix(".md").read_text()
 
 
 def execute(settings=SMALL):
-    return run.execute(settings, ["magi-bench", "step"], None, lambda line: None)
+    return rows_of(Step(settings))
 
 
 @pytest.mark.slow
 def test_every_way_to_call_attention_has_a_time_or_a_reason(tmp_path):
     names = ["outside", "new_layout", "cuda_graphs", "eager"]
-    code, record, text = measured(tmp_path, "--rows", *names)
-    rows = record["rows"]
+    code, results, text = measured(tmp_path, "--rows", *names)
+    rows = [flat(row) for row in results.rows.values()]
     assert code == 0
-    assert {(row["row"], row["pass"]) for row in rows} == {
+    assert {(row["mask"], row["pass"]) for row in rows} == {
         (name, which) for name in names for which in ("fwd", "fwdbwd")
     }
     assert all(row["ms"] > 0 if row["status"] == "ok" else row["reason"] for row in rows)
-    status = {(row["row"], row["pass"], row["contender"]): row["status"] for row in rows}
+    status = {(row["mask"], row["pass"], row["contender"]): row["status"] for row in rows}
     assert status["outside", "fwd", "flex"] == status["outside", "fwd", "magi"] == "ok"
     assert status["outside", "fwdbwd", "magi"] == status["new_layout", "fwdbwd", "magi"] == "ok"
     assert status["outside", "fwdbwd", "flex"] == "unsupported"
     assert status["cuda_graphs", "fwd", "magi"] == "unsupported"
     assert status["eager", "fwd", "fa4"] == "unavailable"
     assert [row["recompiles"] for row in rows if "ms" in row] == [0] * 8
-    assert {"torch", "commit", "command", "settings", "took_s"} <= set(record["context"])
+    (run,) = results.runs.values()
+    assert {"torch", "commit", "command", "settings"} <= set(run)
     assert str(tmp_path) not in text
     for words in ("no backward on a CPU", "CUDA graphs need a GPU", "runs on cuda, not on cpu"):
         assert words in text
     for name in names:
-        assert text.count(f"| {row_of(name).label} | 1K |") == 2
+        assert f"| {BY_NAME[name].label} | 1K |" in text
 
 
 @pytest.mark.slow
 def test_layers_and_training_have_a_time_or_a_reason(tmp_path):
     names = ["layers_outside", "masks", "training"]
-    code, record, text = measured(tmp_path, "--rows", *names, "--passes", "fwdbwd")
+    code, results, text = measured(tmp_path, "--rows", *names, "--passes", "fwdbwd")
     assert code == 0
-    ours = [row for row in record["rows"] if row["contender"] == "magi"]
-    assert [row["row"] for row in ours] == ["layers_outside", "training_inside", "training_outside"]
+    ours = [flat(x) for x in results.rows.values() if x["contender"] == "magi"]
+    assert [row["mask"] for row in ours] == [
+        "layers_outside",
+        "training_inside",
+        "training_outside",
+    ]
     assert [row["status"] for row in ours] == ["ok"] * 3
     assert [row["recompiles"] for row in ours] == [0] * 3
-    assert set(ours[1]["gate"]["errors"]) == {
-        "loss",
-        "gradient of the first qkv",
-        "gradient of the last qkv",
-    }
-    assert f"{ours[0]['ms'] / 2:.3f}" in text or f"{ours[0]['ms'] / 2:.1f}" in text
+    assert set(ours[1]["gate"]["errors"]) == set(STEP_RESULTS)
+    assert f"{ours[0]['ms'] / 2:.3f}" in text
 
 
 def test_all_rows_are_planned_in_all_groups():
-    every = Settings("cpu", "float32", (64,), 2, 1, 32, layers=(2, 16))
-    planned = list(cases(every, 64))
-    assert {case.row.group for case in planned} == set(GROUPS)
-    depths = {case.layers for case in planned if case.row.group == "layers"}
+    every = replace(SMALL, tokens=(64,), layers=(2, 16), rows=tuple(BY_NAME))
+    planned = list(Step(every).cases())
+    assert {BY_NAME[case.mask].group for case in planned} == set(GROUPS)
+    depths = {case.layers for case in planned if BY_NAME[case.mask].group == "layers"}
     assert depths == {2, 16}
-    assert len(planned) == 2 * (len(ROWS) + 2) - 1  # making a mask has no backward
+    assert len(planned) == 2 * (len(WAYS) + 2) - 1  # making a mask has no backward
+    assert len({case.key for case in planned}) == len(planned)
 
 
 class TooLarge(contenders.MagiEager):
@@ -121,7 +140,7 @@ class Raises(TooLarge):
 
 def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
     taking_part = (contenders.MagiEager, TooLarge, WrongGradient, Raises)
-    monkeypatch.setattr(run, "CONTENDERS", taking_part)
+    monkeypatch.setattr(suite, "CONTENDERS", taking_part)
     found = {(row["contender"], row["pass"]): row for row in execute()}
     assert {key: row["status"] for key, row in found.items()} == {
         ("magi-eager", "fwd"): "ok",
@@ -137,7 +156,7 @@ def test_what_is_wrong_is_caught_and_not_timed(monkeypatch):
     assert "out: relative error 1.00e-02" in found["too-large", "fwd"]["reason"]
     assert found["wrong-gradient", "fwdbwd"]["reason"].startswith(("dq", "dk", "dv"))
     assert found["raises", "fwd"]["reason"] == "RuntimeError: no such thing"
-    assert run.fault(found["raises", "fwd"]).startswith("eager, 192 tokens, fwd, raises: Runtime")
+    assert runner.fault(found["raises", "fwd"]).startswith("eager 192 fwd, raises: Runtime")
 
 
 class OneBlockLess(contenders.MaskOnly):
@@ -155,80 +174,86 @@ class OneBlockLess(contenders.MaskOnly):
 
 def test_masks_are_made_and_held_to_the_slices(monkeypatch):
     masks = (contenders.MaskOnly, contenders.MagiMaskOnly, OneBlockLess)
-    monkeypatch.setattr(run, "CONTENDERS", masks)
-    rows = execute(Settings(**{**vars(SMALL), "rows": ("masks",), "tokens": (2000,)}))
+    monkeypatch.setattr(suite, "CONTENDERS", masks)
+    rows = execute(replace(SMALL, rows=("masks",), tokens=(2000,)))
     status = {row["contender"]: row["status"] for row in rows}
     assert status == {"pytorch-mask": "ok", "magi-mask": "ok", "one-block-less": "wrong"}
     assert rows[2]["reason"].startswith("partial blocks: relative error")
 
 
 def test_a_model_of_another_mask_is_caught():
-    problem, contender = Problem(SMALL, 2048), contenders.Magi()
-    case = Case(row_of("training_outside"), 2048, 2, "fwdbwd")
-    model = contender._model = contenders._build(problem, case, None)
-    tokens, targets, document, _ = contenders.Packs(problem, case).make(0)
+    problem, contender = problem_of(2048), contenders.Magi()
+    case = case_of("training_outside", 2048, "fwdbwd", layers=2)
+    model = contender._model = build(SMALL, 2, "cpu")
+    tokens, targets, document, documents = problem.pack(0)
 
     def results(lengths):
         loss = model(tokens, targets, document, lengths)
-        return [loss, *torch.autograd.grad(loss, checks.checked_parameters(model))]
+        return [loss, *torch.autograd.grad(loss, checked_parameters(model))]
 
-    lengths = problem.lengths(0)
-    assert len(lengths) > 1
-    assert contender.check(problem, case, results(lengths)).passed
+    assert len(documents) > 1
+    assert contender.check(problem, case, results(documents)).passed
     check = contender.check(problem, case, results([2048]))
     assert all(check.errors[name] > 0.125 for name in check.errors if name != "loss")
 
 
 def test_where_ours_stays_on_flex_attention_it_is_not_timed(monkeypatch):
-    monkeypatch.setattr(run, "CONTENDERS", (contenders.MagiEager,))
-    kept = SimpleNamespace(reasons=("a reason",))
-    reports = iter([[], [kept], [kept], [kept]])
-    monkeypatch.setattr(run, "lowering_report", lambda: SimpleNamespace(refused=next(reports)))
-    for row in execute():
+    """Also in cases behind, whose graph is compiled."""
+    monkeypatch.setattr(suite, "CONTENDERS", (contenders.MagiEager,))
+    decisions, prepare = [], contenders.MagiEager.prepare
+
+    def kept(self, problem, case):
+        decisions.extend([SimpleNamespace(kernel=None, reasons=("a reason",))] * (not decisions))
+        return prepare(self, problem, case)
+
+    monkeypatch.setattr(contenders.MagiEager, "prepare", kept)
+    report = SimpleNamespace(decisions=decisions)
+    monkeypatch.setattr(runner, "lowering_report", lambda: report)
+    rows = execute()
+    assert len(rows) == 2
+    for row in rows:
         assert row["status"] == "unsupported"
         assert row["reason"] == "stays on FlexAttention: a reason"
 
 
 def test_what_has_no_time_left_is_not_begun(monkeypatch):
-    monkeypatch.setattr(run, "CONTENDERS", (contenders.MagiEager,))
-    rows = execute(Settings(**{**vars(SMALL), "seconds": 1e-9}))
+    monkeypatch.setattr(suite, "CONTENDERS", (contenders.MagiEager,))
+    rows = execute(replace(SMALL, seconds=1e-9))
     assert [row["status"] for row in rows] == ["timeout"] * 2
     assert rows[0]["reason"] == "not begun: no time left of 1e-09 s"
 
 
-def timed(name, times_ms, **more):
-    row = {"contender": name, "label": name.upper(), "is_ours": False, "status": "ok"}
-    place = {"group": "layers", "row": "layers_outside", "tokens": 2048, "layers": 4, "pass": "fwd"}
-    return row | place | run.summary(Turns(times_ms, 5, 0)) | more
+def timed(name, ms, **more):
+    row = {"contender": name, "label": name.upper(), "is_ours": name == "ours", "status": "ok"}
+    times = {"ms": ms, "layer_ms": ms / 4, "recompiles": 0}
+    case = case_of("layers_outside", 2048, "fwd", layers=4)
+    place = {"run": "1", "key": name, "case": case.to_json(), "group": "Layers", "what": "W"}
+    return row | place | {"passes": {"fwd": times}} | more
 
 
-def test_ratios_are_of_medians_and_to_ours():
-    rows = [timed("peer", [4.0, 6.0, 50.0]), timed("ours", [3.0, 1.0, 4.0], is_ours=True)]
-    lost = {**rows[0], "contender": "lost", "label": "LOST", "status": "oom", "reason": "too large"}
-    del lost["ms"]
-    run.compare([*rows, lost])
-    assert [row["ms"] for row in rows] == [6.0, 3.0]
-    assert [row["ratio"] for row in rows] == [2.0, 1.0]
-    assert "ratio" not in lost
-    assert (rows[0]["min_ms"], rows[0]["max_ms"], rows[0]["rounds"]) == (4.0, 50.0, 3)
-    rows[0] |= {"kernels": 3.0, "launches": 1.0}
-    header, (line,) = group_table([*rows, lost])
-    cells = dict(zip(header, line, strict=True))
-    assert cells["PEER, ms"] == "1.500"  # a layer of four
-    assert cells["OURS, ms"] == "0.750"
-    assert cells["LOST, ms"] == "oom"
-    assert (cells["PEER, ratio"], cells["LOST, ratio"]) == ("2.00", "-")
-    assert (cells["kernels"], cells["launches"], cells["recompiled"]) == ("3, -", "1, -", "0, 0")
-    assert without_number([*rows, lost]) == [["LOST", "oom", "too large", "layers_outside", "1"]]
-    text = to_markdown({"device": "a card"}, [*rows, lost])
-    assert text.startswith("# Wall time of attention and of training steps, a card\n")
-    assert "| BlockMask from outside | 2K | 4 | forward | 1.500 |" in text
+def test_ratios_are_to_ours_and_in_the_report():
+    rows = [timed("peer", 6.0), timed("ours", 3.0), timed("lost", 1.0)]
+    rows[2] |= {"status": "oom", "reason": "too large"}
+    del rows[2]["passes"]
+    runner.compare(rows)
+    assert [row["passes"]["fwd"]["ratio"] for row in rows[:2]] == [2.0, 1.0]
+    rows[0]["passes"]["fwd"] |= {"kernels": 3.0, "launches": 1.0}
+    results = files.Results({"1": {"device": "a card", "title": "T"}}, {x["key"]: x for x in rows})
+    (section,) = tables.sections(results)
+    names = ("what", "tokens", "contender", "ms", "ms a layer", "ratio", "kernels", "recompiled")
+    header = dict(zip(section.header, range(99), strict=False))
+    assert [[line[header[name]] for name in names] for line in section.lines] == [
+        ["W", "2K", "PEER", "6.000", "1.500", "2.000", "3", "0"],
+        ["W", "2K", "OURS", "3.000", "0.750", "1.000", "-", "0"],
+        ["W", "2K", "LOST", "oom", "-", "-", "-", "-"],
+    ]
+    assert tables.absent(results) == [("LOST", "oom", "too large", "1: W")]
 
 
 def test_without_ours_there_is_no_ratio():
-    rows = [timed("peer", [1.0])]
-    run.compare(rows)
-    assert "ratio" not in rows[0]
+    rows = [timed("peer", 1.0)]
+    runner.compare(rows)
+    assert "ratio" not in rows[0]["passes"]["fwd"]
 
 
 def test_contenders_take_turns_with_masks_made_before():
@@ -295,9 +320,8 @@ def test_kernels_and_launches_are_told_apart():
 
 
 def test_new_layouts_are_new_in_every_call_and_equal_for_all():
-    problem = Problem(SMALL, 4096)
-    case = Case(row_of("new_layout"), 4096, 1, "fwd")
-    masks, others = (contenders.Masks(problem, case) for _ in range(2))
+    problem = problem_of(4096)
+    masks, others = (contenders.Masks(problem, BY_NAME["new_layout"]) for _ in range(2))
     drawn = []
     for calls in (1, 2):
         for one in (masks, others):
@@ -311,9 +335,9 @@ def test_new_layouts_are_new_in_every_call_and_equal_for_all():
 
 
 def test_rows_of_one_layout_keep_their_mask():
-    problem = Problem(SMALL, 256)
+    problem = problem_of(256)
     for name in ("outside", "inside"):
-        masks = contenders.Masks(problem, Case(row_of(name), 256, 1, "fwd"))
+        masks = contenders.Masks(problem, BY_NAME[name])
         masks.renew(1)
         first = masks.next()
         masks.renew(5)

@@ -1,15 +1,16 @@
 """Trees against each other on a CPU: a copy of this one, and one that computes something else."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from magi_compile.bench.cli import main
-from magi_compile.bench.trees.run import TOLERANCE, _furthest, means
-from magi_compile.bench.trees.worker import fingerprint
+from magi_bench.cli import main
+from magi_bench.report.tables import ratios_by_contender
+from magi_bench.results import rows as files
+from magi_bench.trees.suite import TOLERANCE, _furthest
+from magi_bench.trees.worker import fingerprint
 
 ROOT = Path(__file__).parents[3]
 QUICK = ["trees", "--device", "cpu", "--quick"]
@@ -29,12 +30,14 @@ def test_the_same_twice(copy, tmp_path, capsys):
     trees = ["--tree", f"this={ROOT}", "--tree", f"copy={copy}"]
     assert main([*QUICK, *trees, "--out", str(out)]) == 0
     assert "bwd causal 128 2:1 d16: " in capsys.readouterr().out
-    found = json.loads(out.with_suffix(".json").read_text())
-    assert [row["pass"] for row in found["rows"]] == ["fwd", "bwd"]
-    assert all(set(row["ms"]) == {"this", "copy"} for row in found["rows"])
-    assert "--tree this=... --tree copy=..." in found["context"]["command"]
-    assert str(tmp_path) not in out.with_suffix(".json").read_text()
-    assert "| causal | 128 | 2:1 | 16 |" in out.with_suffix(".md").read_text()
+    found = files.load([out.with_suffix(".jsonl")])
+    assert [(row["contender"], *row["passes"]) for row in found.rows.values()] == [
+        (name, which) for which in ("fwd", "bwd") for name in ("this", "copy")
+    ]
+    (run,) = found.runs.values()
+    assert "--tree this=... --tree copy=..." in run["command"]
+    assert str(tmp_path) not in out.with_suffix(".jsonl").read_text()
+    assert "| causal | 128 | copy |" in out.with_suffix(".md").read_text()
 
 
 def test_other_results_are_no_number(copy, capsys):
@@ -66,8 +69,12 @@ def test_fingerprints():
 
 
 def test_means_are_geometric():
-    rows = [{"ms": {"a": 1.0, "b": x}} for x in (0.5, 2.0)] + [{"reason": "crash"}]
-    assert means(rows) == {"b": (pytest.approx(1.0), 0.5, 2.0)}
+    rows = {
+        x: {"contender": "b", "is_ours": False, "status": "ok", "passes": {"fwd": {"ratio": x}}}
+        for x in (0.5, 2.0)
+    } | {0: {"status": "crash"}}
+    means = ratios_by_contender(files.Results(rows=rows))
+    assert means == {"b": (pytest.approx(1.0), 0.5, 2.0)}
 
 
 @pytest.mark.parametrize(

@@ -7,25 +7,25 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from magi_compile.bench.contenders.cudnn_flex import endpoints
-from magi_compile.bench.contenders.flashmask import FlashMask, hidden_rows
-from magi_compile.bench.draw import to_text
-from magi_compile.bench.workloads import block_masks, derive, lengths
-from magi_compile.bench.workloads.cells import Cell, format_length, parse_length
-from magi_compile.bench.workloads.workload import MASKS, SPARSE_MASKS, build
+from magi_bench.cases import Case, format_length, parse_length
+from magi_bench.contenders.cudnn_flex import endpoints
+from magi_bench.contenders.flashmask import FlashMask, hidden_rows
+from magi_bench.masks import to_text
+from magi_bench.workloads import block_masks, derive, lengths
+from magi_bench.workloads.workload import MASKS, SPARSE_MASKS, build
 from magi_compile.masks.slices import AttnSlices
 
 SEQLEN = 520
 
 
-def make_cell(mask: str, seqlen: int = SEQLEN, sampler: str = "pile") -> Cell:
+def make_cell(mask: str, seqlen: int = SEQLEN, sampler: str = "pile") -> Case:
     if mask in SPARSE_MASKS:
-        return Cell("sparse", mask, seqlen, 4, 2, 16, "float32", block=64, density=0.3)
-    return Cell("kernel", mask, seqlen, 4, 2, 16, "float32", lengths=sampler)
+        return Case("sparse", mask, seqlen, 4, 2, 16, "float32", block=64, density=0.3)
+    return Case("kernel", mask, seqlen, 4, 2, 16, "float32", lengths=sampler)
 
 
 def dense_of_mask_mod(workload, head: int) -> torch.Tensor:
-    index = torch.arange(workload.cell.seqlen)
+    index = torch.arange(workload.case.seqlen)
     visible = workload.mask_mod(torch.tensor(0), torch.tensor(head), index[:, None], index[None, :])
     return visible.expand(len(index), len(index))
 
@@ -212,9 +212,9 @@ def test_flops():
 
 
 def test_equal_masks_have_equal_hashes():
-    cell = make_cell("document_causal")
-    assert build(cell).mask_hash == build(cell).mask_hash
-    assert build(cell).mask_hash != build(replace(cell, seed=7)).mask_hash
+    case = make_cell("document_causal")
+    assert build(case).mask_hash == build(case).mask_hash
+    assert build(case).mask_hash != build(replace(case, seed=7)).mask_hash
 
 
 def test_inputs_are_the_same_for_everybody():
@@ -227,10 +227,10 @@ def test_inputs_are_the_same_for_everybody():
 
 
 def test_cells_by_key():
-    cell = make_cell("uniform_blocks")
-    assert Cell.from_json(cell.to_json()) == cell
-    assert cell.key == "sparse/uniform_blocks/b64/p0.3/seeds/s520/4:2/d16/float32/seed42"
-    assert cell.key != replace(cell, density=0.5).key
+    case = make_cell("uniform_blocks")
+    assert Case.from_json(case.to_json()) == case
+    assert case.key == "sparse/uniform_blocks/b64/p0.3/seeds/s520/4:2/d16/float32/seed42"
+    assert case.key != replace(case, density=0.5).key
 
 
 @pytest.mark.parametrize(("text", "value"), [("8192", 8192), ("8K", 8192), ("1m", 2**20)])

@@ -12,10 +12,10 @@ from magi_compile.dtensor.planning.dispatch import (
     choose_chunk_size,
     dispatch,
 )
-from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.testing.cases import random_disjoint, sliding_window, varlen
 from tests.dtensor.support.masks import SQUARE, documents
+from tests.dtensor.support.packs import document_packs
 
 COMPUTE_BOUND = CostModel(seconds_per_area=1.0, seconds_per_row=0.0)
 

@@ -17,10 +17,10 @@ from magi_compile.dtensor.planning.stages import (
     forward_begins_early,
     forward_seconds,
 )
-from magi_compile.dtensor.tools.documents import document_packs
 from magi_compile.masks.library import MASKS as LIBRARY
 from magi_compile.masks.slices import AttnSlices
 from tests.dtensor.support.masks import documents
+from tests.dtensor.support.packs import document_packs
 
 
 def loads(area, local_area, rows, cp_size=2, query_rows=1):

@@ -9,10 +9,10 @@ import torch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
 
+from magi_bench.cases import Case
+from magi_bench.workloads.workload import SPARSE_MASKS, build
 from magi_compile import MaskDataError
 from magi_compile._checks import raise_pending, synchronize_checks
-from magi_compile.bench.workloads.cells import Cell
-from magi_compile.bench.workloads.workload import SPARSE_MASKS, build
 from magi_compile.kernels.heuristics import PlanTiles
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner import tile_plan as planner
@@ -43,7 +43,7 @@ MASKS |= {f"random{seed}": random_disjoint(257, 391, seed).slices() for seed in 
 # Hundreds of short slices in a tile, far more than `MAX_OVERLAP` across a border of key tiles.
 MASKS |= {
     f"{name}-{density}": build(
-        Cell("sparse", name, 1024, 16, 2, 64, block=32, density=density)
+        Case("sparse", name, 1024, 16, 2, 64, block=32, density=density)
     ).slices
     for name in SPARSE_MASKS
     for density in (0.2, 0.4)

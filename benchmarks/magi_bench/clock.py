@@ -1,0 +1,216 @@
+"""How contenders are timed: in turns, many calls between two synchronizations of the device, medians over rounds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_compile import _compat
+
+# Calls of a contender until CUDA graphs have been recorded and replayed.
+WARMUP_CALLS = 3
+# Single calls that say how many fit in a turn.
+TRIAL_CALLS = 2
+PROFILED_CALLS = 2
+
+
+def _nothing(calls: int) -> None:
+    pass
+
+
+class Ready(NamedTuple):
+    """A contender prepared for a case.
+
+    Attributes:
+        call: one call, or one step; returns what is checked.
+        renew: makes the masks of so many calls to come. It takes no part in the time.
+        facts: of its row, once it was called; numbers are those of the rank that has most.
+    """
+
+    call: Callable[[], Sequence[Tensor]]
+    renew: Callable[[int], None] = _nothing
+    facts: Mapping[str, Any] = {}
+
+
+class Ahead:
+    """What calls to come need, made by turn before their time is taken; the turns of everybody are the same."""
+
+    def __init__(self, make: Callable[[int], Any]):
+        self.make = make
+        self._turns = itertools.count()
+        self._made: list[Any] = []
+
+    def renew(self, calls: int) -> None:
+        """Makes what so many calls need."""
+        self._made = [self.make(turn) for turn in itertools.islice(self._turns, calls)][::-1]
+
+    def next(self) -> Any:
+        """What the next call needs."""
+        return self._made.pop()
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How often.
+
+    Attributes:
+        count: rounds; each contender has one turn in each.
+        turn_ms: about how long a turn takes.
+        max_calls: calls of a turn at most; at least one.
+        max_masks: calls of a turn at most where each call gets a mask of its own, which is made before the turn.
+    """
+
+    count: int = 7
+    turn_ms: float = 20.0
+    max_calls: int = 100
+    max_masks: int = 20
+
+    def calls(self, estimate_ms: float, makes_masks: bool = False) -> int:
+        """Calls of a turn, of which one takes about `estimate_ms`."""
+        most = self.max_masks if makes_masks else self.max_calls
+        return min(max(int(self.turn_ms / max(estimate_ms, 1e-3)), 1), most)
+
+
+class Turns(NamedTuple):
+    """What the turns of one contender gave.
+
+    Attributes:
+        times_ms: of one call, the mean over each turn.
+        calls: of each turn.
+        recompiles: graphs that Dynamo compiled in them; 0 unless something is wrong.
+    """
+
+    times_ms: list[float]
+    calls: int
+    recompiles: int
+
+
+class Work(NamedTuple):
+    """What the GPU and its driver do in one call.
+
+    Attributes:
+        kernels: how many run.
+        launches: by the host; a CUDA graph is one.
+        kernel_ms: the sum of the times of all kernels, without what lies between them.
+    """
+
+    kernels: float
+    launches: float
+    kernel_ms: float
+
+
+class Alone:
+    """One process is timed by itself. `world.World` times several together."""
+
+    rank, size = 0, 1
+
+    def meet(self) -> None:
+        """Waits for everybody who is timed."""
+
+    def slowest(self, number: float) -> float:
+        """The largest `number` of everybody who is timed."""
+        return number
+
+    def all_of(self, thing: Any) -> list[Any]:
+        """What everybody who is timed has there."""
+        return [thing]
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of everybody's `x`, in its place."""
+        return x
+
+
+ALONE = Alone()
+
+
+def wait(device: str) -> None:
+    """Until the device has done everything."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def warm_up(ready: Ready, device: str) -> int:
+    """The calls after the first, which compiled, and before those that count; how many graphs they compiled."""
+    before = _compat.num_compiled_graphs()
+    ready.renew(WARMUP_CALLS - 1)
+    for _ in range(WARMUP_CALLS - 1):
+        ready.call()
+    wait(device)
+    return _compat.num_compiled_graphs() - before
+
+
+def in_turns(
+    contenders: Mapping[str, Ready], device: str, rounds: Rounds, together: Alone = ALONE
+) -> dict[str, Turns]:
+    """Times all `contenders`, which are warm, round by round; every other round begins with the last of them.
+
+    Processes that are timed `together` have the same contenders. Each turn then lasts until the slowest process is done.
+    """
+
+    def turn_ms(ready: Ready, count: int) -> float:
+        return together.slowest(_turn_ms(ready, count, device, together))
+
+    calls = {
+        name: rounds.calls(
+            min(turn_ms(ready, 1) for _ in range(TRIAL_CALLS)),
+            makes_masks=ready.renew is not _nothing,
+        )
+        for name, ready in contenders.items()
+    }
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    recompiles = dict.fromkeys(contenders, 0)
+    for number in range(rounds.count):
+        order = list(contenders)
+        for name in reversed(order) if number % 2 else order:
+            before = _compat.num_compiled_graphs()
+            times[name].append(turn_ms(contenders[name], calls[name]))
+            recompiles[name] += _compat.num_compiled_graphs() - before
+    return {name: Turns(times[name], calls[name], recompiles[name]) for name in contenders}
+
+
+def _turn_ms(ready: Ready, calls: int, device: str, together: Alone) -> float:
+    """Milliseconds of wall time of one of `calls` consecutive calls."""
+    ready.renew(calls)
+    wait(device)
+    together.meet()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        ready.call()
+    wait(device)
+    return (time.perf_counter() - begin) * 1e3 / calls
+
+
+def work_of(ready: Ready) -> Work:
+    """What a GPU does in one call. CUPTI slows what comes after it, so this comes after everything that is timed."""
+    from torch.profiler import ProfilerActivity, profile
+
+    ready.renew(PROFILED_CALLS)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(PROFILED_CALLS):
+            ready.call()
+        torch.cuda.synchronize()
+    events = list(profiler.events())
+    kernels = [event.time_range.elapsed_us() / 1e3 for event in events if _is_kernel(event)]
+    launches = sum(map(_is_launch, events))
+    return Work(*(x / PROFILED_CALLS for x in (len(kernels), launches, sum(kernels))))
+
+
+def _is_kernel(event: object) -> bool:
+    """Whether a profiler's event is a kernel on the GPU: no copy, no fill, no annotation."""
+    if getattr(event, "device_type", None) != torch.autograd.DeviceType.CUDA:
+        return False
+    is_annotation = getattr(event, "is_user_annotation", False)
+    return not is_annotation and not getattr(event, "name", "").startswith(("Memcpy", "Memset"))
+
+
+def _is_launch(event: object) -> bool:
+    """Whether it is a call of the CUDA runtime or driver that launches a kernel or a graph."""
+    name = getattr(event, "name", "")
+    return name.startswith(("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch"))

@@ -1,0 +1,148 @@
+"""What a contender is: can it be had, can it run a workload, and how."""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_bench.workloads.workload import Inputs, Workload
+
+#: Attention of prepared q, k, v in the contender's layout; differentiable where the contender has a backward.
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Layout(Enum):
+    """How a contender wants `[tokens, heads, head_dim]` to look. Always views: nobody pays for a copy."""
+
+    PACKED = "thd"
+    BATCHED = "bthd"
+    HEADS_FIRST = "bhtd"
+
+    def of(self, x: Tensor) -> Tensor:
+        """Packed `x` in this layout."""
+        if self is Layout.PACKED:
+            return x
+        return x[None] if self is Layout.BATCHED else x.transpose(0, 1)[None]
+
+    def to_packed(self, x: Tensor) -> Tensor:
+        """The inverse of `of`."""
+        if self is Layout.PACKED:
+            return x
+        return x[0] if self is Layout.BATCHED else x[0].transpose(0, 1)
+
+
+class Contender(ABC):
+    """Whoever is measured.
+
+    Attributes:
+        name: how the command line and result files call it.
+        label: how reports call it.
+        is_ours: whether reports set it apart from its peers; ratios are to the first of them that has a time.
+        is_alone: whether its times have no ratio, as its work is another.
+    """
+
+    name: str
+    label: str
+    is_ours: bool = False
+    is_alone: bool = False
+
+    def unavailable(self, device: str) -> str | None:
+        """Why it cannot be had on this machine, or None."""
+        return None
+
+    def supports(self, problem: Any, case: Any) -> list[str]:
+        """Every reason against a case; empty if it runs."""
+        return []
+
+    @abstractmethod
+    def prepare(self, problem: Any, case: Any) -> Any:
+        """Everything that comes before the first call: a `clock.Ready`, and of kernels an `Attend`."""
+
+    def check(self, problem: Any, case: Any, results: Sequence[Tensor]) -> Any:
+        """The `gate.Check` of the results of the first call; None if they are checked elsewhere."""
+        return None
+
+
+class Kernel(Contender):
+    """One implementation of attention. A worker process of its own makes one instance and keeps it.
+
+    Attributes:
+        levels: which cases it takes part in, of "kernel" and "sparse".
+        devices: of "cuda" and "cpu".
+        dtypes: of q, k, v.
+        layout: what `prepare`'s result takes and returns.
+        has_backward: whether it can be differentiated.
+        compiles_slowly: whether a new shape costs seconds; such contenders run last.
+    """
+
+    levels: tuple[str, ...] = ("kernel",)
+    devices: tuple[str, ...] = ("cuda",)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    layout: Layout = Layout.PACKED
+    has_backward: bool = True
+    compiles_slowly: bool = False
+
+    def available(self) -> str | None:
+        """Why it cannot be had on this machine, or None. May import packages; runs in the worker."""
+        return None
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        """Every reason against this workload beyond level, device and dtype; empty if it runs."""
+        return []
+
+    @abstractmethod
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        """Everything that depends on the mask and the shapes but not on the values: conversions and plans.
+
+        Args:
+            workload: its slices are on the host.
+            inputs: packed tensors on the device, for contenders that plan from them.
+
+        Returns:
+            The call that is timed, of q, k and v in the layout of the contender.
+        """
+
+    def versions(self) -> dict[str, str]:
+        """The packages it consists of, for the record."""
+        return {}
+
+
+def refusals(contender: Kernel, workload: Workload, device: str) -> list[str]:
+    """Every reason why `contender` cannot run `workload` on `device` ("cuda" or "cpu")."""
+    case = workload.case
+    reasons = []
+    if case.level not in contender.levels:
+        reasons.append(f"has no {case.level} masks")
+    if device not in contender.devices:
+        reasons.append(f"runs on {' and '.join(contender.devices)}, not on {device}")
+    if case.dtype not in contender.dtypes:
+        reasons.append(f"takes {', '.join(contender.dtypes)}, not {case.dtype}")
+    return reasons or contender.supports(workload, device)
+
+
+def import_error(module: str) -> str | None:
+    """Why `module` cannot be imported, or None."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # a binary package may fail in any way
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return None
+
+
+def memory_refusal(needed: int, what: str, device: str) -> list[str]:
+    """A reason if `needed` bytes are more than half of the device's memory."""
+    if device == "cuda":
+        total = torch.cuda.get_device_properties(0).total_memory
+    else:
+        import os
+
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed <= total // 2:
+        return []
+    return [f"{what} would take {needed / 2**30:.0f} GiB of {total / 2**30:.0f} GiB"]

@@ -1,0 +1,132 @@
+"""The FlashAttention packages 2, 3 and 4: documents and windows; 4 also block-sparse masks."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.workloads.derive import (
+    block_lists,
+    documents_of,
+    needs_documents_or_window,
+    window_of,
+)
+from magi_bench.workloads.workload import Inputs, Workload
+
+
+class _FlashAttention(Kernel):
+    module: str
+    distributions: tuple[str, ...]
+    unlimited: int | None = -1
+
+    def available(self) -> str | None:
+        return import_error(self.module)
+
+    def versions(self) -> dict[str, str]:
+        return {name: _version(name) for name in self.distributions}
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        return needs_documents_or_window(workload.slices)
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        package = importlib.import_module(self.module)
+        documents = documents_of(workload.slices)
+        if documents and len(documents.cu_seqlens) > 2:
+            cu_seqlens = torch.tensor(
+                documents.cu_seqlens, dtype=torch.int32, device=inputs.q.device
+            )
+            options: dict[str, Any] = {"causal": documents.causal}
+            for side in "qk":
+                options[f"cu_seqlens_{side}"] = cu_seqlens
+                options[f"max_seqlen_{side}"] = documents.longest
+            return lambda q, k, v: _first(package.flash_attn_varlen_func(q, k, v, **options))
+        window = window_of(workload.slices)
+        assert window is not None
+        causal = window == (None, 0)
+        sides = tuple(self.unlimited if causal or side is None else side for side in window)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            batched = (x[None] for x in (q, k, v))
+            return _first(package.flash_attn_func(*batched, causal=causal, window_size=sides))[0]
+
+        return attend
+
+
+class FlashAttention2(_FlashAttention):
+    name = "fa2-package"
+    label = "FlashAttention 2"
+    module = "flash_attn"
+    distributions = ("flash-attn",)
+
+
+class FlashAttention3(_FlashAttention):
+    name = "fa3"
+    label = "FlashAttention 3"
+    module = "flash_attn_interface"
+    distributions = ("flash-attn-3",)
+
+
+class FlashAttention4(_FlashAttention):
+    name = "fa4"
+    label = "FlashAttention 4"
+    module = "flash_attn.cute"
+    distributions = ("flash-attn-4", "nvidia-cutlass-dsl")
+    unlimited = None
+
+
+class FlashAttention4Blocks(Kernel):
+    """flash-attn-4 with lists of blocks that are visible as a whole; its Hopper tiles have 128 rows and keys."""
+
+    name = "fa4-blocks"
+    label = "FlashAttention 4, block lists"
+    levels = ("sparse",)
+    layout = Layout.BATCHED
+    BLOCK = 128
+
+    def available(self) -> str | None:
+        return import_error("flash_attn.cute")
+
+    def versions(self) -> dict[str, str]:
+        return {name: _version(name) for name in FlashAttention4.distributions}
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        blocks = workload.block_map
+        if blocks and blocks.is_uniform and blocks.q_sizes[0] == self.BLOCK:
+            return []
+        return [f"takes uniform blocks of {self.BLOCK}"]
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        from flash_attn.cute import flash_attn_func
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+        blocks = workload.blocks
+        visible = blocks.visible.to(inputs.q.device).repeat_interleave(blocks.group, 0)[None]
+
+        def lists(visible: Tensor) -> BlockSparseTensorsTorch:
+            count, index = block_lists(visible)
+            nothing = torch.zeros_like(count), torch.zeros_like(index)
+            return BlockSparseTensorsTorch(
+                *nothing, count, index, block_size=(self.BLOCK, self.BLOCK)
+            )
+
+        options = {
+            "block_sparse_tensors": lists(visible),
+            "block_sparse_tensors_bwd": lists(visible.mT),
+        }
+        return lambda q, k, v: _first(flash_attn_func(q, k, v, **options))
+
+
+def _first(result: Tensor | tuple) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not a distribution"

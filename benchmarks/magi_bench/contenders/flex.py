@@ -1,0 +1,77 @@
+"""PyTorch's compiled `flex_attention`, with its Triton and its FLASH (flash-attn-4) backend.
+
+The BlockMask comes from the slices, block by block, so that no S x S mask is ever made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.workloads.derive import block_areas, block_lists
+from magi_bench.workloads.workload import Inputs, Workload
+from magi_compile import _compat
+
+BLOCK = 128
+
+
+class FlexTriton(Kernel):
+    name = "flex"
+    label = "FlexAttention (Triton)"
+    levels: tuple[str, ...] = ("kernel", "sparse")
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    layout = Layout.HEADS_FIRST
+    compiles_slowly = True
+    backend: str | None = None
+    _compiled_for: Workload | None = None
+
+    @cached_property
+    def _attend(self) -> Callable[..., Tensor]:
+        _compat.allow_repeated_backward()
+        return torch.compile(flex_attention, dynamic=False)
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        if workload is not self._compiled_for:
+            torch.compiler.reset()  # one graph a workload, without a limit on how many
+            self._compiled_for = workload
+        block_mask = None
+        if workload.case.mask != "full":
+            block_mask = make_block_mask(workload, inputs.q.device)
+        options = {
+            "enable_gqa": True,
+            "kernel_options": {"BACKEND": self.backend} if self.backend else None,
+        }
+        return lambda q, k, v: self._attend(q, k, v, block_mask=block_mask, **options)
+
+
+class FlexFlash(FlexTriton):
+    name = "flex-flash"
+    label = "FlexAttention (FLASH)"
+    levels: tuple[str, ...] = ("kernel",)
+    dtypes: tuple[str, ...] = ("bfloat16", "float16")
+    backend = "FLASH"
+
+    def available(self) -> str | None:
+        return import_error("flash_attn.cute")
+
+
+def make_block_mask(workload: Workload, device: torch.device) -> BlockMask:
+    """Blocks that are full, and blocks in which `mask_mod` decides."""
+    case = workload.case
+    if workload.block_map:
+        areas = workload.blocks.areas(BLOCK).repeat_interleave(workload.blocks.group, 0).to(device)
+    else:
+        areas = block_areas(workload.slices, BLOCK, device)[None]
+    full = areas == BLOCK**2  # not the ragged blocks at the end, as in `create_block_mask`
+    return BlockMask.from_kv_blocks(
+        *block_lists(((areas > 0) & ~full)[None]),
+        *block_lists(full[None]),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=workload.mask_mod,
+        seq_lengths=(case.seqlen, case.seqlen),
+    )

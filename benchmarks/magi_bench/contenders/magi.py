@@ -1,0 +1,87 @@
+"""Our kernels, through the op that the lowering emits, each with a plan made beforehand."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import magi_compile
+from magi_bench.contenders.base import Attend, Kernel, import_error
+from magi_bench.workloads.workload import Inputs, Workload
+from magi_compile import ops  # noqa: F401  (defines torch.ops.magi)
+from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.select import problem_on, refusals_by_kernel
+
+
+class _Magi(Kernel):
+    kernel: str
+    levels = ("kernel", "sparse")
+    is_ours = True
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        return refusals_by_kernel(_problem(workload, device))[self.kernel]
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        slices = workload.slices.to(inputs.q.device)
+        problem = _problem(workload, inputs.q.device.type)
+        lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+        plan = torch.ops.magi.plan(
+            *(*lists, slices.seqlen_q, slices.seqlen_k, problem.dtype),
+            *(problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v),
+            *(0.0, self.kernel),
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            scale = problem.softmax_scale
+            return torch.ops.magi.attention(q, k, v, lists, plan, scale, 0.0, self.kernel)[0]
+
+        if not workload.block_map:
+            return attend
+        shape = (workload.case.seqlen, -1, problem.head_dim_v)
+        return lambda q, k, v: (
+            attend(*(_heads_as_rows(x) for x in (q, k, v)))
+            .view(-1, shape[0], shape[2])
+            .transpose(0, 1)
+        )
+
+    def versions(self) -> dict[str, str]:
+        return {"magi_compile": magi_compile.__version__}
+
+
+def _heads_as_rows(x: Tensor) -> Tensor:
+    """`[tokens, heads, head_dim]`, a head's tokens together in memory, as rows of one head: masks may differ."""
+    return x.transpose(0, 1).flatten(0, 1)[:, None]
+
+
+def _problem(workload: Workload, device: str) -> AttnProblem:
+    case = workload.case
+    heads = (1, 1) if workload.block_map else (case.nheads_q, case.nheads_kv)
+    dtype, scale = getattr(torch, case.dtype), case.head_dim**-0.5
+    return problem_on(torch.device(device), dtype, (*heads, *case.head_dims), scale)
+
+
+class MagiCuda(_Magi):
+    name = "magi-cuda"
+    label = "magi_compile (CUDA)"
+    kernel = "cuda"
+
+    def available(self) -> str | None:
+        return import_error("magi_compile.kernels.sm90")
+
+
+class MagiTriton(_Magi):
+    name = "magi-triton"
+    label = "magi_compile (Triton)"
+    kernel = "triton"
+    dtypes = ("bfloat16", "float16", "float32")
+
+    def available(self) -> str | None:
+        return import_error("magi_compile.kernels.triton")
+
+
+class MagiCpu(_Magi):
+    name = "magi-cpu"
+    label = "magi_compile (CPU)"
+    kernel = "cpu"
+    devices = ("cpu",)
+    dtypes = ("float32", "bfloat16", "float16")

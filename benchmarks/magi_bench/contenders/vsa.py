@@ -1,0 +1,60 @@
+"""Video Sparse Attention of fastvideo-kernel: blocks of 64, ThunderKittens on Hopper, or Triton."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from magi_bench.contenders.base import Attend, Kernel, Layout, import_error
+from magi_bench.workloads.derive import block_lists
+from magi_bench.workloads.workload import Inputs, Workload
+
+BLOCK = 64
+
+
+class Vsa(Kernel):
+    name = "vsa"
+    label = "VSA"
+    levels = ("sparse",)
+    dtypes = ("bfloat16",)
+    layout = Layout.HEADS_FIRST
+
+    def available(self) -> str | None:
+        return import_error("fastvideo_kernel.block_sparse_attn")
+
+    def versions(self) -> dict[str, str]:
+        return {"fastvideo-kernel": version("fastvideo-kernel")}
+
+    def supports(self, workload: Workload, device: str) -> list[str]:
+        blocks = workload.blocks
+        reasons = []
+        if not blocks.is_uniform or blocks.q_sizes[0] != BLOCK:
+            reasons.append(f"takes uniform blocks of {BLOCK}")
+        if blocks.group > 1:
+            reasons.append("has no grouped heads")
+        return reasons
+
+    def prepare(self, workload: Workload, inputs: Inputs) -> Attend:
+        from fastvideo_kernel.block_sparse_attn import block_sparse_attn_from_indices
+
+        count, index = block_lists(workload.blocks.visible.to(inputs.q.device)[None])
+        sizes = torch.full((index.shape[-1],), BLOCK, dtype=torch.int32, device=inputs.q.device)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return block_sparse_attn_from_indices(q, k, v, index, count, sizes)[0]
+
+        return attend
+
+
+class VsaTriton(Vsa):
+    name = "vsa-triton"
+    label = "VSA (Triton)"
+    compiles_slowly = True
+
+    def available(self) -> str | None:
+        # The package chooses by this variable; a worker has one contender, so nobody else sees it.
+        os.environ["FASTVIDEO_VSA_TRITON"] = "1"
+        return super().available()

@@ -1,0 +1,358 @@
+"""Masks that users of FlexAttention write, at any length that is a multiple of 128.
+
+What depends on rows and keys is written as models write it; no function here is written for what our compiler likes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from magi_bench.mods.mod import BLOCK, Place
+
+KERNEL = 13  # of a neighbourhood, in pixels along each side
+TILE = 8  # of a canvas, in pixels along each side
+IMAGE = 64  # tokens
+
+
+def causal(place: Place) -> BlockMask:
+    """Tokens see what is not behind them."""
+
+    def mask_mod(b, h, q, kv):
+        return q >= kv
+
+    return place.block_mask(mask_mod)
+
+
+def sliding_window(place: Place) -> BlockMask:
+    """The last eighth of the sequence, causal."""
+    window = place.seqlen // 8
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (q - kv <= window)
+
+    return place.block_mask(mask_mod)
+
+
+def sink_window(place: Place) -> BlockMask:
+    """The first 16 tokens and the last eighth, causal (streaming)."""
+    window = place.seqlen // 8
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & ((kv < 16) | (q - kv <= window))
+
+    return place.block_mask(mask_mod)
+
+
+def prefix_lm(place: Place) -> BlockMask:
+    """The first quarter for all, the rest causal."""
+    prefix = torch.tensor([place.seqlen // 4], device=place.device)
+
+    def mask_mod(b, h, q, kv):
+        return (kv < prefix[b]) | (q >= kv)
+
+    return place.block_mask(mask_mod)
+
+
+def documents(place: Place) -> BlockMask:
+    """Packed documents, causal."""
+    document = place.documents().to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    return place.block_mask(mask_mod)
+
+
+def shuffled_documents(place: Place) -> BlockMask:
+    """Documents in pieces of 16 tokens that lie in any order, causal."""
+    count = max(place.seqlen // 512, 2)
+    owner = torch.randint(count, (place.seqlen // 16,), generator=place.generator())
+    document = owner.repeat_interleave(16).to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    return place.block_mask(mask_mod)
+
+
+def packed_positions(place: Place) -> BlockMask:
+    """Packed documents, causal by positions that begin anew in each."""
+    document = place.documents()
+    position = torch.arange(place.seqlen) - torch.searchsorted(document, document)
+    document, position = document.to(place.device), position.to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return (document[q] == document[kv]) & (position[q] >= position[kv])
+
+    return place.block_mask(mask_mod)
+
+
+def permuted_causal(place: Place) -> BlockMask:
+    """Causal by positions, of chunks from the head and the tail in turn."""
+    chunks = torch.arange(place.seqlen).chunk(8)
+    order = [at for pair in zip(range(4), range(7, 3, -1), strict=True) for at in pair]
+    position = torch.cat([chunks[at] for at in order]).to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return position[q] >= position[kv]
+
+    return place.block_mask(mask_mod)
+
+
+def batched(place: Place) -> BlockMask:
+    """Four sequences of one length behind one another, causal."""
+    length = place.seqlen // 4
+
+    def mask_mod(b, h, q, kv):
+        return (q // length == kv // length) & (q % length >= kv % length)
+
+    return place.block_mask(mask_mod)
+
+
+def images_in_text(place: Place) -> BlockMask:
+    """Causal text; tokens of an image of 64 see the whole image."""
+    index = torch.arange(place.seqlen)
+    image = torch.where(index % 200 < IMAGE, index // 200, -1).to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) | ((image[q] == image[kv]) & (image[q] >= 0))
+
+    return place.block_mask(mask_mod)
+
+
+def flamingo(place: Place) -> BlockMask:
+    """Text (queries) sees the images (keys) of its part, the second one a little later."""
+    image = torch.arange(place.seqlen) // IMAGE
+    count = place.seqlen // IMAGE
+    part, length = torch.arange(count) // 2, 2 * IMAGE
+    first = part * length + torch.arange(count) % 2 * 8
+    last = (part + 1) * length
+    image, first, last = (x.to(place.device) for x in (image, first, last))
+
+    def mask_mod(b, h, q, kv):
+        return (q >= first[image[kv]]) & (q < last[image[kv]])
+
+    return place.block_mask(mask_mod)
+
+
+def shared_prefixes(place: Place) -> BlockMask:
+    """A tree of 15 prefixes: tokens see their own node and its ancestors, causal."""
+    count = 15
+    node = torch.arange(place.seqlen) * count // place.seqlen
+    ancestor = torch.eye(count, dtype=torch.bool)
+    for child in range(1, count):
+        ancestor[child] |= ancestor[(child - 1) // 2]
+    node, ancestor = node.to(place.device), ancestor.to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return ancestor[node[q], node[kv]] & (q >= kv)
+
+    return place.block_mask(mask_mod)
+
+
+def longformer(place: Place) -> BlockMask:
+    """A window on both sides, and scattered tokens that see all and are seen by all."""
+    window = place.seqlen // 16
+    is_global = place.chance(1 / 256, place.seqlen).to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return ((q - kv).abs() <= window) | is_global[q] | is_global[kv]
+
+    return place.block_mask(mask_mod)
+
+
+def dilated_window(place: Place) -> BlockMask:
+    """Every fourth token up to an eighth of the sequence away, on both sides."""
+    window = place.seqlen // 8
+
+    def mask_mod(b, h, q, kv):
+        distance = (q - kv).abs()
+        return (distance <= window) & (distance % 4 == 0)
+
+    return place.block_mask(mask_mod)
+
+
+def block_diffusion(place: Place) -> BlockMask:
+    """Noisy tokens and then clean ones, in blocks of 32."""
+    half = place.seqlen // 2
+
+    def mask_mod(b, h, q, kv):
+        is_noisy_q, is_noisy_kv = q < half, kv < half
+        block_q, block_kv = q % half // 32, kv % half // 32
+        own = (block_q == block_kv) & (is_noisy_q == is_noisy_kv)
+        before = (block_q > block_kv) & ~is_noisy_kv
+        return own | before
+
+    return place.block_mask(mask_mod)
+
+
+def window_by_head(place: Place) -> BlockMask:
+    """Causal windows, of another length for each head."""
+    longest = torch.linspace(16, place.seqlen // 4, place.nheads)
+    window = longest.round().int().to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return (q >= kv) & (q - kv <= window[h])
+
+    return place.block_mask(mask_mod, is_by_head=True)
+
+
+def canvas(seqlen: int) -> tuple[int, int]:
+    """Width and height of the smallest canvas of powers of two with at least so many pixels, almost a square."""
+    bits = (seqlen - 1).bit_length()
+    return 1 << (bits + 1) // 2, 1 << bits // 2
+
+
+def _is_near(q: tuple[Tensor, Tensor], kv: tuple[Tensor, Tensor], seqlen: int) -> Tensor:
+    """Whether pixels lie in the square around others, which is pushed inside at the edges of the canvas."""
+    margin = KERNEL // 2
+    near = [
+        (x.clamp(margin, size - 1 - margin) - y).abs() <= margin
+        for x, y, size in zip(q, kv, canvas(seqlen), strict=True)
+    ]
+    return near[0] & near[1]
+
+
+def neighbourhood(place: Place) -> BlockMask:
+    """Pixels line by line: 13 by 13 around each."""
+    width, _ = canvas(place.seqlen)
+
+    def pixel(index):
+        return index % width, index // width
+
+    def mask_mod(b, h, q, kv):
+        return _is_near(pixel(q), pixel(kv), place.seqlen)
+
+    return place.block_mask(mask_mod)
+
+
+def tiled_neighbourhood(place: Place) -> BlockMask:
+    """Pixels tile by tile, 8 by 8: 13 by 13 around each."""
+    across = canvas(place.seqlen)[0] // TILE
+
+    def pixel(index):
+        tile, inside = index // TILE**2, index % TILE**2
+        return tile % across * TILE + inside % TILE, tile // across * TILE + inside // TILE
+
+    def mask_mod(b, h, q, kv):
+        return _is_near(pixel(q), pixel(kv), place.seqlen)
+
+    return place.block_mask(mask_mod)
+
+
+def morton_neighbourhood(place: Place) -> BlockMask:
+    """Pixels along a Morton curve, by operations on bits: 13 by 13 around each."""
+    digits = ((place.seqlen - 1).bit_length() + 1) // 2
+
+    def every_second_bit(index):
+        return sum(((index >> 2 * digit) & 1) << digit for digit in range(digits))
+
+    def pixel(index):
+        return every_second_bit(index), every_second_bit(index >> 1)
+
+    def mask_mod(b, h, q, kv):
+        return _is_near(pixel(q), pixel(kv), place.seqlen)
+
+    return place.block_mask(mask_mod)
+
+
+def sliding_tiles(place: Place) -> BlockMask:
+    """Video in tiles of 64 tokens, four by four in a layer: the tiles around each."""
+
+    def coordinates(index):
+        tile = index // 64
+        return tile // 16, tile % 16 // 4, tile % 4
+
+    def mask_mod(b, h, q, kv):
+        (t, y, x), (s, v, u) = coordinates(q), coordinates(kv)
+        return ((t - s).abs() <= 1) & ((y - v).abs() <= 1) & ((x - u).abs() <= 1)
+
+    return place.block_mask(mask_mod)
+
+
+def temporal_heads(place: Place) -> BlockMask:
+    """Video behind a prompt of 64 tokens: places near one's own in all frames."""
+    prompt, frame = 64, place.seqlen // 8
+
+    def mask_mod(b, h, q, kv):
+        near = ((q - prompt) % frame - (kv - prompt) % frame).abs() < frame // 8
+        return near | (q < prompt) | (kv < prompt)
+
+    return place.block_mask(mask_mod)
+
+
+def random_blocks(place: Place) -> BlockMask:
+    """A quarter of all blocks of 128, by a table."""
+    count = place.seqlen // BLOCK
+    table = place.chance(0.25, count, count) | torch.eye(count, dtype=torch.bool)
+    table = table.to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return table[q // BLOCK, kv // BLOCK]
+
+    return place.block_mask(mask_mod)
+
+
+def variable_blocks(place: Place) -> BlockMask:
+    """Blocks of 16 to 64 tokens; each head chooses a quarter of all pairs, by a table."""
+    ends = torch.randint(16, 65, (place.seqlen // 16,), generator=place.generator()).cumsum(0)
+    block = torch.searchsorted(ends, torch.arange(place.seqlen), right=True)
+    count = int(block[-1]) + 1
+    chosen = place.chance(0.25, place.nheads, count, count) | torch.eye(count, dtype=torch.bool)
+    block, chosen = block.to(place.device), chosen.to(place.device)
+
+    def mask_mod(b, h, q, kv):
+        return chosen[h, block[q], block[kv]]
+
+    return place.block_mask(mask_mod, is_by_head=True)
+
+
+def _listed(place: Place, nheads: int) -> BlockMask:
+    """Lists of a quarter of all blocks, without a mask_mod."""
+    count = place.seqlen // BLOCK
+    is_listed = place.chance(0.25, 1, nheads, count, count) | torch.eye(count, dtype=torch.bool)
+    counts = is_listed.sum(-1, dtype=torch.int32)
+    # A stable sort puts the listed blocks in front and leaves them in order.
+    indices = (~is_listed).int().argsort(stable=True).int()
+    return BlockMask.from_kv_blocks(counts.to(place.device), indices.to(place.device))
+
+
+def block_lists(place: Place) -> BlockMask:
+    """Lists of a quarter of all blocks of 128, under a mask_mod that shows everything."""
+    return _listed(place, 1)
+
+
+def block_lists_by_head(place: Place) -> BlockMask:
+    """Lists of each head, of a quarter of all blocks of 128, under a mask_mod that shows everything."""
+    return _listed(place, place.nheads)
+
+
+MASKS = (
+    causal,
+    sliding_window,
+    sink_window,
+    prefix_lm,
+    documents,
+    shuffled_documents,
+    packed_positions,
+    permuted_causal,
+    batched,
+    images_in_text,
+    flamingo,
+    shared_prefixes,
+    longformer,
+    dilated_window,
+    block_diffusion,
+    window_by_head,
+    neighbourhood,
+    tiled_neighbourhood,
+    morton_neighbourhood,
+    sliding_tiles,
+    temporal_heads,
+    random_blocks,
+    variable_blocks,
+    block_lists,
+    block_lists_by_head,
+)

@@ -1,0 +1,112 @@
+"""What a mod is: a mask_mod or a score_mod as models have them, at any length, and what comes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+from magi_bench.workloads import lengths
+from magi_bench.workloads.packs import document_of
+
+#: Of queries and keys: those of a BlockMask.
+BLOCK = 128
+SAMPLER = "short"
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a mod is used. Everything random is the same for equal places.
+
+    Attributes:
+        seqlen: queries, and keys.
+        nheads: of queries.
+        device: of all tensors.
+        seed: of documents, tables and biases.
+    """
+
+    seqlen: int
+    nheads: int
+    device: str
+    seed: int
+
+    def generator(self) -> torch.Generator:
+        """On the CPU, so that all devices draw the same."""
+        return torch.Generator().manual_seed(self.seed)
+
+    def chance(self, share: float, *sizes: int) -> Tensor:
+        """Bool of these sizes, on the CPU: a share of it is True."""
+        return torch.rand(sizes, generator=self.generator()) < share
+
+    def normal(self, *sizes: int, scale: float = 1.0) -> Tensor:
+        """fp32 of these sizes, on the device."""
+        return (torch.randn(sizes, generator=self.generator()) * scale).to(self.device)
+
+    def documents(self) -> Tensor:
+        """Int `[seqlen]` on the CPU: the document of each token, in order."""
+        return document_of(lengths.sample(SAMPLER, self.seqlen, self.seed))
+
+    def block_mask(self, mask_mod: MaskMod, is_by_head: bool = False) -> BlockMask:
+        """By PyTorch, in eager code."""
+        nheads, seqlen = self.nheads if is_by_head else None, self.seqlen
+        return create_block_mask(mask_mod, None, nheads, seqlen, seqlen, self.device, BLOCK)
+
+
+class Made(NamedTuple):
+    """A mod at a place.
+
+    Attributes:
+        block_mask: of the mask; None shows everything.
+        score_mod_of: makes the score_mod of the tensors of `learned`; None where there is none.
+        learned: fp32 tensors that the score_mod captures and whose gradients are wanted, by their names.
+    """
+
+    block_mask: BlockMask | None
+    score_mod_of: Callable[..., ScoreMod] | None = None
+    learned: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
+
+    def score_mod(self, learned: Sequence[Tensor]) -> ScoreMod | None:
+        """With these in place of the tensors of `learned`."""
+        return self.score_mod_of(*learned) if self.score_mod_of else None
+
+
+@dataclass(frozen=True)
+class Mod:
+    """One entry of the catalogue.
+
+    Attributes:
+        name: on the command line and in results.
+        kind: "mask" or "score".
+        build: makes it at a place.
+    """
+
+    name: str
+    kind: str
+    build: Callable[[Place], Made]
+
+    @property
+    def label(self) -> str:
+        """What it shows or does, in a line."""
+        return (self.build.__doc__ or "").strip().split("\n")[0]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What a row says of it."""
+        return {"about": self.label, "of": self.kind}
+
+    @classmethod
+    def of(cls, kind: str, build: Callable[[Place], Any]) -> Mod:
+        """Named after the function that builds it; one of a mask may return the BlockMask alone."""
+
+        def made(place: Place) -> Made:
+            result = build(place)
+            return Made(result) if isinstance(result, BlockMask) else result
+
+        made.__doc__ = build.__doc__
+        return cls(build.__name__, kind, made)

@@ -1,0 +1,160 @@
+"""A step of a small Llama whose tokens are spread over ranks: ours, and PyTorch's context parallelism.
+
+A step spreads a batch of new packed documents, runs forward, loss and backward, and adds the gradients up over ranks. Ours plans
+the batch's mask in it; PyTorch's BlockMask is made before. Weights are the same on all ranks, and nothing is sharded but tokens.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import BlockMask
+
+from magi_bench.cases import Case
+from magi_bench.clock import Ahead, Ready
+from magi_bench.contenders.base import Contender
+from magi_bench.gate import Check
+from magi_bench.own_code import with_own_code
+from magi_bench.settings import Settings
+from magi_bench.step.contenders import NO_BACKWARD
+from magi_bench.training import build, check_steps, steps
+from magi_bench.workloads.llama import Llama
+from magi_bench.workloads.packs import IGNORED, Pack, document_of, pack
+from magi_bench.world import World
+from magi_compile import _compat
+from magi_compile.dtensor import context_parallel, plan
+from magi_compile.masks.block_mask import one_block_mask
+
+#: The mask of rows of a whole model.
+MODEL = "model"
+
+
+class Spread(NamedTuple):
+    """What a rank has of a batch: `[1, S / ranks]` tokens and targets, a mask for FlexAttention, positions of the tokens."""
+
+    tokens: Tensor
+    targets: Tensor
+    mask: BlockMask
+    positions: Tensor
+
+
+class Training(Contender):
+    """A way to spread the model's tokens; named as the contender that runs attention alone.
+
+    Args:
+        settings: of the run.
+        world: the ranks.
+        tokens: of a rank.
+    """
+
+    def __init__(self, settings: Settings, world: World, tokens: int):
+        self.settings, self.world, self.total = settings, world, tokens * world.size
+
+    def changed(self, model: Llama) -> Llama:
+        """The model with what its attention needs to run over ranks."""
+        return model
+
+    def mask(self, batch: Pack) -> BlockMask | None:
+        """This rank's mask, where it is made in front of the step."""
+        return None
+
+    @abstractmethod
+    def spread(self, batch: Pack, mask: BlockMask | None) -> AbstractContextManager[Spread]:
+        """A context around forward and backward."""
+
+    def prepare(self, problem: None, case: Case) -> Ready:
+        """Steps return the loss of all ranks."""
+        model = self.changed(self.build())
+        loss_of = torch.compile(with_own_code(Llama.forward), dynamic=False)
+
+        def make(turn: int) -> tuple[Pack, BlockMask | None]:
+            batch = self.batch(turn)
+            return batch, self.mask(batch)
+
+        @contextmanager
+        def around(made: tuple[Pack, BlockMask | None]) -> Iterator[Sequence[Any]]:
+            batch, count = made[0], (made[0].targets != IGNORED).sum()
+            with self.spread(*made) as part:
+                yield part.tokens, part.targets, batch.document, part.mask, part.positions, count
+
+        return steps(model, loss_of, Ahead(make), case.which, around, self.world)
+
+    def check(self, problem: None, case: Case, results: Sequence[Tensor]) -> Check:
+        return check_steps(self.build(), self.batch(0), results)
+
+    def build(self) -> Llama:
+        """The model, the same on every rank."""
+        return build(self.settings, self.settings.train_layers, self.world.device)
+
+    def batch(self, turn: int) -> Pack:
+        """The documents of a turn."""
+        return pack(self.settings, self.total, turn, self.world.device, self.settings.lengths)
+
+
+class MagiTraining(Training):
+    name = "magi"
+    label = "magi_compile.dtensor.context_parallel"
+    is_ours = True
+
+    @contextmanager
+    def spread(self, batch: Pack, mask: BlockMask | None) -> Iterator[Spread]:
+        # Of documents on the CPU, as a data loader has them: planning waits for no GPU.
+        mask_mod = causal_in(document_of(batch.lengths))
+        made = plan(mask_mod, self.world.mesh, seqlen=self.total)
+        tokens = made.shard(batch.tokens, 1)
+        targets = made.shard(batch.targets, 1, padding=IGNORED)
+        with context_parallel(self.world.mesh, mask=made):
+            yield Spread(tokens, targets, made.block_mask, made.positions)
+
+
+class TorchTraining(Training):
+    name = "torch-head-tail"
+    label = "PyTorch's context parallelism, head-tail balancer"
+
+    def __init__(self, settings: Settings, world: World, tokens: int):
+        super().__init__(settings, world, tokens)
+        arguments = self.total, world.size, world.kind
+        self._balancer = _compat.load_balancer_of_torch("HeadTail", *arguments)
+
+    def supports(self, problem: None, case: Case) -> list[str]:
+        return [NO_BACKWARD] if self.world.kind == "cpu" and case.which == "fwdbwd" else []
+
+    def mask(self, batch: Pack) -> BlockMask:
+        """By eager code, which makes it more slowly than the compiled code that PyTorch would run."""
+        world = self.world
+        # PyTorch's function reads the mask_mod and the lengths alone, so the blocks of the whole mask are not computed.
+        whole = one_block_mask(causal_in(batch.document), 1, self.total, self.total, world.device)
+        made: BlockMask = _compat.block_mask_of_torch_rank(world.mesh, whole, self._balancer)
+        return made
+
+    def changed(self, model: Llama) -> Llama:
+        style = _compat.context_parallel_style_of_torch(2)
+        parallelize_module(model, self.world.mesh, {"blocks.*.attention": style})
+        return model
+
+    @contextmanager
+    def spread(self, batch: Pack, mask: BlockMask | None) -> Iterator[Spread]:
+        world = self.world
+        order = _compat.indices_of_load_balancer(self._balancer)[0].to(world.device)
+        mine = order.chunk(world.size)[world.rank]
+        assert mask is not None
+        yield Spread(batch.tokens[:, mine], batch.targets[:, mine], mask, mine)
+
+
+#: In the order of reports.
+TRAININGS: tuple[type[Training], ...] = (MagiTraining, TorchTraining)
+
+
+def causal_in(document: Tensor) -> Any:
+    """The mask_mod of causal documents."""
+
+    def mask_mod(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    return mask_mod

@@ -1,0 +1,148 @@
+"""One attention over the tokens of all ranks: mask, tensors, and the truth that every contender is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from magi_bench.gate import RESULTS, Check
+from magi_bench.settings import Settings
+from magi_bench.workloads import workload
+from magi_bench.workloads.workload import Inputs, Workload
+from magi_bench.world import World
+
+# Rows of queries whose scores are in memory at a time.
+ROWS = 256
+
+
+class Truth(NamedTuple):
+    """Out, dq, dk and dv of the first and the last key-value head and their queries, `[tokens, heads, head_dim]`.
+
+    Attributes:
+        exact: in fp64.
+        allowed: the relative error of each: twice that of plain PyTorch in the dtype of the inputs, and one rounding step.
+    """
+
+    exact: list[Tensor]
+    allowed: dict[str, float]
+
+
+class Problem:
+    """A mask and tensors over a whole sequence, the same on all ranks.
+
+    Args:
+        settings: heads, dtype, seed.
+        world: the ranks.
+        mask: a name in the library of masks.
+        tokens: of a rank.
+        is_alone: whether the sequence is as long as one rank's tokens, so that every rank has one of its own.
+    """
+
+    def __init__(
+        self, settings: Settings, world: World, mask: str, tokens: int, is_alone: bool = False
+    ):
+        self.settings, self.world, self.tokens = settings, world, tokens
+        self.total = tokens if is_alone else tokens * world.size
+        case = settings.case("kernel", mask, self.total)
+        self.workload: Workload = workload.build(case, str(world.device))
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """Of the whole sequence, on every rank."""
+        return self.workload.inputs(str(self.world.device))
+
+    def flops(self, which: str) -> float:
+        """Of a rank, the mean."""
+        flops = self.workload.flops(which)
+        return flops * self.tokens / self.total
+
+    @cached_property
+    def truth(self) -> Truth:
+        """Computed by all ranks together: each has some of the rows."""
+        exact, plain = self._dense(torch.float64), self._dense(getattr(torch, self.settings.dtype))
+        plain = [self.world.total(x.double()) for x in plain]
+        exact = [self.world.total(x) for x in exact]
+        errors = {
+            name: float((x - truth).norm() / truth.norm())
+            for name, x, truth in zip(RESULTS, plain, exact, strict=True)
+        }
+        step = torch.finfo(getattr(torch, self.settings.dtype)).eps
+        return Truth(exact, {name: 2 * error + step for name, error in errors.items()})
+
+    def check(self, results: Sequence[Tensor], positions: Tensor) -> Check:
+        """Holds `results`, packed, of the tokens `positions` of this rank, to the truth; the same answer on all ranks."""
+        kept = self._heads
+        errors = {}
+        for name, x, truth in zip(RESULTS, results, self.truth.exact, strict=False):
+            heads = kept[0] if name in ("out", "dq") else kept[1]
+            mine = truth[positions]
+            off = (x.detach()[:, heads].double() - mine).square().sum()
+            squares = self.world.total(torch.stack([off, mine.square().sum()]))
+            error = float((squares[0] / squares[1]).sqrt())
+            errors[name] = error if error == error else float("inf")
+        return Check(self.total, errors, {name: self.truth.allowed[name] for name in errors})
+
+    @property
+    def _heads(self) -> tuple[list[int], list[int]]:
+        """Of queries and of keys, whose results are checked."""
+        group = self.settings.nheads_q // self.settings.nheads_kv
+        of_keys = sorted({0, self.settings.nheads_kv - 1})
+        return [x * group + i for x in of_keys for i in range(group)], of_keys
+
+    def _dense(self, dtype: torch.dtype) -> list[Tensor]:
+        """This rank's share of out, dq, dk and dv, all in `dtype`; their sums over ranks are the results."""
+        group = self.settings.nheads_q // self.settings.nheads_kv
+        of_queries, of_keys = self._heads
+        q, k, v, dout = (
+            x[:, heads].transpose(0, 1).to(dtype)
+            for x, heads in zip(
+                self.inputs, (of_queries, of_keys, of_keys, of_queries), strict=True
+            )
+        )
+        sums = [torch.zeros_like(x, dtype=torch.float64) for x in (q, q, k, v)]
+        keys = torch.arange(self.total, device=q.device)
+        zero = keys.new_zeros(())
+        for begin in range(ROWS * self.world.rank, self.total, ROWS * self.world.size):
+            rows = slice(begin, begin + ROWS)
+            visible = self.workload.mask_mod(zero, zero, keys[rows, None], keys)
+            seen = visible.any(0).nonzero()
+            columns = slice(int(seen[0]), int(seen[-1]) + 1)
+            for head in range(len(of_keys)):
+                heads = slice(head * group, (head + 1) * group)
+                parts = attend_rows(
+                    *(q[heads, rows], k[head, columns], v[head, columns], dout[heads, rows]),
+                    visible[:, columns],
+                )
+                out, dq, dk, dv = sums
+                places = (out[heads, rows], dq[heads, rows], dk[head, columns], dv[head, columns])
+                for place, part in zip(places, parts, strict=True):
+                    place += part
+        return [x.transpose(0, 1) for x in sums]
+
+
+def attend_rows(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, visible: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Attention of some rows, dense, and their share of the gradients.
+
+    Args:
+        q: `[heads, rows, head_dim]`, like `dout`.
+        k: `[keys, head_dim]`, like `v`; of the one head that all heads of q share.
+        v: see `k`.
+        dout: the gradient of out.
+        visible: bool `[rows, keys]`; every row sees something.
+
+    Returns:
+        out, dq, dk and dv, in the dtype and the shapes of the arguments.
+    """
+    scale = q.shape[-1] ** -0.5
+    scores = (q @ k.T * scale).masked_fill_(~visible, float("-inf"))
+    p = scores.softmax(-1)
+    out, dp = p @ v, dout @ v.T
+    dscores = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    dk, dv = (torch.einsum("hqk,hqd->kd", x, y) for x, y in ((dscores, q), (p, dout)))
+    return out, dscores @ k, dk, dv

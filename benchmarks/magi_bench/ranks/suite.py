@@ -1,0 +1,148 @@
+"""`magi-bench ranks`: attention across ranks, or training steps, in processes that are started here or by torchrun."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from magi_bench import arguments, runner, world
+from magi_bench.cases import Case
+from magi_bench.contenders.base import Contender
+from magi_bench.ranks.contenders import CONTENDERS
+from magi_bench.ranks.model import MODEL, TRAININGS
+from magi_bench.ranks.problem import Problem
+from magi_bench.results.rows import Row
+from magi_bench.settings import Settings
+from magi_bench.world import World
+
+ALL_MASKS = (
+    "document_causal",
+    "causal",
+    "sliding_window_causal",
+    "block_causal_document",
+    "prefix_lm_causal",
+)
+BLOCK = 128
+QUICK = {
+    "tokens": [256],
+    "heads": "4:2",
+    "head_dim": 32,
+    "rounds": 2,
+    "turn_ms": 2.0,
+    "vocab": 256,
+    "train_layers": 2,
+}
+DESCRIPTION = """Attention across ranks, host included: ours, PyTorch's context parallelism, all-to-all over heads, one rank alone.
+Starts its own processes, or takes those that torchrun has started. Time goes into compilation: a mask, a length and a pass cost
+FlexAttention's contenders a graph each (on two cores of a CPU 10 to 40 s, and on a GPU seconds), the BlockMask of PyTorch's
+context parallelism another; ours and `one-rank` compile their CUDA kernels once. --seconds begins nothing that would end later,
+judging by what a contender took before."""
+PASSES = {"fwd": "Forward", "fwdbwd": "Forward, backward"}
+
+
+class Ranks(runner.Suite):
+    """One attention, or a model, over all ranks."""
+
+    title = "Attention across ranks"
+    notes = (
+        "Times are of the slowest rank, host included: medians over rounds in which contenders take turns. Ratios are to ours, above "
+        "1 where ours is faster. TFLOP/s are of a rank, by the mean visible area of its queries. Received is what the rank that "
+        "receives most gets from others in a call: of ours counted from the plan, of the others from shapes. Peak memory is what "
+        "PyTorch's allocator holds in a call beyond the inputs; buffers of NCCL and symmetric memory are not in it. A call of the "
+        "model spreads a batch of new documents, and ours plans their mask in it, while PyTorch's BlockMask is made before; with a "
+        "backward it adds the gradients up over ranks."
+    )
+    has_peak = True
+    world: World
+
+    def cases(self) -> Iterator[Case]:
+        settings, size = self.settings, self.world.size
+        for tokens in settings.tokens:
+            for mask in (MODEL,) if settings.model else settings.masks:
+                if not settings.model:
+                    self._together = Problem(settings, self.world, mask, tokens)
+                    self._alone = Problem(settings, self.world, mask, tokens, is_alone=True)
+                for which in settings.passes:
+                    layers = settings.train_layers if settings.model else 1
+                    more = {"which": which, "ranks": size, "layers": layers}
+                    yield settings.case("ranks", mask, tokens, **more)
+
+    def contenders(self, case: Case) -> Sequence[Contender]:
+        asked = self.settings.contenders
+        if self.settings.model:
+            made = [x(self.settings, self.world, case.seqlen) for x in TRAININGS]
+            return [x for x in made if asked is None or x.name in asked]
+        return [x() for x in CONTENDERS if asked is None or x.name in asked]
+
+    def problem(self, case: Case, contender: Contender) -> Problem | None:
+        if self.settings.model:
+            return None
+        return self._alone if contender.is_alone else self._together
+
+    def place(self, case: Case) -> Row:
+        return {"group": PASSES[case.which], "what": case.mask.replace("_", " ")}
+
+    def kind(self, case: Case) -> str:
+        return case.level
+
+    def rates(self, case: Case, contender: Contender, ms: float) -> Row:
+        if self.settings.model:
+            return {"tokens_per_s": case.seqlen * self.world.size / ms * 1e3}
+        problem = self._alone if contender.is_alone else self._together
+        return {"tflops": problem.flops(case.which) / ms / 1e9}
+
+    def facts(self) -> Row:
+        return {"ranks": self.world.size}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Every option of the command."""
+    parser.description = DESCRIPTION
+    parser.add_argument(
+        "--ranks",
+        type=arguments.count,
+        help="processes to start, by default one a GPU, or 2 on a CPU; not with torchrun",
+    )
+    parser.add_argument("--all-masks", action="store_true", help=f"{', '.join(ALL_MASKS)}")
+    parser.add_argument(
+        "--model",
+        action="store_true",
+        help="in place of attention alone, steps of a Llama of --layers on packed causal documents, ours and "
+        "torch-head-tail; each compiles its model once a pass, about half a minute",
+    )
+    count = arguments.count
+    parser.add_argument("--layers", dest="train_layers", type=count, default=4, help="of the model")
+    names = [x.name for x in CONTENDERS]
+    parser.add_argument("--contenders", nargs="+", choices=names, metavar="NAME")
+    more = ("tokens", "masks", "lengths", "dtype", "vocab", "turn_ms", "seed")
+    defaults = {"tokens": [8192], "masks": list(ALL_MASKS[:2]), "seconds": 150.0}
+    arguments.add(parser, (*arguments.RUN, *more), **defaults)
+    parser.set_defaults(command=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures; 1 if ours was wrong or failed, or if anybody was compiled again while time was taken."""
+    more = {"masks": ALL_MASKS} if args.all_masks else {}
+    settings = arguments.settings_of(args, QUICK, **more)
+    kind, gpus = settings.device, torch.cuda.device_count()
+    trained = [x.name for x in TRAININGS]
+    if settings.model and settings.contenders and not set(trained) & set(settings.contenders):
+        raise ValueError(f"`--contenders` of --model must be among {', '.join(trained)}")
+    wrong = [x for x in settings.tokens if x % BLOCK]
+    if wrong:
+        raise ValueError(f"`--tokens` must be multiples of {BLOCK}, got {wrong[0]}")
+    if args.ranks and world.is_launched():
+        raise ValueError("`--ranks` must not be given to processes of torchrun, which counts them")
+    num_ranks = args.ranks or (gpus if kind == "cuda" else 2)
+    if kind == "cuda" and not world.is_launched() and not 0 < num_ranks <= gpus:
+        raise ValueError(f"`--ranks` must be at most the number of GPUs, {gpus}, got {num_ranks}")
+    command = arguments.as_typed(args.command_line, args.out)
+    return world.start(measure, num_ranks, kind, settings, command, args.out)
+
+
+def measure(here: World, settings: Settings, command: list[str], out: Path | None) -> int:
+    """On each rank; the exit code."""
+    return runner.run(Ranks(settings, here), command, out)

@@ -1,0 +1,130 @@
+"""Where numbers come from: the machine, its software and the command, for the record of every run."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import magi_compile
+
+PEERS = ("triton", "flash-attn-4", "nvidia-cutlass-dsl", "nvidia-cudnn-frontend")
+
+
+def describe(device: str, command: list[str]) -> dict[str, Any]:
+    """Everything that a reader needs to repeat a run; no paths and no names of machines."""
+    record = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join(command),
+        "device": device_name(device),
+        "magi_compile": magi_compile.__version__,
+        "commit": _commit(),
+        "source": _source_hash(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        record |= {
+            "card": hashlib.sha256(str(properties.uuid).encode()).hexdigest()[:6],
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "driver": _nvidia_smi("driver_version"),
+            "power_limit": _nvidia_smi("power.limit"),
+            "max_sm_clock": _nvidia_smi("clocks.max.sm"),
+            "num_sms": properties.multi_processor_count,
+            "memory_bytes": properties.total_memory,
+        }
+    return record
+
+
+def versions() -> dict[str, str]:
+    """Of those packages of `PEERS` that are installed."""
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: str) -> str:
+    """What the GPU or the processor calls itself."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    for line in _read(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return f"{line.partition(':')[2].strip()} ({os.cpu_count()} cores)"
+    return platform.machine()
+
+
+def gpu_state() -> dict[str, int] | None:
+    """Clock, power and temperature now; None where they cannot be read (PyTorch asks the package nvidia-ml-py)."""
+    try:
+        return {
+            "sm_mhz": torch.cuda.clock_rate(),
+            "power_w": torch.cuda.power_draw() // 1000,
+            "temperature_c": torch.cuda.temperature(),
+        }
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+
+
+def _nvidia_smi(query: str) -> str:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _commit() -> str:
+    """Of the checkout that magi_compile lies in, "+" behind it if files differ."""
+    root = Path(magi_compile.__file__).parents[1]
+    try:
+        head, status = (
+            subprocess.run(
+                ["git", *arguments],
+                cwd=root,
+                capture_output=True,
+                text=True,
+                timeout=10,
+                check=True,
+            ).stdout.strip()
+            for arguments in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head + ("+" if status else "")
+
+
+def _source_hash() -> str:
+    """Of the package's code and its CUDA sources: what ran, whatever version control says."""
+    package = Path(magi_compile.__file__).parent
+    sources = package / "csrc" if (package / "csrc").exists() else package.parent / "csrc"
+    files = {
+        file.relative_to(root.parent).as_posix(): file
+        for root, pattern in ((package, "*.py"), (sources, "*.cu"), (sources, "*.cuh"))
+        for file in root.rglob(pattern)
+    }
+    digest = hashlib.sha256()
+    for _, file in sorted(files.items()):  # file systems list them in an order of their own
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,119 @@
+"""What a run is asked for, by any command."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from magi_bench.cases import Case
+from magi_bench.clock import Rounds
+from magi_bench.timing import Protocol
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What holds for all cases of a run; a command uses what it has an option for, under the same name.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        dtype: of q, k and v, and of models.
+        tokens: of a packed sequence, across ranks of a rank; one length after another.
+        nheads_q: query heads.
+        nheads_kv: key-value heads; divides nheads_q.
+        head_dim: of q, k and v.
+        lengths: how documents are drawn.
+        masks: names in the library of masks.
+        passes: names in `cases.PASSES`.
+        contenders: only these; None for all.
+        rounds: how contenders take turns.
+        seconds: begin nothing that would end later.
+        seed: of inputs, documents, masks and weights.
+        gate_tokens: the longest sequence that results are checked at.
+        layers: `step`: how many attention calls the graphs of the group "layers" have.
+        train_layers: of models.
+        vocab: of models.
+        ffn_dim: of the hidden layer of an MLP; 0 for twice the width of the model.
+        rows: `step`: names of rows.
+        optimizer: `step`: whether a training step ends with one of AdamW.
+        mods: names in `mods.MODS`.
+        kernels: `mods`: of ours, asked for by name, beside the default choice.
+        peers: `mods`: names in `contenders.PEERS`.
+        mask_in_graph: `mods`: whether every call makes its BlockMask, in the function that is compiled; else it is made before.
+        model: `ranks`: steps of a Llama in place of attention alone.
+        frameworks: `doors`: names in `doors.FRAMEWORKS`.
+        attentions: `doors`: `attn_implementation` of transformers.
+        modes: `doors`: "eager", "compiled".
+        cuda_graphs: `doors`: whether torchtitan records them where it can, which is its default.
+        protocol: `kernel`, `sparse`: how a call is timed.
+        cell_limit: `kernel`, `sparse`: seconds after which a contender's case is given up.
+        jobs: `kernel`, `sparse`: how many contenders prove themselves at a time.
+    """
+
+    device: str
+    dtype: str = "bfloat16"
+    tokens: tuple[int, ...] = ()
+    nheads_q: int = 32
+    nheads_kv: int = 8
+    head_dim: int = 128
+    lengths: str = "seeds"
+    masks: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ("fwd", "fwdbwd")
+    contenders: tuple[str, ...] | None = None
+    rounds: Rounds = field(default_factory=Rounds)
+    seconds: float = float("inf")
+    seed: int = 42
+    gate_tokens: int = 2048
+    layers: tuple[int, ...] = (16,)
+    train_layers: int = 4
+    vocab: int = 32000
+    ffn_dim: int = 0
+    rows: tuple[str, ...] = ()
+    optimizer: bool = False
+    mods: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+    mask_in_graph: bool = False
+    model: bool = False
+    frameworks: tuple[str, ...] = ()
+    attentions: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    cuda_graphs: bool = True
+    protocol: Protocol = field(default_factory=Protocol)
+    cell_limit: float = 120.0
+    jobs: int = 1
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, **more: Any) -> Settings:
+        """What the options of a command say, and `more` in their place."""
+        given = {x.name: getattr(args, x.name) for x in fields(cls) if hasattr(args, x.name)} | more
+        if isinstance(getattr(args, "heads", None), str):
+            given["nheads_q"], given["nheads_kv"] = map(int, args.heads.split(":"))
+        if "rounds" in args:
+            given["rounds"] = Rounds(args.rounds, getattr(args, "turn_ms", Rounds().turn_ms))
+        given["dtype"] = given.get("dtype") or (
+            "float32" if given["device"] == "cpu" else "bfloat16"
+        )
+        values: dict[str, Any] = {
+            k: tuple(x) if isinstance(x, list) else x for k, x in given.items()
+        }
+        return cls(**values)
+
+    @property
+    def dim(self) -> int:
+        """Of a model's residual stream."""
+        return self.nheads_q * self.head_dim
+
+    def case(self, level: str, mask: str, seqlen: int, **more: Any) -> Case:
+        """A case with the heads, dtype, documents and seed of the run."""
+        sizes = (seqlen, self.nheads_q, self.nheads_kv, self.head_dim, self.dtype)
+        return Case(level, mask, *sizes, **{"lengths": self.lengths, "seed": self.seed, **more})
+
+    def asked(self) -> dict[str, Any]:
+        """What differs from the defaults, for the record."""
+        kept = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "protocol"}
+        same = {x.name for x in fields(self) if x.default == kept.get(x.name)}
+        return {name: x for name, x in kept.items() if name not in same and name != "rounds"} | {
+            "rounds": self.rounds.count,
+            "turn_ms": self.rounds.turn_ms,
+        }

@@ -1,1 +1,0 @@
-"""`magi-bench kernel` and `sparse`: contenders on cells, each in a process of its own."""

@@ -1,1 +1,0 @@
-"""What is measured: masks, lengths, models, and the grids of cells made of them."""
