@@ -23,7 +23,8 @@ def outside_of_modes() -> Iterator[None]:
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
         device_types.add(accelerator.type)
     with ExitStack() as modes:
-        modes.enter_context(_disable_current_modes())
+        if not _traces():
+            modes.enter_context(_disable_current_modes())
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
         for device_type in sorted(device_types):
@@ -31,6 +32,13 @@ def outside_of_modes() -> Iterator[None]:
         if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             modes.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
+
+
+def _traces() -> bool:
+    """Whether a dispatch mode is there that makes a graph of what is done: that one stays."""
+    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
+    modes = (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
+    return any(torch._C._get_dispatch_mode(key) is not None for key in modes)
 
 
 def _itself(x: Any) -> Any:

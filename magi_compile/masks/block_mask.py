@@ -27,6 +27,7 @@ from magi_compile.masks.evaluation.to_slices import slices_from_intervals
 from magi_compile.masks.evaluation.verify import check_intervals, is_verified, remember
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import normal_form
+from magi_compile.masks.program.reached import Reached
 from magi_compile.masks.program.read import TracedMask, read_mask_mod, trace_mask_mod
 from magi_compile.masks.program.record import MaskMod
 from magi_compile.masks.slices import AttnSlices
@@ -175,6 +176,12 @@ def slices_from_block_mask(block_mask: BlockMask, batch: int | None = None) -> A
         ValueError: the mask_mod's captured tensors are not as it needs them, or the block lists contradict it.
     """
     return convert_block_mask(block_mask, batch).slices
+
+
+def reached_by(block_mask: BlockMask) -> Reached:
+    """All that a BlockMask says, and that its mask_mod can reach."""
+    says = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)
+    return Reached(block_mask, "mask_mod", says)
 
 
 class Converted(NamedTuple):

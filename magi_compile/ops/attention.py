@@ -19,9 +19,8 @@ from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_lists import BlockLists
-from magi_compile.masks.block_mask import Converted, convert_any_block_mask
+from magi_compile.masks.block_mask import Converted, convert_any_block_mask, reached_by
 from magi_compile.masks.evaluation.sizes import Heads
-from magi_compile.masks.program.reached import Reached
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -507,7 +506,6 @@ def _of_dtensors(
 
 
 _derived: Memo[Converted] = Memo(256, lambda mask: mask.slices.tensors())
-_READ = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)  # of a BlockMask
 
 
 def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Converted:
@@ -522,13 +520,14 @@ def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Convert
     heads = Heads(nheads_q, nheads_kv)
 
     def convert() -> Made:
+        # Followed before it is called, since that may change it.
+        reached = reached_by(block_mask)
         mask = convert_any_block_mask(block_mask, batch, heads)
-        if mask.watched is None:
+        if mask.watched is None or not reached.is_unchanged():
             return Made(mask, None)
         lists = [
             x for x in (getattr(block_mask, name) for name in BlockLists._fields) if x is not None
         ]
-        is_unchanged = Reached(block_mask, "mask_mod", _READ).is_unchanged
-        return Made(mask, [*mask.watched, *lists], is_unchanged)
+        return Made(mask, [*mask.watched, *lists], reached.is_unchanged)
 
     return _derived.get((block_mask,), (batch, heads), convert, query.device, serves_capture=True)

@@ -12,10 +12,12 @@ import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+
+from magi_compile._kept import Made, Memo
+from magi_compile.masks.block_mask import reached_by
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -308,14 +310,17 @@ def block_mask_of(block_mask: BlockMask | None, shards: Shards) -> BlockMask | N
         return block_mask
     if torch.compiler.is_dynamo_compiling():
         return _part_of(block_mask, shards)
-    known = _parts.setdefault(block_mask, {})
-    key = shards.entries, shards.heads
-    if key not in known:
-        known[key] = _part_of(block_mask, shards)
-    return known[key]
+
+    def make() -> Made:
+        is_unchanged = reached_by(block_mask).is_unchanged
+        return Made(_part_of(block_mask, shards), (), is_unchanged)
+
+    key, device = (shards.entries, shards.heads), block_mask.kv_num_blocks.device
+    return _parts.get((block_mask,), key, make, device, serves_capture=True)
 
 
-_parts: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+# Its lists are views: whoever writes to those of the whole mask writes to them.
+_parts: Memo[Any] = Memo(256, lambda part: ())
 
 _LISTS = (
     *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),

@@ -36,7 +36,28 @@ _VALUES = (
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
 # By these a function reads what its code does not name.
-_UNNAMED = frozenset(("getattr", "vars", "globals", "locals", "eval", "exec", "__dict__"))
+_UNNAMED = frozenset(
+    [
+        "getattr",
+        "hasattr",
+        "vars",
+        "__dict__",
+        "attrgetter",
+        "globals",
+        "locals",
+        "eval",
+        "exec",
+        "__import__",
+        "import_module",
+        "environ",
+        "open",
+        "next",
+    ]
+)
+# Methods that no code names where it calls them, but for those that make or print an object.
+_NOT_CALLED = frozenset(
+    ["__init__", "__new__", "__repr__", "__str__", "__init_subclass__", "__del__", "__reduce__"]
+)
 _FOLLOWED = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
 
 
@@ -177,8 +198,16 @@ class Reached:
             self._is_open = True
         for name in sorted(self._read):
             self._visit_attribute(value, name, () if is_package else classes)
-        if callable(value) and not is_class:
-            self._visit("__call__", kind.__call__)
+        for cls in () if is_class or is_package else classes:
+            for name, method in list(vars(cls).items()):
+                is_called = name.startswith("__") and name not in _NOT_CALLED
+                if is_called and not _is_of_a_library(cls.__module__):
+                    self._visit_method(cls, name, method)
+
+    def _visit_method(self, cls: type, name: str, method: Any) -> None:
+        if isinstance(method, types.FunctionType):
+            self._check_named((cls, ""), functools.partial(vars, cls), name, method)
+            self._visit(name, method)
 
     def _visit_attribute(self, owner: Any, name: str, classes: tuple[type, ...]) -> None:
         alive = _reference(owner)

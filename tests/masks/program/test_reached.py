@@ -144,6 +144,23 @@ def test_changes_are_seen(name):
     assert not reached.is_unchanged()
 
 
+class Table:
+    def __init__(self):
+        self.held = 3
+
+    def __getitem__(self, q):
+        return q < self.held
+
+
+def test_methods_that_no_code_names():
+    table = Table()
+    mask = lambda q: table[q]  # noqa: E731
+    reached = Reached(mask, "mask_mod")
+    assert reached.is_unchanged()
+    table.held = 4
+    assert not reached.is_unchanged()
+
+
 class Dynamic:
     def __getattr__(self, name):
         return 3
@@ -179,6 +196,27 @@ def test_names():
     reached = Reached(mask, "mask_mod")
     names = {id(module.table): "table", id(TABLE): "TABLE", id(other): "first"}
     assert reached.names == names
+
+
+def test_eager_attention_with_a_mask_that_changes_when_it_is_called():
+    calls = []
+
+    def mask_mod(b, h, q, kv):
+        calls.append(1)
+        return (q - kv < 5 * len(calls)) & (q >= kv)
+
+    i, j = torch.arange(S)[:, None], torch.arange(S)
+    mask = create_block_mask(mask_mod, None, None, S, S, device="cpu", BLOCK_SIZE=S)
+    for _ in range(3):
+        q, k, v = INPUTS
+        got = magi_compile.flex_attention(q, k, v, block_mask=mask)
+        widths = range(5, 5 * len(calls) + 5, 5)
+        wanted = [(i >= j) & (i - j < width) for width in widths]
+        dense = [
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=x) for x in wanted
+        ]
+        assert any(torch.allclose(got, x, atol=1e-5) for x in dense)
+        calls.append(1)
 
 
 S = 64
