@@ -64,7 +64,8 @@ class Tree(Contender):
     def __init__(self, name: str, path: Path, is_first: bool):
         self.name = self.label = name
         self.is_ours = is_first
-        paths = [str(path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        here = str(Path(__file__).parents[2])  # of magi_bench
+        paths = [str(path), here, *filter(None, [os.environ.get("PYTHONPATH")])]
         self.worker = Process([str(WORKER)], os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
 
     def prepare(self, problem: Problem, case: Case) -> Ready:
