@@ -1,4 +1,4 @@
-"""The parent's end of a worker: ask with a time limit, restart after a crash."""
+"""Workers: asked with a time limit, and started again after a crash. Imports nothing of magi_compile, which workers may have another of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple
 
 
@@ -103,6 +103,22 @@ class Worker(Process):
     def __init__(self, contender: str, device: str, gate_seqlen: int):
         module = "magi_bench.kernel.worker"
         super().__init__(["-m", module, contender, device, str(gate_seqlen)])
+
+
+def serve(start: Callable[[], Callable[[dict[str, Any]], tuple[Any, bool]]]) -> None:
+    """A worker's end: JSON requests on stdin, a JSON line `{"answer": ..., "spent": ...}` each on stdout.
+
+    Args:
+        start: makes the function of a request that gives the answer, and whether the process is spent: it has lost its GPU and must be
+            replaced. What anybody prints goes to standard error from before that, also from C.
+    """
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    answer_of = start()
+    for line in sys.stdin:
+        answer, spent = answer_of(json.loads(line))
+        replies.write(json.dumps({"answer": answer, "spent": spent}) + "\n")
+        replies.flush()
 
 
 def _start(command: list[str], environment: Mapping[str, str] | None) -> _Running:

@@ -18,6 +18,7 @@ from magi_bench import arguments
 from magi_bench.cases import Case, format_length
 from magi_bench.clock import ALONE, Alone, Ready, Turns, in_turns, wait, warm_up, work_of
 from magi_bench.contenders.base import Contender
+from magi_bench.process import WorkerLost
 from magi_bench.results import provenance
 from magi_bench.results.rows import Ledger, Row
 from magi_bench.settings import Settings
@@ -388,6 +389,8 @@ def failure(error: Exception) -> Row:
     """The outcome of a contender that raised."""
     if isinstance(error, torch.OutOfMemoryError):
         return {"status": "oom", "reason": first_line(error)}
+    if isinstance(error, WorkerLost):
+        return {"status": error.status, "reason": str(error)}
     if isinstance(error, ImportError):
         return {"status": "unavailable", "reason": first_line(error)}
     return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}

@@ -1,41 +1,30 @@
 """A process for one contender: JSON requests on stdin, a JSON line each on stdout. A crash costs one case.
 
 python -m magi_bench.kernel.worker NAME DEVICE GATE_SEQLEN
-
-A reply is `{"answer": ..., "spent": ...}`; a spent worker has lost its GPU and must be replaced.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
-from typing import Any, TextIO
+from collections.abc import Callable
+from typing import Any
 
 from magi_bench import contenders
 from magi_bench.cases import Case
 from magi_bench.kernel.measure import Bench
+from magi_bench.process import serve
 from magi_bench.results import provenance
 from magi_bench.timing import Protocol, matmul_tflops
 
 
 def main() -> None:
-    name, device, gate_seqlen = sys.argv[1:]
-    replies = _claim_stdout()
-    bench = Bench(contenders.load(name), device, int(gate_seqlen))
-    for line in sys.stdin:
-        request = json.loads(line)
-        reply = {"answer": _answer(bench, request), "spent": not bench.is_device_usable()}
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+    def start() -> Callable[[dict[str, Any]], tuple[Any, bool]]:
+        name, device, gate_seqlen = sys.argv[1:]
+        bench = Bench(contenders.load(name), device, int(gate_seqlen))
+        return lambda request: (_answer(bench, request), not bench.is_device_usable())
 
-
-def _claim_stdout() -> TextIO:
-    """Standard output for replies alone: what contenders print goes to standard error, also from C."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return replies
+    serve(start)
 
 
 def _answer(bench: Bench, request: dict[str, Any]) -> dict[str, Any]:

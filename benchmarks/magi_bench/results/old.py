@@ -76,13 +76,9 @@ def _rows(
     name = next(flat[x] for x in ("row", "mod", "framework", "mask") if x in flat)
     sizes = ("nheads_q", "nheads_kv", "head_dim", "dtype")
     which = flat.get("pass", "fwdbwd")
-    case = Case(
-        *(level, name, flat["tokens"], *(flat.get(x, settings.get(x)) for x in sizes)),
-        which=which,
-        mode=flat.get("mode", ""),
-        layers=flat.get("layers", 1),
-        ranks=flat.get("ranks", ranks),
-    )
+    place: dict[str, Any] = {x: flat.get(x, settings.get(x)) for x in sizes}
+    more = {"mode": flat.get("mode", ""), "layers": flat.get("layers", 1), "which": which}
+    case = Case(level, name, flat["tokens"], **place, **more, ranks=flat.get("ranks", ranks))
     rest = {k: x for k, x in flat.items() if k not in MEASURED | PLACE}
     if level == "mods":
         rest |= {"of": rest.pop("kind"), "about": rest.pop("what"), "what": name}

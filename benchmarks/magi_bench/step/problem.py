@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +45,10 @@ class Way(NamedTuple):
     mode: str | None = None
 
 
-def causal_within_by_magi(document: Tensor) -> BlockMask:
-    """What `causal_within` makes, by our `create_block_mask`."""
-
-    def document_causal(b, h, q, kv):
-        return (document[q] == document[kv]) & (q >= kv)
-
-    seqlen = len(document)
-    return create_block_mask(document_causal, None, None, seqlen, seqlen, document.device)
-
-
-MAKERS = {"pytorch": causal_within, "magi": causal_within_by_magi}
+MAKERS: dict[str, Callable[..., BlockMask]] = {
+    "pytorch": causal_within,
+    "magi": partial(causal_within, create=create_block_mask),
+}
 
 
 class Problem:

@@ -1,4 +1,4 @@
-"""`magi-bench trees`: times every case in every tree, in turns: a process for each tree, on one device."""
+"""`magi-bench trees`: the kernels of several checkouts, in turns: a process for each tree, on one device."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import argparse
 import itertools
 import math
 import os
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from magi_bench import arguments
-from magi_bench.cases import Case, format_length
-from magi_bench.process import Process, WorkerLost
-from magi_bench.report.markdown import to_markdown
+from torch import Tensor
+
+from magi_bench import arguments, runner
+from magi_bench.cases import Case
+from magi_bench.clock import Ready, Rounds
+from magi_bench.contenders.base import Contender
+from magi_bench.gate import Check
+from magi_bench.process import Process
 from magi_bench.report.tables import PASS_TITLES, ratios_by_contender
-from magi_bench.results import provenance
-from magi_bench.results.rows import Ledger, Row
+from magi_bench.results.rows import Row
 from magi_bench.settings import Settings
-from magi_bench.timing import summary
 from magi_bench.workloads.presets import SEEDS_MASKS
 from magi_bench.workloads.workload import MASKS, build
 
@@ -34,118 +35,98 @@ DESCRIPTION = """The kernels of several trees of this package, interleaved on on
 feature gives (patch it out of a copy). A tree is a folder that holds `magi_compile` and `csrc`, such as a git worktree. Each has
 its own process and compiles its own kernels."""
 NOTES = (
-    "Each tree is a process, and all share one device. In every round each times one turn of calls, in another order; times are "
-    "medians over rounds. On a GPU calls wait behind a spinning kernel, so the host takes no part. Ratios are times of a tree, of "
+    "Each tree is a process, and all share one device. In every round each times one turn of calls, every other round in reverse; "
+    "times are medians over rounds. On a GPU calls wait behind a spinning kernel, so the host takes no part. Ratios are times of a tree, of "
     "that of the first: above 1 the first is faster."
 )
 
 
-def cases(settings: Settings, heads: Sequence[str]) -> Iterator[Case]:
-    """Cheap ones first."""
-    for tokens, pair, which, mask in itertools.product(
-        sorted(settings.tokens), heads, settings.passes, settings.masks
-    ):
-        nheads_q, nheads_kv = map(int, pair.split(":"))
-        sizes = (nheads_q, nheads_kv, settings.head_dim, settings.dtype, settings.lengths)
-        yield Case("trees", mask, tokens, *sizes, seed=settings.seed, which=which)
+class Problem:
+    """What all trees are asked for, and what the first of them answered."""
+
+    def __init__(self, case: Case, device: str):
+        slices = build(case).slices
+        ranges = (slices.q_ranges, slices.k_ranges, slices.mask_types[:, None])
+        lists = zip(*(x.tolist() for x in ranges), strict=True)
+        sizes = ("nheads_q", "nheads_kv", "head_dim", "dtype", "seed")
+        self.request = {name: getattr(case, name) for name in sizes} | {
+            "tokens": case.seqlen,
+            "pass": case.which,
+            "device": device,
+            "slices": [list(itertools.chain(*parts)) for parts in lists],
+        }
+        self.first: list[list[float]] | None = None
 
 
-def request_of(case: Case, device: str) -> dict[str, Any]:
-    """A case as the workers take it, which know no `Case`."""
-    slices = build(case).slices
-    ranges = (slices.q_ranges, slices.k_ranges, slices.mask_types[:, None])
-    lists = zip(*(x.tolist() for x in ranges), strict=True)
-    sizes = {
-        name: getattr(case, name) for name in ("nheads_q", "nheads_kv", "head_dim", "dtype", "seed")
-    }
-    where = {"tokens": case.seqlen, "pass": case.which, "device": device}
-    return {**sizes, **where, "slices": [list(itertools.chain(*parts)) for parts in lists]}
+class Tree(Contender):
+    """A tree, in a process of its own, which knows no `Case`."""
+
+    def __init__(self, name: str, path: Path, is_first: bool):
+        self.name = self.label = name
+        self.is_ours = is_first
+        here = str(Path(__file__).parents[2])  # of magi_bench
+        paths = [str(path), here, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.worker = Process([str(WORKER)], os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
+
+    def prepare(self, problem: Problem, case: Case) -> Ready:
+        request = {"op": "prepare", "case": problem.request}
+        self._found = self.worker.ask(request, PREPARE_LIMIT_S)
+
+        def turn_ms(calls: int) -> float:
+            return self.worker.ask({"op": "time", "calls": calls}, TURN_LIMIT_S)
+
+        return Ready(list, turn_ms=turn_ms)
+
+    def check(self, problem: Problem, case: Case, results: Sequence[Tensor]) -> Check:
+        """Holds the fingerprints of results to those of the first tree."""
+        problem.first = problem.first or self._found
+        names = (f"fingerprint {at}" for at in range(len(self._found)))
+        pairs = zip(problem.first, self._found, strict=True)
+        errors = {name: furthest(*pair) for name, pair in zip(names, pairs, strict=True)}
+        return Check(case.seqlen, errors, dict.fromkeys(errors, TOLERANCE), "the first tree")
 
 
-def measure(
-    trees: Mapping[str, Path],
-    every: Iterator[Case],
-    settings: Settings,
-    ledger: Ledger,
-    say: Callable[[str], None],
-) -> None:
-    """A row for each case and tree, medians over rounds, or the reason why there is none."""
-    begin, order = time.monotonic(), random.Random(settings.seed)
-    workers = {name: _worker(path) for name, path in trees.items()}
-    try:
-        for case in every:
-            if time.monotonic() - begin > settings.seconds:
-                say("time limit: the longest cases were not run")
-                break
-            place = {"group": PASS_TITLES[case.which], "what": case.mask_label}
-            try:
-                outcomes = _timed(workers, request_of(case, settings.device), settings, order)
-            except WorkerLost as lost:
-                outcomes = _failed(workers, lost.status, f"{lost.status}: {lost.reason}")
-            for name, outcome in outcomes.items():
-                passes = {case.which: outcome["times"]} if "times" in outcome else {}
-                status = {"passes": passes} if passes else {}
-                who = {"label": name, "is_ours": name == next(iter(workers))}
-                rest = {k: x for k, x in outcome.items() if k != "times"}
-                ledger.add(case, name, {**place, **who, **rest, **status})
-            say(
-                f"{case.which} {case.mask} {format_length(case.seqlen)} {case.heads} d{case.head_dim}: {_in_words(outcomes)}"
-            )
-    finally:
-        for worker in workers.values():
-            worker.stop()
-
-
-def _in_words(outcomes: Mapping[str, Row]) -> str:
-    first, *others = outcomes.values()
-    if "times" not in first:
-        return str(first["reason"])
-    names = list(outcomes)[1:]
-    more = (f", {name} {x['times']['ratio']:.3f}" for name, x in zip(names, others, strict=True))
-    return f"{first['times']['ms']:.3f} ms{''.join(more)}"
-
-
-def _worker(tree: Path) -> Process:
-    paths = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return Process([str(WORKER)], os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
-
-
-def _failed(workers: Mapping[str, Process], status: str, reason: str) -> dict[str, Row]:
-    return {name: {"status": status, "reason": reason} for name in workers}
-
-
-def _timed(
-    workers: Mapping[str, Process], case: dict[str, Any], settings: Settings, order: random.Random
-) -> dict[str, Row]:
-    request = {"op": "prepare", "case": case}
-    results = {name: worker.ask(request, PREPARE_LIMIT_S) for name, worker in workers.items()}
-    first, *others = results.values()
-    for name, other in zip(list(results)[1:], others, strict=True):
-        differences = [_furthest(x, y) for x, y in zip(first, other, strict=True)]
-        if not all(x <= TOLERANCE for x in differences):
-            reason = f"{name} has other results: fingerprints differ by {differences}"
-            return _failed(workers, "wrong", reason)
-
-    def turn(name: str, calls: int) -> float:
-        return workers[name].ask({"op": "time", "calls": calls}, TURN_LIMIT_S)
-
-    calls = max(1, min(MOST_CALLS, int(TURN_MS / turn(next(iter(workers)), 2))))
-    found: dict[str, list[float]] = {name: [] for name in workers}
-    for _ in range(settings.rounds.count):
-        for name in order.sample(list(workers), len(workers)):
-            found[name].append(turn(name, calls))
-    times = {name: summary(x) for name, x in found.items()}
-    yardstick = next(iter(times.values()))["ms"]
-    return {
-        name: {"status": "ok", "times": {**x, "calls": calls, "ratio": x["ms"] / yardstick}}
-        for name, x in times.items()
-    }
-
-
-def _furthest(one: Sequence[float], other: Sequence[float]) -> float:
-    """The largest difference; NaN where there is one."""
+def furthest(one: Sequence[float], other: Sequence[float]) -> float:
+    """The largest difference; infinite where there is a NaN."""
     found = [abs(x - y) for x, y in zip(one, other, strict=True)]
-    return math.nan if any(map(math.isnan, found)) else max(found)
+    return math.inf if any(map(math.isnan, found)) else max(found)
+
+
+class Trees(runner.Suite):
+    """Several checkouts of this package."""
+
+    title = "Trees of this package"
+    notes = NOTES
+
+    def __init__(self, settings: Settings, trees: Mapping[str, Path], heads: Sequence[str]):
+        super().__init__(settings)
+        self.heads = heads
+        self.trees = [Tree(*item, is_first=not at) for at, item in enumerate(trees.items())]
+        self._problem = lru_cache(1)(Problem)
+
+    def cases(self) -> Iterator[Case]:
+        """Cheap ones first."""
+        settings = self.settings
+        for tokens, heads, which, mask in itertools.product(
+            sorted(settings.tokens), self.heads, settings.passes, settings.masks
+        ):
+            nheads_q, nheads_kv = map(int, heads.split(":"))
+            case = settings.case("trees", mask, tokens, which=which)
+            yield replace(case, nheads_q=nheads_q, nheads_kv=nheads_kv)
+
+    def contenders(self, case: Case) -> Sequence[Contender]:
+        return self.trees
+
+    def problem(self, case: Case, contender: Contender) -> Problem:
+        return self._problem(case, self.settings.device)
+
+    def place(self, case: Case) -> Row:
+        return {"group": PASS_TITLES[case.which], "what": case.mask_label}
+
+    def stop(self) -> None:
+        """Ends all processes."""
+        for tree in self.trees:
+            tree.worker.stop()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -186,17 +167,17 @@ def run(args: argparse.Namespace) -> int:
                 f"`--tree {name}` must be a folder that holds magi_compile, got {path}"
             )
     command = [_without_path(x) for x in arguments.as_typed(args.command_line, args.out)]
-    described = provenance.describe(settings.device, command)
-    ledger = Ledger.fresh(args.out)
-    ledger.begin(
-        {**described, "title": f"Trees of this package, {described['device']}", "notes": NOTES}
-    )
-    measure(trees, cases(settings, args.heads), settings, ledger, arguments.say)
-    for name, (mean, least, most) in ratios_by_contender(ledger.results).items():
+    settings = replace(settings, rounds=Rounds(args.rounds, TURN_MS, MOST_CALLS))
+    suite = Trees(settings, trees, args.heads)
+    done = runner.Runner(suite, command, args.out, arguments.say)
+    try:
+        rows = done.run()
+    finally:
+        suite.stop()
+    runner.conclude(rows, args.out, done.say)
+    for name, (mean, least, most) in ratios_by_contender(done.ledger.results).items():
         arguments.say(f"{name}: {mean:.3f} of the time, {least:.3f} to {most:.3f}")
-    if args.out:
-        Path(f"{args.out}.md").write_text(to_markdown(ledger.results))
-    return int(any("reason" in row for row in ledger.results.rows.values()))
+    return int(any("reason" in row for row in rows))
 
 
 def _tree(text: str) -> tuple[str, Path]:

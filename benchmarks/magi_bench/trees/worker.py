@@ -6,15 +6,14 @@ uses public names, and `_compat.spin_gpu`.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from magi_bench.process import serve
 from magi_compile import _compat, flex_flash_attention
 from magi_compile.masks import AttnSlices
 
@@ -85,23 +84,19 @@ def fingerprint(x: Tensor) -> list[float]:
     return [round(number, 4) for number in torch.cat(sizes + sums).tolist()]
 
 
-def main() -> None:
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what anybody prints goes to standard error
-    call = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        if request["op"] == "prepare":
-            call = None  # its memory goes before there is another
-            call = Call(request["case"])
-            results = [call.out, *call()]
-            answer: Any = [fingerprint(x.detach()) for x in results]
-        else:
-            assert call is not None
-            answer = call.milliseconds(request["calls"])
-        replies.write(json.dumps({"answer": answer, "spent": False}) + "\n")
-        replies.flush()
+def start() -> Callable[[dict[str, Any]], tuple[Any, bool]]:
+    """Answers with the fingerprints of a case's results, or with the time of a turn of calls."""
+    calls: list[Call] = []
+
+    def answer(request: dict[str, Any]) -> tuple[Any, bool]:
+        if request["op"] == "time":
+            return calls[0].milliseconds(request["calls"]), False
+        calls.clear()  # memory goes before there is another
+        calls.append(Call(request["case"]))
+        return [fingerprint(x.detach()) for x in (calls[0].out, *calls[0]())], False
+
+    return answer
 
 
 if __name__ == "__main__":
-    main()
+    serve(start)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,11 +92,14 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) 
     return torch.cat(documents, dim=2)
 
 
-def causal_within(document: Tensor) -> BlockMask:
-    """The BlockMask of packed causal documents, made by PyTorch.
+def causal_within(
+    document: Tensor, create: Callable[..., BlockMask] = create_block_mask
+) -> BlockMask:
+    """The BlockMask of packed causal documents, made by PyTorch or by another `create`.
 
     Args:
         document: int `[S]`, the document of each token.
+        create: like PyTorch's `create_block_mask`.
 
     Returns:
         A BlockMask for any number of batch entries and heads, on the device of `document`.
@@ -106,7 +109,7 @@ def causal_within(document: Tensor) -> BlockMask:
         return (document[q] == document[kv]) & (q >= kv)
 
     seqlen = len(document)
-    return create_block_mask(document_causal, None, None, seqlen, seqlen, device=document.device)
+    return create(document_causal, None, None, seqlen, seqlen, device=document.device)
 
 
 class Llama(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from magi_bench.cli import main
 from magi_bench.report.tables import ratios_by_contender
 from magi_bench.results import rows as files
-from magi_bench.trees.suite import TOLERANCE, _furthest
+from magi_bench.trees.suite import TOLERANCE, furthest
 from magi_bench.trees.worker import fingerprint
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ def test_the_same_twice(copy, tmp_path, capsys):
     out = tmp_path / "same"
     trees = ["--tree", f"this={ROOT}", "--tree", f"copy={copy}"]
     assert main([*QUICK, *trees, "--out", str(out)]) == 0
-    assert "bwd causal 128 2:1 d16: " in capsys.readouterr().out
+    assert "causal 128 bwd: this " in capsys.readouterr().out
     found = files.load([out.with_suffix(".jsonl")])
     assert [(row["contender"], *row["passes"]) for row in found.rows.values()] == [
         (name, which) for which in ("fwd", "bwd") for name in ("this", "copy")
@@ -50,7 +50,7 @@ def test_other_results_are_no_number(copy, capsys):
     )
     trees = ["--tree", f"this={ROOT}", "--tree", f"other={copy}", "--passes", "fwd"]
     assert main([*QUICK, *trees]) == 1
-    assert "other has other results" in capsys.readouterr().out
+    assert "not what the first tree gives: fingerprint 0" in capsys.readouterr().out
 
 
 def test_fingerprints():
@@ -58,14 +58,14 @@ def test_fingerprints():
     x = torch.randn(600, 4, 16, generator=torch.Generator().manual_seed(0))
     x[:3] = 0.0
     one = fingerprint(x)
-    assert _furthest(one, fingerprint(x.bfloat16())) < TOLERANCE / 3
+    assert furthest(one, fingerprint(x.bfloat16())) < TOLERANCE / 3
     for row, head in ((300, 2), (599, 0)):
         wrong = x.clone()
         wrong[row, head] *= -1
-        assert _furthest(one, fingerprint(wrong)) > TOLERANCE
+        assert furthest(one, fingerprint(wrong)) > TOLERANCE
         wrong[row, head] = torch.nan
-        assert not _furthest(one, fingerprint(wrong)) <= TOLERANCE
-    assert _furthest(one, fingerprint(1.05 * x)) > TOLERANCE
+        assert not furthest(one, fingerprint(wrong)) <= TOLERANCE
+    assert furthest(one, fingerprint(1.05 * x)) > TOLERANCE
 
 
 def test_means_are_geometric():
