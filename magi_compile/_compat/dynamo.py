@@ -135,7 +135,7 @@ def without_disable(function: Any) -> Any:
 
 
 def graph_breaks() -> list[str]:
-    """Why Dynamo broke graphs so far: the first sentence for each reason."""
+    """The reasons of graph breaks so far: the first sentence of each."""
     reasons = [
         text.partition("Explanation:")[2] for text in torch._dynamo.utils.counters["graph_break"]
     ]

@@ -250,7 +250,7 @@ _ASPECTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def _of(every: Sequence[Any], value: Callable[[Any], Any], name: Callable[[Any], str]) -> str:
-    """Which ranks have another value than rank 0, in words; empty for none."""
+    """The ranks with another value than rank 0, in words; empty for none."""
     first = value(every[0])
     found = [(rank, value(x)) for rank, x in enumerate(every) if value(x) != first]
     listed = ", ".join(f"rank {rank} has {name(x)}" for rank, x in found)

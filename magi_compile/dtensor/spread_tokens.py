@@ -67,7 +67,7 @@ class SpreadTokens:
         ) and torch.equal(here.chunks, there.chunks)
 
     def permutation(self, restore: bool = False) -> Tensor:
-        """Which token lies where, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
+        """The order of the tokens, in the form of PyTorch's load balancers: after it, rank r holds the r-th of equal parts.
 
         The plan itself serves where PyTorch asks for a `load_balancer`.
 

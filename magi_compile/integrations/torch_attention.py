@@ -191,7 +191,7 @@ def call_of_sdpa(given: dict[str, Any]) -> Call | str:
 
 
 def _refusal(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Why no kernel of ours runs attention of these tensors."""
+    """The reason why no kernel of ours runs attention of these tensors."""
     if v.shape[2] != q.shape[2]:
         return f"`value` has head_dim {v.shape[2]} and `query` has {q.shape[2]}"
     if q.shape[1] % k.shape[1]:

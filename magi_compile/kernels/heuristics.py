@@ -1,4 +1,4 @@
-"""Which tile sizes a kernel uses: the only place with tile numbers.
+"""The tile sizes of kernels: the only place with tile numbers.
 
 Pure functions of the problem: no environment, no globals, no second table in the device code.
 """

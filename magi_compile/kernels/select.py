@@ -1,4 +1,4 @@
-"""Which kernel runs a problem: the first of `KERNELS` that refuses nothing."""
+"""Selection of the kernel for a problem: the first of `KERNELS` that refuses nothing."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def select(problem: AttnProblem, force: str | None = None) -> Kernel:
 
 
 def slower_than_flex(name: str, problem: AttnProblem) -> list[str]:
-    """Why the kernel called `name` is left to those who ask for it, for `problem`."""
+    """The reason why the kernel called `name` runs `problem` only by name."""
     slower = [SLOWER_WITH_BITS.get(name)] if problem.has_bits else []
     slower += [SLOWER_WITH_SCORES.get(name)] if problem.has_score else []
     return [why for why in slower if why]

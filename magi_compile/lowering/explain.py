@@ -92,7 +92,7 @@ class Explanation:
 
 
 def _place_of_slices(call: LoweredCall) -> int:
-    """Which argument of the op they are."""
+    """The position of the slices among the arguments of the op."""
     return 4 if call.node.target.__name__.startswith("scored_") else 3  # type: ignore[union-attr]
 
 

@@ -1,4 +1,4 @@
-"""Which way the mask of a FlexAttention call takes, and why: by intervals or by bit blocks.
+"""The way of a mask of a FlexAttention call, and why: by intervals or by bit blocks.
 
 A mask has intervals, from which slices follow (`magi::mask_slices`), or it has none, and its mask_mod is evaluated for all
 queries and keys (`magi::mask_bits`). Some masks have intervals for data in some order alone: on a CPU these decide in each run, on
@@ -52,6 +52,13 @@ def sizes_of(call: FlexCall) -> tuple[int | None, list[int] | None]:
 def period_reasons(call: FlexCall, program: MaskProgram) -> list[str]:
     """Reasons against intervals for a mask that repeats along the keys, where there is an alternative.
 
+    Args:
+        call: the attention.
+        program: its mask.
+
+    Returns:
+        The reasons; none where intervals are the way to go.
+
     Raises:
         UnsupportedMaskError: a row sees more intervals than are representable.
     """
@@ -91,7 +98,11 @@ def intervals_without_data(call: FlexCall, program: MaskProgram) -> RowIntervals
 
 
 def refuse_without_data(call: FlexCall, program: MaskProgram) -> None:
-    """Finds out now what a mask of computed tables that depends on no tensor would find in every run.
+    """Checks now the order of computed tables that depend on no tensor: it is the same in every run.
+
+    Args:
+        call: the attention.
+        program: its mask.
 
     Raises:
         UnsupportedMaskError: the order of these tables is not what intervals need.
@@ -122,7 +133,7 @@ def least_capacity(call: FlexCall, program: MaskProgram) -> int:
 
 
 def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
-    """Why intervals are no way for the mask of `call`; empty where they are one."""
+    """Reasons against intervals for the mask of `call`; empty where it has them."""
     if _compat.PERMUTED_TOKENS in map(_compat.source_name, call.mask_tables):
         return (
             "the mask is of tokens that a load balancer of PyTorch's context parallelism has permuted; spread them with "
@@ -146,7 +157,7 @@ def reasons_for_bits(call: FlexCall, program: MaskProgram) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Way:
-    """Which way a mask takes.
+    """The way of a mask.
 
     Attributes:
         program: the mask.
@@ -208,7 +219,7 @@ class Way:
 def _data_reasons(
     call: FlexCall, program: MaskProgram, heads: Heads, options: LoweringOptions
 ) -> tuple[str, ...]:
-    """Why a mask that has intervals for data in some order takes another way all the same, whatever the data of later runs."""
+    """Reasons for bit blocks where a mask has intervals only for data in some order, whatever the data of later runs."""
     if options.bits and program.is_verifiable:
         return ("options={'magi.bits': True} asks for them",)
     if value_of(call.q).device.type == "cpu" and program.is_verifiable:

@@ -57,7 +57,7 @@ class Scores:
         return None if self.read is None else self.read.program
 
     def refusals(self, kernel: Kernel, problem: AttnProblem) -> list[str]:
-        """Why a kernel that takes score programs does not run this one for `problem`."""
+        """Reasons why a kernel that takes score programs does not run this one for `problem`."""
         assert self.read is not None
         assert isinstance(kernel, ScoredKernel)
         given = problem, self.read.program, self.read.dtypes, self.read.ranks

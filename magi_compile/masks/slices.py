@@ -34,7 +34,7 @@ from magi_compile.masks.normal_form import find_overlap, normal_form
 
 
 class MaskType(IntEnum):
-    """Which corners of a slice are cut off. Bit 0: the right edge moves with the row; bit 1: the left edge."""
+    """The corners of a slice that are cut off. Bit 0: the right edge moves with the row; bit 1: the left edge."""
 
     FULL = 0
     CAUSAL = 1

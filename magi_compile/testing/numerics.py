@@ -151,7 +151,7 @@ def _sum_groups(x: Tensor, group: int) -> Tensor:
 def _failure(
     name: str, actual: Tensor, exact: Tensor, plain: Tensor, terms: Tensor, dtype: torch.dtype
 ) -> str | None:
-    """Why `actual` is not close to `exact`, in one line, or None."""
+    """The reason why `actual` is not close to `exact`, in one line, or None."""
     if actual.shape != exact.shape or actual.dtype != dtype:
         return f"{name}: {actual.dtype} {list(actual.shape)}, expected {dtype} {list(exact.shape)}"
     if not actual.numel():

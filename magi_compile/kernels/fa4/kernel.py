@@ -366,7 +366,7 @@ def _interface() -> Any:
 
 @cache
 def _why_no_package() -> tuple[str, ...]:
-    """Why the package cannot be used, if so."""
+    """The reason why the package cannot be used, if there is one."""
     expected = " or ".join(VERSIONS)
     try:
         found = version(PACKAGE)

@@ -61,7 +61,7 @@ class Grid(NamedTuple):
 
 
 class Listed(NamedTuple):
-    """Which blocks of a BlockMask are listed.
+    """The listed blocks of a BlockMask.
 
     Attributes:
         partial: bool `[batch or 1, nheads or 1, q blocks, kv blocks]`, those that may be visible.
@@ -112,6 +112,9 @@ def slices_with_bits(
         grid: which there are.
         listed: the block lists that decide beside it, as FlexAttention reads them; None where there are none.
         device: where to compute.
+
+    Returns:
+        The slices, with their bit blocks.
 
     Raises:
         MaskDataError: the mask_mod looks up what a captured tensor does not have, or divides by zero; the block lists contradict

@@ -103,7 +103,7 @@ def joined(*points: Points) -> Points:
 
 
 def shown_by_slices(lists: Sequence[Tensor], points: Points, sizes: MaskSizes) -> Tensor:
-    """Which points the slices show, bool `[num_points]`."""
+    """The points that the slices show, bool `[num_points]`."""
     q_ranges, k_ranges, mask_types = lists
     row = (points.entry * sizes.seqlen_q + points.q).to(torch.int32)[:, None]
     key = points.entry // sizes.heads.group * sizes.seqlen_k + points.kv
@@ -168,7 +168,7 @@ def check_bits(
 
 
 def shown_by_bits(slices: AttnSlices, points: Points, grid: Grid) -> Tensor:
-    """Which points such slices show, bool `[num_points]`."""
+    """The points that such slices show, bool `[num_points]`."""
     assert slices.bits is not None
     line = points.entry * grid.blocks_q + points.q // BIT_BLOCK
     number = line * grid.blocks_k + points.kv // BIT_BLOCK

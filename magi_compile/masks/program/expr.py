@@ -64,7 +64,7 @@ class Expr:
 
     @cached_property
     def reasons(self) -> tuple[str, ...]:
-        """Why it has no value: what is unsupported in it. Empty where it has one."""
+        """Reasons why it has no value: the unsupported parts in it. Empty where it has one."""
         if self.op == "unsupported":
             return self.args[1:]
         return tuple(dict.fromkeys(reason for child in self.children for reason in child.reasons))

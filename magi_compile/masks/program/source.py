@@ -214,7 +214,10 @@ def on_grids(
         h: its head, `[n]`.
         q: its queries, `[n, rows]`.
         kv: its keys, `[n, keys]`.
-        names: what captured tensors are called, by their ids.
+        names: the names of captured tensors, by their ids.
+
+    Returns:
+        The results, and the invalid points.
     """
     known = None
     if look_ups.is_needed(b.device):

@@ -23,7 +23,7 @@ class Place(NamedTuple):
 
 
 def refusals(group: dist.ProcessGroup, device: torch.device, collective: Collective) -> list[str]:
-    """Why `collective` cannot serve `group`; the same on all ranks, which call it together.
+    """Reasons why `collective` cannot serve `group`; the same on all ranks, which call it together.
 
     The last question is a cast of one row from every rank to every rank.
     """

@@ -1,4 +1,4 @@
-"""Which kernels of `csrc/sm90/backward` a problem needs."""
+"""The kernels of `csrc/sm90/backward` that a problem needs."""
 
 from __future__ import annotations
 

@@ -128,6 +128,9 @@ def forward(
         score: what becomes of the scores, where `problem` has a score program.
         max_scores: where the largest score of each row goes, where `problem` asks for it, see `Kernel.forward`.
 
+    Returns:
+        The output, and the log-sum-exp of each row.
+
     Raises:
         TypeError: if `prior` or `out_dtype` has another dtype.
     """
@@ -234,7 +237,10 @@ def forward_launch(
         shape: of the pass.
         out: the buffer `OUT`; None where all of the output is in fp32.
         ticket: which buffer the ticket will be.
-        fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
+        **fields: of ForwardParams: where results and the walk are. `tiles` is that of its schedule.
+
+    Returns:
+        The buffers and the launch.
     """
     layouts, problem, num_tiles, has_stairs, score, device_index = shape
     config = forward_config(problem)
@@ -276,6 +282,9 @@ def forward_fields(
         config: the shape of the kernel.
         out: the buffer `OUT`, if it is written to in the dtype of q.
         remote: the buffers of remote keys and values.
+
+    Returns:
+        The values by the names of the fields.
     """
     dtype, cols = problem.dtype, config.block_cols
 

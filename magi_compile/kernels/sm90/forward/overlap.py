@@ -93,6 +93,9 @@ def split_plan(walk: Walk, sizes: PlanTiles, remote_begin: int) -> SplitPlan:
         walk: with at least one tile; no run has both local and remote columns.
         sizes: the tile sizes of the plan.
         remote_begin: the first remote column.
+
+    Returns:
+        The plan of an early forward.
     """
     q_tiles, q_runs, q_edges = walk
     num_tiles, num_runs = q_tiles.shape[0], q_runs.shape[0]

@@ -148,6 +148,9 @@ def cut_launch(
         sizes: of tiles.
         problem: what is computed.
         device_index: of the GPU.
+
+    Returns:
+        The launch.
     """
     sms_of_head = num_sms(device_index) // problem.nheads_q
     return Launch(

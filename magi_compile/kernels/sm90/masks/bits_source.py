@@ -83,7 +83,10 @@ def bits_source(graph: MaskGraph, names: Sequence[str]) -> BitsSource:
 
     Args:
         graph: of its mask_mod.
-        names: what the user calls the captured tensors.
+        names: the user's names of the captured tensors.
+
+    Returns:
+        The CUDA source, and the words that it reads.
 
     Raises:
         UnknownOperation: naming an operation that is not generated.

@@ -121,7 +121,18 @@ def prepare(
     listed: Listed | None,
     device: torch.device,
 ) -> tuple[list[Tensor], Prepared]:
-    """The tensors that the call is given, some of them computed here, and what it needs for their layouts.
+    """Prepares a call for the layouts of its tensors, or finds the one prepared before.
+
+    Args:
+        program: the mask.
+        tables: the captured tensors.
+        symbols: the captured ints.
+        grid: the blocks of the mask.
+        listed: the block lists that decide beside the mask_mod; None where there are none.
+        device: where the mask is evaluated.
+
+    Returns:
+        The tensors of the call, some of them computed here, and the prepared call.
 
     Raises:
         UnknownOperation: the mask_mod does what CUDA is not generated for.

@@ -86,6 +86,9 @@ def mask_graph(
         tables: the captured tensors; their values are not looked at.
         device: where the mask is evaluated.
 
+    Returns:
+        The graph, and the nodes of its inputs.
+
     Raises:
         UnknownOperation: there is none for all values of the captured ints, or its result is no tensor.
     """

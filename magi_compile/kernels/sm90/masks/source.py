@@ -97,7 +97,15 @@ class MaskSource:
 
 @lru_cache(maxsize=1024)
 def mask_source(program: MaskProgram, keys: KeySet, dtypes: tuple[torch.dtype, ...]) -> MaskSource:
-    """The source for a program whose captured tensors have `dtypes`, of `ELEMENTS`; `keys` are `program.keys(...)`.
+    """The CUDA source of a mask program.
+
+    Args:
+        program: the mask.
+        keys: its `program.keys(...)`.
+        dtypes: of the captured tensors, of `ELEMENTS`.
+
+    Returns:
+        The source, and the words that it reads.
 
     Raises:
         TypeError: a captured tensor of integers where a truth value is needed.

@@ -128,7 +128,7 @@ def _directory() -> Iterator[int]:
 
 
 def _distrust(status: os.stat_result) -> str | None:
-    """Why others than this user and root can have written to a file or a directory; None if they cannot."""
+    """The reason why others than this user and root can have written to a file or a directory; None if they cannot."""
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {status.st_uid}, not to {os.geteuid()}"
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

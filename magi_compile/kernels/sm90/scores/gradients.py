@@ -28,7 +28,7 @@ from magi_compile.kernels.sm90.scores.source import ScoreSource
 
 
 class GradientsPlaces(NamedTuple):
-    """Which buffers of a call the kernel reads and writes.
+    """The buffers of a call that the kernel reads and writes.
 
     Attributes:
         tensors: q, dout, k and v.
