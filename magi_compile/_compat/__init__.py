@@ -73,6 +73,7 @@ from magi_compile._compat.tracing import (
     graph_of,
     is_fake,
     is_traced,
+    share_memory,
     static_fake_mode,
     symbolic_fake_mode,
     symbolic_int,

@@ -27,6 +27,11 @@ def fake_mode_of(tensor: Tensor) -> Any:
     return tensor.fake_mode  # type: ignore[attr-defined]
 
 
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors, real or fake, are views of one memory."""
+    return x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
 def differ(size: Any, other: Any) -> bool:
     """True if two sizes differ. While a graph is traced, that becomes a guard, but for sizes of which nothing is known
     yet: these count as equal, and whoever relies on it asks again when the graph runs."""

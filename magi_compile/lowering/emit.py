@@ -42,6 +42,13 @@ class Emitter:
             node.meta[self.value_key] = target(*values, **keyword_values)
         return node
 
+    def erase_unused(self, node: Node, source: Node) -> None:
+        """Takes out `node`, and what it is made of, as far as `source`, where nothing reads it."""
+        while node is not source and not node.users:
+            (before,) = node.all_input_nodes[:1]
+            self.graph.erase_node(node)
+            node = before
+
     def size(self, tensor: Node, dim: int) -> Node | int:
         """The size of `tensor` along `dim`: an int where it is static, else a node."""
         size = value_of(tensor).shape[dim]

@@ -136,13 +136,20 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
     assert found.kernel is not None
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     by_head = found.way.is_by_head
-    q, k, v = (
+    qkv = tuple(
         _packed(emit, node, problem.dtype, batch, by_head=by_head)
         for node in (call.q, call.k, call.v)
     )
     by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
-    of_entries = (batch, seqlen_q, by_entry[1]) if _may_be_written(emit, call, q, problem) else ()
-    result = _emit_op(emit, call, found, mask, (q, k, v), of_entries)
+    given = _given_in_place(call, qkv)
+    of_entries: tuple[Any, ...] = ()
+    if given != qkv or _may_be_written(emit, call, qkv[0], problem):
+        of_entries = (batch, seqlen_q, by_entry[1], by_head)
+    plan = _emit_plan(emit, found, mask, qkv)
+    result = _emit_op(emit, call, found, mask, plan, given, of_entries)
+    for node, same in zip(qkv, given, strict=True):
+        if node is not same:
+            emit.erase_unused(node, same)
     num_outputs = 3 if problem.has_max_scores else 2
     out, *of_rows = (emit.call(operator.getitem, result, i) for i in range(num_outputs))
     if of_entries:
@@ -162,6 +169,19 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
         _of_entries(emit, node, found, by_entry, i + 1 in used) for i, node in enumerate(of_rows)
     ]
     return result, out, *rows
+
+
+def _given_in_place(call: FlexCall, qkv: tuple[Node, ...]) -> tuple[Node, ...]:
+    """q, k and v, packed, but for those that code outside of the graph gives and may write to before the backward: a graph must not
+    save a view of them, so that autograd sees it."""
+    if not value_of(call.node)[0].requires_grad or are_distributed(*[value_of(call.q)] * 3):
+        return qkv
+    return tuple(
+        node
+        if node in call.given and _compat.share_memory(value_of(node), value_of(packed))
+        else packed
+        for node, packed in zip((call.q, call.k, call.v), qkv, strict=True)
+    )
 
 
 def _may_be_written(emit: Emitter, call: FlexCall, q: Node, problem: AttnProblem) -> bool:
@@ -196,14 +216,14 @@ def _emit_op(
     call: FlexCall,
     found: Analysis,
     mask: Mask,
-    qkv: tuple[Node, Node, Node],
+    plan: list[Node],
+    qkv: tuple[Node, ...],
     of_entries: tuple[Any, ...],
 ) -> Node:
     """Emits the op of packed tensors, whose output has the entries of the batch if these are given."""
     problem = found.problem
     assert found.kernel is not None
     kernel = load(found.kernel)
-    plan = _emit_plan(emit, found, mask, qkv)
     needs_slices = kernel.needs_slices or not plan or problem.has_bits
     slices = list(mask.slices) if needs_slices else []
     name = "attention_with_max_scores" if problem.has_max_scores else "attention"
@@ -226,9 +246,7 @@ def _emit_op(
     )
 
 
-def _emit_plan(
-    emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, Node, Node]
-) -> list[Node]:
+def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]) -> list[Node]:
     """The plan, which calls of one mask share; nothing where it is found out in each call."""
     problem = found.problem
     assert found.kernel is not None

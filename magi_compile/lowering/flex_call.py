@@ -38,6 +38,8 @@ class FlexCall:
     table_sources: tuple[Node, ...] = ()
     #: Whether the graph returns the output itself, to code that may write to it.
     is_returned: bool = False
+    #: Those of q, k and v that are inputs of the graph, from code that may write to them before the backward.
+    given: tuple[Node, ...] = ()
 
     @classmethod
     def parse(cls, gm: GraphModule, node: Node, root: GraphModule) -> FlexCall:
@@ -60,6 +62,7 @@ class FlexCall:
             block_lists=_given_block_lists(block_mask, gm, root),
             table_sources=tuple(_outer(x, gm, root) for x in mask_buffers if is_tensor(x)),
             is_returned=gm is root and _is_returned(node),
+            given=tuple(x for x in (q, k, v) if gm is root and x.op == "placeholder"),
         )
 
     @property

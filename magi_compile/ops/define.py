@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from magi_compile.ops.dtensors import are_distributed
-from magi_compile.ops.layout import by_entries, packed_like
+from magi_compile.ops.layout import by_entries, packed
 from magi_compile.ops.validation import refuse_transforms
 
 
@@ -43,7 +43,7 @@ def define_differentiable(
     With `takes_tables` the fourth argument is a list of tensors, which may need gradients too: `differentiable` takes
     their number and each of them in its place.
 
-    Registers `..._of_entries` as well, with an output `[batch, nheads, seqlen_q, head_dim_v]`."""
+    Registers `..._of_entries` as well, with an output `[batch, nheads, seqlen_q, head_dim_v]`, which takes q, k and v so or packed."""
 
     def made_of(values: Callable[..., Any]) -> Callable[..., Any]:
         def attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
@@ -72,14 +72,16 @@ def define_differentiable(
     library.define(schema, tags=tags)
     library.impl(name, made_of(values), "CompositeImplicitAutograd")
 
-    # An output that is a view of what a backward needs, as it is of a graph that unpacks its rows, hides from autograd that somebody
-    # writes to it: AOTAutograd cuts the connection. So these ops unpack them inside.
-    entries = f"({rest.replace(')', ', SymInt batch, SymInt seqlen_q, int nheads)', 1)}"
+    # A graph that packs what it is given, or unpacks what it gives, saves views for its backward, and AOTAutograd cuts their connection
+    # with the tensors of the user: nobody notices that he writes to these. So such ops pack and unpack inside.
+    entries = (
+        f"({rest.replace(')', ', SymInt batch, SymInt seqlen_q, int nheads, bool by_head)', 1)}"
+    )
     of_values = f"{values.name().split('::')[1]}_of_entries"
 
     def unpacked(*arguments: Any) -> tuple[Tensor, ...]:
-        *given, batch, seqlen, nheads = arguments
-        out, *rows = values(*given)
+        q, k, v, *given, batch, seqlen, nheads, by_head = arguments
+        out, *rows = values(*(packed(x, by_head=by_head) for x in (q, k, v)), *given)
         return by_entries(out, batch, seqlen, nheads), *rows
 
     def unpacked_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -90,24 +92,32 @@ def define_differentiable(
     values_of_entries = getattr(getattr(torch.ops, library.ns), of_values).default
 
     def attention_of_entries(*arguments: Any) -> Any:
-        *given, batch, seqlen, nheads = arguments
-        return made_of(lambda *x: values_of_entries(*x, batch, seqlen, nheads))(*given)
+        *given, batch, seqlen, nheads, by_head = arguments
+        sizes = (batch, seqlen, nheads, by_head)
+        return made_of(lambda *x: values_of_entries(*x, *sizes))(*given)
 
     library.define(f"{name}_of_entries{entries}", tags=tags)
     library.impl(f"{name}_of_entries", attention_of_entries, "CompositeImplicitAutograd")
 
 
 def define_of_entries(library: torch.library.Library, schema: str, gradients_of: Any) -> None:
-    """Adds the op `schema` of a backward pass, which is `gradients_of` a forward of the `..._of_entries`: it takes dout and out as those
-    give them. They are packed inside, because a graph would save what it packed."""
+    """Adds the op `schema` of a backward pass, which is `gradients_of` a forward of the `..._of_entries`: it takes and gives tensors as
+    those do."""
 
-    def packed(
+    def of_entries(
         dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     ) -> Any:
-        out, *others = rest
-        return gradients_of(packed_like(q, dout), dlse, q, k, v, packed_like(q, out), *others)
+        out, lse, *others = rest
+        by_head = lse.shape[0] != out.shape[1]
+        rows, *qkv, of_out = (packed(x, by_head=by_head) for x in (dout, q, k, v, out))
+        found = gradients_of(rows, dlse, *qkv, of_out, lse, *others)
+        grads = (
+            by_entries(grad, x.shape[0], x.shape[2], x.shape[1]) if x.dim() == 4 else grad
+            for grad, x in zip(found, (q, k, v), strict=False)
+        )
+        return *grads, *found[3:]
 
-    define(library, schema, packed, packed)
+    define(library, schema, of_entries, of_entries)
 
 
 def gradients(op: Callable[..., Any], *arguments: Any) -> Any:

@@ -43,8 +43,11 @@ def by_entries(packed: Tensor, batch: Any, seqlen: Any, nheads: int) -> Tensor:
     return packed.transpose(0, 1).view(nheads, batch, seqlen, head_dim).transpose(0, 1)
 
 
-def packed_like(q: Tensor, x: Tensor) -> Tensor:
-    """The inverse of `by_entries`: `x` `[batch, nheads, seqlen, head_dim]` with the rows and heads of a packed `q`."""
-    if q.shape[1] == 1:
-        return x.reshape(q.shape[0], 1, x.shape[3])
-    return x.transpose(1, 2).reshape(q.shape[0], q.shape[1], x.shape[3])
+def packed(x: Tensor, *, by_head: bool) -> Tensor:
+    """The inverse of `by_entries`: `[batch, nheads, seqlen, head_dim]` as rows of all heads, or `by_head` as rows of one; what is packed
+    stays as it is."""
+    if x.dim() == 3:
+        return x
+    if by_head:
+        return x.reshape(-1, 1, x.shape[3])
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])
