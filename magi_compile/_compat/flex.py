@@ -72,8 +72,6 @@ def watch_flex_attention(
     def validate(query: Tensor, key: Tensor, value: Tensor) -> None:
         if not torch.compiler.is_compiling():
             notice()
-            if query.device.type == "cpu" and any(x.requires_grad for x in (query, key, value)):
-                raise NotImplementedError(EAGER_ON_A_CPU)
         elif query.device.type == "cpu" and is_welcome():
             return
         validate_device(query, key, value)
@@ -95,13 +93,6 @@ def watch_flex_attention(
 
     kernels[torch._C.DispatchKey.CompositeExplicitAutograd] = attention
     operator._dispatch_cache.clear()  # of earlier calls
-
-
-EAGER_ON_A_CPU = (
-    "PyTorch's FlexAttention runs eagerly here, where it has no gradients on a CPU: inside of a compiled function, that is because Dynamo "
-    "leaves it uncompiled under a dispatch mode, such as FlopCounterMode, and after an error in an earlier call, until torch.compiler.reset(); "
-    "or because the arguments do not fit. magi_compile.flex_attention runs eagerly, and says what does not fit"
-)
 
 
 @contextmanager

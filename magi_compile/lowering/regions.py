@@ -71,8 +71,9 @@ def notice_eager_attention() -> None:
     breaks = [reason for reason in _compat.graph_breaks() if own not in reason][:MAX_BREAKS]
     message = (
         f"FlexAttention at {_caller()} runs eagerly and computes the whole score matrix, although the function around it is compiled: "
-        "the graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, or Dynamo "
-        "reached its recompile limit. "
+        "the graph breaks there, in the mask_mod or the score_mod, or the code is excluded from compilation, Dynamo "
+        "reached its recompile limit, or it leaves the function uncompiled, as under a dispatch mode (FlopCounterMode) and, until "
+        "torch.compiler.reset(), after an error in an earlier call. "
         + (f"Graph breaks so far: {'; '.join(breaks)}. " if breaks else "")
         + "A mask_mod must not print or branch on data. torch.compile with `fullgraph=True` raises where a graph breaks; "
         "TORCH_LOGS=graph_breaks,recompiles lists all places and reasons"
