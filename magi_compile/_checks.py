@@ -82,9 +82,11 @@ class _DeviceFlags:
         is_cuda = device.type == "cuda"
         shape = (self.CAPACITY, 1 + self.MAX_VALUES)
         with torch.cuda.device(device) if is_cuda else nullcontext():
-            self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+            self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda, device="cpu")
             address = self.on_host.data_ptr()
-            self.on_device = torch.as_tensor(_Int64(address, shape)) if is_cuda else self.on_host
+            self.on_device = (
+                torch.as_tensor(_Int64(address, shape), device=device) if is_cuda else self.on_host
+            )
         # Read on every call, maybe while a graph is traced: past torch.
         self.memory = (ctypes.c_int64 * self.on_host.numel()).from_address(address)
         self.slots: dict[str, int] = {}

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Leaves the caller's inference mode, autocast and autograd: for tensors that later calls use, in whatever mode these are.
+    """Leaves the caller's inference mode, autograd, autocast, hooks for saved tensors and dispatch modes: for values that later calls
+    use, in whatever mode these are.
 
-    A tensor of inference mode cannot be saved for a backward. Hooks for saved tensors, as those of a checkpoint, see nothing that is made
-    here.
+    A tensor of inference mode cannot be saved for a backward. A checkpoint counts what is saved, or what is dispatched, and does not find
+    it when it runs the same again.
     """
+    from torch.utils._python_dispatch import _disable_current_modes
+
     device_types = {"cpu"}
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
         device_types.add(accelerator.type)
     with ExitStack() as modes:
+        modes.enter_context(_disable_current_modes())
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
         for device_type in sorted(device_types):
             modes.enter_context(torch.autocast(device_type, enabled=False))
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            modes.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
+
+
+def _itself(x: Any) -> Any:
+    return x

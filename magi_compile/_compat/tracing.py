@@ -27,6 +27,16 @@ def fake_mode_of(tensor: Tensor) -> Any:
     return tensor.fake_mode  # type: ignore[attr-defined]
 
 
+def differ(size: Any, other: Any) -> bool:
+    """Whether two sizes differ. Of a graph that is traced that becomes a guard, but for sizes of which nothing is known yet: these count
+    as equal, and whoever relies on it asks again when the graph runs."""
+    if type(size) is int and type(other) is int:
+        return size != other
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size != other)
+
+
 def without_fake_tensors() -> Any:
     """A context in which new tensors are real, also where a graph is compiled."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily

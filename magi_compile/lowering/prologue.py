@@ -12,11 +12,7 @@ which CUDA graphs copy like any other input.
 from __future__ import annotations
 
 import operator
-import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
+from magi_compile._kept import Made, Memo
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.masks.program.names import is_in_place
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
@@ -41,17 +38,6 @@ _PLANS = (
 _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
-
-
-@dataclass(eq=False)
-class Kept:
-    """What was derived, and from what."""
-
-    tensors: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-    values: tuple[Tensor, ...]
-    stream: int
-    is_there: torch.cuda.Event | None
 
 
 class Place(NamedTuple):
@@ -78,59 +64,19 @@ class Prologue:
         self.text = f"{module.code} {example.device}"
         self._tensors = _taker([x.number for x in places if x.is_tensor])
         self._sizes = [x for x in places if not x.is_tensor]
-        self._latest = _Latest(lambda: None, [], None)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         raise_pending()
         tensors = self._tensors(inputs)
         sizes = [x.number_of(inputs) for x in self._sizes]
-        stream = _stream(self.device)
-        latest, of_sizes, of_stream = self._latest
-        kept = latest()
-        if (
-            kept is not None
-            and (of_stream, of_sizes) == (stream, sizes)
-            and _are_alive(kept.tensors, tensors)
-            and kept.versions == tuple([x._version for x in tensors])
-        ):
-            return kept.values
-        kept = self._kept(tensors, sizes, stream)
-        if kept is None:
-            return self.derive(tensors, sizes)
-        self._latest = _Latest(weakref.ref(kept), sizes, stream)
-        return kept.values
-
-    def _kept(
-        self, tensors: tuple[Tensor, ...], sizes: list[int], stream: int | None
-    ) -> Kept | None:
-        """What is kept of these inputs from now on; None where nothing can be."""
-        if stream is None or any(map(_compat.may_change_uncounted, tensors)):
-            return None
-        key = (self.text, *sizes, *map(id, tensors))
-        versions = tuple(tensor._version for tensor in tensors)
-        found = _kept.get(key)
-        if found is not None and found.versions == versions and _are_alive(found.tensors, tensors):
-            _kept.move_to_end(key)
-            if found.stream != stream:
-                _hand_over(found, self.device)
-            return found
-        values = self.derive(tensors, sizes)
-        return _keep(key, tensors, versions, values, stream, self.device)
+        key = (self.text, *sizes)
+        return _kept.get(tensors, key, lambda: Made(self.derive(tensors, sizes)), self.device)
 
     def derive(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """The tensors of the masks, computed."""
         given, numbers = iter(tensors), iter(sizes)
         arguments = [next(given if x.is_tensor else numbers) for x in self.places]
-        with torch.no_grad():
-            return tuple(self._forward(*arguments))
-
-
-class _Latest(NamedTuple):
-    """What the latest call gave, if it is still kept, and which stream may use it."""
-
-    kept: Callable[[], Kept | None]
-    sizes: list[int]
-    stream: int | None
+        return tuple(self._forward(*arguments))
 
 
 def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -140,56 +86,7 @@ def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return lambda items: tuple([items[number] for number in numbers])
 
 
-_kept: OrderedDict[Any, Kept] = OrderedDict()
-
-
-def _keep(
-    key: Any,
-    tensors: tuple[Tensor, ...],
-    versions: tuple[int, ...],
-    values: tuple[Tensor, ...],
-    stream: int,
-    device: torch.device,
-) -> Kept:
-    def forget(_: Any) -> None:
-        _kept.pop(key, None)
-
-    is_there = None
-    if device.type == "cuda":
-        is_there = torch.cuda.Event()
-        is_there.record(_current_stream(stream, device))
-    refs = tuple(weakref.ref(tensor, forget) for tensor in tensors)
-    kept = _kept[key] = Kept(refs, versions, values, stream, is_there)
-    while len(_kept) > MAX_KEPT:
-        _kept.popitem(last=False)
-    return kept
-
-
-def _are_alive(refs: tuple[weakref.ref[Tensor], ...], tensors: tuple[Tensor, ...]) -> bool:
-    return all([ref() is tensor for ref, tensor in zip(refs, tensors, strict=True)])
-
-
-def _stream(device: torch.device) -> int | None:
-    """The stream that a call uses; None while it is captured: a graph that is replayed has to derive its masks itself."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return None if _compat.is_capturing() else _compat.raw_stream(index)
-
-
-@lru_cache(maxsize=64)
-def _current_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
-    """The current stream, whose handle is `stream`: to ask torch for it takes longer than to look it up."""
-    return torch.cuda.current_stream(device)
-
-
-def _hand_over(found: Kept, device: torch.device) -> None:
-    """The current stream, which did not derive the values, waits for them, and they for it."""
-    assert found.is_there is not None
-    stream = torch.cuda.current_stream(device)
-    stream.wait_event(found.is_there)
-    for value in found.values:
-        value.record_stream(stream)
+_kept: Memo[tuple[Tensor, ...]] = Memo(MAX_KEPT, lambda values: values)
 
 
 class Split(NamedTuple):

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
+from magi_compile import _compat
+from magi_compile._compat import has_torch_function_mode
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.masks.program.reached import Reached
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -36,6 +39,7 @@ from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import (
+    as_autocast,
     check_flag,
     check_options,
     check_packed,
@@ -140,7 +144,7 @@ def flex_flash_attention(
     the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16; under autocast it is cast to its dtype, like k and v. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
             keys and values sharded alike or replicated. Results are then DTensors too.
         k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
         v: `[total_k, nheads_kv, head_dim_v]`.
@@ -161,6 +165,7 @@ def flex_flash_attention(
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
     check_flag("return_max_scores", return_max_scores)
+    q, k, v = as_autocast(q, k, v)
     given: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
@@ -374,14 +379,14 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
     Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces. The slices of a
-    BlockMask are kept as long as it lives, and derived again when a captured tensor is written to, in a way that PyTorch
-    counts: not through `.data`, nor to the memory of `torch.from_numpy`. Other things that a mask_mod holds (ints, attributes) must not
-    change.
+    BlockMask are kept as long as it lives, and derived again when anything that it is made of changes: its mask_mod, its block lists, a
+    variable, an attribute or an item that the mask_mod reads, or the values of a tensor. Only writes that PyTorch does not count go
+    unseen: through `.data`, and to the memory of `torch.from_numpy`.
 
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh
             dimensions, heads of key and value also replicated. Results are then DTensors too.
-        key: `[B, Hkv, S, E]`.
+        key: `[B, Hkv, S, E]`; with a block_mask of B entries also one entry for all, like value.
         value: `[B, Hkv, S, Ev]`.
         score_mod: None, or any pointwise function of a score and its place; tensors that it captures may need gradients. More than a
             scale and a soft-cap runs on the CUDA kernels, on Triton's where these have no code for it, and on CPUs.
@@ -405,13 +410,14 @@ def flex_attention(
 
     has_mode, over_ranks = has_torch_function_mode(), replacements()
     if not has_mode and over_ranks is None and are_distributed(query, key, value):
+        query, key, value = as_autocast(query, key, value)
         check_padded(query, key, value, None, enable_gqa)
         given = {"return_lse": return_lse, "return_aux": return_aux}
         return _of_dtensors(
             *(query, key, value, score_mod, block_mask),
             {"scale": scale, "enable_gqa": True, "kernel_options": kernel_options, **given},
         )
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():  # by torch.export too, strict or not
         return flex.flex_attention(
             query,
             key,
@@ -430,17 +436,21 @@ def flex_attention(
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     if over_ranks is not None:
         return over_ranks.flex_attention(*arguments, kernel_options, return_aux=return_aux)
+    query, key, value = as_autocast(query, key, value)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
+    if query.is_meta or _compat.is_traced(query):
+        raise NotImplementedError(
+            f"`query` must have values, because eager code looks at those of the mask, got {type(query).__name__} on {query.device}; trace "
+            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made outside of the trace"
+        )
     return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
     mask = _slices(block_mask, query, key)
+    if key.shape[0] != batch:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if mask.is_by_head:
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:
@@ -496,14 +506,8 @@ def _of_dtensors(
     return out, type(second)(*of_rows)
 
 
-class _Derived(NamedTuple):
-    """What a BlockMask has become, and how often the captured tensors that it was read from had been written to then."""
-
-    mask: Converted
-    versions: list[int]
-
-
-_derived: WeakKeyDictionary[Any, dict[Hashable, _Derived]] = WeakKeyDictionary()
+_derived: Memo[Converted] = Memo(256, lambda mask: mask.slices.tensors())
+_READ = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)  # of a BlockMask
 
 
 def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Converted:
@@ -513,17 +517,18 @@ def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Convert
         k_ranges = [(b * seqlen_k, (b + 1) * seqlen_k) for b in range(batch)]
         totals = batch * seqlen_q, batch * seqlen_k
         lists = q_ranges, k_ranges, [0] * batch
-        return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
-    known = _derived.setdefault(block_mask, {})
+        with _compat.outside_of_modes():
+            return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
     heads = Heads(nheads_q, nheads_kv)
-    found = known.get((batch, heads))
-    if (
-        found is None
-        or found.mask.watched is None
-        or found.versions != list(map(version_of, found.mask.watched))
-        or any(map(may_change_uncounted, found.mask.watched))
-    ):
+
+    def convert() -> Made:
         mask = convert_any_block_mask(block_mask, batch, heads)
-        versions = list(map(version_of, mask.watched or ()))
-        found = known[batch, heads] = _Derived(mask, versions)
-    return found.mask
+        if mask.watched is None:
+            return Made(mask, None)
+        lists = [
+            x for x in (getattr(block_mask, name) for name in BlockLists._fields) if x is not None
+        ]
+        is_unchanged = Reached(block_mask, "mask_mod", _READ).is_unchanged
+        return Made(mask, [*mask.watched, *lists], is_unchanged)
+
+    return _derived.get((block_mask,), (batch, heads), convert, query.device, serves_capture=True)

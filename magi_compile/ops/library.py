@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import (
     AttnProblem,
     Grads,
@@ -35,10 +35,16 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.define import (
+    define,
+    define_differentiable,
+    define_of_entries,
+    gradients,
+)
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules
+from magi_compile.ops.validation import check_op, check_op_gradients
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -139,6 +145,7 @@ def plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> 
         totals = slices.seqlen_q, slices.seqlen_k
         key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
         if key not in _by_content:
+            slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
             _by_content[key] = kernel.pack(kernel.plan(slices, problem))
         _by_content.move_to_end(key)
         if len(_by_content) > _MOST_BY_CONTENT:
@@ -151,15 +158,8 @@ def _bytes_of(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-class _Kept(NamedTuple):
-    """A plan, and how often the tensors of its slices had been written to."""
-
-    versions: list[int]
-    plan: list[Tensor]
-
-
 # Plans of slices, as long as those live: shared by all layers.
-_kept: WeakKeyDictionary[AttnSlices, dict[Hashable, _Kept]] = WeakKeyDictionary()
+_plans: Memo[list[Tensor]] = Memo(256, lambda plan: plan)
 
 
 def plan_of_call(
@@ -180,7 +180,7 @@ def plan_of_call(
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     has_bits = slices.bits is not None
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    if torch.compiler.is_compiling() or _compat.is_traced(slices.q_ranges):
+    if torch.compiler.is_compiling() or _compat.is_traced(q):
         if has_score:
             arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
             return torch.ops.magi.plan_for_scores(*arguments)
@@ -191,14 +191,12 @@ def plan_of_call(
     chosen, problem = chosen_for(
         q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
     )
-    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured or any(map(_compat.may_change_uncounted, lists)):
-        return plan_of(chosen, slices, problem)
-    key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
-    plans = _kept.setdefault(slices, {})
-    if key not in plans or plans[key].versions != versions:
-        plans[key] = _Kept(versions, plan_of(chosen, slices, problem))
-    return plans[key].plan
+
+    def make() -> Made:
+        slices.check_writes()
+        return Made(plan_of(chosen, slices, problem), slices.tensors())
+
+    return _plans.get((slices,), (chosen.name, chosen.plan_key(problem)), make, q.device)
 
 
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
@@ -225,6 +223,7 @@ def _ffa_fwd(
     max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
+    check_op(q, k, v)
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, head_dim_v = v.shape
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
@@ -253,6 +252,7 @@ def _ffa_fwd_fake(
     softcap: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
+    check_op(q, k, v)
     total_q, nheads_q, _ = q.shape
     out = output_like(q, v.shape[2])
     return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
@@ -285,6 +285,7 @@ def _ffa_bwd(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise_pending()
+    check_op_gradients(dout, dlse, q, k, v, out, lse)
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, head_dim_v = v.shape
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
@@ -327,6 +328,7 @@ _FFA_BWD = (
     "bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
 define_repeatable(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
+define_of_entries(_lib, f"ffa_bwd_of_entries{_FFA_BWD}", torch.ops.magi.ffa_bwd.default)
 
 
 # attention: what is differentiable, made of the two
@@ -357,7 +359,9 @@ class _Attention(torch.autograd.Function):
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
         arguments = (dout, dlse, q, k, v, out, lse, slices, plan, *ctx.options, deterministic)
-        return (None, *gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
+        ops = torch.ops.magi
+        op = ops.ffa_bwd if out.dim() == 3 else ops.ffa_bwd_of_entries
+        return (None, *gradients(op.default, *arguments), *no_grads)
 
 
 define_differentiable(

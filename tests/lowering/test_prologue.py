@@ -89,7 +89,7 @@ def test_layers_and_graphs_share_it(derived):
 
 
 def test_masks_in_turn_and_masks_that_die(derived, monkeypatch):
-    monkeypatch.setattr(prologue, "MAX_KEPT", 3)
+    monkeypatch.setattr(prologue._kept, "most", 3)
     compiled = torch.compile(attend, backend=make_backend("eager"), fullgraph=True)
     masks = [mask_of(ids(10 + n)) for n in range(6)]
     for mask in masks * 2:

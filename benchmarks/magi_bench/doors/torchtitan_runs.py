@@ -97,7 +97,7 @@ def unavailable(device: str) -> str | None:
     try:
         importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
-        return 'torchtitan is not installed: pip install "magi_compile[torchtitan]"'
+        return 'torchtitan is not installed: pip install ".[torchtitan]" in a clone of magi_compile'
     if device == "cpu":
         return "torchtitan trains on accelerators, not on a CPU"
     return import_error("magi_compile.integrations.torchtitan")
