@@ -220,6 +220,8 @@ class Runner:
             ready = self._prove(contender, problem, case, outcome)
         except Exception as error:  # whatever a contender raises costs it this row only
             ready, failed = None, failure(error)
+        if failed:
+            self._let_go()
         failures = [x for x in self.world.all_of(failed) if x is not None]
         took = self.world.slowest(time.monotonic() - began)
         self.longest_s[name] = max(self.longest_s.get(name, 0.0), took)
@@ -310,9 +312,8 @@ class Runner:
         if self.settings.device == "cuda":
             try:
                 torch.cuda.empty_cache()
-            except (
-                RuntimeError
-            ) as error:  # a kernel has ended the CUDA context: the rows to come say so, too
+            except RuntimeError as error:
+                # A kernel has ended the CUDA context: the rows to come say so, too.
                 self.say(first_line(error))
 
     def count_work(self) -> None:
