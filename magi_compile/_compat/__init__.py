@@ -61,8 +61,10 @@ from magi_compile._compat.functorch import (
 )
 from magi_compile._compat.inductor import (
     inductor_cache_key,
+    inductor_options,
     install_pre_grad_pass,
     installed_pre_grad_pass,
+    is_inductor_option,
     is_pre_grad_pass_of_ours,
     pre_grad_pass,
 )
@@ -74,6 +76,7 @@ from magi_compile._compat.tracing import (
     is_fake,
     is_traced,
     share_memory,
+    size_at_hand,
     static_fake_mode,
     symbolic_fake_mode,
     symbolic_int,

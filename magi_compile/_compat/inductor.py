@@ -34,6 +34,20 @@ def install_pre_grad_pass(graph_pass: Any) -> None:
     config._config["pre_grad_custom_pass"].default = graph_pass  # type: ignore[attr-defined]
 
 
+def is_inductor_option(name: str) -> bool:
+    """True if Inductor takes an option of this name."""
+    import torch._inductor.config as config
+
+    return hasattr(config, name)
+
+
+def inductor_options() -> list[str]:
+    """The names of Inductor's options."""
+    import torch._inductor.config as config
+
+    return list(config._config)  # type: ignore[attr-defined]
+
+
 def is_pre_grad_pass_of_ours(graph_pass: Any) -> bool:
     """True if `graph_pass` was made by `pre_grad_pass`."""
     return isinstance(graph_pass, _pre_grad_pass_class())

@@ -74,6 +74,12 @@ def symbolic_int(mode: Any, name: str) -> Any:
     return mode.shape_env.create_symintnode(symbol, hint=8, source=source)
 
 
+def size_at_hand(size: Any) -> Any:
+    """The number that a symbolic size has in the call which is traced; a size of which no number is known stays a symbol."""
+    hint = size.node.hint if isinstance(size, torch.SymInt) else size
+    return size if hint is None else hint
+
+
 def without_symbols(value: Any, mode: Any) -> Any:
     """A tensor or int of a graph that is being compiled as one that `mode` knows, of the sizes that are at hand."""
     if isinstance(value, torch.SymInt):

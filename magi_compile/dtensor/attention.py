@@ -12,9 +12,10 @@ from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
 from magi_compile.dtensor.transport.collectives import check_collective
+from magi_compile.masks.arguments import check_flag
 from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
-from magi_compile.ops.validation import as_autocast, check_flag, check_options, check_qkv
+from magi_compile.ops.validation import as_autocast, check_options, check_qkv
 
 
 @overload

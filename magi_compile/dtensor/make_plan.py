@@ -17,8 +17,9 @@ from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.arguments import check_count
 from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
-from magi_compile.ops.validation import check_count, check_list
+from magi_compile.ops.validation import check_list
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.ops.validation import check_flag
+from magi_compile.masks.arguments import check_flag
 
 
 class SpreadTokens:

@@ -28,11 +28,11 @@ from magi_compile._compat import outside_of_modes, traces_inner_graph, version_o
 from magi_compile._warnings import warn_once
 from magi_compile.dtensor.context.positions import with_given_positions
 from magi_compile.lowering import regions
+from magi_compile.masks.arguments import check_flag
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
 from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.sinks import out_with_sinks
-from magi_compile.ops.validation import check_flag
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface

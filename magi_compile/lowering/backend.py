@@ -19,6 +19,7 @@ from magi_compile.lowering import regions
 from magi_compile.lowering.flex import lower_flex_attention
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions, options_of, split_options
 from magi_compile.lowering.prologue import split_off
+from magi_compile.ops.validation import check_mapping
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,6 +80,7 @@ def make_backend(
 
     def chosen(given: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
         try:
+            check_mapping("options", given)
             return split_options({**defaults, **(given or {})})
         except (TypeError, ValueError) as error:  # torch.compile asks first when it compiles
             raise _compat.as_user_error(error) from None

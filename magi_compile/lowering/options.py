@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
+
+from magi_compile import _compat
 
 PREFIX = "magi."
 
@@ -37,7 +40,7 @@ class LoweringOptions:
 
     def __post_init__(self) -> None:
         from magi_compile.kernels.select import KERNELS
-        from magi_compile.ops.validation import check_flag
+        from magi_compile.masks.arguments import check_flag
 
         for name in ("strict", "bits", "verify"):
             check_flag(name, getattr(self, name))
@@ -99,19 +102,26 @@ def split_options(options: dict[str, Any] | None) -> tuple[LoweringOptions, dict
         The options of the `magi.*` entries, and the other entries, which are the inner backend's.
 
     Raises:
-        ValueError: an entry begins with `magi.` and names no option.
+        TypeError: a value is of the wrong type.
+        ValueError: an entry is neither an option of ours nor one of Inductor, or a value is none that its option takes.
     """
-    known = {field.name for field in fields(LoweringOptions)}
+    known = {PREFIX + field.name: field.name for field in fields(LoweringOptions)}
     ours, rest = {}, {}
     for key, value in (options or {}).items():
-        if not key.startswith(PREFIX):
+        if key in known:
+            ours[known[key]] = value
+        elif isinstance(key, str) and _compat.is_inductor_option(key):
             rest[key] = value
-            continue
-        name = key.removeprefix(PREFIX)
-        if name not in known:
-            allowed = ", ".join(PREFIX + option for option in sorted(known))
+        else:
             raise ValueError(
-                f"`options` has no entry {key!r}; the entries of this backend are {allowed}"
+                f"`options` has no entry {key!r};{_meant(key, known)} the entries of this backend are {', '.join(sorted(known))}"
             )
-        ours[name] = value
     return LoweringOptions(**ours), rest
+
+
+def _meant(key: Any, known: dict[str, str]) -> str:
+    """A question for the entry that is near to `key`, if there is one."""
+    names = {name: name for name in _compat.inductor_options()}
+    names |= {name: entry for entry, option in known.items() for name in (entry, option)}
+    near = difflib.get_close_matches(str(key).lower(), names, n=1, cutoff=0.7)
+    return f" did you mean {names[near[0]]!r}?" if near else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +18,41 @@ def is_int(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))
 
 
+def check_flag(name: str, given: Any) -> None:
+    if not isinstance(given, bool):
+        raise TypeError(f"`{name}` must be True or False, got {given!r}")
+
+
+def check_count(name: str, given: Any, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"`{name}` must be an int, got {given!r}")
+    if given < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {given}")
+    if given >= 1 << 63:
+        raise ValueError(f"`{name}` must fit in 64 bits, got an int of {given.bit_length()} bits")
+
+
+def check_device(given: Any) -> torch.device:
+    """The device that `given` says, which must be there."""
+    try:
+        device = torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"`device` must be a device or the name of one, got {given!r}") from error
+    try:
+        _touch(device)
+    except (AssertionError, ImportError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        message = f"`device` must be one that PyTorch can use here, got {given!r}: {reason}"
+        raise ValueError(message) from error
+    return device
+
+
+@cache
+def _touch(device: torch.device) -> None:
+    """Raises where there is no such device."""
+    torch.empty(0, device=device)
+
+
 def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
     if isinstance(value, Tensor):
         tensor = value.cpu()
@@ -23,11 +60,27 @@ def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
         try:
             dtype = None if len(value) else torch.int64
             tensor = torch.tensor(value, dtype=dtype, device="cpu")
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # beyond int64 too
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            for item in _flat(value):
+                if is_int(item) and abs(int(item)) >= MAX_SEQLEN:
+                    _refuse_size(name, int(item))
             raise ValueError(f"`{name}` must be a list of ints: {error}") from None
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
     return tensor
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """The items of lists in lists."""
+    if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Tensor)):
+        yield value
+        return
+    for item in value:
+        yield from _flat(item)
+
+
+def _refuse_size(name: str, size: int) -> NoReturn:
+    raise ValueError(f"`{name}` must stay below 2**30, got {size}")
 
 
 def int32_on_host(name: str, value: Sequence | Tensor, *dims: int) -> Tensor:
@@ -38,7 +91,7 @@ def int32_on_host(name: str, value: Sequence | Tensor, *dims: int) -> Tensor:
     elif tensor.numel():
         for extreme in map(int, tensor.aminmax()):
             if not -MAX_SEQLEN < extreme < MAX_SEQLEN:
-                raise ValueError(f"`{name}` must stay below 2**30, got {extreme}")
+                _refuse_size(name, extreme)
     return tensor.to(torch.int32)
 
 
@@ -56,7 +109,7 @@ def read_cu_seqlens(name: str, value: Tensor | Sequence[int]) -> Tensor:
             f"`{name}` must never decrease, got {tensor[index : index + 2].tolist()} at {index}"
         )
     if int(tensor[-1]) >= MAX_SEQLEN:
-        raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor[-1])}")
+        _refuse_size(name, int(tensor[-1]))
     return tensor.long()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, outside_of_modes, scalar_indexing
+from magi_compile.masks.arguments import MAX_SEQLEN, check_count, check_device, is_int
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
@@ -65,7 +67,8 @@ def create_block_mask(
         The BlockMask, with the lists of partial and of full blocks, both for rows and for keys.
 
     Raises:
-        TypeError: `mask_mod` is not a function.
+        TypeError: `mask_mod` is not a function, or returns no tensor; `device` is none.
+        UnsupportedMaskError: the mask_mod can be neither read nor evaluated: it branches on its arguments, or is random.
         ValueError: a size is not a number above 0, or the mask_mod looks up what a captured tensor does not have.
     """
     from torch.nn.attention import flex_attention as flex
@@ -91,7 +94,7 @@ def create_block_mask(
     rows, keys = blocks
     if device is None:
         device = torch.accelerator.current_accelerator() or "cpu"
-    device = torch.device(device)
+    device = check_device(device)
     grid = Grid(batch, Heads(nheads), Q_LEN, KV_LEN)
     with outside_of_modes():
         is_seen, is_full = _visible_blocks(mask_mod, grid, rows, keys, device)
@@ -110,7 +113,8 @@ def _visible_blocks(
     """In which blocks some pair is visible, and in which all are: `[batch, 1 or nheads, q blocks, kv blocks]`; by intervals, or where
     there are none, by the mask_mod itself."""
     sizes = {"batch": grid.batch, "seqlen_q": grid.seqlen_q, "seqlen_k": grid.seqlen_k}
-    with contextlib.suppress(UnsupportedMaskError):
+    reasons: Sequence[str] = ()
+    try:
         traced = read_mask_mod(mask_mod, device)
         intervals = exact_intervals(
             traced.program, traced.tables, (), **sizes, heads=grid.heads, device=device
@@ -118,10 +122,26 @@ def _visible_blocks(
         if intervals is not None:
             _verify(traced, intervals)
             return visible_blocks(intervals, rows, keys)
+        reasons = traced.program.refusals
         if not _looks_at_head(traced):
             grid = grid._replace(heads=ONE_MASK)
-    with scalar_indexing():
+    except UnsupportedMaskError as error:
+        reasons = error.reasons
+    with _evaluating(reasons):
         return blocks_of_mask_mod(mask_mod, grid, rows, keys, device)
+
+
+@contextlib.contextmanager
+def _evaluating(reasons: Sequence[str]) -> Iterator[None]:
+    """For code that evaluates a mask_mod. Where PyTorch cannot, the error has the `reasons` why reading it did not do."""
+    try:
+        with scalar_indexing():
+            yield
+    except RuntimeError as error:
+        if not reasons or isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
+            raise
+        what = "`mask_mod` must be a function of tensors that PyTorch can evaluate for all pairs at once, but"
+        raise UnsupportedMaskError(reasons, what) from error
 
 
 def one_block_mask(
@@ -219,8 +239,11 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
     """
     device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
     mask_mod, traced = block_mask.mask_mod, None
-    with contextlib.suppress(UnsupportedMaskError):
+    try:
         traced = read_mask_mod(mask_mod, device)
+        reasons = traced.program.refusals
+    except UnsupportedMaskError as error:
+        reasons = tuple(error.reasons)
     watched = traced.watched if traced else None
     is_everything = traced is not None and traced.program.is_always_true
     if traced is not None and not is_everything:
@@ -237,7 +260,7 @@ def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> C
     if is_everything and not is_by_head:
         return Converted(_from_lists(block_mask, batch), watched)
     grid = grid._replace(heads=heads) if is_by_head else grid
-    with scalar_indexing():
+    with _evaluating(reasons):
         slices = slices_with_bits(mask_mod, grid, listed, device)
     return Converted(without_padding(slices), watched, is_by_head)
 
@@ -249,6 +272,13 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
     own_batch = block_mask.shape[0]
     if batch is None:
         batch = own_batch
+    batch = int(batch) if is_int(batch) else batch  # of NumPy's
+    check_count("batch", batch, 1)
+    most = (MAX_SEQLEN - 1) // max(*block_mask.seq_lengths, 1)
+    if batch > most:
+        raise ValueError(
+            f"`batch` must be at most {most}, so that all rows and keys are less than 2**30, got {batch}"
+        )
     if own_batch not in (1, batch):
         raise ValueError(
             f"`batch` must be {own_batch}, the batch size of `block_mask`, got {batch}"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.masks.arguments import MAX_SEQLEN, is_int
+from magi_compile.masks.arguments import MAX_SEQLEN, check_device, is_int
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -42,7 +42,7 @@ class _Documents(NamedTuple):
 
 
 def _documents(lengths: Sequence[int], device: torch.device | str) -> _Documents:
-    lengths = _lengths(lengths)
+    lengths, device = _lengths(lengths), check_device(device)
     bounds = [0, *itertools.accumulate(lengths)]
     counts = torch.tensor(lengths, device="cpu")
     ids = torch.repeat_interleave(

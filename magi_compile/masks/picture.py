@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from magi_compile.masks.arguments import check_flag
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def plot(
     """
     if not isinstance(slices, AttnSlices):
         raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
+    check_flag("legend", legend)
     try:
         from matplotlib import pyplot
         from matplotlib.patches import Patch, Polygon

@@ -22,6 +22,8 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.masks.arguments import (
     MAX_SEQLEN,
+    check_device,
+    check_flag,
     check_range,
     int32_on_host,
     is_int,
@@ -209,10 +211,14 @@ class AttnSlices:
         cls, slices: Iterable[AttnSlice], seqlen_q: int | None = None, seqlen_k: int | None = None
     ) -> AttnSlices:
         """Slices on the host from `AttnSlice` items; see `from_lists`."""
+        if not isinstance(slices, Iterable):
+            raise TypeError(f"`slices` must be a list of AttnSlice, got {slices!r}")
         q_ranges, k_ranges, mask_types = [], [], []
         for item in slices:
-            if len(item) != 3:
+            if not isinstance(item, Sequence) or len(item) != 3:
                 raise ValueError(f"`slices` must hold (q_range, k_range, mask_type), got {item!r}")
+            if not is_int(item[2]):
+                raise TypeError(f"`slices` must have a MaskType in each, got {item[2]!r}")
             q_range, k_range, mask_type = item
             q_ranges.append(q_range)
             k_ranges.append(k_range)
@@ -264,6 +270,7 @@ class AttnSlices:
         Returns:
             The slices, in normal form.
         """
+        check_flag("causal", causal)
         cu_q = read_cu_seqlens("cu_seqlens_q", cu_seqlens_q)
         cu_k = cu_q if cu_seqlens_k is None else read_cu_seqlens("cu_seqlens_k", cu_seqlens_k)
         if cu_q.shape != cu_k.shape:
@@ -407,10 +414,8 @@ class AttnSlices:
 
     def to(self, device: torch.device | str) -> AttnSlices:
         """The same slices on `device`."""
-        if not isinstance(device, (torch.device, str, int)):
-            raise TypeError(
-                f"`device` must be a device or the name of one, got {device!r}; slices are int32"
-            )
+        if not torch.compiler.is_compiling():
+            device = check_device(device)
         bits = None if self.bits is None else self.bits.to(device)
         return self._with_lists(
             self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device), bits

@@ -18,6 +18,7 @@ from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.arguments import check_flag
 from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask, reached_by
 from magi_compile.masks.evaluation.sizes import Heads
@@ -39,7 +40,7 @@ from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import (
     as_autocast,
-    check_flag,
+    check_mapping,
     check_options,
     check_packed,
     check_padded,
@@ -429,6 +430,7 @@ def flex_attention(
             kernel_options,
             return_aux=return_aux,
         )
+    check_mapping("kernel_options", kernel_options)
     arguments = (query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse)
     if has_mode:
         handle: Any = handle_torch_function  # its types know no overloads

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from magi_compile.ops.validation import check_flag
+from magi_compile.masks.arguments import check_flag
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest

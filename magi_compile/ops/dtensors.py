@@ -18,6 +18,7 @@ from torch import Tensor
 
 from magi_compile._kept import Made, Memo
 from magi_compile.masks.block_mask import reached_by
+from magi_compile.ops.validation import shown
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +98,7 @@ def shards_of(
             )
         if x.ndim != len(layout.in_lse) + 1:
             raise ValueError(
-                f"`{name}` must have {len(layout.in_lse) + 1} dimensions, got shape {list(x.shape)}"
+                f"`{name}` must have {len(layout.in_lse) + 1} dimensions, got shape {shown(x.shape)}"
             )
     num_q, num_k = q.shape[layout.heads], k.shape[layout.heads]
     if num_k == 0 or num_q % num_k:
@@ -236,7 +237,7 @@ def _check_divides(name: str, x: Any, dim: int, what: str) -> None:
     if x.shape[dim] % ranks:
         placements = ["Replicate()" if _is_shard(p, dim) else _said(p) for p in x.placements]
         raise ValueError(
-            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got {x.shape[dim]}; redistribute it, "
+            f"`{name}` must have a multiple of {ranks} {what}, as many as ranks share them, got {shown(x.shape[dim])}; redistribute it, "
             f"{name}.redistribute(placements=[{', '.join(placements)}])"
         )
 

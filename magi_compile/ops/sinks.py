@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from magi_compile.ops.validation import shown
+
 
 def out_with_sinks(out: Tensor, lse: Tensor, sinks: Tensor, *, heads_first: bool) -> Tensor:
     """The output of attention with sinks, from that of attention without.
@@ -41,7 +43,7 @@ def check_sinks(sinks: Any, name: str, q: Tensor, nheads_q: int) -> None:
         raise ValueError(f"`sinks` must be of a floating-point dtype, got {sinks.dtype}")
     if tuple(sinks.shape) != (nheads_q,):
         raise ValueError(
-            f"`sinks` must have one score for each head of `{name}`, [{nheads_q}], got shape {list(sinks.shape)}"
+            f"`sinks` must have one score for each head of `{name}`, [{shown(nheads_q)}], got shape {shown(sinks.shape)}"
         )
     if sinks.device != q.device:
         raise ValueError(

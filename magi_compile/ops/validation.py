@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.kernels.select import KERNELS
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.arguments import check_flag
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -31,8 +32,8 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
         )
     if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
         raise ValueError(
-            f"`slices` must cover {q.shape[0]} query rows and {k.shape[0]} keys, "
-            f"got {slices.seqlen_q} and {slices.seqlen_k}"
+            f"`slices` must cover {shown(q.shape[0])} query rows and {shown(k.shape[0])} keys, "
+            f"got {shown(slices.seqlen_q)} and {shown(slices.seqlen_k)}"
         )
     if slices.q_ranges.device != q.device:
         raise ValueError(
@@ -82,7 +83,7 @@ def check_op_gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, *saved: Ten
         ("dlse", dlse, like_lse),
     ):
         if given is not None and given.shape != shape:
-            raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(given.shape)}")
+            raise ValueError(f"`{name}` must have shape {shown(shape)}, got {shown(given.shape)}")
 
 
 def check_padded(
@@ -96,7 +97,7 @@ def check_padded(
     check_padded_shapes(query, key, value)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
-            f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
+            f"`key` must have the heads of `query`, {shown(query.shape[1])}, got {shown(key.shape[1])}; "
             "set enable_gqa=True for grouped queries"
         )
     if block_mask is not None:
@@ -104,9 +105,9 @@ def check_padded(
     if key.shape[0] != query.shape[0] and (
         block_mask is None or block_mask.kv_num_blocks.shape[0] != query.shape[0]
     ):
-        made_for = None if block_mask is None else block_mask.kv_num_blocks.shape[0]
+        made_for = None if block_mask is None else shown(block_mask.kv_num_blocks.shape[0])
         raise ValueError(
-            f"`block_mask` must be made for the batch size of `query`, {query.shape[0]}, where `key` has 1 entry for all, got {made_for}"
+            f"`block_mask` must be made for the batch size of `query`, {shown(query.shape[0])}, where `key` has 1 entry for all, got {made_for}"
         )
 
 
@@ -115,17 +116,19 @@ def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     differ = _compat.differ
     batch = query.shape[0]
     if differ(key.shape[0], batch) and differ(key.shape[0], 1):
-        wanted = f"{batch}, or 1" if differ(batch, 1) else "1"
-        raise ValueError(f"`key` must have the batch size of `query`, {wanted}, got {key.shape[0]}")
+        wanted = f"{shown(batch)}, or 1" if differ(batch, 1) else "1"
+        raise ValueError(
+            f"`key` must have the batch size of `query`, {wanted}, got {shown(key.shape[0])}"
+        )
     if differ(value.shape[0], key.shape[0]):
         raise ValueError(
-            f"`value` must have the batch size of `key`, {key.shape[0]}, got {value.shape[0]}"
+            f"`value` must have the batch size of `key`, {shown(key.shape[0])}, got {shown(value.shape[0])}"
         )
     _check_heads("query", query, "key", key)
     if differ(value.shape[1], key.shape[1]) or differ(value.shape[2], key.shape[2]):
         raise ValueError(
-            f"`value` must have the heads and length of `key`, {list(key.shape[1:3])}, "
-            f"got {list(value.shape[1:3])}"
+            f"`value` must have the heads and length of `key`, {shown(key.shape[1:3])}, "
+            f"got {shown(value.shape[1:3])}"
         )
 
 
@@ -136,7 +139,9 @@ def check_block_lists(lists: Sequence[Tensor], query: Tensor) -> None:
         for dim, what in enumerate(("batch size", "heads")):
             size, wanted = found.shape[dim], query.shape[dim]
             if _compat.differ(size, wanted) and _compat.differ(size, 1):
-                raise ValueError(f"`block_mask` must have {what} 1 or {wanted}, got {size}")
+                raise ValueError(
+                    f"`block_mask` must have {what} 1 or {shown(wanted)}, got {shown(size)}"
+                )
 
 
 def check_options(
@@ -179,13 +184,9 @@ def check_number(name: str, given: Any, *, may_be_negative: bool = False) -> Non
         raise ValueError(f"`{name}` must not be negative, got {given}")
 
 
-def check_count(name: str, given: Any, least: int) -> None:
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(f"`{name}` must be an int, got {given!r}")
-    if given < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {given}")
-    if given >= 1 << 63:
-        raise ValueError(f"`{name}` must fit in 64 bits, got an int of {given.bit_length()} bits")
+def check_mapping(name: str, given: Any) -> None:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"`{name}` must be a dict or None, got {given!r}")
 
 
 def check_list(name: str, given: Any) -> None:
@@ -193,16 +194,11 @@ def check_list(name: str, given: Any) -> None:
         raise TypeError(f"`{name}` must be a list, got {type(given).__name__}")
 
 
-def check_device(given: Any) -> torch.device:
-    try:
-        return torch.device(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"`device` must be a device or the name of one, got {given!r}") from error
-
-
-def check_flag(name: str, given: Any) -> None:
-    if not isinstance(given, bool):
-        raise TypeError(f"`{name}` must be True or False, got {given!r}")
+def shown(sizes: Any) -> Any:
+    """A size, or a list of several, as messages print it: of a symbolic one the number at hand."""
+    if isinstance(sizes, (tuple, list)):
+        return [_compat.size_at_hand(size) for size in sizes]
+    return _compat.size_at_hand(sizes)
 
 
 def _check_kinds(tensors: dict[str, Any], layout: str) -> None:
@@ -221,7 +217,7 @@ def _check_kinds(tensors: dict[str, Any], layout: str) -> None:
 
 def _check_dims(name: str, tensor: Tensor, layout: str) -> None:
     if tensor.ndim != layout.count(",") + 1:
-        raise ValueError(f"`{name}` must be {layout}, got shape {list(tensor.shape)}")
+        raise ValueError(f"`{name}` must be {layout}, got shape {shown(tensor.shape)}")
 
 
 def _check_alike(tensors: dict[str, Tensor]) -> None:
@@ -246,7 +242,7 @@ def _check_packed_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     _check_heads("q", q, "k", k)
     if _compat.differ(v.shape[0], k.shape[0]) or _compat.differ(v.shape[1], k.shape[1]):
         raise ValueError(
-            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
+            f"`v` must have the tokens and heads of `k`, {shown(k.shape[:2])}, got {shown(v.shape[:2])}"
         )
 
 
@@ -256,7 +252,7 @@ def _check_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
         raise ValueError(f"`{q_name}` must have a head_dim of at least 1, got 0")
     if _compat.differ(k.shape[-1], q.shape[-1]):
         raise ValueError(
-            f"`{k_name}` must have the head_dim of `{q_name}`, {q.shape[-1]}, got {k.shape[-1]}"
+            f"`{k_name}` must have the head_dim of `{q_name}`, {shown(q.shape[-1])}, got {shown(k.shape[-1])}"
         )
     if k.shape[1] == 0:
         raise ValueError(f"`{k_name}` must have at least 1 head, got 0")
@@ -264,8 +260,8 @@ def _check_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
         raise ValueError(f"`{q_name}` must have at least 1 head, got 0")
     if q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"`{q_name}` must have a multiple of the heads of `{k_name}`, {k.shape[1]}, "
-            f"got {q.shape[1]} heads"
+            f"`{q_name}` must have a multiple of the heads of `{k_name}`, {shown(k.shape[1])}, "
+            f"got {shown(q.shape[1])} heads"
         )
 
 
@@ -280,7 +276,8 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
     lengths = tuple(block_mask.seq_lengths)
     if lengths != (query.shape[2], key.shape[2]):
         raise ValueError(
-            f"`block_mask` must be made for {query.shape[2]} queries and {key.shape[2]} keys, got {lengths}"
+            f"`block_mask` must be made for {shown(query.shape[2])} queries and {shown(key.shape[2])} keys, "
+            f"got {shown(lengths)}"
         )
     check_block_lists([block_mask.kv_num_blocks], query)
     if block_mask.kv_num_blocks.device != query.device:

@@ -1,5 +1,6 @@
 """backend="magi", enable(), and what they pass on to Inductor."""
 
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -199,3 +200,20 @@ def test_second_process_hits_the_cache(door, tmp_path, monkeypatch):
     first, second = (run.stdout.split("\n")[-2] for run in runs)
     assert first == "hits 0 bypass 0 graphs: hits 0 misses 2 bypass 0"
     assert second == "hits 1 bypass 0 graphs: hits 2 misses 0 bypass 0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strict": True}, "no entry 'strict'; did you mean 'magi.strict'?"),
+        ({"Magi.strict": True}, "no entry 'Magi.strict'; did you mean 'magi.strict'?"),
+        ({"magi": True}, "no entry 'magi'; the entries of this backend are magi.bits, "),
+        ({"epilogue_fuson": True}, "no entry 'epilogue_fuson'; did you mean 'epilogue_fusion'?"),
+        ({3: True}, "no entry 3; the entries of this backend are magi.bits, "),
+        ("strict", "`options` must be a dict or None, got 'strict'"),
+    ],
+)
+def test_entries_that_nobody_has(options, message):
+    kind = TypeError if isinstance(options, str) else ValueError
+    with pytest.raises(kind, match=re.escape(message)):
+        torch.compile(lambda x: x + 1, backend="magi", options=options)(torch.ones(2))

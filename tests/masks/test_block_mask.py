@@ -1,5 +1,7 @@
 """BlockMask to slices, by mask_mod and by block lists."""
 
+import re
+
 import pytest
 import torch
 from torch.nn.attention.flex_attention import (
@@ -270,3 +272,30 @@ def test_a_mask_mod_of_tensors_on_the_cpu_needs_no_gpu(kind):
     assert slices.q_ranges.device.type == "cpu"
     dense = create_mask(mask_mod, 1, 1, 100, 100, device="cpu")[0, 0]
     assert torch.equal(slices.to_dense(), dense)
+
+
+UNREADABLE = "`mask_mod` must be a function of tensors that PyTorch can evaluate for all pairs at once, but: "
+BRANCH = "` needs its value: a mask_mod cannot branch on its arguments"
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "error", "message"),
+    [
+        (lambda b, h, q, kv: q >= kv if q > 5 else q < kv, UnsupportedMaskError, UNREADABLE + "`bool` of `(q > 5)" + BRANCH),
+        (lambda b, h, q, kv: q >= kv and q > 3, UnsupportedMaskError, UNREADABLE + "`bool` of `(q >= kv)" + BRANCH),
+        (lambda b, h, q, kv: q.item() >= kv, UnsupportedMaskError, UNREADABLE + "`item` of `q" + BRANCH),
+        (lambda b, h, q, kv: torch.rand(()) > 0.5, UnsupportedMaskError, UNREADABLE + "`rand` is random"),
+        (lambda b, h, q, kv: None, TypeError, "`mask_mod` must return a bool tensor, got None"),
+        (lambda b, h, q, kv: 1.0, TypeError, "`mask_mod` must return a bool tensor, got a float"),
+        (lambda b, h, q, kv: (q >= kv)[None].expand(2), ValueError, "`mask_mod` must return one value for a query and a key, got a tensor of shape [2]"),
+    ],
+)  # fmt: skip
+def test_mask_mods_that_nothing_can_evaluate(mask_mod, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        magi_compile.create_block_mask(mask_mod, None, None, 32, 32, device="cpu")
+    one = torch.ones(1, 1, 1, dtype=torch.int32)
+    lists = (one, one[..., None] * 0)
+    mask = BlockMask.from_kv_blocks(*lists, mask_mod=mask_mod, seq_lengths=(32, 32))
+    x = torch.randn(1, 1, 32, 8)
+    with pytest.raises(error, match=re.escape(message)):
+        magi_compile.flex_attention(x, x, x, block_mask=mask)

@@ -213,3 +213,25 @@ def test_keys_of_one_entry(door, by_head):
         torch.testing.assert_close(found, expected)
         grads = [torch.autograd.grad(x.square().sum(), (q, k, v)) for x in (found, expected)]
         torch.testing.assert_close(*grads, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("door", ["packed", "inductor"])
+def test_messages_have_numbers_for_symbolic_sizes(door):
+    torch._dynamo.reset()
+    with magi_compile.enabled():
+        if door == "packed":
+            attend = torch.compile(flex_flash_attention, backend="aot_eager", dynamic=True)
+            q, v = torch.randn(64, 2, 8), torch.randn(49, 2, 8)
+            with pytest.raises(ValueError, match=r"`v` must have the .*, \[64, 2\], got \[49, 2\]"):
+                attend(q, q, v, AttnSlices.causal(64))
+        else:
+            attend = torch.compile(torch_flex_attention, dynamic=True)
+            q, v = of(seqlen=64), of(seqlen=49)
+            with pytest.raises(ValueError, match=r"`value` must have .*, \[2, 64\], got \[2, 49\]"):
+                attend(q, q, v)
+
+
+def test_kernel_options_are_a_dict():
+    x = of()
+    with pytest.raises(TypeError, match="`kernel_options` must be a dict or None, got 'x'"):
+        flex_attention(x, x, x, kernel_options="x")

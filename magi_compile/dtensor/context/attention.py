@@ -25,6 +25,7 @@ from magi_compile import _compat
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask, SpreadSlices
 from magi_compile.lowering import regions
 from magi_compile.masks import AttnSlices
+from magi_compile.masks.arguments import check_flag
 from magi_compile.ops.attention import (
     AttnOutput,
     AttnOutputWithMaxScores,
@@ -329,6 +330,7 @@ def _of_lengths(plans: Sequence[SequencePlan], query: Tensor, key: Tensor) -> Se
 
 
 def _check_groups(query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    check_flag("enable_gqa", enable_gqa)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "

@@ -19,9 +19,9 @@ from magi_compile.dtensor.planning.ranges import (
     total_by_owner,
     unite,
 )
+from magi_compile.masks.arguments import check_count
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.validation import check_count
 
 Assignment = list[list[int]]  # the chunks of each rank
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from magi_compile.ops.validation import check_count, check_flag, check_number
+from magi_compile.masks.arguments import check_count, check_flag
+from magi_compile.ops.validation import check_number
 
 MOST = 1e9  # of any rate, so that what is predicted is finite
 

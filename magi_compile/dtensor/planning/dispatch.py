@@ -35,8 +35,9 @@ from magi_compile.dtensor.planning.chunks import (
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.keys import key_placement, keys_of, named_after_keys
 from magi_compile.dtensor.planning.placement import pack, repair
+from magi_compile.masks.arguments import check_count
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.validation import check_count, check_number
+from magi_compile.ops.validation import check_number
 
 #: Chunk sizes tried by `choose_chunk_size`, largest first.
 CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)

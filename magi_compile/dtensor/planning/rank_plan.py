@@ -44,8 +44,9 @@ from magi_compile.dtensor.planning.dispatch import (
 )
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
+from magi_compile.masks.arguments import check_count, check_device, check_flag
 from magi_compile.masks.slices import AttnSlices
-from magi_compile.ops.validation import check_count, check_device, check_flag, check_number
+from magi_compile.ops.validation import check_number
 
 CACHE_SIZE = 64
 

@@ -28,8 +28,9 @@ from magi_compile.kernels.base import (
 from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import problem_of, select
+from magi_compile.masks.arguments import check_count, check_device
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
-from magi_compile.ops.validation import DTYPES, check_count, check_device
+from magi_compile.ops.validation import DTYPES
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024

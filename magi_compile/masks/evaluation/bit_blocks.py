@@ -232,8 +232,6 @@ def _evaluate(mask_mod: MaskMod, pairs: _Pairs, faults: _Faults) -> Tensor:
             raise
         message = "the mask_mod must have a value for each query and key, but it raises"
         raise MaskDataError(f"{message} {error}") from error
-    if not isinstance(given, Tensor):
-        raise TypeError(f"`mask_mod` must return a bool tensor, got a {type(given).__name__}")
     faults.add_look_ups(broken, pairs)
     return (given != 0) & pairs.is_inside
 

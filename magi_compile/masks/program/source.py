@@ -220,6 +220,7 @@ def on_grids(
         The results, and the invalid points.
     """
     known = None
+    mask_mod = _of_truth_values(mask_mod)
     if look_ups.is_needed(b.device):
         mask_mod, known = look_ups.guarded(mask_mod, names or {})
     of_row = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
@@ -230,6 +231,25 @@ def on_grids(
         return Shown(given, [])
     shown, found = given
     return Shown(shown, look_ups.paired(known, found))
+
+
+def _of_truth_values(mask_mod: Callable[..., Any]) -> Callable[..., Any]:
+    """`mask_mod`, whose result for a query and a key must be one value."""
+
+    def of_point(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        shown = mask_mod(b, h, q, kv)
+        if isinstance(shown, bool):
+            return torch.full_like(kv, shown, dtype=torch.bool)
+        if not isinstance(shown, Tensor):
+            found = "None" if shown is None else f"a {type(shown).__name__}"
+            raise TypeError(f"`mask_mod` must return a bool tensor, got {found}")
+        if shown.dim():
+            raise ValueError(
+                f"`mask_mod` must return one value for a query and a key, got a tensor of shape {list(shown.shape)}"
+            )
+        return shown
+
+    return of_point
 
 
 def run(node: Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

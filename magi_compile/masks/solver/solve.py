@@ -8,7 +8,7 @@ Each rule below is an equality of sets, exact for every value of the captured te
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -61,14 +61,15 @@ class UnsupportedMaskError(NotImplementedError):
 
     Args:
         reasons: every reason that was found; each is named once.
+        what: what the message says before these.
 
     Attributes:
         reasons: why intervals cannot express it.
     """
 
-    def __init__(self, reasons: list[str]):
+    def __init__(self, reasons: Sequence[str], what: str = "this mask is not representable yet"):
         self.reasons = list(dict.fromkeys(reasons))
-        super().__init__("this mask is not representable yet: " + "; ".join(self.reasons))
+        super().__init__(f"{what}: {'; '.join(self.reasons)}")
 
 
 def refuse_broken(checks: Iterable[MaskCheck]) -> None:
