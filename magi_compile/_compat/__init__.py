@@ -63,6 +63,7 @@ from magi_compile._compat.tracing import (
     graph_of,
     is_fake,
     is_traced,
+    is_tracing,
     static_fake_mode,
     symbolic_fake_mode,
     symbolic_int,

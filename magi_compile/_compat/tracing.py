@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,15 +12,27 @@ from torch import Tensor
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` is a FakeTensor: it has a shape but no values."""
+    return isinstance(tensor, _fake_tensor())
+
+
+@cache
+def _fake_tensor() -> type[Tensor]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return isinstance(tensor, FakeTensor)
+    return FakeTensor
 
 
 def is_traced(tensor: Tensor) -> bool:
     """Whether what is done with `tensor` becomes a graph (of make_fx), so that nothing may depend on its values."""
-    proxy = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
-    return is_fake(tensor) or torch._C._get_dispatch_mode(proxy) is not None
+    return isinstance(tensor, _fake_tensor()) or is_tracing()
+
+
+def is_tracing() -> bool:
+    """Whether what is done becomes a graph of make_fx."""
+    return torch._C._get_dispatch_mode(_PROXY) is not None
+
+
+_PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
 
 
 def fake_mode_of(tensor: Tensor) -> Any:

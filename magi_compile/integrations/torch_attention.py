@@ -12,19 +12,16 @@ attention, with one warning for each reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.library import Library
 from torch.nn.attention import register_flash_attention_impl
 from torch.nn.attention import varlen as _varlen  # noqa: F401  (defines the ops)
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from magi_compile._compat import may_change_uncounted, version_of
+from magi_compile._kept import Kept
 from magi_compile._warnings import warn_once
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
@@ -230,43 +227,33 @@ def _slices_of_batch(
         return AttnSlices.from_lists(q_ranges, k_ranges, types, *totals, device=device)
 
 
-class _Kept(NamedTuple):
-    """Slices, and what they were made of."""
-
-    cu_k: Callable[[], Tensor | None]
-    versions: tuple[int, int]
-    slices: AttnSlices
+def _lists(slices: AttnSlices) -> tuple[Tensor, Tensor, Tensor]:
+    return slices.q_ranges, slices.k_ranges, slices.mask_types
 
 
-# By `cu_seq_q` and the mask: all layers of a step, forward and backward, share slices and plan.
-_of_lists: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# By `cu_seq_q`, `cu_seq_k` and the mask: all layers of a step, forward and backward, share slices and plan.
+_of_lists: Kept[AttnSlices] = Kept(256, _lists)
 
 
 def _slices_of_lists(
     cu_q: Tensor, cu_k: Tensor, is_causal: bool, window: tuple[int, int]
 ) -> AttnSlices:
     """The slices of packed sequences; waits for a GPU when lists are new."""
-    kept = _of_lists.setdefault(cu_q, {})
-    key, versions = (is_causal, window), (version_of(cu_q), version_of(cu_k))
-    found = kept.get(key)
-    is_known = found is not None and found.cu_k() is cu_k and found.versions == versions
-    if is_known and not may_change_uncounted(cu_q) and not may_change_uncounted(cu_k):
-        return found.slices
-    with torch.inference_mode(False):
+
+    def make() -> AttnSlices:
         try:
-            made = AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
+            return AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
         except (TypeError, ValueError) as error:  # in the names of PyTorch's arguments
             raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_")) from None
-    kept[key] = _Kept(ref(cu_k), versions, made)
-    return made
+
+    return _of_lists.of((is_causal, *window), (cu_q, cu_k), make, cu_q.device)
 
 
 def _with_totals(slices: AttnSlices, total_q: int, total_k: int) -> AttnSlices:
     """`slices` among more tokens, which see nothing and are not seen."""
     if (slices.seqlen_q, slices.seqlen_k) == (total_q, total_k):
         return slices
-    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    return AttnSlices.unchecked(*lists, total_q, total_k)
+    return AttnSlices.unchecked(*_lists(slices), total_q, total_k)
 
 
 # The ops

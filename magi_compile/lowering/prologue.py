@@ -3,8 +3,7 @@
     compiled(q, k, v, block lists, tables)   ->   slices, plan = kept, or derived from block lists and tables
                                                   compiled(q, k, v, block lists, tables, slices, plan)
 
-A BlockMask that a graph is given has lists that somebody made before. Whoever writes to its tensors through PyTorch moves their
-version; whoever makes a new BlockMask has new tensors. So as long as these are the same objects with the same versions, slices
+A BlockMask that a graph is given has lists that somebody made before. As long as its tensors are what they were (`_kept.py`), slices
 and plan are as well, for every layer and every graph. They are inputs of the compiled graph, which never writes to them, and
 which CUDA graphs copy like any other input.
 """
@@ -13,10 +12,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +21,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
+from magi_compile._kept import Entry, Kept, stream_of
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.masks.program.names import is_in_place
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
 from magi_compile.ops.masks import mask_bits, mask_slices  # noqa: F401  (define the ops)
 
-MAX_KEPT = 64  # masks, the least recently used goes
+MAX_KEPT = 64  # masks
 
 _MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default)
 _PLANS = (
@@ -41,17 +38,6 @@ _PLANS = (
 _BLOCK_LISTS, _VERIFY = 8, 10  # arguments of both
 # What may stand between the inputs of a graph and its masks: sizes, and sums of sizes.
 _OF_SIZES = (torch.ops.aten.sym_size.int, operator.add, operator.mul, operator.floordiv)
-
-
-@dataclass(eq=False)
-class Kept:
-    """What was derived, and from what."""
-
-    tensors: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-    values: tuple[Tensor, ...]
-    stream: int
-    is_there: torch.cuda.Event | None
 
 
 class Place(NamedTuple):
@@ -84,51 +70,33 @@ class Prologue:
         raise_pending()
         tensors = self._tensors(inputs)
         sizes = [x.number_of(inputs) for x in self._sizes]
-        stream = _stream(self.device)
+        stream = stream_of(self.device)
         latest, of_sizes, of_stream = self._latest
-        kept = latest()
-        if (
-            kept is not None
-            and (of_stream, of_sizes) == (stream, sizes)
-            and _are_alive(kept.tensors, tensors)
-            and kept.versions == tuple([x._version for x in tensors])
-        ):
-            return kept.values
-        kept = self._kept(tensors, sizes, stream)
-        if kept is None:
-            return self.derive(tensors, sizes)
-        self._latest = _Latest(weakref.ref(kept), sizes, stream)
-        return kept.values
+        entry = latest()
+        if entry is not None and (of_stream, of_sizes) == (stream, sizes) and entry.is_of(tensors):
+            return entry.value
 
-    def _kept(
-        self, tensors: tuple[Tensor, ...], sizes: list[int], stream: int | None
-    ) -> Kept | None:
-        """What is kept of these inputs from now on; None where nothing can be."""
-        if stream is None or any(map(_compat.may_change_uncounted, tensors)):
-            return None
-        key = (self.text, *sizes, *map(id, tensors))
-        versions = tuple(tensor._version for tensor in tensors)
-        found = _kept.get(key)
-        if found is not None and found.versions == versions and _are_alive(found.tensors, tensors):
-            _kept.move_to_end(key)
-            if found.stream != stream:
-                _hand_over(found, self.device)
-            return found
-        values = self.derive(tensors, sizes)
-        return _keep(key, tensors, versions, values, stream, self.device)
+        def make() -> tuple[Tensor, ...]:
+            return self.derive(tensors, sizes)
+
+        entry = _kept.entry((self.text, *sizes), tensors, make, self.device, stream)
+        if entry is None:
+            with _compat.outside_of_modes():
+                return make()
+        self._latest = _Latest(weakref.ref(entry), sizes, stream)
+        return entry.value
 
     def derive(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """The tensors of the masks, computed."""
         given, numbers = iter(tensors), iter(sizes)
         arguments = [next(given if x.is_tensor else numbers) for x in self.places]
-        with torch.no_grad():
-            return tuple(self._forward(*arguments))
+        return tuple(self._forward(*arguments))
 
 
 class _Latest(NamedTuple):
     """What the latest call gave, if it is still kept, and which stream may use it."""
 
-    kept: Callable[[], Kept | None]
+    entry: Callable[[], Entry[tuple[Tensor, ...]] | None]
     sizes: list[int]
     stream: int | None
 
@@ -140,56 +108,7 @@ def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return lambda items: tuple([items[number] for number in numbers])
 
 
-_kept: OrderedDict[Any, Kept] = OrderedDict()
-
-
-def _keep(
-    key: Any,
-    tensors: tuple[Tensor, ...],
-    versions: tuple[int, ...],
-    values: tuple[Tensor, ...],
-    stream: int,
-    device: torch.device,
-) -> Kept:
-    def forget(_: Any) -> None:
-        _kept.pop(key, None)
-
-    is_there = None
-    if device.type == "cuda":
-        is_there = torch.cuda.Event()
-        is_there.record(_current_stream(stream, device))
-    refs = tuple(weakref.ref(tensor, forget) for tensor in tensors)
-    kept = _kept[key] = Kept(refs, versions, values, stream, is_there)
-    while len(_kept) > MAX_KEPT:
-        _kept.popitem(last=False)
-    return kept
-
-
-def _are_alive(refs: tuple[weakref.ref[Tensor], ...], tensors: tuple[Tensor, ...]) -> bool:
-    return all([ref() is tensor for ref, tensor in zip(refs, tensors, strict=True)])
-
-
-def _stream(device: torch.device) -> int | None:
-    """The stream that a call uses; None while it is captured: a graph that is replayed has to derive its masks itself."""
-    if device.type != "cuda":
-        return 0
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return None if _compat.is_capturing() else _compat.raw_stream(index)
-
-
-@lru_cache(maxsize=64)
-def _current_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
-    """The current stream, whose handle is `stream`: to ask torch for it takes longer than to look it up."""
-    return torch.cuda.current_stream(device)
-
-
-def _hand_over(found: Kept, device: torch.device) -> None:
-    """The current stream, which did not derive the values, waits for them, and they for it."""
-    assert found.is_there is not None
-    stream = torch.cuda.current_stream(device)
-    stream.wait_event(found.is_there)
-    for value in found.values:
-        value.record_stream(stream)
+_kept: Kept[tuple[Tensor, ...]] = Kept(MAX_KEPT, iter)
 
 
 class Split(NamedTuple):

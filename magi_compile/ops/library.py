@@ -17,13 +17,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
+from magi_compile._kept import Kept
 from magi_compile.kernels.base import (
     AttnProblem,
     Grads,
@@ -132,18 +132,19 @@ def plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> 
     if slices is None:
         raise ValueError("`slices` and `plan` must not both be empty")
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
-    with torch.inference_mode(False):
-        if slices.device.type != "cpu":
-            return kernel.pack(kernel.plan(slices, problem))
-        totals = slices.seqlen_q, slices.seqlen_k
-        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
-        if key not in _by_content:
-            _by_content[key] = kernel.pack(kernel.plan(slices, problem))
-        _by_content.move_to_end(key)
-        if len(_by_content) > _MOST_BY_CONTENT:
-            _by_content.popitem(last=False)
-        return _by_content[key]
+    if slices.device.type != "cpu":
+        return kernel.pack(kernel.plan(slices, problem))
+    totals = slices.seqlen_q, slices.seqlen_k
+    key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
+    found = _by_content.get(key)
+    if found is None:
+        with _compat.outside_of_modes():
+            found = kernel.pack(kernel.plan(slices, problem))
+    _by_content[key] = found
+    _by_content.move_to_end(key)
+    while len(_by_content) > _MOST_BY_CONTENT:
+        _by_content.popitem(last=False)
+    return found
 
 
 def _bytes_of(x: Tensor) -> bytes:
@@ -151,15 +152,8 @@ def _bytes_of(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-class _Kept(NamedTuple):
-    """A plan, and how often the tensors of its slices had been written to."""
-
-    versions: list[int]
-    plan: list[Tensor]
-
-
-# Plans of slices, as long as those live: shared by all layers.
-_kept: WeakKeyDictionary[AttnSlices, dict[Hashable, _Kept]] = WeakKeyDictionary()
+# Plans of slices, as long as the tensors of those live: shared by all layers.
+_kept: Kept[list[Tensor]] = Kept(1024, iter)
 
 
 def plan_of_call(
@@ -175,7 +169,7 @@ def plan_of_call(
     """The plan that a call of `magi::attention` or `magi::scored_attention` takes along: forward and backward then walk the same one.
 
     In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it is kept
-    until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
+    until somebody writes to the slices (`_kept.py`).
     """
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     has_bits = slices.bits is not None
@@ -191,14 +185,9 @@ def plan_of_call(
     chosen, problem = chosen_for(
         q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
     )
-    is_captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
-    if is_captured or any(map(_compat.may_change_uncounted, lists)):
-        return plan_of(chosen, slices, problem)
-    key, versions = (chosen.name, chosen.plan_key(problem)), [_compat.version_of(x) for x in lists]
-    plans = _kept.setdefault(slices, {})
-    if key not in plans or plans[key].versions != versions:
-        plans[key] = _Kept(versions, plan_of(chosen, slices, problem))
-    return plans[key].plan
+    key = (chosen.name, chosen.plan_key(problem), slices.seqlen_q, slices.seqlen_k)
+    tensors = lists if slices.bits is None else (*lists, slices.bits)
+    return _kept.of(key, tensors, lambda: plan_of(chosen, slices, problem), slices.device)
 
 
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it

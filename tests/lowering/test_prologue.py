@@ -89,7 +89,7 @@ def test_layers_and_graphs_share_it(derived):
 
 
 def test_masks_in_turn_and_masks_that_die(derived, monkeypatch):
-    monkeypatch.setattr(prologue, "MAX_KEPT", 3)
+    monkeypatch.setattr(prologue._kept, "most", 3)
     compiled = torch.compile(attend, backend=make_backend("eager"), fullgraph=True)
     masks = [mask_of(ids(10 + n)) for n in range(6)]
     for mask in masks * 2:
@@ -112,7 +112,7 @@ def test_tensors_of_inference_mode_are_never_kept(derived):
             document.copy_(ids(*ends))
             mask = mask_of(document)
             check(compiled, mask, grad=False)
-    assert not prologue._kept
+    assert len(prologue._kept) == 0
 
 
 def test_outputs_of_cuda_graphs_are_never_kept(derived):
@@ -131,7 +131,7 @@ def test_outputs_of_cuda_graphs_are_never_kept(derived):
     finally:
         torch._C._remove_cached_tensor(document)
         torch._C._set_cached_tensors_enabled(False)
-    assert not prologue._kept
+    assert len(prologue._kept) == 0
 
 
 def test_a_graph_that_writes_to_its_inputs_derives_its_masks_itself(derived):
