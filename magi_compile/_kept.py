@@ -18,6 +18,7 @@ Threads may share what is kept; two of them may make the same value at a time.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -31,6 +32,8 @@ from magi_compile import _compat
 
 Value = TypeVar("Value")
 
+_version, _address = operator.attrgetter("_version"), Tensor.data_ptr  # of many in a row, past Python
+
 
 class States:
     """What is compared of tensors that are the same objects.
@@ -43,8 +46,8 @@ class States:
 
     def __init__(self, tensors: Iterable[Tensor]):
         tensors = list(tensors)
-        self.versions = [x._version for x in tensors]
-        self.addresses = [x.data_ptr() for x in tensors]
+        self.versions = list(map(_version, tensors))
+        self.addresses = list(map(_address, tensors))
 
     @staticmethod
     def of(tensors: Sequence[Tensor]) -> States | None:
@@ -58,9 +61,10 @@ class States:
 
     def are_of(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these tensors, the same as before, have not been written to."""
-        return self.versions == [x._version for x in tensors] and self.addresses == [
-            x.data_ptr() for x in tensors
-        ]
+        return (
+            list(map(_version, tensors)) == self.versions
+            and list(map(_address, tensors)) == self.addresses
+        )
 
 
 class Entry(Generic[Value]):
@@ -90,11 +94,14 @@ class Entry(Generic[Value]):
 
     def is_of(self, tensors: Sequence[Tensor], owner: Any = None) -> bool:
         """Whether its sources are these, as they are now."""
-        return (
-            (self._owner is None or self._owner() is owner)
-            and all([ref() is x for ref, x in zip(self._refs, tensors, strict=True)])
-            and self._states.are_of(tensors)
-        )
+        if self._owner is not None and self._owner() is not owner:
+            return False
+        if not self._refs:
+            return True
+        for ref, x in zip(self._refs, tensors, strict=True):
+            if ref() is not x:
+                return False
+        return self._states.are_of(tensors)
 
 
 class Kept(Generic[Value]):
@@ -176,7 +183,7 @@ class Kept(Generic[Value]):
         found = self._entries.get(place)
         if found is None or not found.is_of(tensors, owner):
             return None
-        try:
+        try:  # noqa: SIM105 (contextlib.suppress takes as long as all the rest)
             self._entries.move_to_end(place)
         except KeyError:  # another thread has let it go
             pass

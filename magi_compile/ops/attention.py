@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from magi_compile._compat import has_torch_function_mode, may_change_uncounted, version_of
+from magi_compile._compat import (
+    has_torch_function_mode,
+    is_traced,
+    may_change_uncounted,
+    outside_of_modes,
+)
+from magi_compile._kept import Kept, States, stream_of
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
-from magi_compile.masks.block_mask import Converted, convert_any_block_mask
+from magi_compile.masks.block_lists import BlockLists
+from magi_compile.masks.block_mask import Converted, convert_any_block_mask, read_block_mask
 from magi_compile.masks.evaluation.sizes import Heads
+from magi_compile.masks.program.reached import Reached, reach
+from magi_compile.masks.program.read import TracedMask
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -497,13 +506,53 @@ def _of_dtensors(
 
 
 class _Derived(NamedTuple):
-    """What a BlockMask has become, and how often the captured tensors that it was read from had been written to then."""
+    """What a BlockMask has become, and of what.
+
+    Attributes:
+        mask: its slices.
+        reached: what the BlockMask says and what its mask_mod can read; None where that cannot be followed.
+        text: of the program; None where the mask_mod cannot be read.
+        tensors: those that it looked at, and the block lists.
+        states: of these tensors; None where nobody counts what is written to them.
+        sizes: lengths, and those of blocks.
+    """
 
     mask: Converted
-    versions: list[int]
+    reached: Reached | None
+    text: str | None
+    tensors: list[Tensor]
+    states: States | None
+    sizes: tuple[Any, ...]
+
+    def is_same(self) -> bool:
+        """Whether the BlockMask is what it was."""
+        return (
+            self.reached is not None
+            and self.states is not None
+            and self.reached.is_same()
+            and self.states.are_of(self.tensors)
+        )
+
+    def is_of(self, text: str | None, tensors: list[Tensor], sizes: tuple[Any, ...]) -> bool:
+        """Whether a BlockMask that was read again is what it was."""
+        return (
+            text is not None
+            and self.states is not None
+            and (self.text, self.sizes) == (text, sizes)
+            and len(self.tensors) == len(tensors)
+            and all(map(operator.is_, self.tensors, tensors))
+            and self.states.are_of(tensors)
+        )
 
 
-_derived: WeakKeyDictionary[Any, dict[Hashable, _Derived]] = WeakKeyDictionary()
+def _tensors_of(derived: _Derived) -> list[Tensor]:
+    slices = derived.mask.slices
+    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
+    return lists if slices.bits is None else [*lists, slices.bits]
+
+
+_derived: Kept[_Derived] = Kept(1024, _tensors_of)
+_SAYS = (*BlockLists._fields, "mask_mod", "seq_lengths", "BLOCK_SIZE")
 
 
 def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Converted:
@@ -513,17 +562,49 @@ def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Convert
         k_ranges = [(b * seqlen_k, (b + 1) * seqlen_k) for b in range(batch)]
         totals = batch * seqlen_q, batch * seqlen_k
         lists = q_ranges, k_ranges, [0] * batch
-        return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
-    known = _derived.setdefault(block_mask, {})
-    heads = Heads(nheads_q, nheads_kv)
-    found = known.get((batch, heads))
-    if (
-        found is None
-        or found.mask.watched is None
-        or found.versions != list(map(version_of, found.mask.watched))
-        or any(map(may_change_uncounted, found.mask.watched))
-    ):
-        mask = convert_any_block_mask(block_mask, batch, heads)
-        versions = list(map(version_of, mask.watched or ()))
-        found = known[batch, heads] = _Derived(mask, versions)
+        return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device))
+    device, heads = block_mask.kv_num_blocks.device, Heads(nheads_q, nheads_kv)
+    place: Any = (batch, heads)
+    stream = stream_of(device)
+    entry = _derived.find(place, (), device, stream, block_mask)
+    known = None if entry is None else entry.value
+    if known is not None and known.is_same():
+        return known.mask
+    if is_traced(block_mask.kv_num_blocks):
+        return convert_any_block_mask(block_mask, batch, heads, read_block_mask(block_mask))
+    with outside_of_modes():
+        # Before it is read, since that may change what it can read: then nobody knows what it was read from.
+        can_be_followed = known is None or known.reached is not None
+        reached = reach(block_mask, _SAYS) if can_be_followed else None
+        traced = read_block_mask(block_mask)
+        found = _derive(block_mask, batch, heads, traced, known, reached)
+    is_countable = stream is not None and found.states is not None
+    if is_countable and (reached is None or reached.is_same()):
+        _derived.keep(place, (), States(()), found, device, stream, block_mask)
     return found.mask
+
+
+def _derive(
+    block_mask: BlockMask,
+    batch: int,
+    heads: Heads,
+    traced: TracedMask | None,
+    known: _Derived | None,
+    reached: Reached | None,
+) -> _Derived:
+    """What a BlockMask becomes: what it was before if it was the same."""
+    lists = [x for name in BlockLists._fields if (x := getattr(block_mask, name)) is not None]
+    sizes = (block_mask.seq_lengths, block_mask.BLOCK_SIZE)
+    if traced is None:
+        mask = convert_any_block_mask(block_mask, batch, heads, None)
+        return _Derived(mask, None, None, [], None, sizes)
+    if not traced.program.is_always_true:
+        # They decide nothing; that they agree with the mask_mod is found out again where PyTorch counts what is written to them.
+        lists = [x for x in lists if not may_change_uncounted(x)]
+    tensors = [*traced.watched, *lists]
+    text = traced.program.text
+    states = States.of(tensors)
+    if known is not None and known.is_of(text, tensors, sizes):
+        return known._replace(reached=reached)
+    mask = convert_any_block_mask(block_mask, batch, heads, traced)
+    return _Derived(mask, reached, text, tensors, states, sizes)
