@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, scalar_indexing
+from magi_compile._compat import LARGE_SPARSE_BLOCK_SIZE, outside_of_modes, scalar_indexing
 from magi_compile.masks.block_lists import BlockLists, visible_blocks
 from magi_compile.masks.evaluation.bit_blocks import (
     Grid,
@@ -92,14 +92,15 @@ def create_block_mask(
         device = torch.accelerator.current_accelerator() or "cpu"
     device = torch.device(device)
     grid = Grid(batch, Heads(nheads), Q_LEN, KV_LEN)
-    is_seen, is_full = _visible_blocks(mask_mod, grid, rows, keys, device)
-    # A block beyond the end of the mask is partial for PyTorch, whatever it shows.
-    is_full[..., Q_LEN // rows :, :] = False
-    is_full[..., KV_LEN // keys :] = False
-    lists = (*_ordered(is_seen & ~is_full, nheads), *_ordered(is_full, nheads))
-    return flex.BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=(rows, keys), mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
-    )
+    with outside_of_modes():
+        is_seen, is_full = _visible_blocks(mask_mod, grid, rows, keys, device)
+        # A block beyond the end of the mask is partial for PyTorch, whatever it shows.
+        is_full[..., Q_LEN // rows :, :] = False
+        is_full[..., KV_LEN // keys :] = False
+        lists = (*_ordered(is_seen & ~is_full, nheads), *_ordered(is_full, nheads))
+        return flex.BlockMask.from_kv_blocks(
+            *lists, BLOCK_SIZE=(rows, keys), mask_mod=mask_mod, seq_lengths=(Q_LEN, KV_LEN)
+        )
 
 
 def _visible_blocks(
@@ -237,6 +238,7 @@ def convert_any_block_mask(
     return Converted(without_padding(slices), is_by_head)
 
 
+@outside_of_modes()
 def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Converted:
     """`slices_from_block_mask`, for somebody who keeps the result."""
     if not hasattr(block_mask, "kv_num_blocks"):
@@ -257,6 +259,7 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
     return Converted(slices, is_of_entry=traced.program.differs_by_entry)
 
 
+@outside_of_modes()
 def convert_mask_mod(
     mask_mod: MaskMod, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> Converted:

@@ -11,10 +11,11 @@ corners cut off along the diagonal:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +32,22 @@ from magi_compile.masks.arguments import (
 from magi_compile.masks.bits import FIRST_BITS, unpack
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import find_overlap, normal_form
+
+
+Make = TypeVar("Make", bound=Callable[..., Any])
+
+
+def _for_every_mode(make: Make) -> Make:
+    """Slices that are made in inference mode serve training too."""
+
+    @functools.wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return make(*args, **kwargs)
+        with torch.inference_mode(False):
+            return make(*args, **kwargs)
+
+    return cast(Make, made)
 
 
 class MaskType(IntEnum):
@@ -147,6 +164,7 @@ class AttnSlices:
         return slices
 
     @classmethod
+    @_for_every_mode
     def from_lists(
         cls,
         q_ranges: Sequence[Sequence[int]] | Tensor,
@@ -225,6 +243,7 @@ class AttnSlices:
         return cls.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, window=window)
 
     @classmethod
+    @_for_every_mode
     def from_cu_seqlens(
         cls,
         cu_seqlens_q: Tensor | Sequence[int],
@@ -269,6 +288,7 @@ class AttnSlices:
         return slices.to(device) if device is not None else slices
 
     @classmethod
+    @_for_every_mode
     def from_dense(cls, mask: Tensor) -> AttnSlices:
         """Slices of a bool mask `[seqlen_q, seqlen_k]`, True where a row sees a key; in normal form."""
         if not isinstance(mask, Tensor):
@@ -342,6 +362,7 @@ class AttnSlices:
         """The same slices without the empty ones. Waits for the device if the slices are on a GPU."""
         return self._where(self._live(), self.bits)
 
+    @_for_every_mode
     def _where(self, is_kept: Tensor, bits: Tensor | None) -> AttnSlices:
         """Those of the slices that are kept, with these bit blocks."""
         return self._with_lists(
@@ -359,6 +380,7 @@ class AttnSlices:
     def device(self) -> torch.device:
         return self.q_ranges.device
 
+    @_for_every_mode
     def to(self, device: torch.device | str) -> AttnSlices:
         """The same slices on `device`."""
         bits = None if self.bits is None else self.bits.to(device)
@@ -452,6 +474,7 @@ class AttnSlices:
         table = torch.cat([normal.q_ranges, normal.k_ranges, normal.mask_types[:, None]], 1)
         return self.seqlen_q, self.seqlen_k, tuple(table.flatten().tolist())
 
+    @_for_every_mode
     def _with_rects(self, straight: Rects) -> AttnSlices:
         return self._from_rects(straight, self.seqlen_q, self.seqlen_k).to(self.device)
 

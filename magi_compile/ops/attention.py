@@ -244,6 +244,14 @@ class _Scored(NamedTuple):
 def _lists_of(slices: AttnSlices) -> tuple[AttnSlices, list[Tensor]]:
     """`slices`, which their op has checked, and the tensors by which ops take them."""
     lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
+    if torch.is_grad_enabled() and any(x.is_inference() for x in lists):
+        # A user's own, made in inference mode: autograd cannot save them.
+        bits = None if slices.bits is None else slices.bits.clone()
+        q_ranges, k_ranges, mask_types = lists = [x.clone() for x in lists]
+        totals = slices.seqlen_q, slices.seqlen_k
+        copies = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals, bits)
+        copies.__dict__["is_checked"] = slices.is_checked
+        slices = copies
     if not slices.is_checked:
         totals = slices.seqlen_q, slices.seqlen_k
         q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
