@@ -1,6 +1,6 @@
 """Trains torchtitan's small Llama 3 on packed documents, with attention on our kernels; on a GPU or a CPU, without downloads.
 
-pip install "magi_compile[torchtitan]"
+pip install ".[torchtitan]"
 python examples/torchtitan_packed.py --compile.enable
 torchrun --nproc-per-node 2 examples/torchtitan_packed.py --parallelism.context_parallel_degree 2
 """

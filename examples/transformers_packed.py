@@ -1,6 +1,6 @@
 """Trains a small random Llama of Hugging Face's transformers on packed documents, with and without torch.compile.
 
-pip install "magi_compile[transformers]" && python examples/transformers_packed.py
+pip install ".[transformers]" && python examples/transformers_packed.py
 """
 
 import logging

@@ -3,7 +3,14 @@
 model = torch.compile(model, backend="magi")   # every flex_attention in it runs on our kernels
 """
 
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from magi_compile._version import __version__
@@ -98,3 +105,83 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES, *_PACKAGES})
+
+
+# Doors in other frameworks open where the framework is there, so that its own call by name needs no import of ours beyond this
+# package. Nothing here imports a framework.
+
+
+def _open_flash_attention() -> None:
+    """`activate_flash_attention_impl("MAGI")`; what it activates is imported then."""
+
+    def activate() -> Any:
+        return import_module(f"{__name__}.integrations.torch_attention").activate()
+
+    sys.modules["torch.nn.attention"].register_flash_attention_impl("MAGI", register_fn=activate)
+
+
+def _open_transformers() -> None:
+    """`attn_implementation="magi"`, unless it is a version that the integration is not for: importing that says so."""
+    with suppress(ImportError):
+        import_module(f"{__name__}.integrations.transformers")
+
+
+class _Doors(MetaPathFinder):
+    """Opens the door in a module of another package as soon as that is imported.
+
+    Args:
+        doors: what opens them, by the name of the module.
+    """
+
+    def __init__(self, doors: dict[str, Callable[[], None]]):
+        self.doors = doors
+        self.found: set[str] = set()  # what is being looked for by others
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self.doors or fullname in self.found:
+            return None
+        self.found.add(fullname)
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.found.discard(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenOpen(spec.loader, self.doors[fullname])
+        return spec
+
+
+class _ThenOpen(Loader):
+    """A loader that calls `opens` behind the module."""
+
+    def __init__(self, loader: Loader, opens: Callable[[], None]):
+        self.loader, self.opens = loader, opens
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # What others ask of a module's loader, its source for example, is asked of its own.
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        self.opens()
+
+
+def _open_doors(doors: dict[str, Callable[[], None]]) -> None:
+    """Now where the framework is there, else as soon as it is."""
+    later = {name: opens for name, opens in doors.items() if name not in sys.modules}
+    if later:
+        sys.meta_path.insert(0, _Doors(later))
+    for name in doors.keys() - later.keys():
+        doors[name]()
+
+
+_open_doors(
+    {
+        "torch.nn.attention": _open_flash_attention,
+        "transformers.modeling_utils": _open_transformers,
+    }
+)

@@ -81,11 +81,12 @@ class _DeviceFlags:
         self.device = device
         is_cuda = device.type == "cuda"
         shape = (self.CAPACITY, 1 + self.MAX_VALUES)
-        place = torch.cuda.device(device) if is_cuda else nullcontext()
-        with place, torch.inference_mode(False):  # calls in every mode write to them
-            self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda)
+        with torch.cuda.device(device) if is_cuda else nullcontext():
+            self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda, device="cpu")
             address = self.on_host.data_ptr()
-            self.on_device = torch.as_tensor(_Int64(address, shape)) if is_cuda else self.on_host
+            self.on_device = (
+                torch.as_tensor(_Int64(address, shape), device=device) if is_cuda else self.on_host
+            )
         # Read on every call, maybe while a graph is traced: past torch.
         self.memory = (ctypes.c_int64 * self.on_host.numel()).from_address(address)
         self.slots: dict[str, int] = {}

@@ -1,247 +1,180 @@
-"""What is kept from call to call: values derived from tensors and other objects, as long as these are what they were.
+"""Values that follow from tensors and objects, kept as long as these are what they were.
 
-The rules, for all that this package keeps of its users' tensors:
+- **Owners** are told apart by identity. When one of them dies, the value goes.
+- **Tensors**, owners or not, must have the version and the address that they had. So a write that PyTorch counts is noticed, and another
+  storage is. A write through `.data`, or to the memory of `torch.from_numpy`, is not.
+- **Nothing is kept of tensors whose writes nobody counts**: those of inference mode, and outputs of Inductor's CUDA graphs.
+- **Functions** are what they were while all that they reach is (`masks/program/reached.py`).
+- **Modes**: a value is made outside of the caller's (`_compat.outside_of_modes`), so that calls in any mode can use it.
+- **Streams**: a value that one CUDA stream has made is handed over to another that asks for it.
+- **Capture**: while a CUDA graph is captured nothing is kept, since a replay has to make it again. What was kept before serves where
+  the caller says so.
+- **Room**: the least recently used value goes.
 
-- **Sources are compared by identity**, by weak references: a value goes when one of its sources does. A tensor must also have the same
-  version, which moves with every write that PyTorch counts, and the same address, which `x.data = y` changes and no version tells.
-- **Nothing is kept of tensors whose writes nobody counts**: those of inference mode, and outputs of Inductor's CUDA graphs. Such values are
-  made in every call. `x.data.copy_(y)`, writes to the memory of `torch.from_numpy` and replays of a user's CUDA graph go unseen.
-- **Nothing is kept, or taken from what is kept, while a CUDA graph is captured or a graph is traced**: those run again, and make their values
-  again.
-- **A value is made outside of the caller's modes** (`_compat.outside_of_modes`): evaluation may come first and training second, the
-  first call may be inside a checkpoint, under autocast or under a FLOP counter.
-- **A value that one CUDA stream made serves others**: they wait for it, and its memory waits for them.
-- **Not more than so many are kept**: the least recently used goes.
-
-Threads may share what is kept; two of them may make the same value at a time.
+Whoever compiles or traces must not ask here.
 """
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import lru_cache
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from magi_compile import _compat
 
-Value = TypeVar("Value")
-
-_version, _address = operator.attrgetter("_version"), Tensor.data_ptr  # of many in a row, past Python
+T = TypeVar("T")
 
 
-class States:
-    """What is compared of tensors that are the same objects.
-
-    Args:
-        tensors: of which something was made, or will be now.
-    """
-
-    __slots__ = ("addresses", "versions")
-
-    def __init__(self, tensors: Iterable[Tensor]):
-        tensors = list(tensors)
-        self.versions = list(map(_version, tensors))
-        self.addresses = list(map(_address, tensors))
-
-    @staticmethod
-    def of(tensors: Sequence[Tensor]) -> States | None:
-        """The states of tensors; None where they may change and their states do not."""
-        if any(map(_compat.may_change_uncounted, tensors)) or any(map(_compat.is_traced, tensors)):
-            return None
-        try:
-            return States(tensors)
-        except RuntimeError:  # without an address: sparse ones, those of torch.func
-            return None
-
-    def are_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these tensors, the same as before, have not been written to."""
-        return (
-            list(map(_version, tensors)) == self.versions
-            and list(map(_address, tensors)) == self.addresses
-        )
-
-
-class Entry(Generic[Value]):
-    """A value that is kept, and of what.
+class Made(NamedTuple):
+    """A value, and what it follows from beside its owners.
 
     Attributes:
-        value: what was made.
-        stream: the CUDA stream that made it, 0 on a CPU.
+        value: what is kept.
+        sources: tensors; None where nobody knows which, so that the value cannot be kept.
+        is_unchanged: whether all else is as it was.
     """
 
-    __slots__ = ("__weakref__", "_owner", "_refs", "_states", "is_there", "stream", "value")
+    value: Any
+    sources: Sequence[Tensor] | None = ()
+    is_unchanged: Callable[[], bool] | None = None
+
+
+class _Entry:
+    """A value that is kept."""
+
+    __slots__ = (
+        "addresses",
+        "event",
+        "is_unchanged",
+        "owners",
+        "sources",
+        "stream",
+        "tensors",
+        "value",
+        "versions",
+    )
 
     def __init__(
-        self,
-        value: Value,
-        tensors: Sequence[Tensor],
-        states: States,
-        owner: Any,
-        forget: Callable[[Any], None],
-        stream: int,
-        is_there: torch.cuda.Event | None,
+        self, owners: list[weakref.ref[Any]], tensors: list[weakref.ref[Tensor]], made: Made
     ):
-        self.value, self.stream, self.is_there = value, stream, is_there
-        self._refs = tuple([weakref.ref(x, forget) for x in tensors])
-        self._states = states
-        self._owner = None if owner is None else weakref.ref(owner, forget)
+        self.value, self.is_unchanged = made.value, made.is_unchanged
+        self.owners, self.tensors = owners, tensors
+        self.sources = list(made.sources or ())
+        watched: list[Any] = [*[ref() for ref in tensors], *self.sources]
+        self.versions = [x._version for x in watched]
+        self.addresses = [x.data_ptr() for x in watched]
+        self.stream = 0
+        self.event: torch.cuda.Event | None = None
 
-    def is_of(self, tensors: Sequence[Tensor], owner: Any = None) -> bool:
-        """Whether its sources are these, as they are now."""
-        if self._owner is not None and self._owner() is not owner:
-            return False
-        if not self._refs:
-            return True
-        for ref, x in zip(self._refs, tensors, strict=True):
-            if ref() is not x:
+    def holds(self) -> bool:
+        for ref in self.owners:
+            if ref() is None:
                 return False
-        return self._states.are_of(tensors)
+        watched: list[Any] = [ref() for ref in self.tensors] + self.sources
+        if [x._version for x in watched] != self.versions:
+            return False
+        if [x.data_ptr() for x in watched] != self.addresses:
+            return False
+        return self.is_unchanged is None or self.is_unchanged()
 
 
-class Kept(Generic[Value]):
-    """Values by what they are made of.
+class Memo(Generic[T]):
+    """Some values of one kind.
 
     Args:
         most: how many are kept.
-        tensors_of: the tensors of a value.
+        tensors_of: the tensors of a value, for the allocator, which has to know every stream that reads them.
     """
 
-    def __init__(self, most: int, tensors_of: Callable[[Value], Iterable[Tensor]]):
-        self.most = most
-        self._tensors_of = tensors_of
-        self._entries: OrderedDict[Any, Entry[Value]] = OrderedDict()
+    def __init__(self, most: int, tensors_of: Callable[[T], Sequence[Tensor]]):
+        self.most, self.tensors_of = most, tensors_of
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def clear(self) -> None:
-        """Forgets all."""
         self._entries.clear()
 
-    def of(
+    def get(
         self,
+        owners: Sequence[Any],
         key: Hashable,
-        tensors: Sequence[Tensor],
-        make: Callable[[], Value],
+        make: Callable[[], Made],
         device: torch.device,
-        owner: Any = None,
-    ) -> Value:
-        """The value of these sources: one that is kept, or one that is made now.
+        *,
+        serves_capture: bool = False,
+    ) -> T:
+        """The value of `owners` under `key`: kept, or made now.
 
         Args:
-            key: what else a value depends on; all that it holds is compared by value.
-            tensors: the sources that are tensors.
-            make: makes the value.
-            device: of the value's tensors.
-            owner: one more source, any object, by identity.
+            owners: objects, which take weak references; tensors are watched.
+            key: tells values of the same owners apart.
+            make: makes the value, outside of the caller's modes.
+            device: where the value is.
+            serves_capture: whether a CUDA graph that is captured may read what was kept before.
         """
-        stream = stream_of(device)
-        found = self.entry(key, tensors, make, device, stream, owner)
-        if found is not None:
-            return found.value
+        place = (key, *map(id, owners))
+        stream, is_captured = _stream_on(device)
+        entry = self._entries.get(place) if serves_capture or not is_captured else None
+        if entry is not None and entry.holds():
+            if not is_captured:
+                self._touch(place)
+                if entry.stream != stream:
+                    self._hand_over(entry, device)
+            return entry.value  # type: ignore[no-any-return]
         with _compat.outside_of_modes():
-            return make()
-
-    def entry(
-        self,
-        key: Hashable,
-        tensors: Sequence[Tensor],
-        make: Callable[[], Value],
-        device: torch.device,
-        stream: int | None,
-        owner: Any = None,
-    ) -> Entry[Value] | None:
-        """The same for somebody who looks at the entry again himself; None where nothing can be kept, and nothing was made."""
-        if stream is None:
-            return None
-        found = self.find(key, tensors, device, stream, owner)
-        if found is not None:
-            return found
-        states = States.of(tensors)
-        if states is None:
-            return None
-        with _compat.outside_of_modes():
-            value = make()
-        return self.keep(key, tensors, states, value, device, stream, owner)
-
-    def find(
-        self,
-        key: Hashable,
-        tensors: Sequence[Tensor],
-        device: torch.device,
-        stream: int | None,
-        owner: Any = None,
-    ) -> Entry[Value] | None:
-        """What is kept of these sources as they are now, ready for the current stream."""
-        place = (key, id(owner), *map(id, tensors))
-        found = self._entries.get(place)
-        if found is None or not found.is_of(tensors, owner):
-            return None
-        try:  # noqa: SIM105 (contextlib.suppress takes as long as all the rest)
-            self._entries.move_to_end(place)
-        except KeyError:  # another thread has let it go
-            pass
-        if stream is not None and found.stream != stream:
-            self._hand_over(found, device)
-        return found
-
-    def keep(
-        self,
-        key: Hashable,
-        tensors: Sequence[Tensor],
-        states: States,
-        value: Value,
-        device: torch.device,
-        stream: int,
-        owner: Any = None,
-    ) -> Entry[Value]:
-        """Keeps a value that the current stream has made of sources in these states."""
-        place = (key, id(owner), *map(id, tensors))
-        entries = self._entries
+            made = make()
+        tensors = [x for x in owners if isinstance(x, Tensor)]
+        if (
+            made.sources is None
+            or is_captured
+            or any(map(_is_uncounted, (*tensors, *made.sources)))
+        ):
+            self._entries.pop(place, None)
+            return made.value  # type: ignore[no-any-return]
 
         def forget(_: Any) -> None:
-            entries.pop(place, None)
+            self._entries.pop(place, None)
 
-        is_there = None
+        refs = [weakref.ref(x, forget) for x in owners]
+        of_tensors = [ref for ref, x in zip(refs, owners, strict=True) if isinstance(x, Tensor)]
+        entry = self._entries[place] = _Entry(refs, of_tensors, made)
+        self._touch(place)
         if device.type == "cuda":
-            is_there = torch.cuda.Event()
-            is_there.record(_current_stream(stream, device))
-        made = Entry(value, tensors, states, owner, forget, stream, is_there)
-        entries[place] = made
-        while len(entries) > self.most:
-            try:
-                entries.popitem(last=False)
-            except KeyError:  # another thread was faster
-                break
-        return made
+            entry.stream, event = stream, torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            entry.event = event
+        while len(self._entries) > self.most:
+            self._entries.popitem(last=False)
+        return made.value  # type: ignore[no-any-return]
 
-    def _hand_over(self, found: Entry[Value], device: torch.device) -> None:
-        """The current stream, which did not make the value, waits for it, and its memory for the stream."""
-        assert found.is_there is not None
+    def _touch(self, place: Hashable) -> None:
+        if place in self._entries:  # an owner may have died meanwhile
+            self._entries.move_to_end(place)
+
+    def _hand_over(self, entry: _Entry, device: torch.device) -> None:
+        """The current stream, which did not make the value, waits for it, and the allocator for the stream."""
+        assert entry.event is not None
         stream = torch.cuda.current_stream(device)
-        stream.wait_event(found.is_there)
-        for x in self._tensors_of(found.value):
-            if x.is_cuda:
-                x.record_stream(stream)
+        stream.wait_event(entry.event)
+        for tensor in self.tensors_of(entry.value):
+            tensor.record_stream(stream)
 
 
-def stream_of(device: torch.device) -> int | None:
-    """The stream that a call uses, 0 on a CPU; None while it is captured, or while a graph is traced."""
-    if _compat.is_tracing():
-        return None
+def _is_uncounted(x: Tensor) -> bool:
+    return _compat.may_change_uncounted(x) or _compat.has_no_address(x)
+
+
+def _stream_on(device: torch.device) -> tuple[int, bool]:
+    """The current stream, and whether it is captured."""
     if device.type != "cuda":
-        return 0
+        return 0, False
+    if _compat.is_capturing():
+        return 0, True
     index = torch.cuda.current_device() if device.index is None else device.index
-    return None if _compat.is_capturing() else _compat.raw_stream(index)
-
-
-@lru_cache(maxsize=64)
-def _current_stream(stream: int, device: torch.device) -> torch.cuda.Stream:
-    """The current stream, whose handle is `stream`: to ask torch for it takes longer than to look it up."""
-    return torch.cuda.current_stream(device)
+    return _compat.raw_stream(index), False

@@ -124,6 +124,50 @@ def _expanded(found: re.Match) -> str:
     return " ".join(f"{found[1]}{name}{found[3]}" for name in found[2].split(","))
 
 
+# Around the code of the README's table "You have, you write", which is in place of the {}.
+ROWS = {
+    "a Hugging Face model": """
+from transformers import LlamaConfig, LlamaForCausalLM
+sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), {})
+assert model(torch.arange(8)[None]).logits.isfinite().all()
+""",
+    "`varlen_attn`, `scaled_dot_product_attention`": """
+from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
+{}
+borders = torch.tensor([0, 8], dtype=torch.int32)
+x = torch.randn(8, 2, 16)
+assert varlen_attn(x, x, x, borders, borders, 8, 8).shape == x.shape
+""",
+    "a model that calls `flex_attention`": "model = torch.nn.Linear(2, 2); {}",
+    "code that calls `torch.compile` for you": "{}",
+    "eager code": "q = torch.randn(1, 2, 8, 16); {}",
+    "packed tensors and a list of slices": """
+q = k = v = torch.randn(8, 2, 16)
+slices = magi_compile.AttnSlices.causal(8)
+{}
+""",
+    "a sequence too long for one GPU": "{}",
+}
+
+
+@pytest.mark.parametrize("have", ROWS)
+def test_rows_of_the_readme(have):
+    """What a row says to write runs as it stands, after the import that the table names."""
+    if have == "a Hugging Face model":
+        pytest.importorskip("transformers")
+    readme = (ROOT / "README.md").read_text()
+    (code,) = re.findall(rf"^\| {re.escape(have)} \| `(.+?)`", readme, re.MULTILINE)
+    call = {"eager code": "(q, q, q)", "a sequence too long for one GPU": ""}.get(have)
+    if call is not None:
+        code = code.replace("(...)", call)
+    (first,) = re.findall("^After `(.+)`:\n\n\\| You have", readme, re.MULTILINE)
+    program = f"{first}\nimport torch\n" + ROWS[have].replace("{}", code)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
 @pytest.mark.slow
 def test_output_of_explain():
     """What the README shows of `explain` is what it prints, whatever documents this Python installation has."""

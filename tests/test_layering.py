@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "magi_compile"
 LAYERS = ["masks", "score", "plan", "kernels", "ops", "lowering", "dtensor", "integrations"]
-# Beside the layers: `_version`, `_compat`, `_checks` and `_warnings` are leaves that anybody may import; nobody imports the others.
+# Beside the layers: `_version`, `_compat`, `_checks`, `_kept` and `_warnings` are leaves that anybody may import; nobody imports the others.
 ASIDE = {"testing", "bench"}
 
 
@@ -54,7 +54,8 @@ def test_leaves_import_nothing_of_ours():
         for name in imported_modules(path):
             assert name.startswith("magi_compile._compat."), f"{path} imports {name}"
     assert imported_modules(PACKAGE / "_warnings.py") == set()
-    assert imported_modules(PACKAGE / "_checks.py") == {"magi_compile", "magi_compile._compat"}
+    for name in ("_checks.py", "_kept.py"):
+        assert imported_modules(PACKAGE / name) == {"magi_compile", "magi_compile._compat"}
 
 
 FRAMEWORKS = {"transformers", "torchtitan", "accelerate", "trl"}

@@ -31,6 +31,7 @@ using Library = struct LibraryOpaque*;
 using Kernel = void (*)(Value* stack, uint64_t num_arguments, uint64_t num_results);
 
 constexpr uint64_t kAbiVersion = 0x020b000000000000;   // 2.11
+constexpr int32_t kCuda = 1;                           // DeviceType
 
 struct Torch {
     int (*aoti_torch_get_dim)(Tensor, int64_t*);
@@ -511,7 +512,7 @@ bool is_on_device(const Call& call) {
 
 void repeat(const Call& call, const Arguments& arguments, const Made& made) {
     void* stream = nullptr;
-    if (torch.aoti_torch_get_current_cuda_stream != nullptr) {
+    if (call.device_type == kCuda && torch.aoti_torch_get_current_cuda_stream != nullptr) {
         check(torch.aoti_torch_get_current_cuda_stream(call.device_index, &stream),
               "aoti_torch_get_current_cuda_stream");
     }

@@ -3,8 +3,10 @@
 # ruff: noqa: F401  (these are for the other modules of this package)
 
 from magi_compile._compat.aten import (
+    below_autograd,
     cpu_flash_backward,
     cpu_flash_forward,
+    has_no_address,
     has_torch_function_mode,
     may_change_uncounted,
     types_in_schema,
@@ -20,11 +22,13 @@ from magi_compile._compat.distributed import (
     indices_of_load_balancer,
     load_balancer_of_torch,
     resolve_process_group,
+    store_of,
     symmetric_addresses,
     symmetric_empty,
     symmetric_rendezvous,
 )
 from magi_compile._compat.dynamo import (
+    as_user_error,
     backend_that_dynamo_traces_for,
     backends_around,
     copy_of_dynamo_graph,
@@ -49,7 +53,12 @@ from magi_compile._compat.flex import (
     scalar_indexing,
     watch_flex_attention,
 )
-from magi_compile._compat.functorch import allow_repeated_backward, has_tangents, vmap_in_ops
+from magi_compile._compat.functorch import (
+    allow_repeated_backward,
+    has_tangents,
+    is_transformed,
+    vmap_in_ops,
+)
 from magi_compile._compat.inductor import (
     inductor_cache_key,
     install_pre_grad_pass,
@@ -59,11 +68,11 @@ from magi_compile._compat.inductor import (
 )
 from magi_compile._compat.modes import outside_of_modes
 from magi_compile._compat.tracing import (
+    differ,
     fake_mode_of,
     graph_of,
     is_fake,
     is_traced,
-    is_tracing,
     static_fake_mode,
     symbolic_fake_mode,
     symbolic_int,

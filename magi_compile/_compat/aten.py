@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,11 @@ def may_change_uncounted(tensor: Tensor) -> bool:
     return tensor.is_inference() or torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 
+def has_no_address(tensor: Tensor) -> bool:
+    """Whether `tensor` may be made of other tensors, as a DTensor and a sparse tensor are."""
+    return type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.layout != torch.strided
+
+
 def types_in_schema(schema: str) -> tuple[list[str], list[str]]:
     """The types of the arguments and of the results of an op's schema, as "Tensor" and "List[int]"."""
     parsed = torch._C.parse_schema(schema)
@@ -29,6 +35,12 @@ def types_in_schema(schema: str) -> tuple[list[str], list[str]]:
 def types_of_ops() -> tuple[type, ...]:
     """What `torch.ops.namespace.name` and `torch.ops.namespace.name.overload` are."""
     return torch._ops.OpOverloadPacket, torch._ops.OpOverload
+
+
+def below_autograd(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """What `op` gives without autograd, in a kernel of an autograd key that was called with `keys`."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *args, **kwargs)
 
 
 def has_torch_function_mode() -> bool:

@@ -8,19 +8,24 @@ import torch
 from torch import Tensor
 
 
-def resolve_process_group(name: str) -> Any:
+def resolve_process_group(name: str, argument: str = "group") -> Any:
     """The process group called `name` (`ProcessGroup.group_name`); how ops name groups in a graph."""
     try:
         return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     except RuntimeError as error:
         raise ValueError(
-            f"`group` must be a process group of this process or the name of one, got {name!r}"
+            f"`{argument}` must be a process group of this process or the name of one, got {name!r}"
         ) from error
 
 
 def default_group_name() -> str:
     """The name of the default process group, also while a graph is traced."""
     return torch.distributed.distributed_c10d._get_default_group().group_name
+
+
+def store_of(group: Any) -> Any:
+    """The store of a process group, with keys of its own."""
+    return torch.distributed.distributed_c10d._get_process_group_store(group)
 
 
 def symmetric_empty(num_bytes: int, device: torch.device) -> Tensor:

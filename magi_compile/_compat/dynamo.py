@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -150,3 +151,26 @@ def num_compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
+
+
+def as_user_error(error: Exception) -> Exception:
+    """`error`, also of its own class, so that Dynamo hands it to the user as it is: others it takes for defects, its own or of a
+    backend, and asks to report them."""
+    of: Any = type(error)
+    return _user_error_type(of)(*error.args, first_useful_frame=None)
+
+
+@cache
+def _user_error_type(of: Any) -> Any:
+    from torch._dynamo.exc import ShortenTraceback
+
+    class UserError(ShortenTraceback, of):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.text = str(args[0])
+
+        def __str__(self) -> str:
+            return self.text  # not what Dynamo adds for those who report defects
+
+    UserError.__name__ = UserError.__qualname__ = of.__name__
+    return UserError

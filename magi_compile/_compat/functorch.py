@@ -49,3 +49,16 @@ def has_tangents(tensors: Sequence[Tensor]) -> bool:
     if forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def is_transformed(tensors: Sequence[Tensor]) -> bool:
+    """Whether a transform of torch.func maps over one of them (vmap), or differentiates by it (grad, vjp, jacrev)."""
+    functorch: Any = torch._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        return False
+    for tensor in tensors:
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            if tensor.requires_grad or not functorch.is_gradtrackingtensor(tensor):
+                return True
+            tensor = functorch.get_unwrapped(tensor)
+    return False

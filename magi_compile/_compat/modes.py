@@ -4,49 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Leaves the caller's inference mode, autocast, autograd and dispatch modes: for tensors that later calls use, in whatever mode
-    these are.
+    """Leaves the caller's inference mode, autograd, autocast, hooks for saved tensors and dispatch modes: for values that later calls
+    use, in whatever mode these are.
 
-    A tensor of inference mode cannot be saved for a backward. Hooks for saved tensors, as those of a checkpoint, see nothing that is made
-    here. Neither do dispatch modes, as those of a selective checkpoint, which runs the same operations again in the backward, where what is
-    kept is not made again. Modes that trace stay.
+    A tensor of inference mode cannot be saved for a backward. A checkpoint counts what is saved, or what is dispatched, and does not find
+    it when it runs the same again.
     """
+    from torch.utils._python_dispatch import _disable_current_modes
+
     device_types = {"cpu"}
     if (accelerator := torch.accelerator.current_accelerator()) is not None:
         device_types.add(accelerator.type)
     with ExitStack() as modes:
+        modes.enter_context(_disable_current_modes())
         modes.enter_context(torch.inference_mode(False))
         modes.enter_context(torch.no_grad())
         for device_type in sorted(device_types):
             modes.enter_context(torch.autocast(device_type, enabled=False))
-        modes.enter_context(_without_saved_tensor_hooks())
-        if _only_users_dispatch_modes():
-            modes.enter_context(torch.utils._python_dispatch._disable_current_modes())
+        if torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            modes.enter_context(torch.autograd.graph.saved_tensors_hooks(_itself, _itself))
         yield
 
 
-@contextmanager
-def _without_saved_tensor_hooks() -> Iterator[None]:
-    """Autograd, where something in here turns it on, packs and unpacks nothing."""
-    before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
-    try:
-        yield
-    finally:
-        torch._C._autograd._saved_tensors_hooks_set_tracing(before)
-
-
-def _only_users_dispatch_modes() -> bool:
-    """Whether there are dispatch modes, none of which traces."""
-    keys = torch._C._TorchDispatchModeKey  # type: ignore[attr-defined]
-    if any(
-        torch._C._get_dispatch_mode(key) is not None
-        for key in (keys.FAKE, keys.PROXY, keys.FUNCTIONAL)
-    ):
-        return False
-    return torch._C._len_torch_dispatch_stack() > 0
+def _itself(x: Any) -> Any:
+    return x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -12,32 +11,30 @@ from torch import Tensor
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether `tensor` is a FakeTensor: it has a shape but no values."""
-    return isinstance(tensor, _fake_tensor())
-
-
-@cache
-def _fake_tensor() -> type[Tensor]:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return FakeTensor
+    return isinstance(tensor, FakeTensor)
 
 
 def is_traced(tensor: Tensor) -> bool:
     """Whether what is done with `tensor` becomes a graph (of make_fx), so that nothing may depend on its values."""
-    return isinstance(tensor, _fake_tensor()) or is_tracing()
-
-
-def is_tracing() -> bool:
-    """Whether what is done becomes a graph of make_fx."""
-    return torch._C._get_dispatch_mode(_PROXY) is not None
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+    proxy = torch._C._TorchDispatchModeKey.PROXY  # type: ignore[attr-defined]
+    return is_fake(tensor) or torch._C._get_dispatch_mode(proxy) is not None
 
 
 def fake_mode_of(tensor: Tensor) -> Any:
     """The FakeTensorMode that `tensor` belongs to, as a context manager."""
     return tensor.fake_mode  # type: ignore[attr-defined]
+
+
+def differ(size: Any, other: Any) -> bool:
+    """Whether two sizes differ. Of a graph that is traced that becomes a guard, but for sizes of which nothing is known yet: these count
+    as equal, and whoever relies on it asks again when the graph runs."""
+    if type(size) is int and type(other) is int:
+        return size != other
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size != other)
 
 
 def without_fake_tensors() -> Any:

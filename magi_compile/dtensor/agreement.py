@@ -1,63 +1,145 @@
-"""Whether the ranks of a group hold plans of one mask, each its own: asked before the first rows travel by a plan.
+"""Whether the ranks of a group call the same attention: asked before its rows travel.
 
-Once for each of the first plans of a group, because the answer takes a small all-gather and the host waits for it: who plans
-anew in every step waits in the first steps alone. What is agreed upon is kept by group: the ranks of one call in the same order,
-so they keep the same and ask together.
+Ranks that differ would wait for each other, or compute with rows of another mask: a data loader drifts, or one rank has another dtype.
+So each rank says in a hundred bytes what it is about to do, and reads what the others say. Every rank finds the same difference, and
+raises the same error.
+
+    tensors on a CPU    in every call, by an all-gather
+    tensors on a GPU    in the first call of its kind, that is of a plan, and shapes, dtype and options, and in every 256th call of the
+                        group, which also compares a hash of all calls since the last time
+
+What a rank has asked before it keeps by itself, so on GPUs a rank may ask where others do not. It must not meet their rows then:
+it asks hosts, by the CPU backend of the group or by its store, and waits for no device. Alone, it waits until that times out.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile.dtensor.execution import DevicePlan
-from magi_compile.dtensor.planning.rank_plan import recent
-from magi_compile.dtensor.transport.collectives import refuse_to_be_recorded
+from magi_compile.dtensor.transport.collectives import COLLECTIVES, is_recorded
+from magi_compile.ops.validation import DTYPES
 
-FIRST_PLANS = 16  # of a group that are compared
+EVERY = 256  # calls of a group with tensors on GPUs
+KEPT = 1024  # kinds of calls
 
-_asked: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-_agreed: WeakKeyDictionary[dist.ProcessGroup, OrderedDict[Hashable, None]] = WeakKeyDictionary()
+_NAMES = ("auto", *COLLECTIVES)
+
+
+class Call(NamedTuple):
+    """What the ranks of a group must have in common when they call an attention; all are numbers."""
+
+    digest: int
+    cp_size: int
+    dtype: int
+    nheads_q: int
+    nheads_kv: int
+    head_dim: int
+    head_dim_v: int
+    rows: int
+    key_rows: int
+    collective: int
+    softmax_scale: float
+    softcap: float
+
+    @staticmethod
+    def of(
+        plan: DevicePlan, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, name: str
+    ) -> Call:
+        """The call with this rank's plan and tensors; `name` is that of the collective."""
+        (rows, nheads_q, head_dim), (key_rows, nheads_kv, _) = q.shape, k.shape
+        dtype, collective = _index(DTYPES, q.dtype), _index(_NAMES, name)
+        return Call(
+            *(plan.digest, plan.cp_size, dtype, nheads_q, nheads_kv, head_dim),
+            *(v.shape[2], rows, key_rows, collective, scale, softcap),
+        )
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others."""
+
+    number: int  # of the call in this group, with tensors on GPUs
+    is_backward: int
+    history: int  # of the calls that were not compared
+    rank: int  # whose plan it has
+    call: Call
+
+
+_FORMAT = struct.Struct(f"<4q{len(Call._fields) - 2}q2d")
+
+
+class _Calls:
+    """Those of one group."""
+
+    def __init__(self) -> None:
+        self.number = self.exchanges = self.history = 0
+        self.known: OrderedDict[Hashable, None] = OrderedDict()
+        self.reduce_groups: set[str] = set()
+
+
+_calls: WeakKeyDictionary[dist.ProcessGroup, _Calls] = WeakKeyDictionary()
 
 
 def require_agreement(
-    plan: DevicePlan,
+    call: Call,
+    rank: int,
     group: dist.ProcessGroup,
     reduce_group_name: str,
     device: torch.device,
+    *,
+    is_backward: bool = False,
 ) -> None:
-    """All ranks of `group` call it together before they move rows of `device` by a plan.
+    """All ranks of `group` call it together before they move rows of `device`.
 
     Args:
-        plan: this rank's, on `device`.
-        group: the ranks that plan together.
+        call: what this rank is about to do.
+        rank: whose plan it has.
+        group: the ranks.
         reduce_group_name: name of the process group that moves gradients.
         device: of q, k and v.
+        is_backward: whether it is the backward of that attention.
 
     Raises:
-        ValueError: on every rank alike, naming the ranks whose plan does not fit the group or differs from that of rank 0.
-        RuntimeError: if it would have to ask while a graph is being captured.
+        ValueError: on every rank alike, if the ranks differ, or if a plan does not fit the group.
+        RuntimeError: if other ranks do not call it, or if it would have to ask while a graph is being captured.
     """
-    agreed = _agreed.setdefault(group, OrderedDict())
-    key = (plan.digest, plan.rank, reduce_group_name)
-    asked = _asked.get(group, 0)
-    if key not in agreed:
-        if asked >= FIRST_PLANS:
+    calls = _calls.get(group)
+    if calls is None:
+        calls = _calls[group] = _Calls()
+    if reduce_group_name not in calls.reduce_groups:
+        _require_equal_ranks(
+            group, _compat.resolve_process_group(reduce_group_name, "reduce_group")
+        )
+        calls.reduce_groups.add(reduce_group_name)
+    if device.type != "cpu":
+        is_known = (call, rank) in calls.known
+        if is_known and is_recorded(device):
+            return  # a replay is no call
+        calls.number += 1
+        if is_known and calls.number % EVERY:
+            calls.known.move_to_end((call, rank))
+            calls.history = hash((calls.history, is_backward, call))
             return
-        _asked[group] = asked + 1
-        mine = torch.tensor([plan.digest, plan.cp_size, plan.rank], device=device)
-        refuse_to_be_recorded(mine)
-        _require_equal_ranks(group, _compat.resolve_process_group(reduce_group_name))
-        every = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(every, mine, group)
-        _compare(torch.stack(every).tolist())
-        agreed[key] = None
-    recent(agreed, key)
+    if (group.size(), call.cp_size, rank) == (1, 1, 0):
+        return
+    mine = _Said(calls.number, is_backward, calls.history, rank, call)
+    every = [mine] if group.size() == 1 else _exchange(mine, calls, group, device)
+    calls.history = 0
+    _compare(every)
+    if device.type != "cpu":
+        calls.known[call, rank] = None
+        if len(calls.known) > KEPT:
+            calls.known.popitem(last=False)
 
 
 def _require_equal_ranks(group: dist.ProcessGroup, reduce_group: dist.ProcessGroup) -> None:
@@ -68,25 +150,72 @@ def _require_equal_ranks(group: dist.ProcessGroup, reduce_group: dist.ProcessGro
         )
 
 
-def _compare(every: list[list[int]]) -> None:
-    """`every`: digest, cp_size and rank of the plan of each rank."""
-    digests, sizes, ranks = zip(*every, strict=True)
-    size = len(every)
-    misfits = [rank for rank, planned in enumerate(sizes) if planned != size]
-    if misfits:
-        planned = sorted({sizes[rank] for rank in misfits})
+def _exchange(
+    mine: _Said, calls: _Calls, group: dist.ProcessGroup, device: torch.device
+) -> list[_Said]:
+    """What every rank says; of hosts, whatever the device."""
+    if is_recorded(device):
+        raise RuntimeError(
+            "the first use of a plan compares the ranks, which a CUDA graph cannot capture: run one warm-up step before the capture"
+        )
+    *numbers, call = mine
+    said = bytearray(_FORMAT.pack(*numbers, *call))
+    try:
+        if "cpu:" in dist.get_backend_config(group):
+            packed = torch.frombuffer(said, dtype=torch.uint8)
+            every = [torch.empty_like(packed) for _ in range(group.size())]
+            dist.all_gather(every, packed, group)
+            arrived = [bytes(x.tolist()) for x in every]
+        else:
+            calls.exchanges += 1
+            arrived = _exchange_by_store(bytes(said), calls.exchanges, group)
+    except RuntimeError as error:
+        what = "backward" if mine.is_backward else "forward"
+        raise RuntimeError(
+            f"all ranks of `group` must call the same attention together, but rank {group.rank()} has not heard of the others in a "
+            f"{what}; another rank has called something else, or has ended: {error}"
+        ) from error
+    unpacked = [_FORMAT.unpack(x) for x in arrived]
+    return [_Said(x[0], x[1], x[2], x[3], Call(*x[4:])) for x in unpacked]
+
+
+def _exchange_by_store(said: bytes, number: int, group: dist.ProcessGroup) -> list[bytes]:
+    """What all ranks of the group have said the `number`-th time."""
+    store = _compat.store_of(group)
+
+    def key(number: int, rank: int) -> str:
+        return f"magi_compile/{number}/{rank}"
+
+    store.set(key(number, group.rank()), said)
+    keys = [key(number, rank) for rank in range(group.size())]
+    arrived = store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)]
+    # Who has said this has read what was said before.
+    if number > 1:
+        store.delete_key(key(number - 1, group.rank()))
+    return arrived
+
+
+def _compare(every: Sequence[_Said]) -> None:
+    """Raises if the ranks differ; `every`: what they say, in their order."""
+    calls, size = [x.call for x in every], len(every)
+    strangers = {rank: x.rank for rank, x in enumerate(every) if x.rank != rank}
+    is_one = len({(x.number, x.is_backward, x.history, x.call) for x in every}) == 1
+    if is_one and calls[0].cp_size == size and not strangers:
+        return
+    if differ := _of(every, lambda x: x.is_backward, lambda x: "backward" if x else "forward"):
+        raise ValueError(f"all ranks of `group` must be in the same pass, but {differ}")
+    if misfits := [rank for rank, x in enumerate(calls) if x.cp_size != size]:
+        planned = sorted({calls[rank].cp_size for rank in misfits})
         raise ValueError(
             f"`plan` must be made for the {size} ranks of `group`, but ranks {misfits} have a plan for "
             f"{', '.join(map(str, planned))}; call plan_rank with cp_size=group.size()"
         )
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-    if different:
+    if different := [rank for rank, x in enumerate(calls) if x.digest != calls[0].digest]:
         raise ValueError(
             "every rank must plan the same mask with the same options, but the plans of ranks "
             f"{different} differ from that of rank 0; give every rank the same mask and the same "
             "ContextParallelOptions"
         )
-    strangers = {rank: planned for rank, planned in enumerate(ranks) if planned != rank}
     if strangers:
         listed = ", ".join(
             f"rank {rank} has the plan of rank {whose}" for rank, whose in strangers.items()
@@ -94,3 +223,39 @@ def _compare(every: list[list[int]]) -> None:
         raise ValueError(
             f"`plan` must be each rank's own, but {listed}; call plan_rank with rank=group.rank()"
         )
+    for field, (what, name) in _ASPECTS.items():
+        if differ := _of(calls, itemgetter(Call._fields.index(field)), name):
+            raise ValueError(f"{what} must be the same on all ranks of `group`, but {differ}")
+    if differ := _of(every, lambda x: x.number, lambda x: f"call {x}"):
+        raise ValueError(f"all ranks of `group` must call attention equally often, but {differ}")
+    raise ValueError(
+        f"all ranks of `group` must call the same attentions in the same order, but ranks "
+        f"{[rank for rank, x in enumerate(every) if x.history != every[0].history]} have called others than rank 0 since the ranks "
+        "were compared last; give every rank the same masks in the same order"
+    )
+
+
+_ASPECTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "dtype": ("the dtype of `q`, `k` and `v`", lambda x: str(DTYPES[x])),
+    "nheads_q": ("the heads of `q`", str),
+    "nheads_kv": ("the heads of `k` and `v`", str),
+    "head_dim": ("the head_dim of `q` and `k`", str),
+    "head_dim_v": ("the head_dim of `v`", str),
+    "rows": ("the rows of `q`", str),
+    "key_rows": ("the rows of `k` and `v`", str),
+    "softmax_scale": ("the scale of the scores", str),
+    "softcap": ("`softcap`", str),
+    "collective": ("`collective`", lambda x: _NAMES[x]),
+}
+
+
+def _of(every: Sequence[Any], value: Callable[[Any], Any], name: Callable[[Any], str]) -> str:
+    """Which ranks have another value than rank 0, in words; empty for none."""
+    first = value(every[0])
+    found = [(rank, value(x)) for rank, x in enumerate(every) if value(x) != first]
+    listed = ", ".join(f"rank {rank} has {name(x)}" for rank, x in found)
+    return f"{listed} and rank 0 has {name(first)}" if found else ""
+
+
+def _index(known: Sequence[Any], x: Any) -> int:
+    return known.index(x) if x in known else -1

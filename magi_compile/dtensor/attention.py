@@ -11,9 +11,10 @@ from torch import Tensor
 from magi_compile import _compat
 from magi_compile.dtensor import ops as _ops  # noqa: F401  the ops exist once it is imported
 from magi_compile.dtensor.planning.rank_plan import PlanTensors
+from magi_compile.dtensor.transport.collectives import check_collective
 from magi_compile.ops.attention import AttnOutput, AttnOutputWithMaxScores, packed_result
 from magi_compile.ops.dtensors import PACKED, are_distributed, shards_of, wrapped, wrapped_rows
-from magi_compile.ops.validation import check_flag, check_options, check_qkv
+from magi_compile.ops.validation import as_autocast, check_flag, check_options, check_qkv
 
 
 @overload
@@ -86,7 +87,7 @@ def context_parallel_attention(
     All ranks call it together. Row i of the local tensors is the token `plan.dispatch.positions(rank)[i]`.
 
     Args:
-        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
+        q: `[seqlen_local, nheads_q, head_dim]`, this rank's rows, fp32, bf16 or fp16, which autocast casts, as k and v; or a DTensor of them, as are k and v then: see `SequencePlan.attention`.
         k: `[seqlen_local, nheads_kv, head_dim]`, this rank's keys: row i is the key `plan.dispatch.keys.positions(rank)[i]`.
         v: `[seqlen_local, nheads_kv, head_dim_v]`, dtype of `k`.
         plan: `RankPlan.tensors(q.device)` of this rank.
@@ -104,12 +105,14 @@ def context_parallel_attention(
         `AttnOutputWithMaxScores(out, lse, max_scores)`, max_scores `[nheads_q, seqlen_local]`.
 
     Raises:
-        ValueError: if a tensor does not fit the others or the plan; on every rank, if the plans of the ranks do not fit
-            each other or the group, which the first call with a plan finds out.
+        ValueError: if a tensor does not fit the others or the plan; on every rank, if the ranks differ in their plans, shapes, dtypes or
+            options, or a plan does not fit the group.
+        RuntimeError: if other ranks do not call it before the timeout of the group.
         TypeError: if an argument is of another kind.
         NotImplementedError: if no kernel or no collective can run this.
     """
     name = _name_of(group, "group")
+    q, k, v = as_autocast(q, k, v)
     if are_distributed(q, k, v):
         shards = shards_of({"q": q, "k": k, "v": v}, PACKED, list(_ranks_of(name)))
         out, *rows = context_parallel_attention(
@@ -128,6 +131,8 @@ def context_parallel_attention(
     check_options("softmax_scale", softmax_scale, softcap, kernel)
     check_flag("return_max_scores", return_max_scores)
     names = [name, name if reduce_group is None else _name_of(reduce_group, "reduce_group")]
+    if collective is not None:
+        check_collective(collective)
     chosen = (kernel or "", "auto" if collective is None else collective)
     ops = torch.ops.magi
     op = ops.cp_attention_with_max_scores if return_max_scores else ops.cp_attention

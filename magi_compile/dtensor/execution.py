@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.planning.rank_plan import recent
 from magi_compile.dtensor.transport.collectives import Collective, Route, refuse_to_be_recorded
 from magi_compile.kernels.base import AttnProblem, Kernel
@@ -39,7 +40,8 @@ class DeviceStage:
         key = kernel.name, kernel.plan_key(problem)
         if key not in self._plans:
             refuse_to_be_recorded(self.slices.q_ranges)
-            self._plans[key] = kernel.plan(self.slices, problem)
+            with _compat.outside_of_modes():
+                self._plans[key] = kernel.plan(self.slices, problem)
         return self._plans[key]
 
 
@@ -75,10 +77,12 @@ class MergedStage:
                 # With a column between local and remote ones, so that no run has both.
                 remote_begin = self.local.slices.seqlen_k + 1
                 slices = self._joined(remote_begin).slices
-                plan = kernel.early_plan(slices, problem, remote_begin)
+                with _compat.outside_of_modes():
+                    plan = kernel.early_plan(slices, problem, remote_begin)
             self._early[key] = plan
         return self._early[key]
 
+    @_compat.outside_of_modes()
     def _joined(self, remote_begin: int) -> DeviceStage:
         local, remote = self.local.slices, self.remote.slices
         refuse_to_be_recorded(local.q_ranges)
@@ -124,7 +128,8 @@ def unpack(meta: Tensor, data: Tensor) -> DevicePlan:
     """Reads `PlanTensors`; recent plans are kept by their digest, with the kernels' plans."""
     key = (*meta[:2].tolist(), data.device)
     if key not in _device_plans:
-        _device_plans[key] = _unpack(meta.tolist(), data)
+        with _compat.outside_of_modes():
+            _device_plans[key] = _unpack(meta.tolist(), data)
     return recent(_device_plans, key)
 
 

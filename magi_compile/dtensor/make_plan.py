@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
-from magi_compile.dtensor.planning.dispatch import check_count
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions, plan_rank_together
 from magi_compile.dtensor.sequence_plan import SequencePlan, SpreadMask
 from magi_compile.dtensor.spread_tokens import SpreadTokens
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_mask import Converted, convert_block_mask, convert_mask_mod
+from magi_compile.ops.validation import check_count, check_list
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -70,6 +70,7 @@ def plan(
 
 
 @one_thread()
+@_compat.outside_of_modes()
 def plan(
     mask: Any = None,
     mesh: Any = None,
@@ -83,8 +84,8 @@ def plan(
 ) -> Any:
     """Spreads a sequence over ranks by its attention mask: equal work for each rank, and little communication.
 
-    Every rank calls it with the same mask. It does not communicate; the first attention with a plan compares the plans of all
-    ranks. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor there, it waits for the device; with
+    Every rank calls it with the same mask. It does not communicate; attention compares the plans of all ranks before rows
+    travel. Recent plans are kept. With a BlockMask on a GPU, or a mask_mod that captures a tensor there, it waits for the device; with
     `AttnSlices`, or a mask_mod of tensors on the CPU, it does not, and a step may be planned while the GPU runs the one before.
 
     Where a mask has more or fewer keys than queries (cross attention), keys are a sequence of their own, which is spread too:
@@ -186,6 +187,7 @@ def _weights_of(weights: Any, masks: Any) -> list[int]:
             f"`weights` must be a {type(masks).__name__} like `masks`, got {type(weights).__name__}"
         )
     if not isinstance(masks, Mapping):
+        check_list("weights", weights)
         return list(weights)
     if set(weights) != set(masks):
         raise ValueError(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _compat
-from magi_compile.dtensor.agreement import require_agreement
+from magi_compile.dtensor.agreement import Call, require_agreement
 from magi_compile.dtensor.backward import backward
 from magi_compile.dtensor.execution import Execution, unpack
 from magi_compile.dtensor.forward import forward
@@ -49,18 +49,30 @@ class _Options(NamedTuple):
     reduce_group_name: str
 
     def execution(
-        self, scaled: Scaled, k: Tensor, v: Tensor, *, has_max_scores: bool = False
+        self,
+        scaled: Scaled,
+        k: Tensor,
+        v: Tensor,
+        *,
+        has_max_scores: bool = False,
+        is_backward: bool = False,
     ) -> Execution:
-        """How this rank's rows are computed."""
-        q = scaled.q
-        problem = problem_of(q, k, v, scaled.softmax_scale, self.softcap)
+        """How this rank's rows are computed; all ranks of the group ask together."""
+        q, scale = scaled.q, scaled.softmax_scale
+        group = _compat.resolve_process_group(self.group_name)
+        plan = unpack(self.meta, self.data)
+        # Before anything else, because what fails on one rank alone leaves the others waiting.
+        call = Call.of(plan, q, k, v, self.softmax_scale, self.softcap, self.collective)
+        require_agreement(
+            *(call, plan.rank, group, self.reduce_group_name, q.device), is_backward=is_backward
+        )
+        problem = problem_of(q, k, v, scale, self.softcap)
         if has_max_scores:
             problem = replace(problem, has_max_scores=True)
         chosen = _select_kernel(problem, self.kernel or None)
-        group = _compat.resolve_process_group(self.group_name)
         moving = select_collective(self.collective, group, q.device)
         reduce_group = _compat.resolve_process_group(self.reduce_group_name)
-        return Execution(unpack(self.meta, self.data), chosen, problem, moving, group, reduce_group)
+        return Execution(plan, chosen, problem, moving, group, reduce_group)
 
 
 def _cp_ffa_fwd(
@@ -70,7 +82,6 @@ def _cp_ffa_fwd(
     scaled = Scaled.of(q, options.softmax_scale)
     execution = options.execution(scaled, k, v, has_max_scores=max_scores is not None)
     plan = execution.plan
-    require_agreement(plan, execution.group, options.reduce_group_name, q.device)
     if q.shape[0] != plan.rows:
         raise ValueError(
             f"`q` must have the {plan.rows} rows of the plan, got {q.shape[0]}; "
@@ -110,7 +121,7 @@ def _cp_ffa_bwd(
     out, lse, *others = rest
     options = _Options(*others)
     scaled = Scaled.of(q, options.softmax_scale)
-    execution = options.execution(scaled, k, v)
+    execution = options.execution(scaled, k, v, is_backward=True)
     dq, dk, dv = backward(Grads(dout, dlse), Saved(scaled.q, k, v, out, lse), execution)
     return scaled.gradient(dq), dk, dv
 

@@ -10,6 +10,7 @@ text = p.keys.shard(text, dim=1)      of cross attention: this rank's keys
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -38,6 +39,7 @@ from magi_compile.ops.dtensors import (
 )
 from magi_compile.ops.layout import in_memory_order, memory_order
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
+from magi_compile.ops.validation import check_options
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
@@ -122,7 +124,9 @@ class SequencePlan(SpreadTokens):
         """The mask for `flex_attention` inside `context_parallel`. Evaluated anywhere else, it raises."""
         if self._block_mask is None:
             lengths = (self.seqlen_local, self.keys.seqlen_local)
-            self._block_mask = one_block_mask(SpreadMask(self), 1, *lengths, self.device)
+            is_traced = torch.compiler.is_compiling()
+            with nullcontext() if is_traced else _compat.outside_of_modes():
+                self._block_mask = one_block_mask(SpreadMask(self), 1, *lengths, self.device)
         return self._block_mask
 
     def explain(self, cost: CostModel | None = None) -> PlanExplanation:
@@ -135,6 +139,8 @@ class SequencePlan(SpreadTokens):
         Returns:
             The explanation; print it.
         """
+        if not isinstance(cost, (CostModel, type(None))):
+            raise TypeError(f"`cost` must be a CostModel or None, got {type(cost).__name__}")
         return explain_plan(self._planned, self._cost if cost is None else cost)
 
     # Attention
@@ -196,7 +202,7 @@ class SequencePlan(SpreadTokens):
         """Attention of this rank's tokens over the whole sequence, by the plan's mask; differentiable. All ranks call it together.
 
         Args:
-            q: `[B, Hq, seqlen_local, D]`, or packed `[seqlen_local, Hq, D]`; fp32, bf16 or fp16 (under autocast any float). q, k and v
+            q: `[B, Hq, seqlen_local, D]`, or packed `[seqlen_local, Hq, D]`; fp32, bf16 or fp16, which autocast casts. q, k and v
                 may be DTensors: tokens sharded on the mesh dimension of the plan, heads on any other dimension.
             k: `[B, Hkv, keys.seqlen_local, D]` or `[keys.seqlen_local, Hkv, D]`; Hkv divides Hq.
             v: `[B, Hkv, keys.seqlen_local, Dv]` or `[keys.seqlen_local, Hkv, Dv]`.
@@ -216,10 +222,11 @@ class SequencePlan(SpreadTokens):
         Raises:
             TypeError: q, k or v is no tensor, return_lse no bool, or return_aux no AuxRequest.
             ValueError: shapes, dtypes or devices do not fit each other or the plan; on every rank, if the ranks have planned
-                different masks.
+                different masks, or differ in shapes, dtypes or options.
             NotImplementedError: no kernel runs this, or the mask depends on the batch entry and there are several.
         """
         with_max = asks_for_max_scores(return_lse, return_aux)
+        check_options("scale", scale, softcap)
         out, lse, *others = self.attend(
             *(q, k, v, self.meta, scale, softcap), return_max_scores=with_max
         )
@@ -271,9 +278,6 @@ class SequencePlan(SpreadTokens):
                 tokens, what = self.keys, "keys"
             length, dim = tokens.seqlen_local, 2 if x.ndim == 4 else 0
             check_length(name, x, dim, length, "of this rank", what)
-        if torch.is_autocast_enabled(q.device.type):
-            dtype = torch.get_autocast_dtype(q.device.type)
-            q, k, v = (x.to(dtype) for x in (q, k, v))
         tensors = PlanTensors(meta, self.data)
         options: dict[str, Any] = {
             "softmax_scale": scale,

@@ -5,11 +5,16 @@ Tokens of self-attention are queries and keys; those of cross attention are two 
 
 from __future__ import annotations
 
+import numbers
+import sys
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.chunks import Placement
+from magi_compile.ops.validation import check_flag
 
 
 class SpreadTokens:
@@ -49,6 +54,10 @@ class SpreadTokens:
 
     def has_the_tokens_of(self, other: SpreadTokens) -> bool:
         """Whether every rank holds the same tokens by both, in the same order."""
+        if not isinstance(other, SpreadTokens):
+            raise TypeError(
+                f"`other` must be a SequencePlan or its keys, got {type(other).__name__}"
+            )
         here, there = self.placement, other.placement
         return (here.total, here.chunk_size, self.group_name) == (
             there.total,
@@ -70,9 +79,10 @@ class SpreadTokens:
         Raises:
             ValueError: the sequence is padded, which that form cannot say.
         """
+        check_flag("restore", restore)
         if self.has_padding:
             raise ValueError(
-                f"a permutation needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
+                f"a `permutation` needs a plan without padding, but {self.total} tokens are padded to {self.seqlen_local} on each of "
                 f"{self.cp_size} ranks"
             )
         where = self.placement.inverse_positions() if restore else self.placement.positions()
@@ -97,6 +107,7 @@ class SpreadTokens:
             ValueError: `x` has another length.
         """
         check_length("x", x, dim, self.total, "of the whole sequence")
+        check_padding("padding", padding, x.dtype)
         local = x.index_select(dim, self.positions.to(x.device))
         if self.has_padding:
             sizes = [1] * x.ndim
@@ -154,20 +165,30 @@ class SpreadTokens:
             ValueError: `tokens` are no integers, or `tokens` or `documents` do not fit.
         """
         check_length("tokens", tokens, dim, self.total, "of the whole sequence")
-        if tokens.is_floating_point() or tokens.is_complex():
+        if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
             raise ValueError(f"`tokens` must be integers, got dtype {tokens.dtype}")
+        check_flag("is_shifted", is_shifted)
+        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+            raise TypeError(f"`ignore_index` must be an int, got {ignore_index!r}")
+        limits = torch.iinfo(tokens.dtype)
+        if not limits.min <= ignore_index <= limits.max:
+            raise ValueError(
+                f"`ignore_index` must fit in the dtype of `tokens`, {tokens.dtype}, got {ignore_index}"
+            )
         if not is_shifted:
             tokens = _next(tokens, dim, ignore_index)
         if documents is not None:
             dim = dim % tokens.ndim - tokens.ndim
             check_length("documents", documents, dim, self.total, "of the whole sequence")
-            differs = documents.diff(dim=dim) != 0
+            differs = documents.to(tokens.device).diff(dim=dim) != 0
             is_last = torch.cat([differs, torch.ones_like(differs.narrow(dim, 0, 1))], dim)
             tokens = tokens.masked_fill(is_last, ignore_index)
         return self.shard(tokens, dim, padding=ignore_index)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over all ranks, for example of losses to print. All ranks call it together. Not differentiable."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"`x` must be a tensor, got {type(x).__name__}")
         with torch.no_grad():
             x = x.detach().clone()
             dist.all_reduce(x, group=self._group)
@@ -179,14 +200,27 @@ def check_length(
 ) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` must be a tensor, got {type(x).__name__}")
-    if not isinstance(dim, int):
-        raise TypeError(f"the dimension of the sequence in `{name}` must be an int, got {dim!r}")
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        raise TypeError(f"`dim` must be an int for `{name}`, got {dim!r}")
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"`dim` must be in [{-x.ndim}, {x.ndim}) for `{name}`, got {dim}")
     if x.shape[dim] != length:
         raise ValueError(
             f"`{name}` must have the {length} {what} {whose} in dimension {dim}, got {x.shape[dim]}"
         )
+
+
+def check_padding(name: str, given: Any, dtype: torch.dtype) -> None:
+    """What padding holds in a tensor of `dtype`."""
+    if not isinstance(given, numbers.Real):
+        raise TypeError(f"`{name}` must be a number, got {given!r}")
+    value: Any = given
+    fits = not isinstance(value, int) or abs(value) <= sys.float_info.max
+    if not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool:
+        limits = torch.iinfo(dtype)
+        fits = limits.min <= value <= limits.max
+    if not fits:
+        raise ValueError(f"`{name}` must fit in {dtype}, got {given}")
 
 
 def _next(x: Tensor, dim: int, last: int) -> Tensor:

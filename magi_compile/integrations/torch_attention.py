@@ -1,6 +1,6 @@
 """PyTorch's registry of flash attention: `activate_flash_attention_impl("MAGI")`.
 
-    import magi_compile.integrations.torch_attention  # registers "MAGI"
+    import magi_compile  # registers "MAGI"
     from torch.nn.attention import activate_flash_attention_impl
 
     activate_flash_attention_impl("MAGI")  # restore_flash_attention_impl() undoes it
@@ -18,24 +18,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.library import Library
-from torch.nn.attention import register_flash_attention_impl
 from torch.nn.attention import varlen as _varlen  # noqa: F401  (defines the ops)
 
-from magi_compile._kept import Kept
+from magi_compile._compat import below_autograd
+from magi_compile._kept import Made, Memo
 from magi_compile._warnings import warn_once
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
+from magi_compile.ops.define import define, gradients
 from magi_compile.ops.library import plan_of_call
 
-NAME = "MAGI"
 # The ops that become ours, with the devices on which they do. Not every version of PyTorch has each of the first three.
 _VARLEN = ("_varlen_attn", "_varlen_attn_out", "_varlen_attn_backward")
 _SDPA = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward")
-
-
-def register() -> None:
-    """Registers "MAGI" in PyTorch's registry. Importing this module has done it already; it activates nothing."""
-    register_flash_attention_impl(NAME, register_fn=_activate)
 
 
 class _Handle:
@@ -48,13 +43,20 @@ class _Handle:
         self.libraries.clear()  # a library takes its kernels along
 
 
-def _activate() -> _Handle:
+def activate() -> _Handle:
+    """Makes the ops ours. PyTorch calls it in `activate_flash_attention_impl("MAGI")`, which the package has registered."""
     libraries = []
     for namespace, names, devices in (
         ("torch_attn", _VARLEN, ("CPU", "CUDA")),
         ("aten", _SDPA, ("CUDA",)),
     ):
         library = Library(namespace, "IMPL")
+        if namespace == "torch_attn":
+            differentiable = partial(
+                _varlen_differentiable, torch.ops.torch_attn._varlen_attn.default
+            )
+            for device in devices:
+                library.impl(_VARLEN[0], differentiable, f"Autograd{device}", with_keyset=True)
         for name in names:
             op: Any = getattr(getattr(torch.ops, namespace), name, None)
             for device in devices if op is not None else ():
@@ -109,10 +111,12 @@ class Call(NamedTuple):
         """`(out [total_q, nheads_q, head_dim], lse [nheads_q, total_q])`."""
         return torch.ops.magi.ffa_fwd(*self._tensors(), *self._mask(), *self._options())
 
-    def backward(self, dout: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
         deterministic = torch.are_deterministic_algorithms_enabled()
-        tensors = (dout, None, *self._tensors(), out, lse)
+        tensors = (dout, dlse, *self._tensors(), out, lse)
         return torch.ops.magi.ffa_bwd(*tensors, *self._mask(), *self._options(), deterministic)
 
     def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -227,12 +231,8 @@ def _slices_of_batch(
         return AttnSlices.from_lists(q_ranges, k_ranges, types, *totals, device=device)
 
 
-def _lists(slices: AttnSlices) -> tuple[Tensor, Tensor, Tensor]:
-    return slices.q_ranges, slices.k_ranges, slices.mask_types
-
-
-# By `cu_seq_q`, `cu_seq_k` and the mask: all layers of a step, forward and backward, share slices and plan.
-_of_lists: Kept[AttnSlices] = Kept(256, _lists)
+# Of `cu_seq_q` and `cu_seq_k`: all layers of a step, forward and backward, share slices and plan.
+_of_lists: Memo[AttnSlices] = Memo(256, AttnSlices.tensors)
 
 
 def _slices_of_lists(
@@ -240,20 +240,21 @@ def _slices_of_lists(
 ) -> AttnSlices:
     """The slices of packed sequences; waits for a GPU when lists are new."""
 
-    def make() -> AttnSlices:
+    def make() -> Made:
         try:
-            return AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window)
+            return Made(AttnSlices.from_cu_seqlens(cu_q, cu_k, causal=is_causal, window=window))
         except (TypeError, ValueError) as error:  # in the names of PyTorch's arguments
             raise type(error)(str(error).replace("cu_seqlens_", "cu_seq_")) from None
 
-    return _of_lists.of((is_causal, *window), (cu_q, cu_k), make, cu_q.device)
+    return _of_lists.get((cu_q, cu_k), (is_causal, window), make, cu_q.device)
 
 
 def _with_totals(slices: AttnSlices, total_q: int, total_k: int) -> AttnSlices:
     """`slices` among more tokens, which see nothing and are not seen."""
     if (slices.seqlen_q, slices.seqlen_k) == (total_q, total_k):
         return slices
-    return AttnSlices.unchecked(*_lists(slices), total_q, total_k)
+    lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
+    return AttnSlices.unchecked(*lists, total_q, total_k)
 
 
 # The ops
@@ -290,8 +291,82 @@ def _varlen_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
     call = call_of_varlen(given)
     if isinstance(call, str):
         return op.fall_back(call, keys, args, kwargs)
-    gradients = call.backward(given["grad_out"], given["out"], given["lse"])
-    return tuple(map(_like, (call.q, call.k, call.v), gradients))
+    found = call.backward(given["grad_out"], None, given["out"], given["lse"])
+    return tuple(map(_like, (call.q, call.k, call.v), found))
+
+
+# PyTorch's autograd of varlen_attn says that the log-sum-exp has a gradient, and drops it.
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Any, keys: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, state = below_autograd(op, keys, *args)
+        ctx.given = _Op(op, None).named(args, {})
+        for name in ("seqused_k", "block_table"):
+            if ctx.given.get(name) is not None:
+                raise RuntimeError(f"`{name}` must be None where gradients are wanted")
+        tensors = ("query", "key", "value", "cu_seq_q", "cu_seq_k")
+        ctx.save_for_backward(*(ctx.given.pop(name) for name in tensors), out, lse, state)
+        ctx.mark_non_differentiable(state)
+        ctx.set_materialize_grads(False)
+        return out, lse, state
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:  # type: ignore[override]
+        q, k, v, cu_q, cu_k, out, lse, state = ctx.saved_tensors
+        others = (None,) * (len(ctx.needs_input_grad) - 5)
+        if dout is None and dlse is None:
+            return (None, None, None, None, None, *others)
+        dout = torch.zeros_like(out) if dout is None else dout
+        if dlse is None:
+            names = {"query": q, "key": k, "value": v, "cu_seq_q": cu_q, "cu_seq_k": cu_k}
+            given = {
+                **ctx.given,
+                **names,
+                "grad_out": dout,
+                "out": out,
+                "lse": lse,
+                "rng_state": state,
+            }
+            op = torch.ops.torch_attn._varlen_attn_backward.default
+            found = op(*(given[argument.name] for argument in op._schema.arguments))
+        else:
+            options = (ctx.given[name] for name in ("is_causal", "scale", "window_size"))
+            op = torch.ops.magi.varlen_backward.default
+            found = gradients(op, dout, dlse, q, k, v, cu_q, cu_k, out, lse, *options)
+        return (None, None, *found, *others)
+
+
+def _varlen_differentiable(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    given = tuple(_Op(op, None).named(args, kwargs).values())
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given[:3]):
+        return _Varlen.apply(op, keys, *given)
+    return below_autograd(op, keys, *given)
+
+
+def _varlen_backward_with_lse(
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    cu_k, out, lse, is_causal, scale, window = rest
+    given = {"query": q, "key": k, "value": v, "cu_seq_q": cu_q, "cu_seq_k": cu_k}
+    call = call_of_varlen({**given, "is_causal": is_causal, "scale": scale, "window_size": window})
+    if isinstance(call, str):
+        raise NotImplementedError(
+            "the log-sum-exp of varlen_attn has gradients only where 'MAGI' runs the call, which PyTorch's own flash attention "
+            f"did here: {call}"
+        )
+    return tuple(map(_like, (q, k, v), call.backward(dout, dlse, out, lse)))
+
+
+_lib = Library("magi", "FRAGMENT")
+define(
+    _lib,
+    "varlen_backward(Tensor dout, Tensor dlse, Tensor q, Tensor k, Tensor v, Tensor cu_seq_q, Tensor? cu_seq_k, Tensor out, Tensor lse, "
+    "bool is_causal, float? scale, int[]? window_size) -> (Tensor, Tensor, Tensor)",
+    _varlen_backward_with_lse,
+    lambda dout, dlse, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+)
 
 
 def _sdpa_forward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -317,11 +392,11 @@ def _sdpa_backward(op: _Op, keys: Any, *args: Any, **kwargs: Any) -> Any:
         return op.fall_back(call, keys, args, kwargs)
     dout, out = (given[name].transpose(1, 2).flatten(0, 1) for name in ("grad_out", "out"))
     lse = given["logsumexp"].transpose(0, 1).flatten(1)
-    gradients = call.backward(dout, out, lse.contiguous())
+    found = call.backward(dout, None, out, lse.contiguous())
     tensors = (given["query"], given["key"], given["value"])
     padded = (
         x.unflatten(0, (y.shape[0], -1)).transpose(1, 2)
-        for x, y in zip(gradients, tensors, strict=True)
+        for x, y in zip(found, tensors, strict=True)
     )
     return tuple(map(_like, tensors, padded))
 
@@ -333,5 +408,3 @@ _CALLS = {
     "_scaled_dot_product_flash_attention": _sdpa_forward,
     "_scaled_dot_product_flash_attention_backward": _sdpa_backward,
 }
-
-register()

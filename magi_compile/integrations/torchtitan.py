@@ -46,7 +46,7 @@ def _check_version() -> None:
     if not TESTED[0] <= numbers < TESTED[1]:
         raise ImportError(
             f"magi_compile.integrations.torchtitan needs torchtitan 0.3, got {found}: "
-            'pip install "magi_compile[torchtitan]"'
+            'pip install ".[torchtitan]" in a clone of magi_compile'
         )
 
 
@@ -458,5 +458,5 @@ def _plans_of(
         weights=config.weights,
         mesh=cp_mesh,
         options=ContextParallelOptions(chunk_size=config.chunk_size),
-        permutation=torch.arange(total) if load_balancer is None else None,
+        permutation=torch.arange(total, device="cpu") if load_balancer is None else None,
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -23,11 +24,13 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
-from magi_compile._compat import traces_inner_graph, version_of
+from magi_compile._compat import outside_of_modes, traces_inner_graph, version_of
 from magi_compile._warnings import warn_once
+from magi_compile.dtensor.context.positions import with_given_positions
 from magi_compile.lowering import regions
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
+from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.sinks import out_with_sinks
 from magi_compile.ops.validation import check_flag
 
@@ -37,7 +40,6 @@ try:
     from transformers.masking_utils import (
         add_offsets_to_mask_function,
         and_masks,
-        find_packed_sequence_indices,
         flex_attention_mask,
         padding_mask_function,
         prepare_padding_mask,
@@ -46,7 +48,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "magi_compile.integrations.transformers needs transformers 5: "
-        'pip install "magi_compile[transformers]"'
+        'pip install ".[transformers]" in a clone of magi_compile'
     ) from error
 
 NAME = "magi"
@@ -171,7 +173,10 @@ def magi_mask(
     if has_padding:
         padding: Any = prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask_function = and_masks(mask_function, padding_mask_function(padding))
-    lacks_documents = torch.compiler.is_compiling() or not _has_documents(mask_function)
+    # A graph has to decide by the data.
+    lacks_documents = torch.compiler.is_compiling() or not (
+        has_padding or _has_documents(mask_function)
+    )
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.reshape(()) if torch.compiler.is_compiling() else int(q_offset)
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
@@ -179,6 +184,7 @@ def magi_mask(
         mask_function = add_offsets_to_mask_function(mask_function, q_offset, kv_offset)
     block_mask: Any = _block_mask(mask_function, batch_size, q_length, kv_length, device)
     block_mask._magi_lacks_documents = lacks_documents
+    block_mask._magi_padding = attention_mask if has_padding else None
     if not torch.compiler.is_compiling():
         # `generate` of transformers up to 5.23 calls mask.contiguous() with a static cache. A call of the reference is the mask.
         block_mask.contiguous = ref(block_mask)
@@ -244,11 +250,16 @@ def magi_attention(
     if attention_mask is None and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
     positions: Any = rest.get("position_ids")
+    is_over_ranks = replacements() is not None and attention_mask is not None
+    # The first layer asks for all.
+    if is_over_ranks and not getattr(module, "layer_idx", 0) and _are_of_rows(positions, rows):
+        attention_mask = with_given_positions(attention_mask, positions, module.training)
     if cu_seq_lens_q is not None:
         lists = (cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k)
         attention_mask = _within_documents(attention_mask, lists, _documents_of_lists, sizes)
     elif _may_be_packed(module, attention_mask, positions, sizes):
-        pair = (positions, positions)
+        padding = getattr(attention_mask, "_magi_padding", None)
+        pair = (positions, positions if padding is None else padding)
         attention_mask = _within_documents(attention_mask, pair, _documents_of_positions, sizes)
     aux = AuxRequest(lse=True) if s_aux is not None else None
     score_mod = None if softcap is None else _softcap(softcap)
@@ -413,12 +424,17 @@ def _may_be_packed(
 
     transformers leaves documents out of a mask where the model does not hand the positions on (gpt-oss), where there is a
     cache (the default of `use_cache`), and where there is an `attention_mask`. Its flash attention reads the positions in
-    each layer, and so do we. A BlockMask of the user's says everything itself.
+    each layer, unless the `attention_mask` has padding, and so do we. A BlockMask of the user's says everything itself.
     """
     _, rows, keys = sizes
     is_open = getattr(mask, "_magi_lacks_documents", False)
     if not is_open or not getattr(module, "is_causal", False) or rows != keys:
         return False
+    return _are_of_rows(positions, rows)
+
+
+def _are_of_rows(positions: Any, rows: int) -> bool:
+    """Whether `positions` are `[1 or B, rows]`, one for each row. Those of images and videos have more dimensions."""
     return isinstance(positions, Tensor) and positions.ndim == 2 and positions.shape[1] == rows
 
 
@@ -458,16 +474,20 @@ def _within_documents(
     known: _WithinDocuments | None = getattr(block_mask, "_magi_within_documents", None)
     if known is not None and known.is_of(tensors, versions):
         return block_mask if known.block_mask is None else known.block_mask
-    documents = read(tensors, sizes)
     made = None
-    if documents is not None:
-        of_row, of_key = documents
+    # A mask of the user's is there for evaluation and for training.
+    with nullcontext() if is_traced else outside_of_modes():
+        documents = read(tensors, sizes)
+        if documents is not None:
+            of_row, of_key = documents
 
-        def mask_function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            is_within = of_row[b, q] == of_key[b, kv]
-            return is_within if block_mask is None else block_mask.mask_mod(b, h, q, kv) & is_within
+            def mask_function(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+                is_within = of_row[b, q] == of_key[b, kv]
+                if block_mask is None:
+                    return is_within
+                return block_mask.mask_mod(b, h, q, kv) & is_within
 
-        made = _block_mask(mask_function, *sizes, of_row.device)
+            made = _block_mask(mask_function, *sizes, of_row.device)
     if block_mask is not None and not (is_traced and _is_in_inner_graph()):
         block_mask._magi_within_documents = _WithinDocuments(made, tensors, versions)
     return block_mask if made is None else made
@@ -482,9 +502,27 @@ def _is_in_inner_graph() -> bool:
 def _documents_of_positions(
     tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]
 ) -> Documents:
-    """A document begins where positions do not go up by 1."""
-    of_row = find_packed_sequence_indices(tensors[0].expand(sizes[0], -1))
-    return None if of_row is None else (of_row, of_row)
+    """A document begins where positions go back to 0. A gap, a step, a repeat or a jump back to another position is no border.
+
+    0 behind 0 is a document of one token if all positions are 0 or go up by 1, as in a pack; else it is a repeat.
+
+    Args:
+        tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the positions again
+            if there is none.
+        sizes: batch entries, rows and keys of each.
+    """
+    positions, padding = tensors
+    place = positions.expand(sizes[0], -1)
+    before, here = place[:, :-1], place[:, 1:]
+    is_start = here == 0
+    is_counted = (is_start | (here == before + 1)).all(-1, keepdim=True)
+    begins = is_start & ((before > 0) | is_counted)
+    if padding is not positions:
+        begins = begins & padding.all()
+    if not torch.compiler.is_compiling() and not bool(begins.any()):
+        return None
+    of_row = torch.nn.functional.pad(begins.long().cumsum(-1), (1, 0))
+    return of_row, of_row
 
 
 def _documents_of_lists(tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) -> Documents:

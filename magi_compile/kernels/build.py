@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels of `CUDA_HEAD_DIMS` into the cache: `python -m magi_compile.kernels.build`.
+"""Compile the CUDA kernels of `CUDA_HEAD_DIMS` and the launcher into the cache: `python -m magi_compile.kernels.build`.
 
 Needs NVRTC but no GPU. Exits with an error if a variant does not compile, spills registers or serialises wgmma.
 """
@@ -6,6 +6,8 @@ Needs NVRTC but no GPU. Exits with an error if a variant does not compile, spill
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward_variant
 from magi_compile.kernels.sm90.forward.split_kv import merge_variant, split_variant
 from magi_compile.kernels.sm90.masks.mask_slices import lists_variant
 from magi_compile.kernels.sm90.planner.tile_plan import planner_variant
+from magi_compile.kernels.sm90.runtime import native
 from magi_compile.kernels.sm90.runtime.nvrtc import CompileError, Variant, compile_variant
 
 
@@ -57,6 +60,10 @@ def main() -> int:
         except CompileError as error:
             failures.append(str(error))
         print(f"{time.perf_counter() - start:6.2f} s  {variant.entry} {dict(variant.defines)}")
+    try:
+        os.close(native.build())
+    except (OSError, subprocess.SubprocessError) as error:  # calls go without one, slower
+        print(f"no launcher: {error}")
     print("\n\n".join(failures), file=sys.stderr)
     return len(failures)
 

@@ -78,7 +78,10 @@ def make_backend(
         return split.wrap(compiled)
 
     def chosen(given: dict[str, Any] | None) -> tuple[LoweringOptions, dict[str, Any]]:
-        return split_options({**defaults, **(given or {})})
+        try:
+            return split_options({**defaults, **(given or {})})
+        except (TypeError, ValueError) as error:  # torch.compile asks first when it compiles
+            raise _compat.as_user_error(error) from None
 
     defaults = {f"magi.{name}": value for name, value in asdict(options).items()}
     backend.lowering_options = lambda given: chosen(given)[0]  # type: ignore[attr-defined]

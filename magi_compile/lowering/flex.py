@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from magi_compile.kernels.base import AttnProblem
+from magi_compile import _compat
+from magi_compile.kernels.base import AttnProblem, output_like
 from magi_compile.kernels.select import (
     ONLY_IF_FORCED,
     load,
@@ -34,7 +35,9 @@ from magi_compile.lowering.masks import Mask, Way, emit_mask
 from magi_compile.lowering.options import DEFAULTS, LoweringOptions
 from magi_compile.lowering.report import REPORT, Decision, LoweringRefusedError, LoweringReport
 from magi_compile.lowering.scores import Scores
-from magi_compile.ops.layout import inverse, memory_order
+from magi_compile.ops.dtensors import are_distributed
+from magi_compile.ops.layout import by_entries, inverse, memory_order
+from magi_compile.ops.validation import check_block_lists, check_padded_shapes
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,12 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     """Collects everything that speaks against lowering `call`, and what is needed to do it."""
     reasons = []
     q, k, v = (value_of(node) for node in (call.q, call.k, call.v))
+    _check_shapes(call, q, k, v)
     backend = call.kernel_options.get("BACKEND", "AUTO")
     if backend != "AUTO":
         reasons.append(f"kernel_options asks for FlexAttention's BACKEND={backend!r}")
-    if not q.dtype == k.dtype == v.dtype:
+    if not q.dtype == k.dtype == v.dtype and not _is_cast(call):
         reasons.append(f"q, k and v differ in dtype: {q.dtype}, {k.dtype}, {v.dtype}")
-    if k.shape[0] not in (1, q.shape[0]):
-        reasons.append(f"q and k differ in batch size: {q.shape[0]} and {k.shape[0]}")
 
     scores = Scores.of(call)
     reasons += scores.reasons
@@ -96,6 +98,22 @@ def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
     )
 
 
+def _check_shapes(call: FlexCall, q: Any, k: Any, v: Any) -> None:
+    """Raises ValueError where tensors do not fit together: FlexAttention looks at v only when it computes with it."""
+    try:
+        check_padded_shapes(q, k, v)
+        check_block_lists([value_of(node) for node in call.block_mask[2:4]], q)
+    except ValueError as error:
+        where = f" (flex_attention at {call.location})" if call.location else ""
+        raise _compat.as_user_error(ValueError(f"{error}{where}")) from None
+
+
+def _is_cast(call: FlexCall) -> bool:
+    """Whether autocast is on, so that q, k and v will be of one dtype; where that cannot be told they are left as they are."""
+    q = value_of(call.q)
+    return _out_dtype(call) != q.dtype or torch.is_autocast_enabled(q.device.type)
+
+
 def _out_dtype(call: FlexCall) -> torch.dtype:
     """Under autocast the call computes in the autocast dtype, not in that of q."""
     return value_of(call.node)[0].dtype
@@ -122,11 +140,14 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
         _packed(emit, node, problem.dtype, batch, by_head=by_head)
         for node in (call.q, call.k, call.v)
     )
-    result = _emit_op(emit, call, found, mask, (q, k, v))
+    by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
+    of_entries = (batch, seqlen_q, by_entry[1]) if _may_be_written(emit, call, q, problem) else ()
+    result = _emit_op(emit, call, found, mask, (q, k, v), of_entries)
     num_outputs = 3 if problem.has_max_scores else 2
     out, *of_rows = (emit.call(operator.getitem, result, i) for i in range(num_outputs))
-    by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
-    if by_head:
+    if of_entries:
+        pass
+    elif by_head:
         out = emit.call(torch.reshape, out, (*by_entry, problem.head_dim_v))
     else:
         out = _unpacked(emit, out, batch, seqlen_q)
@@ -141,6 +162,18 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
         _of_entries(emit, node, found, by_entry, i + 1 in used) for i, node in enumerate(of_rows)
     ]
     return result, out, *rows
+
+
+def _may_be_written(emit: Emitter, call: FlexCall, q: Node, problem: AttnProblem) -> bool:
+    """Whether code behind the graph may write to what the backward needs, so that autograd has to see it: the output itself is
+    returned, without a copy."""
+    result = value_of(call.node)[0]
+    if not call.is_returned or not result.requires_grad or are_distributed(*[value_of(call.q)] * 3):
+        return False
+    batch, nheads, seqlen, _ = result.shape
+    with emit.fake_mode:
+        out = by_entries(output_like(value_of(q), problem.head_dim_v), batch, seqlen, nheads)
+        return out.permute(memory_order(result.stride())).is_contiguous()
 
 
 def _of_entries(
@@ -159,31 +192,37 @@ def _of_entries(
 
 
 def _emit_op(
-    emit: Emitter, call: FlexCall, found: Analysis, mask: Mask, qkv: tuple[Node, Node, Node]
+    emit: Emitter,
+    call: FlexCall,
+    found: Analysis,
+    mask: Mask,
+    qkv: tuple[Node, Node, Node],
+    of_entries: tuple[Any, ...],
 ) -> Node:
-    """Emits the op of packed tensors."""
+    """Emits the op of packed tensors, whose output has the entries of the batch if these are given."""
     problem = found.problem
     assert found.kernel is not None
     kernel = load(found.kernel)
     plan = _emit_plan(emit, found, mask, qkv)
     needs_slices = kernel.needs_slices or not plan or problem.has_bits
     slices = list(mask.slices) if needs_slices else []
-    ops = torch.ops.magi
-    with_max = problem.has_max_scores
+    name = "attention_with_max_scores" if problem.has_max_scores else "attention"
+    if found.scores.program is not None:
+        name = f"scored_{name}"
+    op = getattr(torch.ops.magi, f"{name}_of_entries" if of_entries else name).default
     if found.scores.program is None:
         options = (problem.softmax_scale, problem.softcap, kernel.name)
-        op = ops.attention_with_max_scores if with_max else ops.attention
-        return emit.call(op.default, *qkv, slices, plan, *options)
+        return emit.call(op, *qkv, slices, plan, *options, *of_entries)
     tables, symbols = found.scores.emit(emit, call)
     nheads = int(value_of(call.q).shape[1]) if found.way.is_by_head else 1
     lengths = [emit.size(call.q, 2), emit.size(call.k, 2), nheads]
-    scored = ops.scored_attention_with_max_scores if with_max else ops.scored_attention
     return emit.call(
-        scored.default,
+        op,
         *qkv,
         *(tables, slices, plan, symbols, found.scores.program.text, lengths),
         problem.softmax_scale,
         kernel.name,
+        *of_entries,
     )
 
 

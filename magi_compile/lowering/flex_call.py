@@ -36,6 +36,8 @@ class FlexCall:
     block_lists: tuple[Node, ...]
     #: What the captured tensors of the mask are in the graph that the graph of the call is called by.
     table_sources: tuple[Node, ...] = ()
+    #: Whether the graph returns the output itself, to code that may write to it.
+    is_returned: bool = False
 
     @classmethod
     def parse(cls, gm: GraphModule, node: Node, root: GraphModule) -> FlexCall:
@@ -57,6 +59,7 @@ class FlexCall:
             mask_buffers=tuple(mask_buffers),
             block_lists=_given_block_lists(block_mask, gm, root),
             table_sources=tuple(_outer(x, gm, root) for x in mask_buffers if is_tensor(x)),
+            is_returned=gm is root and _is_returned(node),
         )
 
     @property
@@ -95,6 +98,11 @@ class FlexCall:
         if Path(path).is_relative_to(Path.cwd()):
             path = str(Path(path).relative_to(Path.cwd()))
         return f"{path}:{line} in {function}"
+
+
+def _is_returned(node: Node) -> bool:
+    outputs = (item for item in node.users if item.args[1] == 0)
+    return any(user.op == "output" for item in outputs for user in item.users)
 
 
 def _given_block_lists(

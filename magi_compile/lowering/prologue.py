@@ -3,7 +3,8 @@
     compiled(q, k, v, block lists, tables)   ->   slices, plan = kept, or derived from block lists and tables
                                                   compiled(q, k, v, block lists, tables, slices, plan)
 
-A BlockMask that a graph is given has lists that somebody made before. As long as its tensors are what they were (`_kept.py`), slices
+A BlockMask that a graph is given has lists that somebody made before. Whoever writes to its tensors through PyTorch moves their
+version; whoever makes a new BlockMask has new tensors. So as long as these are the same objects with the same versions, slices
 and plan are as well, for every layer and every graph. They are inputs of the compiled graph, which never writes to them, and
 which CUDA graphs copy like any other input.
 """
@@ -11,7 +12,6 @@ which CUDA graphs copy like any other input.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,13 +21,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
-from magi_compile._kept import Entry, Kept, stream_of
+from magi_compile._kept import Made, Memo
 from magi_compile.lowering.emit import value_key, value_of
 from magi_compile.masks.program.names import is_in_place
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
 from magi_compile.ops.masks import mask_bits, mask_slices  # noqa: F401  (define the ops)
 
-MAX_KEPT = 64  # masks
+MAX_KEPT = 64  # masks, the least recently used goes
 
 _MASKS = (torch.ops.magi.mask_slices.default, torch.ops.magi.mask_bits.default)
 _PLANS = (
@@ -64,41 +64,19 @@ class Prologue:
         self.text = f"{module.code} {example.device}"
         self._tensors = _taker([x.number for x in places if x.is_tensor])
         self._sizes = [x for x in places if not x.is_tensor]
-        self._latest = _Latest(lambda: None, [], None)
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Tensor, ...]:
         raise_pending()
         tensors = self._tensors(inputs)
         sizes = [x.number_of(inputs) for x in self._sizes]
-        stream = stream_of(self.device)
-        latest, of_sizes, of_stream = self._latest
-        entry = latest()
-        if entry is not None and (of_stream, of_sizes) == (stream, sizes) and entry.is_of(tensors):
-            return entry.value
-
-        def make() -> tuple[Tensor, ...]:
-            return self.derive(tensors, sizes)
-
-        entry = _kept.entry((self.text, *sizes), tensors, make, self.device, stream)
-        if entry is None:
-            with _compat.outside_of_modes():
-                return make()
-        self._latest = _Latest(weakref.ref(entry), sizes, stream)
-        return entry.value
+        key = (self.text, *sizes)
+        return _kept.get(tensors, key, lambda: Made(self.derive(tensors, sizes)), self.device)
 
     def derive(self, tensors: Sequence[Tensor], sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """The tensors of the masks, computed."""
         given, numbers = iter(tensors), iter(sizes)
         arguments = [next(given if x.is_tensor else numbers) for x in self.places]
         return tuple(self._forward(*arguments))
-
-
-class _Latest(NamedTuple):
-    """What the latest call gave, if it is still kept, and which stream may use it."""
-
-    entry: Callable[[], Entry[tuple[Tensor, ...]] | None]
-    sizes: list[int]
-    stream: int | None
 
 
 def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -108,7 +86,7 @@ def _taker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
     return lambda items: tuple([items[number] for number in numbers])
 
 
-_kept: Kept[tuple[Tensor, ...]] = Kept(MAX_KEPT, iter)
+_kept: Memo[tuple[Tensor, ...]] = Memo(MAX_KEPT, lambda values: values)
 
 
 class Split(NamedTuple):

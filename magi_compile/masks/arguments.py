@@ -21,8 +21,9 @@ def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
         tensor = value.cpu()
     else:
         try:
-            tensor = torch.tensor(value) if len(value) else torch.zeros(0, dtype=torch.int64)
-        except (TypeError, ValueError) as error:
+            dtype = None if len(value) else torch.int64
+            tensor = torch.tensor(value, dtype=dtype, device="cpu")
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # beyond int64 too
             raise ValueError(f"`{name}` must be a list of ints: {error}") from None
     if tensor.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"`{name}` must hold int32 or int64 values, got {tensor.dtype}")
@@ -34,8 +35,10 @@ def int32_on_host(name: str, value: Sequence | Tensor, *dims: int) -> Tensor:
     tensor = _host_ints(name, value)
     if not tensor.numel() and tensor.dim() == 1:
         tensor = tensor.reshape(0, *dims)
-    elif tensor.numel() and int(tensor.abs().max()) >= MAX_SEQLEN:
-        raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor.abs().max())}")
+    elif tensor.numel():
+        for extreme in map(int, tensor.aminmax()):
+            if not -MAX_SEQLEN < extreme < MAX_SEQLEN:
+                raise ValueError(f"`{name}` must stay below 2**30, got {extreme}")
     return tensor.to(torch.int32)
 
 
@@ -46,12 +49,14 @@ def read_cu_seqlens(name: str, value: Tensor | Sequence[int]) -> Tensor:
         raise ValueError(f"`{name}` must have shape [num_docs + 1], got {list(tensor.shape)}")
     if int(tensor[0]) != 0:
         raise ValueError(f"`{name}` must start at 0, got {int(tensor[0])}")
-    drops = (tensor.diff() < 0).nonzero()
+    drops = (tensor[1:] < tensor[:-1]).nonzero()
     if len(drops):
         index = int(drops[0])
         raise ValueError(
             f"`{name}` must never decrease, got {tensor[index : index + 2].tolist()} at {index}"
         )
+    if int(tensor[-1]) >= MAX_SEQLEN:
+        raise ValueError(f"`{name}` must stay below 2**30, got {int(tensor[-1])}")
     return tensor.long()
 
 
@@ -60,9 +65,11 @@ def read_window(window: tuple[int | None, int | None]) -> tuple[int | None, int 
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"`window` must be (left, right), got {window!r}")
     for side in window:
-        if side is not None and (not isinstance(side, int) or side < -1):
+        if side is not None and (not is_int(side) or side < -1):
             raise ValueError(f"`window` must hold None, -1 or lengths >= 0, got {window!r}")
-    left, right = (None if side == -1 else side for side in window)
+    left, right = (
+        None if side is None or not 0 <= side < MAX_SEQLEN else int(side) for side in window
+    )
     return left, right
 
 

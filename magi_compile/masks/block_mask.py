@@ -181,25 +181,19 @@ class Converted(NamedTuple):
 
     Attributes:
         slices: what it shows.
+        watched: the captured tensors that they were read from: as long as these stay as they are, so do the slices; None where
+            nobody knows which those are.
         is_by_head: whether the slices are those of heads, each of which is a batch entry of its own.
         is_of_entry: whether the mask depends on the batch entry.
     """
 
     slices: AttnSlices
+    watched: list[Tensor] | None
     is_by_head: bool = False
     is_of_entry: bool = False
 
 
-def read_block_mask(block_mask: BlockMask) -> TracedMask | None:
-    """The mask_mod of a BlockMask; None where it cannot be read."""
-    with contextlib.suppress(UnsupportedMaskError):
-        return read_mask_mod(block_mask.mask_mod, block_mask.kv_num_blocks.device)
-    return None
-
-
-def convert_any_block_mask(
-    block_mask: BlockMask, batch: int, heads: Heads, traced: TracedMask | None
-) -> Converted:
+def convert_any_block_mask(block_mask: BlockMask, batch: int, heads: Heads) -> Converted:
     """The slices of any BlockMask, with bit blocks where intervals cannot express it.
 
     Waits for the device if the mask is on a GPU. Beside a mask_mod that shows everything the block lists decide.
@@ -208,16 +202,18 @@ def convert_any_block_mask(
         block_mask: made in any way.
         batch: number of batch entries.
         heads: how many q and keys have, for masks that differ between heads.
-        traced: what `read_block_mask` gives.
 
     Returns:
-        The slices.
+        The slices, and what the mask_mod looks at.
 
     Raises:
         MaskDataError: the mask_mod's captured tensors mean nothing to it, or the block lists contradict it.
     """
     device, (seqlen_q, seqlen_k) = block_mask.kv_num_blocks.device, block_mask.seq_lengths
-    mask_mod = block_mask.mask_mod
+    mask_mod, traced = block_mask.mask_mod, None
+    with contextlib.suppress(UnsupportedMaskError):
+        traced = read_mask_mod(mask_mod, device)
+    watched = traced.watched if traced else None
     is_everything = traced is not None and traced.program.is_always_true
     if traced is not None and not is_everything:
         sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
@@ -226,19 +222,18 @@ def convert_any_block_mask(
         )
         if intervals is not None:
             is_by_head = intervals.heads != ONE_MASK
-            return Converted(_agreed(traced, intervals, block_mask), is_by_head)
+            return Converted(_agreed(traced, intervals, block_mask), watched, is_by_head)
     grid = Grid(batch, ONE_MASK, seqlen_q, seqlen_k)
     listed = Listed.of(_lists_of(block_mask), *block_mask.BLOCK_SIZE, grid, decide=is_everything)
     is_by_head = listed.differ_by_head if is_everything else _looks_at_head(traced)
     if is_everything and not is_by_head:
-        return Converted(_from_lists(block_mask, batch))
+        return Converted(_from_lists(block_mask, batch), watched)
     grid = grid._replace(heads=heads) if is_by_head else grid
     with scalar_indexing():
         slices = slices_with_bits(mask_mod, grid, listed, device)
-    return Converted(without_padding(slices), is_by_head)
+    return Converted(without_padding(slices), watched, is_by_head)
 
 
-@outside_of_modes()
 def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Converted:
     """`slices_from_block_mask`, for somebody who keeps the result."""
     if not hasattr(block_mask, "kv_num_blocks"):
@@ -253,13 +248,12 @@ def convert_block_mask(block_mask: BlockMask, batch: int | None = None) -> Conve
     device = block_mask.kv_num_blocks.device
     traced = trace_mask_mod(block_mask.mask_mod, device)
     if traced.program.is_always_true:
-        return Converted(_from_lists(block_mask, batch))
+        return Converted(_from_lists(block_mask, batch), traced.watched)
     intervals = _intervals_of(traced, batch, block_mask.seq_lengths, device)
     slices = _agreed(traced, intervals, block_mask)
-    return Converted(slices, is_of_entry=traced.program.differs_by_entry)
+    return Converted(slices, traced.watched, is_of_entry=traced.program.differs_by_entry)
 
 
-@outside_of_modes()
 def convert_mask_mod(
     mask_mod: MaskMod, seqlen_q: int, seqlen_k: int, device: torch.device
 ) -> Converted:
@@ -288,7 +282,7 @@ def convert_mask_mod(
     intervals = _intervals_of(traced, 1, (seqlen_q, seqlen_k), place)
     _verify(traced, intervals)
     slices = slices_from_intervals(intervals)
-    return Converted(slices, is_of_entry=traced.program.differs_by_entry)
+    return Converted(slices, traced.watched, is_of_entry=traced.program.differs_by_entry)
 
 
 def _intervals_of(

@@ -247,7 +247,7 @@ class Rects(NamedTuple):
         num_pieces = 1 + torch.searchsorted(rows, self.row_end) - first
         owner = torch.repeat_interleave(num_pieces)
         skipped = first - (num_pieces.cumsum(0) - num_pieces)
-        cut = torch.arange(len(owner)) + skipped.index_select(0, owner)
+        cut = torch.arange(len(owner), device="cpu") + skipped.index_select(0, owner)
         far = rows.new_full((1,), 1 << 62)
         fences = torch.cat([-far, rows, far])  # a piece lies between two of them
         whole = self.select(owner)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.masks.arguments import is_int
+from magi_compile.masks.arguments import MAX_SEQLEN, is_int
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -44,9 +44,13 @@ class _Documents(NamedTuple):
 def _documents(lengths: Sequence[int], device: torch.device | str) -> _Documents:
     lengths = _lengths(lengths)
     bounds = [0, *itertools.accumulate(lengths)]
-    counts = torch.tensor(lengths)
-    ids = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), counts)
-    starts = torch.repeat_interleave(torch.tensor(bounds[:-1], dtype=torch.int32), counts)
+    counts = torch.tensor(lengths, device="cpu")
+    ids = torch.repeat_interleave(
+        torch.arange(len(lengths), dtype=torch.int32, device="cpu"), counts
+    )
+    starts = torch.repeat_interleave(
+        torch.tensor(bounds[:-1], dtype=torch.int32, device="cpu"), counts
+    )
     return _Documents(bounds, ids.to(device), starts.to(device))
 
 
@@ -54,6 +58,8 @@ def _lengths(given: Sequence[int]) -> list[int]:
     lengths = _ints("lengths", given)
     if not lengths or min(lengths) < 1:
         raise ValueError(f"`lengths` must hold positive document lengths, got {lengths}")
+    if sum(lengths) >= MAX_SEQLEN:
+        raise ValueError(f"`lengths` must add up to less than 2**30 tokens, got {sum(lengths)}")
     return lengths
 
 
@@ -67,11 +73,13 @@ def _ints(name: str, given: Sequence[int]) -> list[int]:
     return [int(x) for x in found]
 
 
-def _check_size(name: str, given: int, least: int) -> None:
+def _size(name: str, given: int, least: int, total: int) -> int:
+    """A number of tokens; more than there are mean what `total` of them mean, and would not fit the dtype of an index."""
     if not is_int(given):
         raise TypeError(f"`{name}` must be an int, got {given!r}")
     if given < least:
         raise ValueError(f"`{name}` must be at least {least}, got {given}")
+    return min(int(given), total)
 
 
 def _slices(
@@ -128,7 +136,7 @@ def sliding_window_full(
 ) -> NamedMask:
     """Every token sees `window` tokens on either side, 0 or more."""
     total = sum(_lengths(lengths))
-    _check_size("window", window, 0)
+    window = _size("window", window, 0, total)
 
     def mask_mod(b, h, q, kv):
         return (q - kv <= window) & (kv - q <= window)
@@ -142,7 +150,7 @@ def sliding_window_causal(
 ) -> NamedMask:
     """Every token sees itself and `window` tokens before it, 0 or more."""
     total = sum(_lengths(lengths))
-    _check_size("window", window, 0)
+    window = _size("window", window, 0, total)
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) & (q - kv <= window)
@@ -173,19 +181,18 @@ def global_sliding_window(
 ) -> NamedMask:
     """The first `window` tokens see and are seen by all; the others see `window` tokens on either side."""
     total = sum(_lengths(lengths))
-    _check_size("window", window, 0)
-    sinks = min(window, total)
+    window = _size("window", window, 0, total)
 
     def mask_mod(b, h, q, kv):
         return (q < window) | (kv < window) | ((q - kv <= window) & (kv - q <= window))
 
-    band = AttnSlices.sliding_window(total - sinks, None, window=(window, window))
+    band = AttnSlices.sliding_window(total - window, None, window=(window, window))
     items = [
-        ((0, total), (0, sinks), MaskType.FULL),
-        ((0, sinks), (sinks, total), MaskType.FULL),
+        ((0, total), (0, window), MaskType.FULL),
+        ((0, window), (window, total), MaskType.FULL),
     ]
     for (q_begin, q_end), (k_begin, k_end), mask_type in band:
-        rows, keys = (q_begin + sinks, q_end + sinks), (k_begin + sinks, k_end + sinks)
+        rows, keys = (q_begin + window, q_end + window), (k_begin + window, k_end + window)
         items.append((rows, keys, mask_type))
     return NamedMask(mask_mod, _slices(items, total, device))
 
@@ -209,10 +216,7 @@ def prefix_lm_causal(
     """Causal, but the first `prefix` tokens, by default the first document, see each other."""
     lengths = _lengths(lengths)
     total = sum(lengths)
-    if prefix is None:
-        prefix = lengths[0]
-    _check_size("prefix", prefix, 0)
-    prefix = min(prefix, total)
+    prefix = _size("prefix", lengths[0] if prefix is None else prefix, 0, total)
 
     def mask_mod(b, h, q, kv):
         return (q >= kv) | (kv < prefix)
@@ -231,7 +235,7 @@ def prefix_lm_document(
     docs = _documents(lengths, device)
     ids, starts = docs.ids, docs.starts
     size = (docs.bounds[1] + 1) // 2 if prefix is None else prefix
-    _check_size("prefix", size, 0)
+    size = _size("prefix", size, 0, docs.total)
 
     def mask_mod(b, h, q, kv):
         return (ids[q] == ids[kv]) & ((q >= kv) | (kv < starts[q] + size))
@@ -249,7 +253,7 @@ def block_causal_document(
 ) -> NamedMask:
     """Documents are cut in blocks; every token sees its block and the blocks of its document before it."""
     docs = _documents(lengths, device)
-    _check_size("block", block, 1)
+    block = _size("block", block, 1, docs.total)
     ids, starts = docs.ids, docs.starts
 
     def mask_mod(b, h, q, kv):
@@ -270,9 +274,9 @@ def block_diffusion(
     """Documents are a noisy copy, then the clean one, in blocks: a noisy block sees itself and the clean blocks before it, a
     clean one itself and those before it, as in block diffusion language models (arXiv 2503.09573)."""
     docs = _documents(lengths, device)
-    _check_size("block", block, 1)
+    block = _size("block", block, 1, docs.total)
     ids, starts = docs.ids, docs.starts
-    middles = torch.tensor([begin + (end - begin) // 2 for begin, end in docs.spans])
+    middles = torch.tensor([begin + (end - begin) // 2 for begin, end in docs.spans], device="cpu")
     middle_of = middles.to(torch.int32).to(device)[ids.long()]
 
     def mask_mod(b, h, q, kv):
@@ -306,13 +310,14 @@ def sliding_tiles(
     """Documents are videos in tiles of `tile` tokens, `width` to a line and `height` lines to a frame of tiles: a tile sees those at most
     one away in each direction, three by three by three, as in sliding tile attention (arXiv 2502.04507)."""
     docs = _documents(lengths, device)
-    for name, size in {"tile": tile, "width": width, "height": height}.items():
-        _check_size(name, size, 1)
+    sizes = {"tile": tile, "width": width, "height": height}
+    tile, width, height = (_size(name, x, 1, docs.total) for name, x in sizes.items())
+    frame = min(width * height, docs.total)
     ids, starts = docs.ids, docs.starts
 
     def place(token):
         number = token // tile
-        return number // (width * height), number // width % height, number % width
+        return number // frame, number // width % height, number % width
 
     def mask_mod(b, h, q, kv):
         first = starts[q]  # that of kv too, in one document
@@ -372,7 +377,7 @@ def tree(
                 f"got {parent}"
             )
         path.append(node)
-    below = torch.tensor(ends, dtype=torch.int32)
+    below = torch.tensor(ends, dtype=torch.int32, device="cpu")
     end_of = below.to(device)[docs.ids.long()]
 
     def mask_mod(b, h, q, kv):
@@ -381,7 +386,7 @@ def tree(
     # A node whose only child follows it is one with that child.
     is_first = below.diff(prepend=below.new_zeros(1)) != 0
     below = below[is_first]
-    first = torch.tensor(docs.bounds[:-1], dtype=torch.int32)[is_first]
+    first = torch.tensor(docs.bounds[:-1], dtype=torch.int32, device="cpu")[is_first]
     last = torch.cat([first[1:], first.new_tensor([docs.total])])
     # Disjoint as they are made: to look for overlaps takes an entry for each node and each one above it.
     own, behind = torch.stack([first, last], 1), torch.stack([last, below], 1)

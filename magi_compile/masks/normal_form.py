@@ -101,7 +101,7 @@ def normal_form(rects: Rects) -> Rects:
 def _join_columns(swept: Strips) -> Rects:
     """Joins the rects of one strip that touch each other."""
     touches = swept.is_followed & (swept.first_gap == 0) & (swept.last_gap == 0)
-    no = torch.zeros(1, dtype=torch.bool)
+    no = torch.zeros(1, dtype=torch.bool, device="cpu")
     is_first, is_last = ~torch.cat([no, touches]), ~torch.cat([touches, no])
     left, right = swept.rects.select(is_first), swept.rects.select(is_last)
     return left._replace(col_end=right.col_end, diag_hi=right.diag_hi).trimmed()
@@ -145,7 +145,7 @@ def _stack_rows(pieces: Rects) -> Rects:
         done.append(rect)
         open_rects[end, lo + max(dlo, 0) * (rows - 1)] = rect
     done.sort(key=lambda rect: (rect[0], rect[2]))
-    fields = torch.tensor(done, dtype=torch.int64).reshape(-1, 6).unbind(1)
+    fields = torch.tensor(done, dtype=torch.int64, device="cpu").reshape(-1, 6).unbind(1)
     row_begin, row_end, lo, hi, dlo, dhi = fields
     return Rects(
         row_begin,

@@ -1,4 +1,4 @@
-"""Draws a mask with its slices. Needs matplotlib (`pip install magi_compile[plot]`)."""
+"""Draws a mask with its slices. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -11,11 +11,10 @@ corners cut off along the diagonal:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,22 +31,6 @@ from magi_compile.masks.arguments import (
 from magi_compile.masks.bits import FIRST_BITS, unpack
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.normal_form import find_overlap, normal_form
-
-
-Make = TypeVar("Make", bound=Callable[..., Any])
-
-
-def _for_every_mode(make: Make) -> Make:
-    """Slices that are made in inference mode serve training too."""
-
-    @functools.wraps(make)
-    def made(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-            return make(*args, **kwargs)
-        with torch.inference_mode(False):
-            return make(*args, **kwargs)
-
-    return cast(Make, made)
 
 
 class MaskType(IntEnum):
@@ -85,9 +68,14 @@ class AttnSlices:
         mask_types: int32 `[num_slices]`, values of `MaskType`.
         seqlen_q: number of query rows.
         seqlen_k: number of keys.
-        is_checked: whether the values are known to be right.
+        is_checked: whether the values were right when these slices were made.
+        versions: how often each of the three tensors had been written to then; None inside torch.compile.
         bits: the blocks of slices whose type is above those of `MaskType`, see `masks/bits.py`; None where there are none, as
             in all lists that a user makes.
+
+    Slices may be written to. What PyTorch counts as a write, eager code checks in the next call, on a GPU with a wait. Other writes
+    (`.data`, tensors of `torch.inference_mode`), and those in front of a compiled function, are seen on CPUs alone, and there only
+    beyond the bounds.
 
     A slice with an empty range sees nothing; lists of a fixed capacity are padded with such slices.
     """
@@ -99,6 +87,7 @@ class AttnSlices:
     seqlen_k: int
     is_checked: bool = field(init=False, repr=False, default=False)
     bits: Tensor | None = field(init=False, repr=False, default=None)
+    versions: tuple[int, ...] | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
         num_slices = self.q_ranges.shape[0] if _is_table(self.q_ranges) else "num_slices"
@@ -122,13 +111,20 @@ class AttnSlices:
                 )
         for name in ("seqlen_q", "seqlen_k"):
             value = getattr(self, name)
+            if not isinstance(value, (int, torch.SymInt)) and is_int(value):
+                value = int(value)  # of NumPy's
+                object.__setattr__(self, name, value)
             if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
                 raise TypeError(f"`{name}` must be an int, got {type(value).__name__}")
             if isinstance(value, int) and not 0 <= value < MAX_SEQLEN:
                 raise ValueError(f"`{name}` must be in [0, 2**30), got {value}")
+        if not torch.compiler.is_compiling():
+            for name in ("q_ranges", "k_ranges", "mask_types"):
+                object.__setattr__(self, name, _lasting(getattr(self, name)))
         if _has_values(self.q_ranges):
             self.validate()
             object.__setattr__(self, "is_checked", True)
+            object.__setattr__(self, "versions", _versions(*self._lists()))
 
     # Constructors
 
@@ -160,11 +156,14 @@ class AttnSlices:
             for name, value in values.items():
                 object.__setattr__(slices, name, value)
         else:
-            slices.__dict__.update(values)
+            if q_ranges.is_inference() or k_ranges.is_inference() or mask_types.is_inference():
+                lasting = (_lasting(q_ranges), _lasting(k_ranges), _lasting(mask_types))
+                values.update(zip(("q_ranges", "k_ranges", "mask_types"), lasting, strict=True))
+            lists = (values["q_ranges"], values["k_ranges"], values["mask_types"])
+            slices.__dict__.update(values, versions=_versions(*lists))
         return slices
 
     @classmethod
-    @_for_every_mode
     def from_lists(
         cls,
         q_ranges: Sequence[Sequence[int]] | Tensor,
@@ -238,12 +237,11 @@ class AttnSlices:
         for name, seqlen in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k)):
             if seqlen is not None and not (is_int(seqlen) and 0 <= seqlen < MAX_SEQLEN):
                 raise ValueError(f"`{name}` must be an int in [0, 2**30), got {seqlen!r}")
-        cu_seqlens_q = torch.tensor([0, seqlen_q])
-        cu_seqlens_k = None if seqlen_k is None else torch.tensor([0, seqlen_k])
+        cu_seqlens_q = torch.tensor([0, seqlen_q], device="cpu")
+        cu_seqlens_k = None if seqlen_k is None else torch.tensor([0, seqlen_k], device="cpu")
         return cls.from_cu_seqlens(cu_seqlens_q, cu_seqlens_k, window=window)
 
     @classmethod
-    @_for_every_mode
     def from_cu_seqlens(
         cls,
         cu_seqlens_q: Tensor | Sequence[int],
@@ -288,7 +286,6 @@ class AttnSlices:
         return slices.to(device) if device is not None else slices
 
     @classmethod
-    @_for_every_mode
     def from_dense(cls, mask: Tensor) -> AttnSlices:
         """Slices of a bool mask `[seqlen_q, seqlen_k]`, True where a row sees a key; in normal form."""
         if not isinstance(mask, Tensor):
@@ -317,8 +314,18 @@ class AttnSlices:
                 f"slices must have no bit blocks where they are cut, merged or compared, got {len(self.bits)}; `to_dense` and `area` "
                 "take them"
             )
-        host = [x.cpu() for x in (self.q_ranges, self.k_ranges, self.mask_types)]
-        return Rects.from_ranges(*host).trimmed()
+        self.check_writes()
+        return self._rects()
+
+    def _rects(self) -> Rects:
+        return Rects.from_ranges(*(x.cpu() for x in self._lists())).trimmed()
+
+    def _lists(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q_ranges, self.k_ranges, self.mask_types
+
+    def tensors(self) -> list[Tensor]:
+        """All that it is made of."""
+        return [*self._lists(), *([] if self.bits is None else [self.bits])]
 
     # Checks
 
@@ -331,6 +338,15 @@ class AttnSlices:
         Raises:
             ValueError: names the argument, the offending slice and its value.
         """
+        self.check_bounds()
+        # Bit blocks, which only the package makes, are no rects.
+        overlap = None if self.bits is not None else find_overlap(self._rects())
+        if overlap is not None:
+            first, second = (f"{i}: {_describe(self[i])}" for i in overlap)
+            raise ValueError(f"slices must not overlap, but these two do: {first} and {second}")
+
+    def check_bounds(self) -> None:
+        """The part of `validate` that keeps kernels in the memory of q, k and v: bounds and types, O(n)."""
         for name, seqlen_name in (("q_ranges", "seqlen_q"), ("k_ranges", "seqlen_k")):
             ranges, seqlen = getattr(self, name).cpu(), getattr(self, seqlen_name)
             begin, end = ranges.unbind(1)
@@ -342,16 +358,26 @@ class AttnSlices:
                     f"got {ranges[index].tolist()}"
                 )
         types = self.mask_types.cpu()
-        bad = (types < 0) | (types > 3)
+        end_of_bits = FIRST_BITS + (0 if self.bits is None else len(self.bits))
+        bad = (types < 0) | ((types > 3) & (types < FIRST_BITS)) | (types >= end_of_bits)
         if bool(bad.any()):
             index = int(bad.nonzero()[0])
             raise ValueError(
                 f"`mask_types[{index}]` must be a MaskType (0, 1, 2 or 3), got {int(types[index])}"
             )
-        overlap = find_overlap(self.rects())
-        if overlap is not None:
-            first, second = (f"{i}: {_describe(self[i])}" for i in overlap)
-            raise ValueError(f"slices must not overlap, but these two do: {first} and {second}")
+
+    def check_writes(self) -> None:
+        """Checks the values again if somebody has written to them since they were checked, in a way that PyTorch counts: not through
+        `.data`, nor to tensors of `torch.inference_mode`. Waits for the device if so, and the slices are on a GPU.
+
+        Raises:
+            ValueError: as `validate`.
+        """
+        if self.versions is None or self.versions == (found := _versions(*self._lists())):
+            return
+        if _has_values(self.q_ranges):
+            self.validate()
+            object.__setattr__(self, "versions", found)
 
     @property
     def is_padded(self) -> bool:
@@ -362,7 +388,6 @@ class AttnSlices:
         """The same slices without the empty ones. Waits for the device if the slices are on a GPU."""
         return self._where(self._live(), self.bits)
 
-    @_for_every_mode
     def _where(self, is_kept: Tensor, bits: Tensor | None) -> AttnSlices:
         """Those of the slices that are kept, with these bit blocks."""
         return self._with_lists(
@@ -380,9 +405,12 @@ class AttnSlices:
     def device(self) -> torch.device:
         return self.q_ranges.device
 
-    @_for_every_mode
     def to(self, device: torch.device | str) -> AttnSlices:
         """The same slices on `device`."""
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(
+                f"`device` must be a device or the name of one, got {device!r}; slices are int32"
+            )
         bits = None if self.bits is None else self.bits.to(device)
         return self._with_lists(
             self.q_ranges.to(device), self.k_ranges.to(device), self.mask_types.to(device), bits
@@ -392,6 +420,7 @@ class AttnSlices:
         self, q_ranges: Tensor, k_ranges: Tensor, mask_types: Tensor, bits: Tensor | None
     ) -> AttnSlices:
         """The same slices in other tensors, checked if these are."""
+        self.check_writes()
         lists = (q_ranges, k_ranges, mask_types, self.seqlen_q, self.seqlen_k)
         return AttnSlices.unchecked(*lists, bits) if self.is_checked else AttnSlices(*lists)
 
@@ -474,9 +503,20 @@ class AttnSlices:
         table = torch.cat([normal.q_ranges, normal.k_ranges, normal.mask_types[:, None]], 1)
         return self.seqlen_q, self.seqlen_k, tuple(table.flatten().tolist())
 
-    @_for_every_mode
     def _with_rects(self, straight: Rects) -> AttnSlices:
         return self._from_rects(straight, self.seqlen_q, self.seqlen_k).to(self.device)
+
+
+def _lasting(x: Tensor) -> Tensor:
+    """`x`, or a copy of a tensor of inference mode, which no backward could use."""
+    if not x.is_inference():
+        return x
+    with torch.inference_mode(False):
+        return x.clone()
+
+
+def _versions(*lists: Tensor) -> tuple[int, ...]:
+    return tuple([_compat.version_of(x) for x in lists])
 
 
 def _has_values(tensor: Tensor) -> bool:

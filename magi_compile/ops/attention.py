@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -12,22 +11,17 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from magi_compile._compat import (
-    has_torch_function_mode,
-    is_traced,
-    may_change_uncounted,
-    outside_of_modes,
-)
-from magi_compile._kept import Kept, States, stream_of
+from magi_compile import _compat
+from magi_compile._compat import has_torch_function_mode
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.block_lists import BlockLists
-from magi_compile.masks.block_mask import Converted, convert_any_block_mask, read_block_mask
+from magi_compile.masks.block_mask import Converted, convert_any_block_mask
 from magi_compile.masks.evaluation.sizes import Heads
-from magi_compile.masks.program.reached import Reached, reach
-from magi_compile.masks.program.read import TracedMask
+from magi_compile.masks.program.reached import Reached
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (
     PACKED,
@@ -45,6 +39,7 @@ from magi_compile.ops.over_ranks import replacements
 from magi_compile.ops.score_mod import ScoreMod, trace_score_mod
 from magi_compile.ops.sinks import check_sinks, lse_with_sinks, out_with_sinks
 from magi_compile.ops.validation import (
+    as_autocast,
     check_flag,
     check_options,
     check_packed,
@@ -149,7 +144,7 @@ def flex_flash_attention(
     the matrix; q head h reads kv head `h // (nheads_q // nheads_kv)`.
 
     Args:
-        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
+        q: `[total_q, nheads_q, head_dim]`, fp32, bf16 or fp16; under autocast it is cast to its dtype, like k and v. q, k and v may be DTensors, with heads sharded on any mesh dimensions, and
             keys and values sharded alike or replicated. Results are then DTensors too.
         k: `[total_k, nheads_kv, head_dim]`, the dtype and device of q; nheads_kv divides nheads_q.
         v: `[total_k, nheads_kv, head_dim_v]`.
@@ -170,6 +165,7 @@ def flex_flash_attention(
         NotImplementedError: no kernel runs this problem; the message lists every kernel's reasons.
     """
     check_flag("return_max_scores", return_max_scores)
+    q, k, v = as_autocast(q, k, v)
     given: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "softcap": softcap,
@@ -244,14 +240,6 @@ class _Scored(NamedTuple):
 def _lists_of(slices: AttnSlices) -> tuple[AttnSlices, list[Tensor]]:
     """`slices`, which their op has checked, and the tensors by which ops take them."""
     lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
-    if torch.is_grad_enabled() and any(x.is_inference() for x in lists):
-        # A user's own, made in inference mode: autograd cannot save them.
-        bits = None if slices.bits is None else slices.bits.clone()
-        q_ranges, k_ranges, mask_types = lists = [x.clone() for x in lists]
-        totals = slices.seqlen_q, slices.seqlen_k
-        copies = AttnSlices.unchecked(q_ranges, k_ranges, mask_types, *totals, bits)
-        copies.__dict__["is_checked"] = slices.is_checked
-        slices = copies
     if not slices.is_checked:
         totals = slices.seqlen_q, slices.seqlen_k
         q_ranges, k_ranges, mask_types = torch.ops.magi.checked_slices(*lists, *totals)
@@ -391,14 +379,14 @@ def flex_attention(
     """`torch.nn.attention.flex_attention.flex_attention` on the kernels of this package, for eager code, on any device.
 
     Signature and results are PyTorch's. Inside torch.compile it is PyTorch's own operator, which the lowering replaces. The slices of a
-    BlockMask are kept as long as it lives, and derived again when a captured tensor is written to, in a way that PyTorch
-    counts: not through `.data`, nor to the memory of `torch.from_numpy`. Other things that a mask_mod holds (ints, attributes) must not
-    change.
+    BlockMask are kept as long as it lives, and derived again when anything that it is made of changes: its mask_mod, its block lists, a
+    variable, an attribute or an item that the mask_mod reads, or the values of a tensor. Only writes that PyTorch does not count go
+    unseen: through `.data`, and to the memory of `torch.from_numpy`.
 
     Args:
         query: `[B, Hq, L, E]`, fp32, bf16 or fp16. query, key and value may be DTensors: heads and batch entries sharded on any mesh
             dimensions, heads of key and value also replicated. Results are then DTensors too.
-        key: `[B, Hkv, S, E]`.
+        key: `[B, Hkv, S, E]`; with a block_mask of B entries also one entry for all, like value.
         value: `[B, Hkv, S, Ev]`.
         score_mod: None, or any pointwise function of a score and its place; tensors that it captures may need gradients. More than a
             scale and a soft-cap runs on the CUDA kernels, on Triton's where these have no code for it, and on CPUs.
@@ -422,13 +410,14 @@ def flex_attention(
 
     has_mode, over_ranks = has_torch_function_mode(), replacements()
     if not has_mode and over_ranks is None and are_distributed(query, key, value):
+        query, key, value = as_autocast(query, key, value)
         check_padded(query, key, value, None, enable_gqa)
         given = {"return_lse": return_lse, "return_aux": return_aux}
         return _of_dtensors(
             *(query, key, value, score_mod, block_mask),
             {"scale": scale, "enable_gqa": True, "kernel_options": kernel_options, **given},
         )
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_compiling():  # by torch.export too, strict or not
         return flex.flex_attention(
             query,
             key,
@@ -447,17 +436,21 @@ def flex_attention(
         return handle(flex_attention, (), *arguments, kernel_options, return_aux=return_aux)
     if over_ranks is not None:
         return over_ranks.flex_attention(*arguments, kernel_options, return_aux=return_aux)
+    query, key, value = as_autocast(query, key, value)
     check_padded(query, key, value, block_mask, enable_gqa)
     check_options("scale", scale)
+    if query.is_meta or _compat.is_traced(query):
+        raise NotImplementedError(
+            f"`query` must have values, because eager code looks at those of the mask, got {type(query).__name__} on {query.device}; trace "
+            "it by torch.compile or torch.export, or call flex_flash_attention with AttnSlices made outside of the trace"
+        )
     return_max_scores = asks_for_max_scores(return_lse, return_aux)
     score, program = _read_score_mod(score_mod, query.device)
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype = torch.get_autocast_dtype(device_type)
-        query, key, value = (x.to(dtype) for x in (query, key, value))
     batch, nheads_q, seqlen_q, head_dim = query.shape
     softmax_scale = score.scale * (1 / math.sqrt(head_dim) if scale is None else scale)
     mask = _slices(block_mask, query, key)
+    if key.shape[0] != batch:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if mask.is_by_head:
         q, k, v = (tensor.reshape(-1, 1, tensor.shape[3]) for tensor in (query, key, value))
     else:
@@ -513,54 +506,8 @@ def _of_dtensors(
     return out, type(second)(*of_rows)
 
 
-class _Derived(NamedTuple):
-    """What a BlockMask has become, and of what.
-
-    Attributes:
-        mask: its slices.
-        reached: what the BlockMask says and what its mask_mod can read; None where that cannot be followed.
-        text: of the program; None where the mask_mod cannot be read.
-        tensors: those that it looked at, and the block lists.
-        states: of these tensors; None where nobody counts what is written to them.
-        sizes: lengths, and those of blocks.
-    """
-
-    mask: Converted
-    reached: Reached | None
-    text: str | None
-    tensors: list[Tensor]
-    states: States | None
-    sizes: tuple[Any, ...]
-
-    def is_same(self) -> bool:
-        """Whether the BlockMask is what it was."""
-        return (
-            self.reached is not None
-            and self.states is not None
-            and self.reached.is_same()
-            and self.states.are_of(self.tensors)
-        )
-
-    def is_of(self, text: str | None, tensors: list[Tensor], sizes: tuple[Any, ...]) -> bool:
-        """Whether a BlockMask that was read again is what it was."""
-        return (
-            text is not None
-            and self.states is not None
-            and (self.text, self.sizes) == (text, sizes)
-            and len(self.tensors) == len(tensors)
-            and all(map(operator.is_, self.tensors, tensors))
-            and self.states.are_of(tensors)
-        )
-
-
-def _tensors_of(derived: _Derived) -> list[Tensor]:
-    slices = derived.mask.slices
-    lists = [slices.q_ranges, slices.k_ranges, slices.mask_types]
-    return lists if slices.bits is None else [*lists, slices.bits]
-
-
-_derived: Kept[_Derived] = Kept(1024, _tensors_of)
-_SAYS = (*BlockLists._fields, "mask_mod", "seq_lengths", "BLOCK_SIZE")
+_derived: Memo[Converted] = Memo(256, lambda mask: mask.slices.tensors())
+_READ = ("mask_mod", "seq_lengths", "BLOCK_SIZE", *BlockLists._fields)  # of a BlockMask
 
 
 def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Converted:
@@ -570,49 +517,18 @@ def _slices(block_mask: BlockMask | None, query: Tensor, key: Tensor) -> Convert
         k_ranges = [(b * seqlen_k, (b + 1) * seqlen_k) for b in range(batch)]
         totals = batch * seqlen_q, batch * seqlen_k
         lists = q_ranges, k_ranges, [0] * batch
-        return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device))
-    device, heads = block_mask.kv_num_blocks.device, Heads(nheads_q, nheads_kv)
-    place: Any = (batch, heads)
-    stream = stream_of(device)
-    entry = _derived.find(place, (), device, stream, block_mask)
-    known = None if entry is None else entry.value
-    if known is not None and known.is_same():
-        return known.mask
-    if is_traced(block_mask.kv_num_blocks):
-        return convert_any_block_mask(block_mask, batch, heads, read_block_mask(block_mask))
-    with outside_of_modes():
-        # Before it is read, since that may change what it can read: then nobody knows what it was read from.
-        can_be_followed = known is None or known.reached is not None
-        reached = reach(block_mask, _SAYS) if can_be_followed else None
-        traced = read_block_mask(block_mask)
-        found = _derive(block_mask, batch, heads, traced, known, reached)
-    is_countable = stream is not None and found.states is not None
-    if is_countable and (reached is None or reached.is_same()):
-        _derived.keep(place, (), States(()), found, device, stream, block_mask)
-    return found.mask
+        with _compat.outside_of_modes():
+            return Converted(AttnSlices.from_lists(*lists, *totals, device=query.device), [])
+    heads = Heads(nheads_q, nheads_kv)
 
+    def convert() -> Made:
+        mask = convert_any_block_mask(block_mask, batch, heads)
+        if mask.watched is None:
+            return Made(mask, None)
+        lists = [
+            x for x in (getattr(block_mask, name) for name in BlockLists._fields) if x is not None
+        ]
+        is_unchanged = Reached(block_mask, "mask_mod", _READ).is_unchanged
+        return Made(mask, [*mask.watched, *lists], is_unchanged)
 
-def _derive(
-    block_mask: BlockMask,
-    batch: int,
-    heads: Heads,
-    traced: TracedMask | None,
-    known: _Derived | None,
-    reached: Reached | None,
-) -> _Derived:
-    """What a BlockMask becomes: what it was before if it was the same."""
-    lists = [x for name in BlockLists._fields if (x := getattr(block_mask, name)) is not None]
-    sizes = (block_mask.seq_lengths, block_mask.BLOCK_SIZE)
-    if traced is None:
-        mask = convert_any_block_mask(block_mask, batch, heads, None)
-        return _Derived(mask, None, None, [], None, sizes)
-    if not traced.program.is_always_true:
-        # They decide nothing; that they agree with the mask_mod is found out again where PyTorch counts what is written to them.
-        lists = [x for x in lists if not may_change_uncounted(x)]
-    tensors = [*traced.watched, *lists]
-    text = traced.program.text
-    states = States.of(tensors)
-    if known is not None and known.is_of(text, tensors, sizes):
-        return known._replace(reached=reached)
-    mask = convert_any_block_mask(block_mask, batch, heads, traced)
-    return _Derived(mask, reached, text, tensors, states, sizes)
+    return _derived.get((block_mask,), (batch, heads), convert, query.device, serves_capture=True)

@@ -12,11 +12,10 @@ import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-
-from magi_compile._kept import Kept
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -309,15 +308,14 @@ def block_mask_of(block_mask: BlockMask | None, shards: Shards) -> BlockMask | N
         return block_mask
     if torch.compiler.is_dynamo_compiling():
         return _part_of(block_mask, shards)
-    lists = [x for name in _LISTS if (x := getattr(block_mask, name)) is not None]
-    says = (block_mask.mask_mod, block_mask.seq_lengths, block_mask.BLOCK_SIZE)
-    key = (shards.entries, shards.heads, id(says[0]), *says[1:])  # a part keeps the mask_mod alive
-    device = block_mask.kv_num_blocks.device
-    return _parts.of(key, lists, lambda: _part_of(block_mask, shards), device, block_mask)
+    known = _parts.setdefault(block_mask, {})
+    key = shards.entries, shards.heads
+    if key not in known:
+        known[key] = _part_of(block_mask, shards)
+    return known[key]
 
 
-# Of the views that a part has, the memory is that of the BlockMask, which has to wait for streams itself.
-_parts: Kept[Any] = Kept(1024, lambda part: ())
+_parts: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 _LISTS = (
     *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),

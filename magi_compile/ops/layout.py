@@ -1,8 +1,9 @@
-"""Which order in memory an output has: that of q, as PyTorch's FlexAttention promises."""
+"""Packed rows and entries of a batch, and which order in memory an output has: that of q, as PyTorch's FlexAttention promises."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -27,3 +28,23 @@ def inverse(order: Sequence[int]) -> list[int]:
 def in_memory_order(x: Tensor, order: Sequence[int]) -> Tensor:
     """`x`, dense with its dimensions in `order`: itself, or a copy."""
     return x.permute(*order).contiguous().permute(*inverse(order))
+
+
+def by_entries(packed: Tensor, batch: Any, seqlen: Any, nheads: int) -> Tensor:
+    """`[batch, nheads, seqlen, head_dim]`, a view of `[batch * seqlen, nheads, head_dim]`, whichever of rows and heads come first in
+    memory, or of `[batch * nheads * seqlen, 1, head_dim]`."""
+    _, heads, head_dim = packed.shape
+    if heads != nheads:
+        return packed.view(batch, nheads, seqlen, head_dim)
+    if nheads == 1 or packed.stride(0) != head_dim:
+        return packed.view(batch, seqlen, nheads, head_dim).transpose(1, 2)
+    if type(batch) is int and batch == 1:
+        return packed.transpose(0, 1).view(1, nheads, seqlen, head_dim)
+    return packed.transpose(0, 1).view(nheads, batch, seqlen, head_dim).transpose(0, 1)
+
+
+def packed_like(q: Tensor, x: Tensor) -> Tensor:
+    """What `by_entries` undoes: `x` `[batch, nheads, seqlen, head_dim]` with the rows and heads of a packed `q`."""
+    if q.shape[1] == 1:
+        return x.reshape(q.shape[0], 1, x.shape[3])
+    return x.transpose(1, 2).reshape(q.shape[0], q.shape[1], x.shape[3])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from magi_compile import _compat
 from magi_compile._checks import raise_pending
-from magi_compile._kept import Kept
+from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import (
     AttnProblem,
     Grads,
@@ -35,10 +35,16 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.select import problem_on, select
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.define import (
+    define,
+    define_differentiable,
+    define_of_entries,
+    gradients,
+)
 from magi_compile.ops.repeatable import define_repeatable, hand_over_to_launcher
 from magi_compile.ops.scale import Scaled
 from magi_compile.ops.sharding import register_rules
+from magi_compile.ops.validation import check_op, check_op_gradients
 
 _lib = torch.library.Library("magi", "DEF")
 
@@ -132,19 +138,19 @@ def plan_of(kernel: Kernel, slices: AttnSlices | None, problem: AttnProblem) -> 
     if slices is None:
         raise ValueError("`slices` and `plan` must not both be empty")
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
-    if slices.device.type != "cpu":
-        return kernel.pack(kernel.plan(slices, problem))
-    totals = slices.seqlen_q, slices.seqlen_k
-    key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
-    found = _by_content.get(key)
-    if found is None:
-        with _compat.outside_of_modes():
-            found = kernel.pack(kernel.plan(slices, problem))
-    _by_content[key] = found
-    _by_content.move_to_end(key)
-    while len(_by_content) > _MOST_BY_CONTENT:
-        _by_content.popitem(last=False)
-    return found
+    # A call may be the first in inference mode and the next one not, to which tensors of that mode are of no use.
+    with torch.inference_mode(False):
+        if slices.device.type != "cpu":
+            return kernel.pack(kernel.plan(slices, problem))
+        totals = slices.seqlen_q, slices.seqlen_k
+        key = (kernel.name, kernel.plan_key(problem), totals, *map(_bytes_of, lists))
+        if key not in _by_content:
+            slices.check_bounds()  # somebody may have written to them, uncounted or in front of a compiled graph
+            _by_content[key] = kernel.pack(kernel.plan(slices, problem))
+        _by_content.move_to_end(key)
+        if len(_by_content) > _MOST_BY_CONTENT:
+            _by_content.popitem(last=False)
+        return _by_content[key]
 
 
 def _bytes_of(x: Tensor) -> bytes:
@@ -152,8 +158,8 @@ def _bytes_of(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.nbytes)
 
 
-# Plans of slices, as long as the tensors of those live: shared by all layers.
-_kept: Kept[list[Tensor]] = Kept(1024, iter)
+# Plans of slices, as long as those live: shared by all layers.
+_plans: Memo[list[Tensor]] = Memo(256, lambda plan: plan)
 
 
 def plan_of_call(
@@ -169,12 +175,12 @@ def plan_of_call(
     """The plan that a call of `magi::attention` or `magi::scored_attention` takes along: forward and backward then walk the same one.
 
     In a graph it is a value of the graph, and made again whenever that runs, like all of a CUDA graph. In eager code it is kept
-    until somebody writes to the slices (`_kept.py`).
+    until somebody writes to the slices; what is written to tensors of inference mode nobody counts.
     """
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
     has_bits = slices.bits is not None
     totals, heads = (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    if torch.compiler.is_compiling() or _compat.is_traced(slices.q_ranges):
+    if torch.compiler.is_compiling() or _compat.is_traced(q):
         if has_score:
             arguments = (*lists, *totals, q.dtype, *heads, softcap, kernel, slices.bits)
             return torch.ops.magi.plan_for_scores(*arguments)
@@ -185,9 +191,12 @@ def plan_of_call(
     chosen, problem = chosen_for(
         q.device, q.dtype, heads, 1.0, softcap, kernel or None, has_bits, has_score
     )
-    key = (chosen.name, chosen.plan_key(problem), slices.seqlen_q, slices.seqlen_k)
-    tensors = lists if slices.bits is None else (*lists, slices.bits)
-    return _kept.of(key, tensors, lambda: plan_of(chosen, slices, problem), slices.device)
+
+    def make() -> Made:
+        slices.check_writes()
+        return Made(plan_of(chosen, slices, problem), slices.tensors())
+
+    return _plans.get((slices,), (chosen.name, chosen.plan_key(problem)), make, q.device)
 
 
 # ffa_fwd, ffa_bwd: no autograd of their own, and so called from compiled graphs without a detour through it
@@ -214,6 +223,7 @@ def _ffa_fwd(
     max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
+    check_op(q, k, v)
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, head_dim_v = v.shape
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
@@ -242,6 +252,7 @@ def _ffa_fwd_fake(
     softcap: float,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
+    check_op(q, k, v)
     total_q, nheads_q, _ = q.shape
     out = output_like(q, v.shape[2])
     return out, q.new_empty(nheads_q, total_q, dtype=torch.float32)
@@ -274,6 +285,7 @@ def _ffa_bwd(
     deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     raise_pending()
+    check_op_gradients(dout, dlse, q, k, v, out, lse)
     total_q, nheads_q, head_dim = q.shape
     total_k, nheads_kv, head_dim_v = v.shape
     heads = (nheads_q, nheads_kv, head_dim, head_dim_v)
@@ -316,6 +328,7 @@ _FFA_BWD = (
     "bool deterministic) -> (Tensor, Tensor, Tensor)"
 )
 define_repeatable(_lib, f"ffa_bwd{_FFA_BWD}", _ffa_bwd, _ffa_bwd_fake)
+define_of_entries(_lib, f"ffa_bwd_of_entries{_FFA_BWD}", torch.ops.magi.ffa_bwd.default)
 
 
 # attention: what is differentiable, made of the two
@@ -346,7 +359,9 @@ class _Attention(torch.autograd.Function):
         # In a compiled graph that of the compilation: Dynamo compiles again where it changes.
         deterministic = torch.are_deterministic_algorithms_enabled()
         arguments = (dout, dlse, q, k, v, out, lse, slices, plan, *ctx.options, deterministic)
-        return (None, *gradients(torch.ops.magi.ffa_bwd.default, *arguments), *no_grads)
+        ops = torch.ops.magi
+        op = ops.ffa_bwd if out.dim() == 3 else ops.ffa_bwd_of_entries
+        return (None, *gradients(op.default, *arguments), *no_grads)
 
 
 define_differentiable(

@@ -25,9 +25,15 @@ from magi_compile.kernels.base import (
 )
 from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.masks import AttnSlices
-from magi_compile.ops.define import define, define_differentiable, gradients
+from magi_compile.ops.define import (
+    define,
+    define_differentiable,
+    define_of_entries,
+    gradients,
+)
 from magi_compile.ops.library import chosen_for, plan_of, slices_of
 from magi_compile.ops.sharding import register_rules
+from magi_compile.ops.validation import check_op, check_op_gradients
 from magi_compile.score.program import ScoreCall, ScoreProgram
 
 _lib = torch.library.Library("magi", "FRAGMENT")
@@ -75,6 +81,7 @@ def _scored_fwd(
     max_scores: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     raise_pending()
+    check_op(q, k, v)
     kernel, problem, slices, plan, score = _prepared(
         (q, k, v), tables, *rest, has_max_scores=max_scores is not None
     )
@@ -83,6 +90,7 @@ def _scored_fwd(
 
 
 def _scored_fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    check_op(q, k, v)
     total_q, nheads_q, _ = q.shape
     return output_like(q, v.shape[2]), q.new_empty(nheads_q, total_q, dtype=torch.float32)
 
@@ -109,6 +117,7 @@ def _scored_bwd(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     raise_pending()
+    check_op_gradients(dout, dlse, q, k, v, out, lse)
     *options, wanted, deterministic = rest
     tables, wanted = tables or [], wanted or []
     kernel, problem, slices, plan, score = _prepared((q, k, v), tables, *options)
@@ -153,17 +162,18 @@ define(
     _scored_fwd_with_max_scores,
     _scored_fwd_with_max_scores_fake,
 )
-define(
-    _lib,
-    "scored_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, "
-    f"{_OPTIONS}, int[] wanted, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor[])",
-    _scored_bwd,
-    _scored_bwd_fake,
+_BWD = (
+    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor[] tables, "
+    f"{_OPTIONS}, int[] wanted, bool deterministic) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
+define(_lib, f"scored_bwd{_BWD}", _scored_bwd, _scored_bwd_fake)
+define_of_entries(_lib, f"scored_bwd_of_entries{_BWD}", torch.ops.magi.scored_bwd.default)
 
 
 def _gradients_as_one_tuple(*arguments: Any) -> tuple[Tensor, ...]:
-    *qkv, of_tables = torch.ops.magi.scored_bwd.default(*arguments)
+    ops = torch.ops.magi
+    op = ops.scored_bwd if arguments[0].dim() == 3 else ops.scored_bwd_of_entries
+    *qkv, of_tables = op.default(*arguments)
     return (*qkv, *of_tables)
 
 

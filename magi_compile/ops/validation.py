@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.kernels.select import KERNELS
 from magi_compile.masks import AttnSlices
 
@@ -23,7 +25,10 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
     """The tensors of `flex_flash_attention`."""
     check_qkv(q, k, v)
     if not isinstance(slices, AttnSlices):
-        raise TypeError(f"`slices` must be AttnSlices, got {type(slices).__name__}")
+        raise TypeError(
+            f"`slices` must be AttnSlices, got {type(slices).__name__}; make them with AttnSlices.from_lists(q_ranges, k_ranges, "
+            "mask_types), AttnSlices.causal(total) or AttnSlices.from_cu_seqlens(cu_seqlens)"
+        )
     if (slices.seqlen_q, slices.seqlen_k) != (q.shape[0], k.shape[0]):
         raise ValueError(
             f"`slices` must cover {q.shape[0]} query rows and {k.shape[0]} keys, "
@@ -38,12 +43,46 @@ def check_packed(q: Tensor, k: Tensor, v: Tensor, slices: AttnSlices) -> None:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, layout: str = "[total, nheads, head_dim]") -> None:
     """What packed tensors have in common, but for the tokens of `q`."""
-    _check_kinds({"q": q, "k": k, "v": v}, layout)
-    _check_heads("q", q, "k", k)
-    if v.shape[:2] != k.shape[:2]:
-        raise ValueError(
-            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
-        )
+    tensors = {"q": q, "k": k, "v": v}
+    _check_kinds(tensors, layout)
+    _check_alike(tensors)
+    _check_packed_shapes(q, k, v)
+
+
+def check_op(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """What the ops ask of packed tensors, real ones or fakes, whoever calls them: that they fit together."""
+    if (
+        q.ndim == k.ndim == v.ndim == 3
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+        and (heads := k.shape[1]) != 0
+        and not q.shape[1] % heads
+        and not _compat.differ(v.shape[1], heads)
+        and not _compat.differ(v.shape[0], k.shape[0])
+        and not _compat.differ(k.shape[2], q.shape[2])
+    ):
+        return
+    tensors = {"q": q, "k": k, "v": v}
+    for name, tensor in tensors.items():
+        _check_dims(name, tensor, "[total, nheads, head_dim]")
+    _check_alike(tensors)
+    _check_packed_shapes(q, k, v)
+
+
+def check_op_gradients(dout: Tensor, dlse: Tensor | None, q: Tensor, *saved: Tensor) -> None:
+    """What the ops of a backward ask besides: that results and their gradients are those of `q`, k and v."""
+    k, v, out, lse = saved
+    check_op(q, k, v)
+    total, nheads, _ = q.shape
+    like_out, like_lse = (total, nheads, v.shape[2]), (nheads, total)
+    for name, given, shape in (
+        ("dout", dout, like_out),
+        ("out", out, like_out),
+        ("lse", lse, like_lse),
+        ("dlse", dlse, like_lse),
+    ):
+        if given is not None and given.shape != shape:
+            raise ValueError(f"`{name}` must have shape {list(shape)}, got {list(given.shape)}")
 
 
 def check_padded(
@@ -53,24 +92,50 @@ def check_padded(
     check_flag("enable_gqa", enable_gqa)
     tensors = {"query": query, "key": key, "value": value}
     _check_kinds(tensors, "[B, H, S, D]")
-    for name, tensor in tensors.items():
-        if tensor.shape[0] != query.shape[0]:
-            raise ValueError(
-                f"`{name}` must have the batch size of `query`, {query.shape[0]}, got {tensor.shape[0]}"
-            )
+    _check_alike(tensors)
+    check_padded_shapes(query, key, value)
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"`key` must have the heads of `query`, {query.shape[1]}, got {key.shape[1]}; "
             "set enable_gqa=True for grouped queries"
         )
+    if block_mask is not None:
+        _check_block_mask(block_mask, query, key)
+    if key.shape[0] != query.shape[0] and (
+        block_mask is None or block_mask.kv_num_blocks.shape[0] != query.shape[0]
+    ):
+        made_for = None if block_mask is None else block_mask.kv_num_blocks.shape[0]
+        raise ValueError(
+            f"`block_mask` must be made for the batch size of `query`, {query.shape[0]}, where `key` has 1 entry for all, got {made_for}"
+        )
+
+
+def check_padded_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """How the sizes of the tensors of `flex_attention` fit together, also where a graph is traced: its sizes are guarded then."""
+    differ = _compat.differ
+    batch = query.shape[0]
+    if differ(key.shape[0], batch) and differ(key.shape[0], 1):
+        wanted = f"{batch}, or 1" if differ(batch, 1) else "1"
+        raise ValueError(f"`key` must have the batch size of `query`, {wanted}, got {key.shape[0]}")
+    if differ(value.shape[0], key.shape[0]):
+        raise ValueError(
+            f"`value` must have the batch size of `key`, {key.shape[0]}, got {value.shape[0]}"
+        )
     _check_heads("query", query, "key", key)
-    if value.shape[1:3] != key.shape[1:3]:
+    if differ(value.shape[1], key.shape[1]) or differ(value.shape[2], key.shape[2]):
         raise ValueError(
             f"`value` must have the heads and length of `key`, {list(key.shape[1:3])}, "
             f"got {list(value.shape[1:3])}"
         )
-    if block_mask is not None:
-        _check_block_mask(block_mask, query, key)
+
+
+def check_block_lists(lists: Sequence[Tensor], query: Tensor) -> None:
+    """Whether the block lists of a BlockMask, `[B or 1, H or 1, ...]`, serve all of the batch entries and heads of `query`."""
+    for found in lists:
+        for dim, what in enumerate(("batch size", "heads")):
+            size, wanted = found.shape[dim], query.shape[dim]
+            if _compat.differ(size, wanted) and _compat.differ(size, 1):
+                raise ValueError(f"`block_mask` must have {what} 1 or {wanted}, got {size}")
 
 
 def check_options(
@@ -80,20 +145,58 @@ def check_options(
     for name, number in ((scale_name, scale), ("softcap", softcap)):
         if number is None and name == scale_name:
             continue
-        if isinstance(number, bool) or not isinstance(number, (numbers.Real, torch.SymFloat)):
-            raise TypeError(f"`{name}` must be a number, got {number!r}")
-        if isinstance(number, int) and abs(number) > sys.float_info.max:
-            raise ValueError(
-                f"`{name}` must fit in a float, got an int of {number.bit_length()} bits"
-            )
-        if not -math.inf < number < math.inf:  # of a SymFloat too
-            raise ValueError(f"`{name}` must be finite, got {number}")
-    if softcap < 0:
-        raise ValueError(f"`softcap` must not be negative, got {softcap}")
+        check_number(name, number, may_be_negative=name == scale_name)
     if not isinstance(kernel, (str, type(None))):
         raise TypeError(f"`kernel` must be a name or None, got {kernel!r}")
     if kernel is not None and kernel not in KERNELS:
         raise ValueError(f"`kernel` must be one of {', '.join(KERNELS)}, got {kernel!r}")
+
+
+def refuse_transforms(*tensors: Tensor) -> None:
+    """Raises where a transform of torch.func follows one of `tensors`: an op without a rule for it would drop what it adds."""
+    if _compat.has_tangents(tensors):
+        raise NotImplementedError(
+            "attention has no forward-mode derivatives (torch.func.jvp, jacfwd, linearize, torch.autograd.forward_ad); use backward, or "
+            "torch.autograd.grad"
+        )
+    if _compat.is_transformed(tensors):
+        raise NotImplementedError(
+            "attention has no rules for the transforms of torch.func (grad, vjp, jacrev, vmap); use torch.autograd.grad for gradients, "
+            "and in place of vmap make the mapped dimension part of the batch"
+        )
+
+
+def check_number(name: str, given: Any, *, may_be_negative: bool = False) -> None:
+    if isinstance(given, bool) or not isinstance(given, (numbers.Real, torch.SymFloat)):
+        raise TypeError(f"`{name}` must be a number, got {given!r}")
+    if isinstance(given, int) and abs(given) > sys.float_info.max:
+        raise ValueError(f"`{name}` must fit in a float, got an int of {given.bit_length()} bits")
+    number: Any = given
+    if not -math.inf < number < math.inf:  # of a SymFloat too
+        raise ValueError(f"`{name}` must be finite, got {given}")
+    if number < 0 and not may_be_negative:
+        raise ValueError(f"`{name}` must not be negative, got {given}")
+
+
+def check_count(name: str, given: Any, least: int) -> None:
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"`{name}` must be an int, got {given!r}")
+    if given < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {given}")
+    if given >= 1 << 63:
+        raise ValueError(f"`{name}` must fit in 64 bits, got an int of {given.bit_length()} bits")
+
+
+def check_list(name: str, given: Any) -> None:
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes)):
+        raise TypeError(f"`{name}` must be a list, got {type(given).__name__}")
+
+
+def check_device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"`device` must be a device or the name of one, got {given!r}") from error
 
 
 def check_flag(name: str, given: Any) -> None:
@@ -102,17 +205,28 @@ def check_flag(name: str, given: Any) -> None:
 
 
 def _check_kinds(tensors: dict[str, Any], layout: str) -> None:
-    """Number of dimensions, dtype and device; the first tensor sets the last two."""
-    (first_name, first), *_ = tensors.items()
+    """That they are tensors, of a kind and a dtype that attention takes."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             raise TypeError(f"`{name}` must be a tensor, got {type(tensor).__name__}")
         if tensor.layout != torch.strided or tensor.is_nested:
             raise ValueError(f"`{name}` must be a dense tensor, got {_kind_of(tensor)}")
-        if tensor.ndim != layout.count(",") + 1:
-            raise ValueError(f"`{name}` must be {layout}, got shape {list(tensor.shape)}")
+        _check_dims(name, tensor, layout)
         if tensor.dtype not in DTYPES:
             raise ValueError(f"`{name}` must be float32, bfloat16 or float16, got {tensor.dtype}")
+    if not torch.compiler.is_compiling():  # there the op asks
+        refuse_transforms(*tensors.values())
+
+
+def _check_dims(name: str, tensor: Tensor, layout: str) -> None:
+    if tensor.ndim != layout.count(",") + 1:
+        raise ValueError(f"`{name}` must be {layout}, got shape {list(tensor.shape)}")
+
+
+def _check_alike(tensors: dict[str, Tensor]) -> None:
+    """Dtype and device, which the first tensor sets."""
+    (first_name, first), *_ = tensors.items()
+    for name, tensor in tensors.items():
         if tensor.dtype != first.dtype:
             raise ValueError(
                 f"`{name}` must have the dtype of `{first_name}`, {first.dtype}, got {tensor.dtype}"
@@ -127,11 +241,19 @@ def _kind_of(tensor: Tensor) -> str:
     return "a nested tensor" if tensor.is_nested else f"one of layout {tensor.layout}"
 
 
+def _check_packed_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    _check_heads("q", q, "k", k)
+    if _compat.differ(v.shape[0], k.shape[0]) or _compat.differ(v.shape[1], k.shape[1]):
+        raise ValueError(
+            f"`v` must have the tokens and heads of `k`, {list(k.shape[:2])}, got {list(v.shape[:2])}"
+        )
+
+
 def _check_heads(q_name: str, q: Tensor, k_name: str, k: Tensor) -> None:
     """Both layouts have the heads in dimension 1."""
     if q.shape[-1] == 0:
         raise ValueError(f"`{q_name}` must have a head_dim of at least 1, got 0")
-    if k.shape[-1] != q.shape[-1]:
+    if _compat.differ(k.shape[-1], q.shape[-1]):
         raise ValueError(
             f"`{k_name}` must have the head_dim of `{q_name}`, {q.shape[-1]}, got {k.shape[-1]}"
         )
@@ -159,12 +281,18 @@ def _check_block_mask(block_mask: BlockMask, query: Tensor, key: Tensor) -> None
         raise ValueError(
             f"`block_mask` must be made for {query.shape[2]} queries and {key.shape[2]} keys, got {lengths}"
         )
-    if block_mask.shape[0] not in (1, query.shape[0]):
-        raise ValueError(
-            f"`block_mask` must have batch size 1 or {query.shape[0]}, got {block_mask.shape[0]}"
-        )
+    check_block_lists([block_mask.kv_num_blocks], query)
     if block_mask.kv_num_blocks.device != query.device:
         raise ValueError(
             f"`block_mask` must be on the device of `query`, {query.device}, "
             f"got {block_mask.kv_num_blocks.device}"
         )
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v in the dtype of autocast, where it is on: as FlexAttention and `scaled_dot_product_attention` take them."""
+    kinds = {x.device.type for x in tensors if isinstance(x, Tensor)} - {"meta"}
+    if len(kinds) != 1 or not torch.is_autocast_enabled(*kinds):
+        return tensors
+    dtype = torch.get_autocast_dtype(*kinds)
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES else x for x in tensors)

@@ -32,7 +32,10 @@ def on_grid(function: Callable[..., Any], values: Mapping[str, Any]) -> Tensor:
                 for x in arguments
             )
             mapped = torch.vmap(mapped, in_dims=axes)
-    result = torch.as_tensor(mapped(*map(_without_ones, arguments)))
+    result = mapped(*map(_without_ones, arguments))
+    if not isinstance(result, Tensor):  # in fp32 like scores, whatever the default dtype
+        dtype = torch.float32 if isinstance(result, float) else None
+        result = torch.tensor(result, dtype=dtype, device="cpu")
     for dim in range(DIMS):
         if not varies[dim]:
             result = result.unsqueeze(dim)

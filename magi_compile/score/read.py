@@ -172,7 +172,6 @@ class _Reader:
         return (lines, str(self.result), *self.user_names.values(), *values, str(self.device))
 
     def _found(self, nodes: list[Node]) -> _Found:
-        # Of all modes in which this score_mod will be called.
         with _compat.outside_of_modes(), _compat.without_fake_tensors():
             mode = _compat.symbolic_fake_mode()
             examples = self._examples(nodes, mode)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from magi_compile.dtensor.attention import context_parallel_attention
+from magi_compile.dtensor.planning import rank_plan
 from magi_compile.dtensor.planning.dispatch import STRATEGIES
 from magi_compile.dtensor.planning.rank_plan import (
     ContextParallelOptions,
@@ -241,3 +242,25 @@ def test_planning_ahead():
     assert plan_rank(slices, 2, 0, OPTIONS).digest == plan.digest
     with pytest.raises(ValueError, match="`rank` must be in"):
         plan_rank_ahead(slices, 2, 2, OPTIONS).result()
+
+
+class Plans:
+    """A data set whose worker plans ahead."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        return plan_rank_ahead(AttnSlices.causal(70 + i), 2, 0, OPTIONS).result(10).digest
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_plan_ahead_in_a_forked_worker():
+    """Of a process that has planned ahead, and that plans while it forks."""
+    wanted = [plan_rank_ahead(AttnSlices.causal(70 + i), 2, 0, OPTIONS).result() for i in range(2)]
+    loader = torch.utils.data.DataLoader(
+        Plans(), batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=20
+    )
+    with rank_plan._lock:
+        workers = iter(loader)
+    assert list(workers) == [plan.digest for plan in wanted]

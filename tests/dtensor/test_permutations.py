@@ -113,7 +113,7 @@ def run_ours(group):
     again = plan(AttnSlices.causal(S), mesh_of(group), permutation=p)
     torch.testing.assert_close(again.positions, p.positions)
     padded = plan(None, mesh_of(group), seqlen=S - 1, options=OPTIONS)
-    with pytest.raises(ValueError, match="a permutation needs a plan without padding, but 255"):
+    with pytest.raises(ValueError, match="a `permutation` needs a plan without padding, but 255"):
         padded.permutation()
 
 

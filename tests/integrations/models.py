@@ -90,6 +90,23 @@ def padded(side: str) -> Tensor:
     return mask
 
 
+def uncounted(kind: str) -> dict[str, Any]:
+    """Positions that do not go up by one, of one document."""
+    ones, count = torch.ones(2, SEQLEN, dtype=torch.long), torch.arange(SEQLEN).repeat(2, 1)
+    hole = ones.clone()
+    hole[:, 40:60] = 0
+    place = hole.cumsum(1) - 1
+    return {
+        "hole": lambda: {"attention_mask": hole, "position_ids": place},
+        # As `generate` numbers what is masked.
+        "zeros": lambda: {"attention_mask": hole, "position_ids": place.masked_fill(hole == 0, 0)},
+        "gap": lambda: {"attention_mask": ones, "position_ids": count + 9 * (count > 70)},
+        "steps": lambda: {"attention_mask": ones, "position_ids": 2 * count},
+        "repeats": lambda: {"attention_mask": ones, "position_ids": count // 2},
+        "branches": lambda: {"use_cache": True, "position_ids": count - 30 * (count > 90)},
+    }[kind]()
+
+
 INPUTS = {
     "plain": dict,
     "packed": lambda: {"position_ids": positions().expand(2, -1)},

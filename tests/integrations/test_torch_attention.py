@@ -119,6 +119,58 @@ def test_scale_and_statistics(active):
         torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
 
 
+@pytest.mark.parametrize("wants", ["out", "lse", "both"])
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_gradients_of_the_log_sum_exp(is_compiled, wants, active):
+    """As attention sinks need them; PyTorch's own autograd of the op drops them."""
+    from torch.nn.attention.varlen import AuxRequest
+
+    tensors, lists = packed(40, 40, heads=(2, 2)), starts((25, 15))
+
+    def attend(q, k, v):
+        arguments = (lists, lists, 25, 25)
+        return varlen_attn(
+            q, k, v, *arguments, window_size=(-1, 0), return_aux=AuxRequest(lse=True)
+        )
+
+    def loss(out, lse):
+        parts = {"out": out.square().sum(), "lse": lse.sin().sum()}
+        parts["both"] = (out * torch.sigmoid(lse.T - 0.5)[..., None]).square().sum()
+        return parts[wants]
+
+    q, k, v = tensors
+    document = torch.arange(40) >= 25
+    sees = (document[:, None] == document) & torch.ones(40, 40, dtype=torch.bool).tril()
+    scores = (torch.einsum("qhd,khd->hqk", q, k) / 4).masked_fill(~sees, -torch.inf)
+    wanted = loss(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v), scores.logsumexp(-1))
+    call = torch.compile(attend, backend="aot_eager", fullgraph=True) if is_compiled else attend
+    out, lse = call(*tensors)
+    ours = torch.autograd.grad(loss(out, lse), tensors, allow_unused=True)
+    theirs = torch.autograd.grad(wanted, tensors, allow_unused=True)
+    for mine, their in zip(ours, theirs, strict=True):
+        their = torch.zeros_like(v) if their is None else their  # v says nothing about the lse
+        torch.testing.assert_close(mine, their, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_the_log_sum_exp_of_a_call_that_is_not_ours(active):
+    q, k, v = (x.detach() for x in packed(40, 40, heads=(2, 2)))
+    tensors = (q, torch.zeros(2, 40), q, k, v, starts((40,)), None, q, torch.zeros(2, 40))
+    with pytest.raises(NotImplementedError, match=r"log-sum-exp.*here: `cu_seq_k` is None"):
+        torch.ops.magi.varlen_backward(*tensors, True, None, None)
+
+
+@pytest.mark.parametrize("name", [x for x in ("seqused_k", "block_table") if x in PARAMETERS])
+def test_gradients_of_what_is_for_inference(name, active, monkeypatch):
+    q, k, v = packed(40, 40, heads=(2, 2))
+    values = (q.detach(), torch.zeros(2, 40), torch.zeros(2))
+    monkeypatch.setattr(door, "below_autograd", lambda *_: values)
+    lists = (starts((40,)), starts((40,)), 40, 40)
+    if name == "block_table":
+        k, v = (x[None] for x in (k, v))
+    with pytest.raises(RuntimeError, match=f"`{name}` must be None where gradients are wanted"):
+        varlen_attn(q, k, v, *lists, **{name: torch.zeros(1, dtype=torch.int32)})
+
+
 def test_compiled(active, forwards):
     lengths, others = (30, 34), (10, 54)
     tensors = packed(64, 64)

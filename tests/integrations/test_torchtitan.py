@@ -1,6 +1,7 @@
 """Models of torchtitan on our kernels. Training is what `torchtitan_runs` does in processes of its own."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -53,12 +54,43 @@ RUNS = [
 ]
 
 
+# As torchtitan has it by default: CUDA graphs, selective checkpointing, bf16.
+BY_DEFAULT = "compile bf16 graphs steps=8"
+ON_GPUS = [
+    "llama3 dense bf16 steps=8",
+    f"llama3 {BY_DEFAULT}",
+    f"llama3 {BY_DEFAULT} ac=full",
+    f"llama3 {BY_DEFAULT} ac=none",
+    "llama3 cp=2 compile bf16 steps=8",
+    "llama3 cp=2 tp=2 compile bf16 steps=8",
+    "llama3 cp=4 compile bf16 steps=8",
+    "gpt_oss dense layers=2 bf16 steps=4",
+    "gpt_oss layers=2 compile bf16 graphs steps=4",
+    "gpt_oss cp=2 layers=2 compile bf16 steps=4",
+]
+
+
 @pytest.fixture(scope="module")
 def records(tmp_path_factory):
     """What happened in each of RUNS."""
+    return train_all(RUNS, tmp_path_factory, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.fixture(scope="module")
+def records_on_gpus(tmp_path_factory):
+    """What happened in those of ON_GPUS for which there are enough; the processes are forked, so nothing may start CUDA before."""
+    names = [name for name in ON_GPUS if num_gpus_of(name) <= torch.cuda.device_count()]
+    return train_all(names, tmp_path_factory, {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
+
+
+def num_gpus_of(name):
+    return math.prod(int(x) for x in re.findall(r"(?:cp|tp)=(\d)", name))
+
+
+def train_all(names, tmp_path_factory, variables):
     results = tmp_path_factory.mktemp("torchtitan") / "results.json"
-    command = [sys.executable, "-m", "tests.integrations.torchtitan_runs", str(results), *RUNS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.integrations.torchtitan_runs", str(results), *names]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(results.parent / "inductor")
     ended = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2400
@@ -114,6 +146,20 @@ class TestTraining:
         error = records["llama3 cp=2 balancer=ptrr"]["error"]
         assert "context_parallel_load_balancer` must be 'headtail'" in error
         assert error.endswith("got 'ptrr'")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in ON_GPUS if "dense" not in name])
+def test_on_gpus(records_on_gpus, name):
+    """The losses of dense attention; nothing breaks a graph or compiles again after the step that records."""
+    if name not in records_on_gpus:
+        pytest.skip(f"needs {num_gpus_of(name)} GPUs, found {torch.cuda.device_count()}")
+    (dense,) = (x for x in ON_GPUS if x.startswith(f"{name.split()[0]} dense"))
+    right = losses(records_on_gpus, dense)
+    assert losses(records_on_gpus, name) == pytest.approx(right, abs=3e-2)
+    record = records_on_gpus[name]
+    assert record["breaks"] == 0
+    assert len(set(record["graphs"][2:])) == 1
 
 
 def run_example(words, world=1, **environment):

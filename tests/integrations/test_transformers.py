@@ -24,6 +24,7 @@ from tests.integrations.models import (  # noqa: E402
     positions,
     step,
     tokens,
+    uncounted,
 )
 
 
@@ -35,6 +36,43 @@ def test_like_eager(name, kind, forwards, warnings_of_ours):
     assert not warnings_of_ours()
     model = make_model(name, "eager")
     assert_same(ours, step(model, inputs_of_eager(model, name, INPUTS[kind]())))
+
+
+@pytest.mark.parametrize("kind", ["hole", "zeros", "gap", "steps", "repeats", "branches"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_positions_that_are_no_borders(name, kind):
+    """Only positions that go back to 0 are; eager, sdpa and flex_attention agree here."""
+    ours = step(make_model(name), uncounted(kind))
+    assert_same(ours, step(make_model(name, "eager"), uncounted(kind)))
+
+
+def test_documents_of_positions():
+    """Gaps do not hide that positions go back to 0, and documents may have one token."""
+
+    def read(*rows):
+        place = torch.tensor(rows)
+        found = door._documents_of_positions((place, place), (len(rows), len(rows[0]), 0))
+        return None if found is None else found[0].tolist()
+
+    assert read([0, 1, 5, 0, 1, 9]) == [[0, 0, 0, 1, 1, 1]]
+    assert read([0, 0, 1, 0, 0, 1], [0, 1, 2, 3, 3, 4]) == [[0, 1, 1, 2, 3, 3], [0] * 6]
+    assert read([7, 8, 9, 0, 1, 2]) == [[0, 0, 0, 1, 1, 1]]
+    for no_borders in ([0, 0, 1, 1, 2, 2], [-1, -1, 0, 1, 2, 3], [3, 4, 5, 3, 4, 5]):
+        assert read(no_borders) is None
+
+
+def test_a_mask_of_the_users_in_evaluation_and_training():
+    """What is kept with the mask is not of the mode of its first call."""
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, 1, None, SEQLEN, SEQLEN, device="cpu")
+    lists = cu_seq_lens()
+    pair = (lists["cu_seq_lens_q"], lists["cu_seq_lens_k"])
+    with torch.inference_mode():
+        sizes = (1, SEQLEN, SEQLEN)
+        within = door._within_documents(mask, pair, door._documents_of_lists, sizes)
+    captured = [cell.cell_contents for cell in within.mask_mod.__closure__]
+    made = [x for x in (*captured, within.kv_indices) if isinstance(x, torch.Tensor)]
+    assert len(made) == 3
+    assert not any(x.is_inference() for x in made)
 
 
 PACKS = {
@@ -227,6 +265,20 @@ def test_bfloat16():
             for name in ("magi", "eager")
         )
     assert float(ours.square().mean()) < 2 * float(theirs.square().mean())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_autocast(name, forwards):
+    """Rotary embeddings, and norms of heads, leave q and k in fp32: at most twice the error of sdpa."""
+    exact = step(make_model(name, "sdpa"), INPUTS["packed"]())
+    errors = []
+    for implementation in ("magi", "sdpa"):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = step(make_model(name, implementation), INPUTS["packed"]())
+        wanted = exact.gradients.items()
+        errors.append(sum((found.gradients[key] - x).square().sum() for key, x in wanted))
+    assert len(forwards) == LAYERS
+    assert errors[0] < 4 * errors[1]
 
 
 def test_a_block_mask_of_the_users(forwards):

@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 import magi_compile
 import magi_compile.integrations.transformers
-from magi_compile.dtensor import context_parallel
+from magi_compile.dtensor import ContextParallelOptions, context_parallel
 from tests.dtensor.support.ranks import Ranks
 from tests.integrations.models import SEQLEN, make_model, positions, tokens
 
@@ -76,6 +76,45 @@ def without_a_mask(group):
         make_model("llama")(input_ids=words, position_ids=place)
 
 
+def without_positions(group, name, how):
+    """All ranks get the error, and the model runs with positions after it."""
+    torch._dynamo.reset()
+    words, place, _, mask = batch(name in MIXED)
+    model = make_model(name)
+    if how == "checkpointed":
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    quick = magi_compile.make_backend("aot_eager")
+    forward = torch.compile(model, backend=quick, fullgraph=True) if how == "compiled" else model
+    cp = {"buffers": [words, place], "buffer_seq_dims": [1, 1], "buffer_padding": [0, 0]}
+    with context_parallel(group, mask=mask, **cp):
+        inputs = {"input_ids": words, "attention_mask": mask, "use_cache": False}
+        with pytest.raises(ValueError, match=r"`position_ids` must be given.*got 0 to .* on every"):
+            forward(**inputs)
+        assert bool(forward(**inputs, position_ids=place).logits.isfinite().all())
+
+
+def documents_of_one_rank_each(group):
+    """Positions that are given may be those that each rank would count."""
+    half = SEQLEN // 2
+    words, place = tokens(1), torch.arange(half).repeat(2)[None]
+    document = torch.arange(SEQLEN) // half
+
+    def mask_mod(b, h, q, kv):
+        return (document[q] == document[kv]) & (q >= kv)
+
+    mask = magi_compile.create_block_mask(mask_mod, None, None, SEQLEN, SEQLEN, "cpu")
+    model = make_model("llama")
+    with torch.no_grad():
+        alone = model(input_ids=words, position_ids=place, attention_mask=mask).logits
+        cp = {"buffers": [words, place], "buffer_seq_dims": [1, 1]}
+        options = ContextParallelOptions(chunk_size=half)
+        with context_parallel(group, mask=mask, options=options, **cp) as plan:
+            assert torch.equal(place[0], torch.arange(half))
+            given = {"position_ids": place, "attention_mask": mask}
+            logits = plan.unshard(model(input_ids=words, **given).logits, 1)
+    torch.testing.assert_close(logits, alone, atol=1e-4, rtol=1e-4)
+
+
 RUNS = ["llama eager", "llama compiled", "gemma3 eager", "qwen3 compiled", "gpt_oss compiled"]
 
 
@@ -90,3 +129,15 @@ def test_a_step_is_that_of_one_process(run, ranks):
 def test_the_mask_must_be_given(ranks):
     """transformers would make one of the tokens that a rank has."""
     ranks.run(without_a_mask)
+
+
+@pytest.mark.parametrize(
+    "run", ["llama eager", "llama checkpointed", "llama compiled", "gemma3 eager"]
+)
+def test_positions_must_be_given(run, ranks):
+    """A model would count the tokens that a rank has."""
+    ranks.run(without_positions, *run.split())
+
+
+def test_positions_that_are_given_may_be_those_of_each_rank(ranks):
+    ranks.run(documents_of_one_rank_each)

@@ -19,6 +19,7 @@ from tests.integrations.models import (  # noqa: E402
     positions,
     step,
     tokens,
+    uncounted,
 )
 
 
@@ -56,6 +57,24 @@ def test_packed(name, forwards):
 @pytest.mark.parametrize("name", ["gemma3", "modernbert"])
 def test_other_inputs(name, kinds, forwards):
     check(name, [INPUTS[kind]() for kind in kinds], forwards, backend=quick())
+
+
+def test_positions_that_are_no_borders(forwards):
+    """One graph decides by the data, also whether there is padding."""
+    kinds = ("hole", "zeros", "gap", "repeats")
+    check("llama", [uncounted(kind) for kind in kinds], forwards, backend=quick())
+
+
+def test_autocast(forwards):
+    """In one graph, with the numbers of eager code."""
+    model = make_model("llama")
+    forward = torch.compile(model, backend=quick(), fullgraph=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        ours = forward(input_ids=tokens(), **INPUTS["packed"]()).logits
+        assert len(forwards) == LAYERS
+        assert not REPORT.refused
+        wanted = model(input_ids=tokens(), **INPUTS["packed"]()).logits
+    torch.testing.assert_close(ours, wanted, atol=2e-2, rtol=2e-2)
 
 
 def test_inductor(forwards):

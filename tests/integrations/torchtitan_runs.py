@@ -69,9 +69,10 @@ class DenseAttention(Module):
         batch, length, heads, dim = q_BLNH.shape
         groups = heads // k_BLNH.shape[2]
         k, v = (x.repeat_interleave(groups, 2) for x in (k_BLNH, v_BLNH))
-        b = torch.arange(batch).view(-1, 1, 1, 1)
-        q_at, k_at = torch.arange(length).view(-1, 1), torch.arange(length)
-        visible = attention_masks.mask_mod(b, torch.tensor(0), q_at, k_at)
+        device = q_BLNH.device
+        b = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+        at = torch.arange(length, device=device)
+        visible = attention_masks.mask_mod(b, torch.zeros_like(at[0]), at.view(-1, 1), at)
         scores = torch.einsum("blnh,bmnh->bnlm", q_BLNH, k) * (scale or dim**-0.5)
         scores = scores.masked_fill(~visible, -torch.inf)
         out = torch.einsum("bnlm,bmnh->blnh", scores.softmax(-1), v)
@@ -114,6 +115,7 @@ def make_config(words: list[str]) -> Any:
         use_magi(config, **json.loads(given.get("options", "{}")))
     config.training.mixed_precision_param = "bfloat16" if "bf16" in given else "float32"
     config.training.steps = int(given.get("steps", 20))
+    config.training.disable_cuda_graphs = "graphs" not in given
     config.compile.enable = "compile" in given
     config.compile.backend = given.get("backend", "inductor")
     parallelism = config.parallelism
@@ -189,7 +191,7 @@ def fill(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             name = name.replace("_checkpoint_wrapped_module.", "")
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            values = torch.randn(parameter.shape, generator=generator) * 0.05
+            values = torch.randn(parameter.shape, generator=generator).to(parameter.device) * 0.05
             if parameter.ndim == 1:
                 values += 1
             if isinstance(parameter, DTensor):

@@ -112,7 +112,7 @@ def test_tensors_of_inference_mode_are_never_kept(derived):
             document.copy_(ids(*ends))
             mask = mask_of(document)
             check(compiled, mask, grad=False)
-    assert len(prologue._kept) == 0
+    assert not prologue._kept
 
 
 def test_outputs_of_cuda_graphs_are_never_kept(derived):
@@ -131,7 +131,7 @@ def test_outputs_of_cuda_graphs_are_never_kept(derived):
     finally:
         torch._C._remove_cached_tensor(document)
         torch._C._set_cached_tensors_enabled(False)
-    assert len(prologue._kept) == 0
+    assert not prologue._kept
 
 
 def test_a_graph_that_writes_to_its_inputs_derives_its_masks_itself(derived):

@@ -180,3 +180,32 @@ def test_a_chain_is_one_slice():
 def test_trees_are_depth_first(lengths, parents, message):
     with pytest.raises(ValueError, match=message):
         tree(lengths, parents)
+
+
+HUGE = {
+    "sliding_window_full": ("window",),
+    "sliding_window_causal": ("window",),
+    "global_sliding_window": ("window",),
+    "prefix_lm_causal": ("prefix",),
+    "prefix_lm_document": ("prefix",),
+    "block_causal_document": ("block",),
+    "block_diffusion": ("block",),
+    "sliding_tiles": ("tile", "width", "height"),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_sizes_beyond_the_tokens_mean_all_of_them(name):
+    index = torch.arange(16, dtype=torch.int32)
+    for number in (2**31 - 1, 2**31, 2**63 - 1):
+        for one in HUGE[name]:
+            mask = MASKS[name]([10, 6], **{one: number})
+            expected = MASKS[name]([10, 6], **{one: 16})
+            shown = mask.mask_mod(0, 0, index[:, None], index).expand(16, 16)
+            assert torch.equal(shown, mask.slices.to_dense())
+            assert torch.equal(shown, expected.slices.to_dense())
+
+
+def test_too_many_tokens():
+    with pytest.raises(ValueError, match=r"`lengths` must add up to less than 2\*\*30 tokens"):
+        MASKS["document_full"]([2**29, 2**29])

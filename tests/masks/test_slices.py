@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import sys
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from magi_compile import flex_flash_attention
 from magi_compile.masks import AttnSlice, AttnSlices, MaskType
 from magi_compile.masks.evaluation.slice_checks import slice_checks
 
@@ -348,3 +350,68 @@ def test_wrong_dense_masks_and_ranges():
         AttnSlices.full(4).restrict_q(3, 5)
     with pytest.raises(ValueError, match=r"`begin, end` must satisfy .* seqlen_k = 4, got 3, 2"):
         AttnSlices.full(4).restrict_k(3, 2)
+
+
+WRITES = {
+    "k_ranges": ((0, 1), 10**6, r"`k_ranges\[0\]` must satisfy"),
+    "q_ranges": ((0, 0), -5, r"`q_ranges\[0\]` must satisfy"),
+    "mask_types": ((0,), 77, r"`mask_types\[0\]` must be a MaskType"),
+}
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name", WRITES)
+def test_written_slices_are_checked_again(name, called):
+    place, value, message = WRITES[name]
+    x, slices = torch.randn(16, 2, 8), AttnSlices.causal(16)
+    if called:
+        flex_flash_attention(x, x, x, slices)
+    getattr(slices, name)[place] = value
+    for use in (
+        lambda: flex_flash_attention(x, x, x, slices),
+        slices.area,
+        lambda: slices.to("cpu"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+    getattr(slices, name)[place] = {"k_ranges": 16, "q_ranges": 0, "mask_types": 1}[name]
+    assert slices.area() == 136
+
+
+def test_slices_written_to_overlap():
+    x, slices = torch.randn(8, 1, 8), AttnSlices.from_cu_seqlens([0, 4, 8])
+    flex_flash_attention(x, x, x, slices)
+    slices.q_ranges[1, 0] = 2
+    slices.k_ranges[1, 0] = 2
+    with pytest.raises(ValueError, match="slices must not overlap"):
+        flex_flash_attention(x, x, x, slices)
+
+
+def test_uncounted_writes_stay_in_memory():
+    with torch.inference_mode():
+        x, slices = torch.randn(8, 1, 8), AttnSlices.causal(8)
+        flex_flash_attention(x, x, x, slices)
+        slices.k_ranges[0, 1] = 10**6
+        with pytest.raises(ValueError, match="`k_ranges"):
+            flex_flash_attention(x, x, x, slices)
+
+
+def test_numbers_near_the_ends_of_their_dtypes():
+    for side in (sys.maxsize, 2**31 - 1, 2**31, 2**62):
+        assert AttnSlices.sliding_window(16, None, (side, 0)).area() == 136
+        assert AttnSlices.sliding_window(16, 8, (side, side)).area() == 128
+    for end in (2**30, 2**31, 2**32 + 5, 2**63 - 1):
+        with pytest.raises(ValueError, match=r"`cu_seqlens_q` must stay below 2\*\*30"):
+            AttnSlices.from_cu_seqlens([0, end])
+    for number in (-(2**63), 2**63 - 1, 2**31, -(2**31)):
+        with pytest.raises(ValueError, match=r"`q_ranges` must stay below 2\*\*30"):
+            AttnSlices.from_lists(torch.tensor([[number, 8]]), [[0, 8]], [0], 16, 16)
+    with pytest.raises(ValueError, match="`q_ranges` must be a list of ints"):
+        AttnSlices.from_lists([[0, 2**64]], [[0, 8]], [0], 16, 16)
+    with pytest.raises(TypeError, match="`device` must be a device"):
+        AttnSlices.full(257).to(torch.bfloat16)
+    numpy = pytest.importorskip("numpy")
+    assert AttnSlices.sliding_window(16, None, (numpy.int64(3), numpy.int32(0))).area() == 58
+    lists = AttnSlices.full(16)
+    made = AttnSlices(lists.q_ranges, lists.k_ranges, lists.mask_types, numpy.int64(16), 16)
+    assert type(made.seqlen_q) is int

@@ -67,12 +67,12 @@ def test_a_plan_is_kept_until_somebody_writes_to_the_slices(planned):
 
 def test_slices_that_go_leave_nothing_behind():
     q, k, v = inputs()
-    before = len(library._kept)
+    before = len(library._plans)
     slices = full([(10, 60)])
     flex_flash_attention(q, k, v, slices)
-    assert len(library._kept) == before + 1
+    assert len(library._plans) == before + 1
     del slices
-    assert len(library._kept) == before
+    assert len(library._plans) == before
 
 
 def test_slices_of_inference_mode_that_are_written_to():

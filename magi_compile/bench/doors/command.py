@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", nargs="+", type=arguments.length, default=[8192, 32768])
     parser.add_argument("--lengths", choices=SAMPLERS, default="seeds", help="of documents")
+    parser.add_argument(
+        "--no-cuda-graphs",
+        action="store_true",
+        help="torchtitan without CUDA graphs, which it records by default",
+    )
     parser.add_argument("--layers", type=arguments.count, default=4)
     parser.add_argument("--heads", type=arguments.heads, default="32:8", metavar="Q:KV")
     parser.add_argument("--head-dim", type=arguments.count, default=128)
@@ -102,6 +107,7 @@ def settings_of(args: argparse.Namespace, device: str) -> Settings:
         attentions=tuple(args.attentions),
         modes=tuple(args.modes),
         lengths=args.lengths,
+        cuda_graphs=not args.no_cuda_graphs,
         gate_tokens=args.gate_tokens,
         rounds=Rounds(args.rounds, args.turn_ms),
         seconds=args.seconds,

@@ -46,15 +46,19 @@ def to_markdown(context: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _place(row: Row) -> list[str]:
     tokens = format_length(row["tokens"])
-    return [row["framework"], row["attention"], row["mode"], tokens, str(row["ranks"])]
+    return [row["framework"], _name(row), row["mode"], tokens, str(row["ranks"])]
+
+
+def _name(row: Row) -> str:
+    return row["attention"] + (", CUDA graphs" if row.get("cuda_graphs") else "")
 
 
 def _line(row: Row) -> list[str]:
     if "tokens_per_s" not in row:
-        return [row["attention"], row["status"], *["-"] * (len(COLUMNS) + len(COUNTS) - 2)]
+        return [_name(row), row["status"], *["-"] * (len(COLUMNS) + len(COUNTS) - 2)]
     peak = row.get("peak_bytes")
     return [
-        row["attention"],
+        _name(row),
         _number(row, "ms", ".1f"),
         _number(row, "ratio", ".2f"),
         _number(row, "tokens_per_s", ",.0f"),

@@ -37,6 +37,7 @@ class Settings:
         attentions: names in `ATTENTIONS`.
         modes: names in `MODES`.
         lengths: how documents are drawn.
+        cuda_graphs: whether torchtitan records them where it can, which is its default.
         gate_tokens: of the small input.
         rounds: how often.
         seconds: begin nothing that would end later.
@@ -56,6 +57,7 @@ class Settings:
     attentions: tuple[str, ...] = ATTENTIONS
     modes: tuple[str, ...] = MODES
     lengths: str = "seeds"
+    cuda_graphs: bool = True
     gate_tokens: int = 512
     rounds: Rounds = field(default_factory=Rounds)
     seconds: float = float("inf")

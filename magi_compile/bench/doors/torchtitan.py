@@ -102,7 +102,7 @@ def recipe(run: Run) -> Trainer.Config:
             steps=run.steps,
             local_batch_size=1,
             seq_len=run.tokens * run.ranks,
-            disable_cuda_graphs=True,
+            disable_cuda_graphs=not run.cuda_graphs,
         ),
         parallelism=ParallelismConfig(context_parallel_degree=run.ranks),
         metrics=MetricsProcessor.Config(log_freq=1),

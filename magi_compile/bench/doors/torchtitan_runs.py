@@ -21,7 +21,7 @@ from magi_compile.bench.workloads.cells import format_length
 
 Row = dict[str, Any]
 ATTENTIONS = ("magi", "flex", "varlen")
-RANKS = (1, 2)
+RANKS = (1, 2, 4)
 STEPS, COUNTED = 14, 7  # the last ones count
 SECONDS = 600  # of a run at most
 
@@ -39,6 +39,7 @@ class Run:
         seed: of the weights.
         flavor: torchtitan's name of the model.
         steps: how many.
+        cuda_graphs: whether torchtitan may record them. It does not with varlen.
     """
 
     attention: str
@@ -49,6 +50,7 @@ class Run:
     seed: int
     flavor: str = "8B"
     steps: int = STEPS
+    cuda_graphs: bool = False
 
 
 def rows(settings: Settings, left_s: Callable[[], float], say: Callable[[str], None]) -> list[Row]:
@@ -59,7 +61,8 @@ def rows(settings: Settings, left_s: Callable[[], float], say: Callable[[str], N
         for ranks in RANKS:
             for attention in ATTENTIONS:
                 run = Run(
-                    attention, ranks, tokens, settings.layers, settings.lengths, settings.seed
+                    *(attention, ranks, tokens, settings.layers, settings.lengths, settings.seed),
+                    cuda_graphs=settings.cuda_graphs and records_graphs(attention, ranks),
                 )
                 if missing is not None:
                     outcome = {"status": "unavailable", "reason": missing}
@@ -79,12 +82,17 @@ def rows(settings: Settings, left_s: Callable[[], float], say: Callable[[str], N
     return made
 
 
+def records_graphs(attention: str, ranks: int) -> bool:
+    """Whether a step can be a CUDA graph: varlen has none in torchtitan, and our context parallelism plans on the host."""
+    return attention == "flex" or (attention == "magi" and ranks == 1)
+
+
 def unavailable(device: str) -> str | None:
     """Why torchtitan cannot train here, or None."""
     try:
         importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError:
-        return 'torchtitan is not installed: pip install "magi_compile[torchtitan]"'
+        return 'torchtitan is not installed: pip install ".[torchtitan]" in a clone of magi_compile'
     if device == "cpu":
         return "torchtitan trains on accelerators, not on a CPU"
     return import_error("magi_compile.integrations.torchtitan")
@@ -161,6 +169,7 @@ def row_of(run: Run) -> Row:
         "framework": "torchtitan",
         "attention": run.attention,
         "mode": "compiled",
+        "cuda_graphs": run.cuda_graphs,
         "tokens": run.tokens,
         "ranks": run.ranks,
         "is_ours": run.attention == "magi",

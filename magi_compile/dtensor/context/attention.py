@@ -359,7 +359,8 @@ def _alike_of(slices: AttnSlices, plans: Sequence[SequencePlan]) -> SequencePlan
 def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
     """Attention in eager and compiled code that is called in here runs over all ranks."""
 
-    digests = _digests(plans)
+    with _compat.outside_of_modes():
+        digests, mode = _digests(plans), SpreadAttention(plans)
 
     # Where the mode is not: in layers that run again in a backward, and in what Dynamo makes a graph of its own, as checkpoints.
     def flex_operator(*args: Any) -> Any:
@@ -381,5 +382,5 @@ def spread_attention(plans: Sequence[SequencePlan]) -> Iterator[None]:
         return _flex_flash_attention(plans, digests, *args, **kwargs)
 
     ours = replaced(Replacements(our_flex, our_flash))
-    with _compat.attention_replaced(flex_operator, sdpa), ours, SpreadAttention(plans):
+    with _compat.attention_replaced(flex_operator, sdpa), ours, mode:
         yield

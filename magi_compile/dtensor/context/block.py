@@ -21,6 +21,7 @@ from magi_compile.dtensor.context.tokens import (
 from magi_compile.dtensor.make_plan import DEFAULTS, group_of, plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import SequencePlan
+from magi_compile.ops.validation import check_list
 
 
 @contextmanager
@@ -64,6 +65,14 @@ def context_parallel(
         TypeError: an argument of the wrong kind.
         ValueError: buffers do not fit the mask, or each other; what `plan` raises.
     """
+    check_list("buffers", buffers)
+    check_list("buffer_seq_dims", buffer_seq_dims)
+    if not isinstance(no_restore_buffers, (Iterable, type(None))) or hasattr(
+        no_restore_buffers, "kv_num_blocks"
+    ):
+        raise TypeError(
+            f"`no_restore_buffers` must be a list or a set, got {type(no_restore_buffers).__name__}"
+        )
     buffers, dims = list(buffers), list(buffer_seq_dims)
     if len(buffers) != len(dims):
         raise ValueError(
@@ -76,9 +85,8 @@ def context_parallel(
         )
     for number, buffer in enumerate(buffers):
         _check_buffer(number, buffer, buffers[:number])
-    seqlen = None
-    if buffers and -buffers[0].ndim <= dims[0] < buffers[0].ndim:
-        seqlen = buffers[0].shape[dims[0]]
+    _check_dims("buffer_seq_dims", dims, buffers)
+    seqlen = buffers[0].shape[dims[0]] if buffers else None
     planned = _plan_of(mask, mesh, seqlen, options)
     plans = _listed(planned)
     shards = local_shards(plans, buffers, dims, buffer_padding, "buffer_padding")
@@ -94,6 +102,28 @@ def context_parallel(
                 _become(block_mask, vars(of_mask.block_mask))
         undo.enter_context(spread_attention(plans))
         yield planned
+
+
+def _check_dims(name: str, dims: Sequence[Any], buffers: Sequence[Any]) -> None:
+    for number, (dim, buffer) in enumerate(zip(dims, buffers, strict=True)):
+        if hasattr(buffer, "kv_num_blocks"):
+            continue
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"`{name}[{number}]` must be an int, got {dim!r}")
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise ValueError(
+                f"`{name}[{number}]` must be in [{-buffer.ndim}, {buffer.ndim}), the dimensions of its buffer, got {dim}"
+            )
+
+
+def _check_buffers(buffers: Any, *, may_be_masks: bool = True) -> None:
+    """Of `context_parallel_shard` and `context_parallel_unshard`."""
+    if not isinstance(buffers, Mapping):
+        check_list("buffers", buffers)
+    for name, x in buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers):
+        if not isinstance(x, Tensor) and not (may_be_masks and hasattr(x, "kv_num_blocks")):
+            kinds = "a tensor or a BlockMask" if may_be_masks else "a tensor"
+            raise TypeError(f"`buffers[{name!r}]` must be {kinds}, got {type(x).__name__}")
 
 
 def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
@@ -132,6 +162,11 @@ def _plan_of(mask: Any, mesh: Any, seqlen: int | None, options: ContextParallelO
         raise TypeError("`mask` must hold only masks or only plans, got both")
     if all(hasattr(x, "seq_lengths") or hasattr(x, "seqlen_q") for x in masks):
         seqlen = None
+    elif seqlen is None and any(x is None or callable(x) for x in masks):
+        raise ValueError(
+            "`buffers` must hold a tensor over the sequence where `mask` is None (causal) or a mask_mod, which have no length, got none; "
+            "or pass plan(mask, mesh, seqlen=...) as `mask`"
+        )
     if isinstance(mask, (list, tuple, Mapping)):
         return plan(masks=mask, mesh=mesh, seqlen=seqlen, options=options)
     return plan(mask, mesh, seqlen=seqlen, options=options)
@@ -173,6 +208,7 @@ def context_parallel_shard(
         TypeError: an argument of the wrong kind.
         ValueError: `seq_dims` or `padding` do not fit `buffers`; there is neither a plan nor a BlockMask, or another number of them.
     """
+    _check_buffers(buffers)
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
     if padding is not None:
         padding = _of_buffers("padding", padding, buffers)
@@ -181,6 +217,12 @@ def context_parallel_shard(
             mesh, list(buffers.values()), seq_dims, plan, padding=padding
         )
         return dict(zip(buffers, parts, strict=True))
+    _check_dims("seq_dims", seq_dims, buffers)
+    listed = _listed(plan)
+    if plan is not None and (not listed or not all(isinstance(x, SequencePlan) for x in listed)):
+        raise TypeError(
+            f"`plan` must be a SequencePlan, or a list or dict of them, got {type(plan).__name__}"
+        )
     masks = [i for i, x in enumerate(buffers) if hasattr(x, "kv_num_blocks")]
     if plan is None and not masks:
         raise ValueError(
@@ -209,6 +251,8 @@ def context_parallel_shard(
 
 def _of_buffers(name: str, given: Any, buffers: Any) -> list[Any]:
     """What the argument `name` says of each buffer, in their order: a list for a list, a dict of the same names for a dict."""
+    if not isinstance(buffers, Mapping):
+        check_list(name, given)
     if isinstance(buffers, Mapping):
         missing = [x for x in buffers if not isinstance(given, Mapping) or x not in given]
         if missing:
@@ -242,12 +286,14 @@ def context_parallel_unshard(
         TypeError: an argument of the wrong kind.
         ValueError: `seq_dims` do not fit `buffers`, or a buffer does not fit the plan.
     """
+    _check_buffers(buffers, may_be_masks=False)
     seq_dims = _of_buffers("seq_dims", seq_dims, buffers)
     if isinstance(buffers, Mapping):
         wholes = context_parallel_unshard(mesh, list(buffers.values()), seq_dims, plan)
         return dict(zip(buffers, wholes, strict=True))
     if not isinstance(plan, SequencePlan):
         raise TypeError(f"`plan` must be a SequencePlan, got {type(plan).__name__}")
+    _check_dims("seq_dims", seq_dims, buffers)
     sequences = sequences_of([_plan_of(plan, mesh, None, DEFAULTS)])
     owners = [
         owner_of(f"buffers[{number}]", x, dim, sequences, is_local=True)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from magi_compile.dtensor.sequence_plan import SequencePlan
-from magi_compile.dtensor.spread_tokens import SpreadTokens
+from magi_compile.dtensor.spread_tokens import SpreadTokens, check_padding
+from magi_compile.ops.validation import check_list
 
 
 def require_together(plans: Sequence[SequencePlan]) -> None:
@@ -69,6 +70,8 @@ def local_shards(
     padding_name: str,
 ) -> list[Tensor]:
     """This rank's tokens of each of `buffers`, along `dims`; errors about `padding` call it by the name that the caller has for it."""
+    if padding is not None:
+        check_list(padding_name, padding)
     sequences = sequences_of(plans)
     owners = [
         owner_of(f"buffers[{number}]", x, dim, sequences)
@@ -84,6 +87,8 @@ def local_shards(
         raise ValueError(
             f"`{padding_name}` must have an entry for each of the {len(tensors)} buffers, got {len(padding)}"
         )
+    for number, value in enumerate(padding or []):
+        check_padding(f"{padding_name}[{number}]", value, tensors[number].dtype)
     shards = []
     for number, (of, x, dim) in enumerate(zip(owners, tensors, dims, strict=True)):
         try:

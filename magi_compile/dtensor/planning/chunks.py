@@ -21,6 +21,7 @@ from magi_compile.dtensor.planning.ranges import (
 )
 from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.validation import check_count
 
 Assignment = list[list[int]]  # the chunks of each rank
 
@@ -60,22 +61,30 @@ class Placement:
 
     def rank_of_chunk(self) -> Tensor:
         """int64 `[num_chunks]`."""
-        rank = torch.empty(self.chunks.numel(), dtype=torch.int64)
-        rank[self.chunks.flatten()] = torch.arange(self.cp_size).repeat_interleave(
+        rank = torch.empty(self.chunks.numel(), dtype=torch.int64, device="cpu")
+        rank[self.chunks.flatten()] = torch.arange(self.cp_size, device="cpu").repeat_interleave(
             self.chunks.shape[1]
         )
         return rank
 
     def shift_of_chunk(self) -> Tensor:
         """Local row minus row of the sequence, int64 `[num_chunks]`."""
-        slot = torch.empty(self.chunks.numel(), dtype=torch.int64)
-        slot[self.chunks.flatten()] = torch.arange(self.chunks.shape[1]).repeat(self.cp_size)
-        return (slot - torch.arange(len(slot))) * self.chunk_size
+        slot = torch.empty(self.chunks.numel(), dtype=torch.int64, device="cpu")
+        slot[self.chunks.flatten()] = torch.arange(self.chunks.shape[1], device="cpu").repeat(
+            self.cp_size
+        )
+        return (slot - torch.arange(len(slot), device="cpu")) * self.chunk_size
 
     def positions(self, rank: int | None = None) -> Tensor:
         """The position in the sequence of every row of `rank`, or of all ranks one after another, int64."""
+        if rank is not None:
+            check_count("rank", rank, 0)
+            if rank >= self.cp_size:
+                raise ValueError(f"`rank` must be in [0, cp_size = {self.cp_size}), got {rank}")
         chunks = self.chunks.flatten() if rank is None else self.chunks[rank]
-        return (chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size)).flatten()
+        return (
+            chunks[:, None] * self.chunk_size + torch.arange(self.chunk_size, device="cpu")
+        ).flatten()
 
     def inverse_positions(self) -> Tensor:
         """Where the rows of the padded sequence went: the inverse permutation of `positions()`, int64."""
@@ -122,12 +131,14 @@ class ChunkTable:
     def of(
         slices: AttnSlices, chunk_size: int, num_chunks: int, keys: Keys | None = None
     ) -> ChunkTable:
-        cuts = torch.arange(1, num_chunks) * chunk_size
+        cuts = torch.arange(1, num_chunks, device="cpu") * chunk_size
         rects, whole = slices.rects().live().cut_at(cuts)
         chunk = rects.row_begin.div(chunk_size, rounding_mode="floor")
         # Rows that follow one another see overlapping or neighbouring keys: together one interval.
         needs = Ranges(chunk, rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1])
-        area = torch.zeros(num_chunks, dtype=torch.int64).index_add_(0, chunk, rects.area())
+        area = torch.zeros(num_chunks, dtype=torch.int64, device="cpu").index_add_(
+            0, chunk, rects.area()
+        )
         return ChunkTable(chunk_size, area, needs, rects, whole, keys)
 
     @staticmethod
@@ -177,7 +188,7 @@ def rank_loads(
     table: ChunkTable, assignment: Assignment | Tensor, keys: Placement | None = None
 ) -> RankLoads:
     """Exact load and traffic of every rank; `keys` says who holds these, None that it is who holds the rows."""
-    chunks = torch.as_tensor(assignment)
+    chunks = torch.as_tensor(assignment, device="cpu")
     cp_size = chunks.shape[0]
     rows = Placement(table.total, table.chunk_size, chunks)
     keys = keys or rows
@@ -188,7 +199,7 @@ def rank_loads(
     index = (source != pieces.owner).nonzero().flatten()
     remote, source = pieces.take(index), pick(source, index)
     return RankLoads(
-        torch.zeros(cp_size, dtype=torch.int64).index_add_(0, rank, table.area),
+        torch.zeros(cp_size, dtype=torch.int64, device="cpu").index_add_(0, rank, table.area),
         total_by_owner(remote, cp_size),
         total_by_owner(remote._replace(owner=source), cp_size),
     )

@@ -259,7 +259,7 @@ class CommPlan:
         # Every rect against the keys of every stage.
         num_rects = len(row_shift)
         first_key, last_key = rects.at(rects.row_begin)[0], rects.at(rects.row_end - 1)[1]
-        owner = torch.arange(num_stages).repeat_interleave(num_rects)
+        owner = torch.arange(num_stages, device="cpu").repeat_interleave(num_rects)
         sees = Ranges(owner, first_key.repeat(num_stages), last_key.repeat(num_stages))
         rect, key = overlaps(sees, keys, total)
         rect = rect - pick(owner, rect) * num_rects
@@ -304,12 +304,12 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
     remote = torch.where(rows.holder != receiver, count, 0)
     all_end, remote_end = count.cumsum(0), remote.cumsum(0)
     remote_before = remote_end - remote
-    middle = remote_before + remote / 2
+    middle = remote_before + remote.double() / 2
 
     def up_to(end: Tensor) -> Tensor:
         """What is counted up to each rank, and up to the last, `[cp_size + 1]`."""
         padded = torch.cat([end.new_zeros(1), end])
-        return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1))]
+        return padded[torch.searchsorted(receiver, torch.arange(cp_size + 1, device="cpu"))]
 
     def buffers_of(degree: int) -> Buffers:
         ends = up_to(remote_end if degree else all_end)
@@ -317,7 +317,10 @@ def plan_communication(rows: RankRows, degrees: Sequence[int]) -> CommPlan:
         if degree == 0:
             return Buffers(begin, end - begin, middle[:0])
         # Equal parts of every receiver's remote rows, in the order of keys; the middle of a range decides.
-        edges = begin + (end - begin) * torch.arange(1, degree, dtype=torch.float64) / degree
+        edges = (
+            begin
+            + (end - begin) * torch.arange(1, degree, dtype=torch.float64, device="cpu") / degree
+        )
         starts = torch.cat([remote_before, ends[-1:]])[torch.searchsorted(middle, edges)]
         starts = torch.cat([begin, starts, end], 1)
         parts = starts.diff(dim=1)
@@ -370,7 +373,7 @@ class StageLoads(NamedTuple):
     @staticmethod
     def of(rows: RankRows) -> StageLoads:
         where, needs = rows.dispatch, rows.needs
-        table, zeros = where.table, torch.zeros(where.cp_size, dtype=torch.int64)
+        table, zeros = where.table, torch.zeros(where.cp_size, dtype=torch.int64, device="cpu")
         is_remote = rows.holder != needs.owner
         moved = torch.where(is_remote, needs.hi - needs.lo, 0)
         sees = table.needs._replace(owner=pick(rows.rank_of_chunk, table.needs.owner))

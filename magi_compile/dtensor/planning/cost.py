@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+from magi_compile.ops.validation import check_count, check_flag, check_number
+
+MOST = 1e9  # of any rate, so that what is predicted is finite
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,16 @@ class CostModel:
     backward_wave_rows: float = 0.0
     starts_early: bool = False
 
+    def __post_init__(self) -> None:
+        check_flag("starts_early", self.starts_early)
+        for rate in fields(self):
+            if rate.name == "starts_early":
+                continue
+            given = getattr(self, rate.name)
+            check_number(rate.name, given)
+            if given > MOST:
+                raise ValueError(f"`{rate.name}` must be at most {MOST:g}, got {given}")
+
     @staticmethod
     def of_heads(
         nheads_q: int = 64,
@@ -48,6 +62,14 @@ class CostModel:
 
         Those of stages are measured: forward 22 to 31 ns a row of 64 heads of 128, whatever the mask, backward 50.
         """
+        numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
+        for name, given in (numbers | {"bytes_per_value": bytes_per_value}).items():
+            check_count(name, given, 1)
+        rates = {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second}
+        for name, rate in rates.items():
+            check_number(name, rate)
+            if rate == 0:
+                raise ValueError(f"`{name}` must be more than 0, got {rate}")
         stage = 1e-9 * nheads_q * head_dim / (64 * 128)
         return CostModel(
             seconds_per_area=4 * nheads_q * head_dim / flops_per_second,

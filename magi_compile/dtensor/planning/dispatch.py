@@ -36,6 +36,7 @@ from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.keys import key_placement, keys_of, named_after_keys
 from magi_compile.dtensor.planning.placement import pack, repair
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.validation import check_count, check_number
 
 #: Chunk sizes tried by `choose_chunk_size`, largest first.
 CHUNK_SIZES = (8192, 4096, 2048, 1024, 512, 256, 128)
@@ -127,10 +128,8 @@ def dispatch_together(
     seqlen = check_masks(masks, weights)
     check_count("cp_size", cp_size, 1)
     _check_keys(masks, cp_size, keys)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if slack < 0:
-        raise ValueError(f"`slack` must not be negative, got {slack}")
+    check_strategy(strategy)
+    check_number("slack", slack)
     if chunk_size is not None:
         check_count("chunk_size", chunk_size, 1)
 
@@ -217,7 +216,7 @@ def dispatch_as(
             f"`permutation` must have the {seqlen} tokens of the mask, a multiple of the {cp_size} ranks, got shape {list(permutation.shape)}"
         )
     ascending = permutation.sort().values
-    is_wrong = ascending != torch.arange(seqlen)
+    is_wrong = ascending != torch.arange(seqlen, device="cpu")
     if bool(is_wrong.any()):
         first = int(is_wrong.nonzero()[0])
         raise ValueError(
@@ -229,6 +228,13 @@ def dispatch_as(
     size = math.gcd(*borders, *permutation[begins].tolist())
     chunks = permutation[::size].div(size, rounding_mode="floor").view(cp_size, -1)
     return _dispatches(seqlen, chunks, _tables(masks, size, chunks.shape[1], cp_size, keys))
+
+
+def check_strategy(strategy: Any) -> None:
+    if not isinstance(strategy, str):
+        raise TypeError(f"`strategy` must be a name, got {strategy!r}")
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
 
 
 def check_masks(masks: Sequence[AttnSlices], weights: Sequence[int]) -> int:
@@ -279,13 +285,6 @@ def _check_slices(slices: AttnSlices) -> None:
         )
 
 
-def check_count(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"`{name}` must be an int, got {value!r}")
-    if value < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value}")
-
-
 def _chunk_sizes(seqlen: int, cp_size: int, area_of: Callable[[int], Tensor]) -> list[int]:
     """The sizes to try, largest first: that of `choose_chunk_size`, and what is left down to a quarter of it."""
     first = CHUNK_SIZES.index(_choose_chunk_size(seqlen, cp_size, area_of))
@@ -322,13 +321,13 @@ def _choose_chunk_size(seqlen: int, cp_size: int, area_of: Callable[[int], Tenso
 
 
 def sequential(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
-    return torch.arange(table.num_chunks).view(cp_size, -1)
+    return torch.arange(table.num_chunks, device="cpu").view(cp_size, -1)
 
 
 def zigzag(table: ChunkTable, cp_size: int, slack: float, cost: CostModel) -> Tensor:
     per_rank = table.num_chunks // cp_size
     head = per_rank // 2  # from the front; the rest of every rank from the back, in reverse order
-    chunks = torch.arange(table.num_chunks)
+    chunks = torch.arange(table.num_chunks, device="cpu")
     front = chunks[: head * cp_size].view(cp_size, head)
     back = chunks[head * cp_size :].view(cp_size, per_rank - head).flip(0)
     return torch.cat([front, back], 1)

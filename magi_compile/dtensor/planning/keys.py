@@ -32,7 +32,9 @@ def cut_keys(total: int, cp_size: int, chunks_per_rank: int) -> Placement:
     """
     size = max(total // (cp_size * max(chunks_per_rank, KEY_CHUNKS)), 1)
     per_rank = max(-(-total // (size * cp_size)), 1)
-    return Placement(total, size, torch.arange(cp_size * per_rank).view(cp_size, per_rank))
+    return Placement(
+        total, size, torch.arange(cp_size * per_rank, device="cpu").view(cp_size, per_rank)
+    )
 
 
 def key_placement(table: ChunkTable, chunks: Tensor) -> Placement | None:
@@ -50,7 +52,7 @@ def _wanted(table: ChunkTable, chunks: Tensor, keys: Placement) -> Tensor:
     needs = table.needs._replace(owner=pick(rank, table.needs.owner))
     pieces, chunk = split_at_multiples(unite(needs, keys.total_padded), keys.chunk_size)
     num_chunks = keys.chunks.numel()
-    wanted = torch.zeros(len(chunks) * num_chunks, dtype=torch.int64)
+    wanted = torch.zeros(len(chunks) * num_chunks, dtype=torch.int64, device="cpu")
     wanted.index_add_(0, pieces.owner * num_chunks + chunk, pieces.hi - pieces.lo)
     return wanted.view(len(chunks), num_chunks)
 
@@ -61,19 +63,19 @@ def _placed(wanted: Tensor, keys: Placement) -> Placement:
     # Among ranks that see as much of a chunk, the one whose turn it is: all are to send equally many rows.
     sent = wanted.sum(0)
     turn = (2 * sent.cumsum(0) - sent) * cp_size // max(2 * int(sent.sum()), 1)
-    from_turn = (torch.arange(cp_size)[:, None] - turn.clamp(max=cp_size - 1)).abs()
+    from_turn = (torch.arange(cp_size, device="cpu")[:, None] - turn.clamp(max=cp_size - 1)).abs()
     score = wanted * (2 * cp_size) - from_turn
     full_up = -2 * cp_size
-    room = torch.full((cp_size,), num_chunks // cp_size)
-    holder = torch.empty(num_chunks, dtype=torch.int64)
-    left = torch.arange(num_chunks)
+    room = torch.full((cp_size,), num_chunks // cp_size, device="cpu")
+    holder = torch.empty(num_chunks, dtype=torch.int64, device="cpu")
+    left = torch.arange(num_chunks, device="cpu")
     while len(left):
         best, rank = score[:, left].masked_fill((room == 0)[:, None], full_up).max(0)
         order = best.argsort(descending=True, stable=True)
         order = pick(order, pick(rank, order).argsort(stable=True))
         rank = pick(rank, order)
         first, last = group(rank[1:] != rank[:-1], len(rank))
-        number = torch.arange(len(rank)) - first.repeat_interleave(last - first + 1)
+        number = torch.arange(len(rank), device="cpu") - first.repeat_interleave(last - first + 1)
         is_taken = number < pick(room, rank)
         holder[pick(left, order[is_taken])] = rank[is_taken]
         room -= torch.bincount(rank[is_taken], minlength=cp_size)
@@ -87,7 +89,9 @@ def named_after_keys(
 ) -> Tensor:
     """`chunks [cp_size, chunks_per_rank]` with ranks in another order, so that each holds what it sees of the keys that lie already."""
     cp_size = len(chunks)
-    held = torch.zeros(cp_size, cp_size, dtype=torch.int64)  # keys that a rank sees, by holder
+    held = torch.zeros(
+        cp_size, cp_size, dtype=torch.int64, device="cpu"
+    )  # keys that a rank sees, by holder
     for table, weight in zip(tables, weights, strict=True):
         if table.keys is not None and not table.keys.is_free:
             keys = table.keys.placement
@@ -95,7 +99,7 @@ def named_after_keys(
     if not bool(held.any()):
         return chunks
     # Pairs from most keys to fewest; among equal ones those that change no name.
-    pairs = (2 * held + torch.eye(cp_size, dtype=torch.int64)).flatten()
+    pairs = (2 * held + torch.eye(cp_size, dtype=torch.int64, device="cpu")).flatten()
     name_of: dict[int, int] = {}
     is_given = [False] * cp_size
     for pair in pairs.argsort(descending=True, stable=True).tolist():
@@ -103,7 +107,7 @@ def named_after_keys(
         if rank not in name_of and not is_given[name]:
             name_of[rank], is_given[name] = name, True
     named = torch.empty_like(chunks)
-    named[torch.tensor([name_of[rank] for rank in range(cp_size)])] = chunks
+    named[torch.tensor([name_of[rank] for rank in range(cp_size)], device="cpu")] = chunks
     return named
 
 

@@ -108,7 +108,7 @@ class _Lights:
         first, last = group(
             (chunks[1:] != chunks[:-1] + 1) | (pick(reach, chunks[1:]) < size), len(chunks)
         )
-        document = torch.arange(len(first)).repeat_interleave(last - first + 1)
+        document = torch.arange(len(first), device="cpu").repeat_interleave(last - first + 1)
         longest = area.new_zeros(len(first)).scatter_reduce(0, document, pick(area, chunks), "amax")
         magnitude = torch.frexp(longest.double()).exponent
         chunks = pick(chunks, pick(magnitude, document).argsort(stable=True))
@@ -187,12 +187,14 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
     per_rank = num_chunks // cp_size
     area = table.area.tolist()
     left = sum(area)
-    begin = torch.arange(num_chunks) * size
+    begin = torch.arange(num_chunks, device="cpu") * size
     lowest = _lowest(table)
     is_heavy = table.area * num_chunks > left
     documents = _long_documents(area, is_heavy, lowest.div(size, rounding_mode="floor"))
     company = [chunk for document in documents for _, chunk in document.company]
-    is_light = (~is_heavy).index_fill(0, torch.tensor(company, dtype=torch.int64), False)
+    is_light = (~is_heavy).index_fill(
+        0, torch.tensor(company, dtype=torch.int64, device="cpu"), False
+    )
     light = _Lights(is_light.nonzero().flatten(), table.area, begin - lowest, size)
     assignment: Assignment = []
     for rank in range(cp_size):
@@ -230,7 +232,7 @@ def pack(table: ChunkTable, cp_size: int, slack: float) -> Assignment:
 
 def _lowest(table: ChunkTable) -> Tensor:
     """The first row that each chunk needs, or where keys are others, that of the first chunk that shares keys with it; at most its own."""
-    begin, needs = torch.arange(table.num_chunks) * table.chunk_size, table.needs
+    begin, needs = torch.arange(table.num_chunks, device="cpu") * table.chunk_size, table.needs
     if table.keys is None:
         return begin.scatter_reduce(0, needs.owner, needs.lo, "amin")
     none = torch.full_like(begin, table.keys.placement.total_padded)

@@ -65,7 +65,7 @@ def group(is_new: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The first and the last item of each group of neighbours; `is_new` says of all items but the first whether one
     begins."""
     if not num:
-        nothing = torch.zeros(0, dtype=torch.int64)
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
         return nothing, nothing
     edge = is_new.new_ones(1)
     bounds = torch.cat([edge, is_new, edge]).nonzero().flatten()
@@ -95,6 +95,6 @@ def split_at_multiples(ranges: Ranges, size: int) -> tuple[Ranges, Tensor]:
 
 def total_by_owner(ranges: Ranges, num_owners: int) -> Tensor:
     """How many rows each owner's ranges hold together, int64 `[num_owners]`."""
-    return torch.zeros(num_owners, dtype=torch.int64).index_add_(
+    return torch.zeros(num_owners, dtype=torch.int64, device="cpu").index_add_(
         0, ranges.owner, ranges.hi - ranges.lo
     )

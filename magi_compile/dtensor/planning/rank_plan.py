@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -25,6 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from magi_compile import _compat
 from magi_compile.dtensor.planning.chunks import Placement
 from magi_compile.dtensor.planning.comm_plan import (
     RankRows,
@@ -35,14 +37,15 @@ from magi_compile.dtensor.planning.comm_plan import (
 from magi_compile.dtensor.planning.cost import DEFAULT_COST, CostModel
 from magi_compile.dtensor.planning.dispatch import (
     Dispatch,
-    check_count,
     check_masks,
+    check_strategy,
     dispatch_as,
     dispatch_together,
 )
 from magi_compile.dtensor.planning.one_thread import one_thread
 from magi_compile.dtensor.planning.stages import choose_degree, forward_begins_early
 from magi_compile.masks.slices import AttnSlices
+from magi_compile.ops.validation import check_count, check_device, check_flag, check_number
 
 CACHE_SIZE = 64
 
@@ -74,6 +77,11 @@ class ContextParallelOptions:
             value = getattr(self, name)
             if value is not None:
                 check_count(name, value, least)
+        check_strategy(self.strategy)
+        check_number("slack", self.slack)
+        check_flag("early", self.early)
+        if not isinstance(self.cost, CostModel):
+            raise TypeError(f"`cost` must be a CostModel, got {type(self.cost).__name__}")
 
 
 class PlanTensors(NamedTuple):
@@ -100,11 +108,12 @@ class RankPlan:
 
     def tensors(self, device: torch.device | str) -> PlanTensors:
         """The plan for the ops; made once per device."""
-        device = torch.device(device)
+        device = check_device(device)
         if device not in self._packed:
             self._packed[device] = self._pack(device)
         return self._packed[device]
 
+    @_compat.outside_of_modes()
     def _pack(self, device: torch.device) -> PlanTensors:
         where, stages = self.dispatch, self.forward + self.backward
         meta = [self.digest, self.rank, where.cp_size, where.seqlen_local, where.keys.seqlen_local]
@@ -112,7 +121,7 @@ class RankPlan:
         transfers = [stage.transfer for stage in stages if stage.transfer is not None]
         # All tables of ranges become a list and int32 together.
         ranges = [x for transfer in transfers for x in (transfer.sends, transfer.recvs)]
-        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64)])
+        table = torch.cat([*ranges, torch.zeros(0, 4, dtype=torch.int64, device="cpu")])
         numbers = iter(table.flatten().tolist())
         tables = iter(table.int().split([*map(len, ranges), 0]))
         data = []
@@ -127,7 +136,9 @@ class RankPlan:
             meta += itertools.islice(numbers, 4 * sum(num_runs))
             data += [next(tables), next(tables)]
         # Never fewer than two entries, which Dynamo would take for a constant size: the next plan would compile again.
-        flat = torch.cat([*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32)])
+        flat = torch.cat(
+            [*(x.flatten() for x in data), torch.zeros(2, dtype=torch.int32, device="cpu")]
+        )
         host = torch.frombuffer(array("q", meta), dtype=torch.int64)
         return PlanTensors(host, flat.to(device))
 
@@ -156,6 +167,7 @@ def plan_rank(
 
 
 @one_thread()
+@_compat.outside_of_modes()
 def plan_rank_together(
     masks: Sequence[AttnSlices],
     cp_size: int,
@@ -246,7 +258,8 @@ def plan_rank_ahead(
         device: where to put the plan's tensors as well; None leaves that to `RankPlan.tensors`.
 
     Returns:
-        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too.
+        What `result()` gives the plan, or raises as `plan_rank` does. Once done, `plan_rank` finds the plan too. It belongs to this
+        process: in a fork, for example a worker of a DataLoader, ask again.
     """
 
     def run() -> RankPlan:
@@ -265,6 +278,17 @@ def _planner() -> ThreadPoolExecutor:
 
 _plans: OrderedDict[Hashable, RankPlan] = OrderedDict()
 _lock = Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked process, which has neither the planner's thread nor whoever may hold the lock."""
+    global _lock
+    _lock = Lock()
+    _planner.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def _plan(where: Dispatch, rank: int, options: ContextParallelOptions, digest: int) -> RankPlan:

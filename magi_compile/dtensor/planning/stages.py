@@ -97,7 +97,7 @@ def choose_degree(
 
 
 def _column(degrees: Sequence[int]) -> Tensor:
-    return torch.tensor(degrees, dtype=torch.float64)[:, None]
+    return torch.tensor(degrees, dtype=torch.float64, device="cpu")[:, None]
 
 
 def _forward(loads: StageLoads, degrees: Tensor, cost: CostModel) -> Tensor:

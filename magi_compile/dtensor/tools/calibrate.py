@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from magi_compile.dtensor.planning.cost import CostModel, wave_rows
-from magi_compile.dtensor.transport.collectives import Collective, Route
+from magi_compile.dtensor.transport.collectives import Collective, Route, check_collective
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.kernels.base import (
     AttnProblem,
@@ -29,6 +29,7 @@ from magi_compile.kernels.merge import sum_partials
 from magi_compile.kernels.overlap import EarlyKernel
 from magi_compile.kernels.select import problem_of, select
 from magi_compile.masks.slices import AttnSlice, AttnSlices, MaskType
+from magi_compile.ops.validation import DTYPES, check_count, check_device
 
 #: Keys of the attention by which the cost of another forward stage is measured.
 FEW_KEYS = 1024
@@ -63,9 +64,25 @@ def calibrate(
         The model, equal on all ranks.
 
     Raises:
+        TypeError: if an argument is of another kind.
+        ValueError: if a number is less than 1, `nheads_kv` does not divide `nheads_q`, or q, k and v cannot have the dtype.
         NotImplementedError: if no kernel can run this.
     """
-    device = torch.device(device)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"`group` must be a process group of which this process is a member, got {type(group).__name__}"
+        )
+    numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
+    for name, given in (numbers | {"seqlen": seqlen, "repeats": repeats}).items():
+        check_count(name, given, 1)
+    if nheads_q % nheads_kv:
+        raise ValueError(
+            f"`nheads_q` must be a multiple of `nheads_kv`, {nheads_kv}, got {nheads_q}"
+        )
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
+    check_collective(collective)
+    device = check_device(device)
     q = torch.randn(seqlen, nheads_q, head_dim, device=device, dtype=dtype)
     k, v = torch.randn(2, seqlen, nheads_kv, head_dim, device=device, dtype=dtype)
     attention = _Attention(q, k, v)
@@ -183,7 +200,7 @@ def _everything_to_everyone(group: dist.ProcessGroup, rows: int, device: torch.d
     cp_size, rank = group.size(), group.rank()
     sends = [[peer, 0, rank * rows, rows] for peer in range(cp_size)]
     recvs = [[peer, peer * rows, 0, rows] for peer in range(cp_size)]
-    ranges = torch.tensor(sends + recvs, dtype=torch.int32)
+    ranges = torch.tensor(sends + recvs, dtype=torch.int32, device="cpu")
     counts = [rows] * cp_size
     host = [cp_size, cp_size, cp_size * rows, *counts, *counts, *ranges.flatten().tolist()]
     return Route.unpack(host, ranges.to(device), cp_size)
@@ -200,7 +217,7 @@ class _Clock:
         ahead: Callable[[], object],
     ) -> None:
         self._group, self._device, self._repeats, self._ahead = group, device, repeats, ahead
-        self._word = torch.zeros(1, device=device)
+        self._word = torch.zeros(1, dtype=torch.float32, device=device)
 
     def seconds(self, run: Callable[[], object]) -> float:
         """The median time of `run` on the rank where that is largest, after one run to warm up."""

@@ -41,8 +41,10 @@ def document_packs(total: int, num_packs: int, seed: int = 42) -> list[list[int]
     Returns:
         `num_packs` lists, each with the sum `total`.
     """
-    generator = torch.Generator().manual_seed(seed)
-    shares = torch.tensor([share for _, _, share in LENGTH_HISTOGRAM])
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    shares = torch.tensor(
+        [share for _, _, share in LENGTH_HISTOGRAM], dtype=torch.float32, device="cpu"
+    )
     middles = [(low + high) // 2 for low, high, _ in LENGTH_HISTOGRAM]
     longest = max(total // 4, 1)
     pieces: list[int] = []
@@ -52,7 +54,7 @@ def document_packs(total: int, num_packs: int, seed: int = 42) -> list[list[int]
             whole, rest = divmod(middles[index], longest)
             pieces += [longest] * whole + [rest] * (rest > 0)
             drawn += middles[index]
-    order = torch.randperm(len(pieces), generator=generator).tolist()
+    order = torch.randperm(len(pieces), generator=generator, device="cpu").tolist()
     packs: list[list[int]] = []
     pack: list[int] = []
     room = total

@@ -162,7 +162,7 @@ def lower_bound(where: Dispatch, slack: float) -> float:
     needed, order = needed.sort(descending=True)
     share = table.area.sum().double() / where.cp_size * (1 + slack)
     by_area = table.area[order].cumsum(0) / share.clamp(min=1)
-    by_count = torch.arange(1, len(order) + 1) / where.chunks.shape[1]
+    by_count = torch.arange(1, len(order) + 1, device="cpu").double() / where.chunks.shape[1]
     ranks = torch.maximum(by_area, by_count).sub(1e-9).ceil().clamp(max=where.cp_size)
     beyond = (needed - where.seqlen_local).clamp(min=0)
     steps = beyond - torch.cat([beyond[1:], beyond.new_zeros(1)])

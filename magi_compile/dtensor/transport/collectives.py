@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magi_compile import _compat
+
 logger = logging.getLogger("magi_compile")
 
 _Made = TypeVar("_Made")
@@ -71,7 +73,7 @@ class Route:
         `ranges`: sends and recvs on the device, int32 `[num_sends + num_recvs, 4]`."""
         num_sends, num_recvs, peak_received, *rest = host
         counts, flat = rest[: 2 * cp_size], rest[2 * cp_size :]
-        on_host = torch.tensor(flat, dtype=torch.int32).view(-1, 4)
+        on_host = torch.tensor(flat, dtype=torch.int32, device="cpu").view(-1, 4)
         sends, recvs = ranges.split([num_sends, num_recvs])
         host_sends, host_recvs = on_host.split([num_sends, num_recvs])
         send_counts, recv_counts = counts[:cp_size], counts[cp_size:]
@@ -92,13 +94,19 @@ class Route:
         """
         if make not in self._derived:
             refuse_to_be_recorded(self.sends)
-            self._derived[make] = make(self, *arguments)
+            with _compat.outside_of_modes():
+                self._derived[make] = make(self, *arguments)
         return self._derived[make]
 
     @property
     def num_received(self) -> int:
         """Rows of the buffer."""
         return sum(self.recv_counts)
+
+
+def is_recorded(device: torch.device) -> bool:
+    """Whether a graph is being captured of what is called on `device`."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refuse_to_be_recorded(x: Tensor) -> None:
@@ -111,7 +119,7 @@ def refuse_to_be_recorded(x: Tensor) -> None:
     Raises:
         RuntimeError: while a graph is being captured.
     """
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_recorded(x.device):
         raise RuntimeError(
             "the first use of a plan allocates tables on the device, which a CUDA graph cannot capture: "
             "run one warm-up step before the capture"
@@ -210,11 +218,17 @@ def select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collect
 _chosen: WeakKeyDictionary[dist.ProcessGroup, dict[Hashable, Collective]] = WeakKeyDictionary()
 
 
-def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+def check_collective(name: Any) -> None:
+    if not isinstance(name, str):
+        raise TypeError(f"`collective` must be a name, got {name!r}")
     if name != "auto" and name not in COLLECTIVES:
         raise ValueError(
             f"`collective` must be one of auto, {', '.join(COLLECTIVES)}, got {name!r}"
         )
+
+
+def _select(name: str, group: dist.ProcessGroup, device: torch.device) -> Collective:
+    check_collective(name)
     reasons: list[str] = []
     for considered in COLLECTIVES if name == "auto" else (name,):
         refusals = _refusals(considered, group, device)

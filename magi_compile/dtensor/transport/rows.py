@@ -114,7 +114,7 @@ class Sums:
             _kernels().write_sums(outs, prior, buffers, arrived, *order)
             return
         for i, out in enumerate(outs):
-            total = torch.zeros(out.shape, dtype=torch.promote_types(out.dtype, torch.float32))
+            total = torch.zeros_like(out, dtype=torch.promote_types(out.dtype, torch.float32))
             if prior is not None:
                 total += prior[i]
             flat = total.flatten(1)

@@ -132,7 +132,7 @@ class CpuKernel:
         dtype = torch.float32 if merges or has_scores(problem) else q.dtype
         total_q, nheads_q, _ = q.shape
         out = output_like(q, problem.head_dim_v, dtype).zero_()
-        lse = torch.full((nheads_q, total_q), -torch.inf)
+        lse = q.new_full((nheads_q, total_q), -torch.inf, dtype=torch.float32)
 
         width = max(problem.head_dim, problem.head_dim_v)
         q_heads, k_heads, v_heads = (_by_head(_widen(x, width), problem) for x in (q, k, v))
@@ -207,7 +207,7 @@ class CpuKernel:
         """The gradients of all pieces, each by `attend`."""
         (dout, dlse), (q, k, v, out, lse) = grads, saved
         # In fp32 whatever the dtype: pieces then add up in fp32, and PyTorch's fp32 backward is the faster one too.
-        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32) for x in (q, k, v))
+        dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device="cpu") for x in (q, k, v))
         width = max(problem.head_dim, problem.head_dim_v)
         if dlse is not None:
             # The op computes delta = sum(dout * out) itself and needs delta - dlse: one more column, of 1 in dout

@@ -100,7 +100,7 @@ def plan_pieces(slices: AttnSlices) -> Tensor:
     for i, piece in enumerate(pieces):
         pieces[i] = piece._replace(is_first=piece.q_begin >= rows_seen)
         rows_seen = max(rows_seen, piece.q_end)
-    return torch.tensor(pieces, dtype=torch.int32).view(-1, len(Piece._fields))
+    return torch.tensor(pieces, dtype=torch.int32, device="cpu").view(-1, len(Piece._fields))
 
 
 def cut(piece: Piece, max_rows: int, max_keys: int) -> Iterator[Piece]:
@@ -169,7 +169,7 @@ def additive_mask(
     seqlen_q: int, seqlen_k: int, diag_lo: int, diag_hi: int, dtype: torch.dtype
 ) -> Tensor:
     """0 where `r + diag_lo <= c < r + diag_hi` and -inf elsewhere: `[seqlen_q, seqlen_k]`. Not to be written to."""
-    offset = torch.arange(seqlen_k) - torch.arange(seqlen_q)[:, None]
+    offset = torch.arange(seqlen_k, device="cpu") - torch.arange(seqlen_q, device="cpu")[:, None]
     visible = (offset >= diag_lo) & (offset < diag_hi)
     return torch.where(visible, 0.0, -torch.inf).to(dtype)
 

@@ -22,7 +22,9 @@ class ScoredTiles:
         self.score, self.problem = score, problem
         self.tables = [table.detach() for table in score.tables]
         self.totals = {
-            number: torch.zeros(table.shape, dtype=torch.promote_types(table.dtype, torch.float32))
+            number: torch.zeros(
+                table.shape, dtype=torch.promote_types(table.dtype, torch.float32), device="cpu"
+            )
             for number, table in enumerate(self.tables)
             if number in (wanted or ())
         }
@@ -58,11 +60,11 @@ class ScoredTiles:
 
     def _tile(self, q: Tensor, k: Tensor, mask: PieceMask) -> Tile:
         score, nheads, piece = self.score, self.problem.nheads_q, mask.piece
-        rows = torch.arange(piece.q_begin, piece.q_end, dtype=torch.int32)[:, None]
-        keys = torch.arange(piece.k_begin, piece.k_end, dtype=torch.int32)
+        rows = torch.arange(piece.q_begin, piece.q_end, dtype=torch.int32, device="cpu")[:, None]
+        keys = torch.arange(piece.k_begin, piece.k_end, dtype=torch.int32, device="cpu")
         b, head, query = score.entry(rows)
         if score.nheads == 1:
-            head = torch.arange(nheads, dtype=torch.int32)[:, None, None]
+            head = torch.arange(nheads, dtype=torch.int32, device="cpu")[:, None, None]
         index = {"b": b, "h": head, "q": query, "kv": (keys % score.seqlen_k)[None]}
         values = {
             "score": (q @ k.mT * self.problem.softmax_scale).flatten(0, 1),

@@ -95,7 +95,7 @@ class _Writer:
                 **{look.name: dtypes[look.table] for look in program.looks},
             }
             self.examples: dict[str, Any] = {
-                name: torch.empty((), dtype=dtype) for name, dtype in kinds.items()
+                name: torch.empty((), dtype=dtype, device="cpu") for name, dtype in kinds.items()
             }
         for i in range(program.num_symbols):
             self.examples[f"s{i}"] = _compat.symbolic_int(self.mode, f"s{i}")

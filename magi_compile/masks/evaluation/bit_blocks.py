@@ -189,7 +189,7 @@ def _are_listed(grid: Grid, listed: Listed) -> Tensor:
     """Which blocks have a part in any list, bool `[num_blocks]`."""
     is_listed = (listed.partial | listed.full)[:, : grid.heads.q]
     is_listed = is_listed.expand(grid.batch, grid.heads.q, -1, -1)
-    is_candidate = torch.zeros(grid.num_blocks, dtype=torch.bool)
+    is_candidate = torch.zeros(grid.num_blocks, dtype=torch.bool, device="cpu")
     b, h, q, kv = is_listed.nonzero().unbind(1)
     for row in range(-(-listed.rows // BLOCK) + 1):
         for key in range(-(-listed.keys // BLOCK) + 1):

@@ -65,11 +65,13 @@ def _bounds(run: Evaluation, expr: Expr) -> _Range:
         if op == "table" and isinstance(value.data, Tensor):
             return _Range(*(x.double() for x in torch.aminmax(value.data)))
         ends = (value.low, value.high)
-        return _Range(*(torch.tensor(float(end), device="cpu").double() for end in ends))
+        return _Range(
+            *(torch.tensor(float(end), dtype=torch.float64, device="cpu") for end in ends)
+        )
     if op in FITS:
         return _bounds(run, args[0])
     if expr.kind == "bool":
-        return _Range(*torch.tensor([0.0, 1.0], dtype=torch.float64).unbind())
+        return _Range(*torch.tensor([0.0, 1.0], dtype=torch.float64, device="cpu").unbind())
     if op == "where":
         args = args[1:]
     inner = [_bounds(run, arg) for arg in args]

@@ -201,7 +201,7 @@ def _with_float(op: str, x: Expr, number: float) -> Expr:
     if math.isinf(number) or math.isnan(number):
         is_true = op == "ne" or (op in (("lt", "le") if number > 0 else ("gt", "ge")))
         return const(is_true if math.isinf(number) else op == "ne")
-    exact = float(torch.tensor(number, dtype=torch.get_default_dtype()))
+    exact = float(torch.tensor(number, dtype=torch.get_default_dtype(), device="cpu"))
     if not abs(exact) < EXACT_FLOAT or torch.get_default_dtype() not in (
         torch.float32,
         torch.float64,

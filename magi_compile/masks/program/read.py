@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from magi_compile import _compat
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.record import MaskMod, record_mask_mod
+from magi_compile.masks.program.record import MaskMod, Recording, record_mask_mod
 from magi_compile.masks.program.trace import read_with_care
 
 MAX_PROGRAMS = 256
@@ -72,7 +73,11 @@ def read_mask_mod(mask_mod: MaskMod, device: torch.device | str = "cpu") -> Trac
     Raises:
         UnsupportedMaskError: it asks for the value of what it is called with, or what it does cannot be followed.
     """
-    recording = record_mask_mod(mask_mod, torch.device(device))
+    with _compat.outside_of_modes():
+        return _read(record_mask_mod(mask_mod, torch.device(device)))
+
+
+def _read(recording: Recording) -> TracedMask:
     captures = recording.captures
     names = [name or f"t{i}" for i, name in enumerate(recording.names)]
     titles = names if any(recording.names) else []

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import operator
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from magi_compile.masks.program.names import is_random, name_of, writes
 from magi_compile.masks.program.operators import is_numpy_scalar
+from magi_compile.masks.program.reached import Reached
 from magi_compile.masks.program.source import INDICES, run, title_of
 from magi_compile.masks.solver.solve import UnsupportedMaskError
 
@@ -87,7 +86,7 @@ def record(
     with recorder:
         result = function(*symbols)
     recorder.graph.output(recorder.lower(result))
-    names = _tensor_names(function)
+    names = Reached(function, what).names
     named = [names.get(id(tensor)) for tensor in recorder.captures]
     values = {recorder.nodes[id(x)]: x for x in recorder.kept if id(x) in recorder.nodes}
     return Recording(recorder.graph, recorder.captures, named, recorder.watched, values)
@@ -311,56 +310,3 @@ def _flatten(value: Any):
         yield from _flatten(list(value.values()))
     else:
         yield value
-
-
-def _tensor_names(mask_mod: Any) -> dict[int, str]:
-    """The names of the tensors that a callable holds, by `id`: its variables, attributes and arguments."""
-    names: dict[int, str] = {}
-    seen: set[int] = set()
-
-    def visit(name: str, value: Any) -> None:
-        if isinstance(value, Tensor):
-            names.setdefault(id(value), name)
-            return
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, functools.partial):
-            visit(name, value.func)
-            for i, item in enumerate(value.args):
-                visit(f"{name}.args[{i}]", item)
-            visit_all(value.keywords)
-        elif isinstance(value, types.MethodType):
-            visit("self", value.__self__)
-            visit(name, value.__func__)
-        elif isinstance(value, types.FunctionType):
-            code = value.__code__
-            cells = zip(code.co_freevars, value.__closure__ or (), strict=True)
-            visit_all({key: cell.cell_contents for key, cell in cells if _is_filled(cell)})
-            visit_all({key: value.__globals__.get(key) for key in code.co_names})
-            defaults = value.__defaults__ or ()
-            arguments = code.co_varnames[: code.co_argcount]
-            visit_all(dict(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)))
-            visit_all(value.__kwdefaults__ or {})
-        elif isinstance(value, (tuple, list)):
-            for i, item in enumerate(value):
-                visit(f"{name}[{i}]", item)
-        elif isinstance(value, dict):
-            visit_all(value)
-        elif callable(value) and hasattr(value, "__dict__") and not isinstance(value, type):
-            visit_all(vars(value))
-
-    def visit_all(items: dict[Any, Any]) -> None:
-        for key, item in items.items():
-            if isinstance(item, (Tensor, tuple, list, dict)) or callable(item):
-                visit(str(key), item)
-
-    visit("mask_mod", mask_mod)
-    return names
-
-
-def _is_filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

@@ -158,7 +158,7 @@ def at_points(
         given, found = given
         if not _compat.is_fake(given):  # which has no values that could break a check
             require(look_ups.checks(known, found))
-    return given if moving else torch.as_tensor(given)
+    return given if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
 
 
 def names_by_id(captures: Mapping[str, Any], titles: Sequence[str] = ()) -> dict[int, str]:

@@ -153,7 +153,7 @@ def test_select(ranks_of):
 
 
 def test_nothing_is_made_while_a_graph_is_captured(monkeypatch):
-    on_gpu = SimpleNamespace(is_cuda=True)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     refuse_to_be_recorded(on_gpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

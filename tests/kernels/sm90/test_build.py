@@ -80,9 +80,19 @@ def test_compiles_without_spills(variant):
 def test_cache(tmp_path, monkeypatch):
     first = nvrtc.compile_variant(VARIANTS[0])
     (cached,) = tmp_path.iterdir()
-    assert cached.read_bytes().endswith(first)
+    assert cached.read_bytes().startswith(first)
     monkeypatch.setattr(nvrtc, "run_nvrtc", lambda variant: pytest.fail("not read from the cache"))
     assert nvrtc.compile_variant(VARIANTS[0]) == first
+
+
+def test_a_build_ahead_has_the_launcher(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "variants", lambda: VARIANTS[:1])
+    monkeypatch.setattr(build, "compile_variant", lambda variant: b"")
+    assert build.main() == 0
+    assert [path.suffix for path in tmp_path.iterdir()] == [".so"]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.main() == 0
+    assert "no launcher: " in capsys.readouterr().out
 
 
 def test_a_truncated_file_is_compiled_again(tmp_path, monkeypatch):

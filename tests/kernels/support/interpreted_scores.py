@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 from magi_compile import AttnSlices
 from magi_compile.kernels.base import AttnProblem, Grads, Saved
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.masks.block_mask import convert_any_block_mask, read_block_mask
+from magi_compile.masks.block_mask import convert_any_block_mask
 from magi_compile.masks.evaluation.bit_blocks import Heads
 from magi_compile.score.program import ScoreCall
 from magi_compile.score.read import trace_score_program
@@ -49,7 +49,7 @@ def slices_of(mask_mod):
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask = create_block_mask(mask_mod, BATCH, None, SEQLEN, SEQLEN, device="cpu")
-    return convert_any_block_mask(mask, BATCH, Heads(HEADS, HEADS_KV), read_block_mask(mask)).slices
+    return convert_any_block_mask(mask, BATCH, Heads(HEADS, HEADS_KV)).slices
 
 
 def run(case, slices, deterministic=False):

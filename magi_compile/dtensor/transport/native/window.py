@@ -120,6 +120,7 @@ class Window:
         if event is self._last:
             self._last = None
 
+    @_compat.outside_of_modes()
     def _grow(self, num_bytes: int) -> None:
         # What was enqueued here is done, and nobody leaves the rendezvous before that is so on every rank.
         torch.cuda.synchronize(self._device)

@@ -168,7 +168,8 @@ def nothing_seen(q: Tensor, v: Tensor) -> ForwardOutput:
     """Attention of `q` over no keys, with values like `v`."""
     total_q, nheads_q, _ = q.shape
     out = output_like(q, v.shape[2]).zero_()
-    return ForwardOutput(out, torch.full((nheads_q, total_q), -math.inf, device=q.device))
+    lse = q.new_full((nheads_q, total_q), -math.inf, dtype=torch.float32)
+    return ForwardOutput(out, lse)
 
 
 @lru_cache(maxsize=1024)

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from magi_compile import _checks
-from magi_compile.kernels.sm90.runtime import calls
-from magi_compile.kernels.sm90.runtime.cubin_cache import private_dir
+from magi_compile.kernels.sm90.runtime import calls, cubin_cache
 from magi_compile.kernels.sm90.runtime.driver import current_context, on_device
 from magi_compile.kernels.sm90.runtime.nvrtc import source_dir
 
@@ -39,15 +38,17 @@ class Launcher:
     """The loaded library.
 
     Args:
-        path: of the library.
+        library: a descriptor of its file, which stays open: the loader knows the library by that number.
         driver: of the CUDA driver.
 
     Raises:
         OSError: if it cannot be loaded, or lacks a function of PyTorch or of the driver.
     """
 
-    def __init__(self, path: Path, driver: str = "libcuda.so.1"):
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, library: int, driver: str = "libcuda.so.1"):
+        # The file that was verified, whatever its name leads to by now. The dot is for the loader, which takes a name that it
+        # has seen for the same library: nobody else writes it like this.
+        self._library = ctypes.CDLL(f"/proc/self/./fd/{library}")
         self._library.magi_open.restype = ctypes.c_char_p
         missing = self._library.magi_open(driver.encode())
         if missing is not None:
@@ -192,14 +193,14 @@ def launcher() -> Launcher | None:
         return None
 
 
-def build() -> Path:
-    """The library, compiled if it is not in the cache directory.
+def build() -> int:
+    """The library, compiled if the cache directory has none that is whole and this user's own.
 
     Returns:
-        The path of the library.
+        A descriptor of its file. Where it cannot be kept, nothing else refers to that file.
 
     Raises:
-        OSError: if there is no compiler, or no directory to keep it in.
+        OSError: if there is no compiler, or no directory to compile in.
         subprocess.SubprocessError: if the compiler fails.
     """
     source = source_dir().parent / "host" / "launcher.cpp"
@@ -210,14 +211,19 @@ def build() -> Path:
         raise FileNotFoundError(
             "there is no C++ compiler (c++, g++ or clang++), and `CXX` is not set"
         )
-    digest = hashlib.sha256(source.read_bytes() + repr((compiler, _OPTIONS)).encode()).hexdigest()
-    path = private_dir() / f"launcher-{digest[:32]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
-            built = Path(directory) / path.name
+    made_for = repr((compiler, _OPTIONS, os.uname().machine))
+    digest = hashlib.sha256(source.read_bytes() + made_for.encode()).hexdigest()
+    name = f"launcher-{digest[:32]}.so"
+    library = cubin_cache.opened(name)
+    if library is None:
+        with tempfile.TemporaryDirectory() as directory:
+            built = Path(directory) / name
             command = [compiler, *_OPTIONS, "-o", str(built), str(source), "-ldl"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=120)
             if done.returncode:
                 raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()[-500:]}")
-            os.replace(built, path)
-    return path
+            cubin_cache.write(name, built.read_bytes())
+            library = cubin_cache.opened(name)
+            if library is None:
+                library = os.open(built, os.O_RDONLY)
+    return library

@@ -171,7 +171,7 @@ class _Writer(Operations):
                 **{look.name: dtypes[look.table] for look in program.looks},
             }
             self.examples: dict[str, Any] = {
-                name: torch.empty((), dtype=dtype) for name, dtype in kinds.items()
+                name: torch.empty((), dtype=dtype, device="cpu") for name, dtype in kinds.items()
             }
         one = Number(torch.float32, frozenset(), lambda _: "1.f", is_short=True)
         self.inputs = {
@@ -363,7 +363,7 @@ class _Writer(Operations):
         if not isinstance(value, (bool, int, float)):
             raise UnknownOperation(f"`{value}` in place of a number")
         if dtype in _SHORT:
-            value = torch.tensor(value, dtype=dtype).item()
+            value = torch.tensor(value, dtype=dtype, device="cpu").item()
         text = literal(value, torch.float32 if dtype in _SHORT else dtype)
         number = _constant(dtype, text)
         if not is_float(dtype) and dtype != torch.bool and abs(value) < MOST_POSITIONS:
