@@ -81,7 +81,8 @@ class _DeviceFlags:
         self.device = device
         is_cuda = device.type == "cuda"
         shape = (self.CAPACITY, 1 + self.MAX_VALUES)
-        with torch.cuda.device(device) if is_cuda else nullcontext():
+        place = torch.cuda.device(device) if is_cuda else nullcontext()
+        with place, torch.inference_mode(False):  # calls in every mode write to them
             self.on_host = torch.zeros(shape, dtype=torch.int64, pin_memory=is_cuda, device="cpu")
             address = self.on_host.data_ptr()
             self.on_device = (
