@@ -12,10 +12,13 @@ import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
+
+from magi_compile._compat import may_change_uncounted
+from magi_compile._kept import Made, Memo
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -308,14 +311,26 @@ def block_mask_of(block_mask: BlockMask | None, shards: Shards) -> BlockMask | N
         return block_mask
     if torch.compiler.is_dynamo_compiling():
         return _part_of(block_mask, shards)
-    known = _parts.setdefault(block_mask, {})
+    device = block_mask.kv_num_blocks.device
     key = shards.entries, shards.heads
-    if key not in known:
-        known[key] = _part_of(block_mask, shards)
-    return known[key]
+    return _parts.get((block_mask,), key, lambda: _made_part(block_mask, shards), device)
 
 
-_parts: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+# A part has views of the lists of its BlockMask, which has to wait for streams itself.
+_parts: Memo[BlockMask] = Memo(256, lambda part: ())
+
+
+def _made_part(block_mask: BlockMask, shards: Shards) -> Made:
+    names = (*_LISTS, "mask_mod", "seq_lengths", "BLOCK_SIZE")
+    says, alive = [getattr(block_mask, name) for name in names], ref(block_mask)
+
+    def is_unchanged() -> bool:
+        return all(getattr(alive(), name) is x for name, x in zip(names, says, strict=True))
+
+    # What is written to lists is seen through the views; lists in other memory are not.
+    lists = [x for x in says if isinstance(x, Tensor) and not may_change_uncounted(x)]
+    return Made(_part_of(block_mask, shards), lists, is_unchanged)
+
 
 _LISTS = (
     *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
