@@ -53,6 +53,16 @@ def test_a_failure_is_reported_once(flags):
     _checks.raise_pending()
 
 
+def test_flags_that_inference_mode_makes_serve_training():
+    with torch.inference_mode():
+        flags = _checks._DeviceFlags(torch.device("cpu"))
+        flags.submit([check(True)])
+    flags.submit([check(False)])
+    with torch.inference_mode():
+        flags.submit([check(False, "another")])
+    assert set(flags.take_failures()) == {"`document` must be grouped", "another"}
+
+
 def test_what_was_found_is_kept_with_the_failure(flags):
     def found(row, holds=False):
         values = (torch.tensor(row, dtype=torch.int32), torch.tensor(-3))

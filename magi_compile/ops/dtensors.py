@@ -314,13 +314,13 @@ def block_mask_of(block_mask: BlockMask | None, shards: Shards) -> BlockMask | N
 
     def make() -> Made:
         is_unchanged = reached_by(block_mask).is_unchanged
-        return Made(_part_of(block_mask, shards), (), is_unchanged)
+        lists = [x for x in (getattr(block_mask, name) for name in _LISTS) if x is not None]
+        return Made(_part_of(block_mask, shards), lists, is_unchanged)
 
     key, device = (shards.entries, shards.heads), block_mask.kv_num_blocks.device
     return _parts.get((block_mask,), key, make, device, serves_capture=True)
 
 
-# Its lists are views: whoever writes to those of the whole mask writes to them.
 _parts: Memo[Any] = Memo(256, lambda part: ())
 
 _LISTS = (

@@ -7,6 +7,7 @@ there on items of tuples, lists and dicts, and other functions. Tensors themselv
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import types
 import weakref
@@ -37,32 +38,23 @@ _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_f
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "triton"}
 # By these a function reads what its code does not name.
 _UNNAMED = frozenset(
-    [
-        "getattr",
-        "hasattr",
-        "vars",
-        "__dict__",
-        "attrgetter",
-        "globals",
-        "locals",
-        "eval",
-        "exec",
-        "__import__",
-        "import_module",
-        "environ",
-        "open",
-        "next",
-    ]
+    ("getattr", "vars", "globals", "locals", "eval", "exec", "__dict__", "environ", "getenv")
 )
-# Methods that no code names where it calls them, but for those that make or print an object.
+# By these it finds out that something is not there yet.
+_ABSENCE = frozenset(("hasattr", "AttributeError"))
+# Special methods that code of the function does not call.
 _NOT_CALLED = frozenset(
-    ["__init__", "__new__", "__repr__", "__str__", "__init_subclass__", "__del__", "__reduce__"]
+    (
+        *("__init__", "__new__", "__post_init__", "__init_subclass__", "__class_getitem__"),
+        *("__repr__", "__str__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__"),
+        *("__copy__", "__deepcopy__", "__setattr__", "__delattr__", "__del__"),
+    )
 )
 _FOLLOWED = (types.FunctionType, property, staticmethod, classmethod, functools.cached_property)
 
 
 class Reached:
-    """The objects that `function` reaches now.
+    """What `function` reaches now.
 
     Args:
         function: any object, called `name`.
@@ -90,7 +82,7 @@ class Reached:
         self._checks += [x.are_same for x in self._named.values()]
 
     def is_unchanged(self) -> bool:
-        """True if all of it is the same objects as then; False where that cannot be known."""
+        """Whether all of it is the same objects as then; False where that cannot be known."""
         if self._is_open or len(self._checks) > _MAX_CHECKS:
             return False
         try:
@@ -161,16 +153,25 @@ class Reached:
             return True
 
         self._checks.append(is_same)
+        if kwdefaults:
+            self._check_dict(kwdefaults)
+        for name in sorted(self._read & set(vars(function))):
+            own = functools.partial(_held, alive, "")
+            self._check_named((function, ""), own, name, vars(function)[name])
+            self._visit(name, vars(function)[name])
         for key, value in zip(code.co_freevars, contents, strict=True):
             self._visit(key, value)
         if not _is_of_a_library(function.__module__):
             self._is_open |= not _UNNAMED.isdisjoint(names)
             now = functools.partial(_globals, alive)
             for key in dict.fromkeys((*code.co_names, *sorted(names))):
-                if key in function.__globals__:
-                    value = function.__globals__[key]
-                    self._check_named((function, "globals"), now, key, value)
+                value = function.__globals__.get(key, _MISSING)
+                if value is not _MISSING:
                     self._visit(key, value)
+                elif key in sys.modules:  # imported inside
+                    self._visit(key, sys.modules[key])
+                if value is not _MISSING or key in code.co_names:  # which may hide a builtin later
+                    self._check_named((function, "globals"), now, key, value)
         self._visit_all(_named_defaults(function))
 
     def _visit_all(self, items: dict[Any, Any]) -> None:
@@ -185,29 +186,37 @@ class Reached:
         if _is_of_a_library(home) and not _has_attributes_of_users(value):
             # The rest of PyTorch and of the standard library is fixed, or changes unseen: a set, an array.
             is_fixed = is_class or is_package or callable(value) or home.startswith("torch")
+            is_fixed &= not isinstance(value, operator.attrgetter)
             self._is_open |= not (
                 is_fixed or (home == "numpy" and not hasattr(value, "__setitem__"))
             )
             return
         classes = value.__mro__ if is_class else kind.__mro__
         has_slots = any("__slots__" in vars(cls) for cls in classes)
-        has_own_look_up = any("__getattr__" in vars(cls) for cls in kind.__mro__)
-        if not (has_slots or hasattr(value, "__dict__")) or (
-            has_own_look_up and not isinstance(value, torch.nn.Module)
-        ):
+        of_users = [cls for cls in kind.__mro__ if not _is_of_a_library(cls.__module__)]
+        has_own_look_up = any("__getattribute__" in vars(cls) for cls in of_users) or (
+            any("__getattr__" in vars(cls) for cls in kind.__mro__)
+            and not isinstance(value, torch.nn.Module)
+        )
+        if not (has_slots or hasattr(value, "__dict__")) or has_own_look_up:
             self._is_open = True
+        if is_class:
+            classes = (*classes, *of_users)  # of its metaclass
+        elif not is_package:
+            self._visit_special_methods(of_users)
         for name in sorted(self._read):
             self._visit_attribute(value, name, () if is_package else classes)
-        for cls in () if is_class or is_package else classes:
-            for name, method in list(vars(cls).items()):
-                is_called = name.startswith("__") and name not in _NOT_CALLED
-                if is_called and not _is_of_a_library(cls.__module__):
-                    self._visit_method(cls, name, method)
+        if callable(value) and not is_class:
+            self._visit("__call__", kind.__call__)
 
-    def _visit_method(self, cls: type, name: str, method: Any) -> None:
-        if isinstance(method, types.FunctionType):
-            self._check_named((cls, ""), functools.partial(vars, cls), name, method)
-            self._visit(name, method)
+    def _visit_special_methods(self, classes: list[type]) -> None:
+        """Those that operators call: no code names them."""
+        for cls in classes:
+            for name, method in list(vars(cls).items()):
+                is_special = name.startswith("__") and name.endswith("__")
+                is_called = is_special and name not in _NOT_CALLED
+                if is_called and isinstance(method, types.FunctionType):
+                    self._visit(name, method)
 
     def _visit_attribute(self, owner: Any, name: str, classes: tuple[type, ...]) -> None:
         alive = _reference(owner)
@@ -222,12 +231,17 @@ class Reached:
                 self._check_named((owner, place), held_now, name, held[name])
                 self._visit(name, held[name])
                 return
-        for cls in classes:
-            if cls is object or name not in vars(cls):
-                continue
+        has_own = not isinstance(owner, type) and hasattr(owner, "__dict__")
+        homes = [cls for cls in classes if cls is not object and name in vars(cls)]
+        if has_own and (homes or not _ABSENCE.isdisjoint(self._read)):
+            self._checks.append(lambda: name not in vars(alive()))
+        if not homes:
+            return
+        for cls in classes[: classes.index(homes[0])]:  # which may hide it later
+            if not _is_of_a_library(cls.__module__):
+                self._check_named((cls, ""), functools.partial(vars, cls), name, _MISSING)
+        for cls in homes:  # `super()` takes that of a later one
             found = vars(cls)[name]
-            if own and not isinstance(owner, type):
-                self._checks.append(lambda: name not in vars(alive()))
             if isinstance(found, types.MemberDescriptorType):  # a slot
                 value = getattr(owner, name, _MISSING)
                 self._check(lambda: getattr(alive(), name, _MISSING), value)
@@ -236,7 +250,6 @@ class Reached:
             self._is_open |= hasattr(type(found), "__get__") and not isinstance(found, _FOLLOWED)
             self._check_named((cls, ""), functools.partial(vars, cls), name, found)
             self._visit(name, found)
-            return
 
     def _check(self, now: Callable[[], Any], then: Any) -> None:
         """The same object as then; numbers are compared by identity too, at worst in vain."""

@@ -2,6 +2,9 @@
 
 import functools
 import gc
+import operator
+import os
+import sys
 import types
 import weakref
 from collections import deque
@@ -53,6 +56,32 @@ class Window:
         return 3
 
 
+class Narrow(Window):
+    def by_super(self, q):
+        return q < super().computed
+
+
+class Operators:
+    def __init__(self):
+        self.store = [3]
+
+    def __getitem__(self, index):
+        return self.store[index]
+
+    def __radd__(self, other):
+        return other + self.store[0]
+
+
+class Meta(type):
+    @property
+    def limit(cls):
+        return cls.own
+
+
+class OfMeta(metaclass=Meta):
+    own = 3
+
+
 class Slots:
     __slots__ = ("limit",)
 
@@ -79,6 +108,53 @@ def closure():
         limit = 4
 
     return mask, change
+
+
+def changes_of_what_is_not_named():
+    """Places that Python looks at before or behind those in which it found a name, or that no code names."""
+    fresh, narrow = types.SimpleNamespace(), Narrow()
+    del narrow.own, narrow.inner  # so that it has no attributes of its own
+    yield "first attribute", narrow.method, lambda: setattr(narrow, "size", 5)
+    yield "attribute of a subclass", narrow.method, lambda: setattr(Narrow, "size", 5)
+    yield (
+        "super",
+        Narrow().by_super,
+        lambda: setattr(Window, "computed", property(lambda self: 4)),
+    )
+    yield "property of a metaclass", lambda q: q < OfMeta.limit, lambda: setattr(OfMeta, "own", 4)
+    item, sum_ = Operators(), Operators()
+    yield "item by an operator", lambda q: q < item[0], lambda: setattr(item, "store", [4])
+    yield "operator", lambda q: q + sum_ < 9, lambda: sum_.store.append(4)
+
+    def keyword(q, *, limit=3):
+        return q < limit
+
+    yield "keyword default", keyword, lambda: keyword.__kwdefaults__.update(limit=4)
+
+    def attribute(q):
+        return q < attribute.limit
+
+    attribute.limit = 3
+    yield "attribute of a function", attribute, lambda: setattr(attribute, "limit", 4)
+
+    def imports(q):
+        from config_of_test_reached import LIMIT
+
+        return q < LIMIT
+
+    config = sys.modules["config_of_test_reached"] = types.ModuleType("config_of_test_reached")
+    config.LIMIT = 3
+    yield "import", imports, lambda: setattr(config, "LIMIT", 4)
+
+    def has_default(q):
+        try:
+            return q < fresh.limit
+        except AttributeError:
+            return q < 3
+
+    yield "attribute that was absent", has_default, lambda: setattr(fresh, "limit", 4)
+    hidden = types.FunctionType((lambda q: q < min(3, 4)).__code__, {"__builtins__": __builtins__})
+    yield "builtin", hidden, lambda: hidden.__globals__.update(min=max)
 
 
 def changes():
@@ -132,6 +208,7 @@ def changes():
     def code(q):
         return q < 3
 
+    yield from changes_of_what_is_not_named()
     yield "code", code, lambda: setattr(code, "__code__", (lambda q: q < 4).__code__)
 
 
@@ -166,7 +243,15 @@ class Dynamic:
         return 3
 
 
-@pytest.mark.parametrize("held", [deque([3]), {3}, Dynamic()], ids=["deque", "set", "__getattr__"])
+class Looks:
+    def __getattribute__(self, name):
+        return object.__getattribute__(self, name)
+
+
+OPAQUE = [deque([3]), {3}, Dynamic(), Looks(), operator.attrgetter("own")]
+
+
+@pytest.mark.parametrize("held", OPAQUE, ids=lambda x: type(x).__name__)
 def test_what_changes_unseen_is_never_called_unchanged(held):
     assert not Reached(lambda q: q in held, "mask_mod").is_unchanged()
 
@@ -174,6 +259,7 @@ def test_what_changes_unseen_is_never_called_unchanged(held):
 def test_a_function_that_looks_names_up_is_never_called_unchanged():
     window, name = Window(), "own"
     assert not Reached(lambda q: q < getattr(window, name), "mask_mod").is_unchanged()
+    assert not Reached(lambda q: q < int(os.environ["LIMIT"]), "mask_mod").is_unchanged()
 
 
 def test_it_keeps_nothing_alive():
