@@ -211,7 +211,8 @@ def test_what_a_graph_holds_where_no_data_decide():
     assert slices.target is torch.ops.magi.mask_slices.default
     assert slices.args[6] == BATCH * HEADS * (SEQLEN // 16 + 256)
     assert slices.args[-1] == [HEADS, 2]
-    assert attention.args[0].meta["example_value"].shape == (BATCH * HEADS * SEQLEN, 1, 16)
+    assert attention.target is torch.ops.magi.attention_of_entries.default
+    assert attention.args[-1] is True  # by head
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
@@ -343,7 +344,7 @@ def test_block_lists_that_contradict_one_head():
 def test_block_lists_of_other_heads(is_eager):
     q, k, v = (torch.randn(BATCH, HEADS, SEQLEN, 16) for _ in range(3))
     function = in_eager_code if is_eager else compiled()
-    with pytest.raises(ValueError, match="`block_mask` must have lists of 1 or 4 heads, got 3"):
+    with pytest.raises(ValueError, match="`block_mask` must have heads 1 or 4, got 3"):
         function(q, k, v, made(window, heads=3))
 
 
