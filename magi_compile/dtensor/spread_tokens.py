@@ -5,8 +5,8 @@ Tokens of self-attention are queries and keys; those of cross attention are two 
 
 from __future__ import annotations
 
+import math
 import numbers
-import sys
 from typing import Any
 
 import torch
@@ -108,11 +108,13 @@ class SpreadTokens:
             ValueError: `x` has another length.
         """
         check_length("x", x, dim, self.total, "of the whole sequence")
-        check_padding("padding", padding, x.dtype)
+        padding = check_padding("padding", padding, x.dtype)
+        sizes = [1] * x.ndim
+        sizes[dim] = self.seqlen_local
+        if not self.total:  # no row to take in place of padding
+            x = x.new_zeros([1 if i == dim % x.ndim else n for i, n in enumerate(x.shape)])
         local = x.index_select(dim, self.positions.to(x.device))
         if self.has_padding:
-            sizes = [1] * x.ndim
-            sizes[dim] = self.seqlen_local
             local = local.masked_fill(self.is_padding.to(x.device).view(sizes), padding)
         return local
 
@@ -181,9 +183,10 @@ class SpreadTokens:
         if documents is not None:
             dim = dim % tokens.ndim - tokens.ndim
             check_length("documents", documents, dim, self.total, "of the whole sequence")
-            differs = documents.to(tokens.device).diff(dim=dim) != 0
-            is_last = torch.cat([differs, torch.ones_like(differs.narrow(dim, 0, 1))], dim)
-            tokens = tokens.masked_fill(is_last, ignore_index)
+            differs = documents.diff(dim=dim) != 0
+            is_last = torch.ones_like(documents, dtype=torch.bool)
+            is_last.narrow(dim, 0, differs.shape[dim]).copy_(differs)
+            tokens = tokens.masked_fill(is_last.to(tokens.device), ignore_index)
         return self.shard(tokens, dim, padding=ignore_index)
 
     def sum(self, x: Tensor) -> Tensor:
@@ -211,21 +214,27 @@ def check_length(
         )
 
 
-def check_padding(name: str, given: Any, dtype: torch.dtype) -> None:
-    """Checks the value of padding for a tensor of `dtype`."""
+def check_padding(name: str, given: Any, dtype: torch.dtype) -> float:
+    """The value of padding for a tensor of `dtype`, which integers hold exactly and others may round."""
     if not isinstance(given, numbers.Real):
         raise TypeError(f"`{name}` must be a number, got {given!r}")
-    value: Any = given
-    fits = not isinstance(value, int) or abs(value) <= sys.float_info.max
-    if not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool:
+    value = int(given) if isinstance(given, numbers.Integral) else float(given)
+    if dtype == torch.bool:
+        fits = value in (0, 1)
+    elif dtype.is_floating_point or dtype.is_complex:
+        is_finite = isinstance(value, int) or math.isfinite(value)
+        fits = not is_finite or abs(value) <= torch.finfo(dtype).max
+    else:
         limits = torch.iinfo(dtype)
-        fits = limits.min <= value <= limits.max
+        fits = limits.min <= value <= limits.max and value == int(value)
+        fits = fits and not isinstance(given, bool)
     if not fits:
         raise ValueError(f"`{name}` must fit in {dtype}, got {given}")
+    return value
 
 
 def _next(x: Tensor, dim: int, last: int) -> Tensor:
     """The next entry along `dim`, and `last` behind the end."""
-    return torch.cat(
-        [x.narrow(dim, 1, x.shape[dim] - 1), torch.full_like(x.narrow(dim, 0, 1), last)], dim
-    )
+    sizes = list(x.shape)
+    sizes[dim] = 1
+    return torch.cat([x, x.new_full(sizes, last)], dim).narrow(dim, 1, x.shape[dim])

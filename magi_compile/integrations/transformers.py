@@ -28,7 +28,7 @@ from magi_compile._compat import outside_of_modes, traces_inner_graph, version_o
 from magi_compile._warnings import warn_once
 from magi_compile.dtensor.context.positions import with_given_positions
 from magi_compile.lowering import regions
-from magi_compile.masks.arguments import check_flag
+from magi_compile.masks.arguments import check_flag, read_cu_seqlens
 from magi_compile.masks.block_mask import one_block_mask
 from magi_compile.ops.attention import flex_attention
 from magi_compile.ops.over_ranks import replacements
@@ -220,14 +220,17 @@ def magi_attention(
             `s_aux`: one more score `[Hq]` in every softmax, with a value of 0 (attention sinks).
             `cu_seq_lens_q`: int `[documents + 1]`, where documents begin in the rows of all batch entries, one behind the other.
             Rows see keys of their own document only, whatever else the mask shows.
-            `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`.
+            `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`. Both start at 0, never decrease, and cut no batch entry's
+            document. What is behind their last number is padding. Numbers on a GPU are not checked, nor those in a graph.
             `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so (`_may_be_packed`).
 
     Returns:
         `(out [B, L, Hq, Dv], None)`.
 
     Raises:
-        ValueError: dropout; a mask of other lengths; no mask although the layer is causal.
+        TypeError: `cu_seq_lens_q` or `cu_seq_lens_k` is no tensor of int32 or int64.
+        ValueError: dropout; a mask of other lengths; no mask although the layer is causal; `cu_seq_lens_q` or `cu_seq_lens_k` do not
+            fit the rows and keys, or each other.
         NotImplementedError: an argument that changes the scores in a way that the kernels do not have.
         RuntimeError: the model is compiled by a backend that does not lower FlexAttention.
     """
@@ -236,7 +239,11 @@ def magi_attention(
     bias: Tensor | None = rest.get("position_bias")
     cu_seq_lens_q, cu_seq_lens_k = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
     rows = query.shape[2]
-    if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or rows == 1):
+    sizes = (query.shape[0], rows, key.shape[2])
+    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
+        _check_lists(cu_seq_lens_q, cu_seq_lens_k, sizes)
+    is_step = rows == 1 and cu_seq_lens_q is None
+    if not isinstance(attention_mask, BlockMask) and (attention_mask is not None or is_step):
         if attention_mask is not None and cu_seq_lens_q is not None:
             raise NotImplementedError(
                 "`attn_implementation='magi'` takes `cu_seq_lens_q` without a mask or with a BlockMask, "
@@ -246,8 +253,7 @@ def magi_attention(
         if bias is not None:
             _check_bias(bias, (query.shape[0], query.shape[1], rows, key.shape[2]))
         return _attend_dense(module, query, key, value, attention_mask, bias, given)
-    sizes = (query.shape[0], rows, key.shape[2])
-    if attention_mask is None and _is_causal(module, is_causal):
+    if attention_mask is None and rows > 1 and _is_causal(module, is_causal):
         attention_mask = _block_mask(_causal, *sizes, query.device)
     positions: Any = rest.get("position_ids")
     is_over_ranks = replacements() is not None and attention_mask is not None
@@ -289,6 +295,55 @@ def _check_arguments(dropout: float, rest: dict[str, Any]) -> None:
         raise ValueError(
             f"`attn_implementation='magi'` has no dropout, got {dropout}: set the dropout of attention in the model's "
             "config to 0 (`attention_dropout`, or `attention_probs_dropout_prob` in older models)"
+        )
+
+
+def _check_lists(of_rows: Any, of_keys: Any, sizes: tuple[int, int, int]) -> None:
+    """Raises for `cu_seq_lens_q` and `cu_seq_lens_k` whose kinds do not fit; `_check_documents` reads their numbers."""
+    if of_rows is None:
+        raise ValueError("`cu_seq_lens_q` must be given where `cu_seq_lens_k` is, got None")
+    if of_keys is None and sizes[1] != sizes[2]:
+        raise ValueError(
+            f"`cu_seq_lens_k` must be given with `cu_seq_lens_q` where rows and keys differ, {sizes[1]} and {sizes[2]}, got None"
+        )
+    for name, given in (("cu_seq_lens_q", of_rows), ("cu_seq_lens_k", of_keys)):
+        if given is None:
+            continue
+        if not isinstance(given, Tensor):
+            raise TypeError(f"`{name}` must be a tensor, got {given!r}")
+        if given.ndim != 1 or not given.shape[0]:
+            raise ValueError(f"`{name}` must have shape [documents + 1], got {list(given.shape)}")
+        if given.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`{name}` must hold int32 or int64 values, got {given.dtype}")
+    if of_keys is not None and of_keys.shape != of_rows.shape:
+        raise ValueError(
+            f"`cu_seq_lens_k` must have the length of `cu_seq_lens_q`, {of_rows.shape[0]}, got {of_keys.shape[0]}"
+        )
+
+
+def _check_documents(lists: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) -> None:
+    """Raises for numbers in `cu_seq_lens_q` and `cu_seq_lens_k` that are no documents of the batch entries."""
+    batch, *lengths = sizes
+    entries, has_tokens = [], []
+    for name, given, length in zip(("cu_seq_lens_q", "cu_seq_lens_k"), lists, lengths, strict=True):
+        borders = read_cu_seqlens(name, given)
+        end = int(borders[-1])
+        if end > batch * length:
+            raise ValueError(
+                f"`{name}` must end within the {batch * length} tokens of all batch entries, got {end}"
+            )
+        if missing := sorted({*range(0, end, max(length, 1))} - {*borders.tolist()}):
+            raise ValueError(
+                f"`{name}` must hold the ends of batch entries, multiples of {length}, got {borders.tolist()} without {missing[0]}"
+            )
+        entries.append(borders[:-1] // max(length, 1))
+        has_tokens.append(borders.diff() > 0)
+    of_others = (entries[0] != entries[1]) & has_tokens[0] & has_tokens[1]
+    if of_others.any():
+        number = int(of_others.nonzero()[0])
+        raise ValueError(
+            f"`cu_seq_lens_k` must have each document in the batch entry where `cu_seq_lens_q` has it, got document {number} in "
+            f"entries {int(entries[1][number])} and {int(entries[0][number])}"
         )
 
 
@@ -528,6 +583,8 @@ def _documents_of_positions(
 def _documents_of_lists(tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) -> Documents:
     """A document begins at each number of `cu_seq_lens`, counted over all batch entries."""
     batch, *lengths = sizes
+    if not torch.compiler.is_compiling() and all(x.device.type == "cpu" for x in tensors):
+        _check_documents(tensors, sizes)
     of_row, of_key = (
         torch.searchsorted(
             starts,

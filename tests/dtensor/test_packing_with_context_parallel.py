@@ -1,6 +1,8 @@
 """Packing with context parallelism is where others corrupt the loss silently: tokens are permuted, documents are cut by ranks, labels
 are shifted after tokens are spread, padding is counted. Here loss and every gradient are those of one process."""
 
+from fractions import Fraction
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from magi_compile.dtensor import (
     context_parallel_shard,
     plan,
 )
+from magi_compile.masks import AttnSlices
 from tests.dtensor import transformer
 from tests.dtensor.transformer import (
     block_mask,
@@ -179,6 +182,36 @@ def train_by_shards(group, backend):
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_shards_out_of_place(ranks_of, backend):
     ranks_of(2).run(train_by_shards, backend)
+
+
+def run_labels_of_few(group):
+    for n, wanted in ((0, []), (1, [-100]), (2, [7, -100])):
+        p = plan(AttnSlices.causal(n), group)
+        tokens, documents = torch.full((2, n), 7), torch.zeros(n)
+        for given in (None, documents):
+            labels = p.labels(tokens, 1, documents=given)
+            assert p.unshard(labels, 1).tolist() == [wanted] * 2
+            assert (labels[:, p.is_padding] == -100).all()
+
+
+def test_labels_of_few_tokens(ranks_of):
+    ranks_of(2).run(run_labels_of_few)
+
+
+def run_exact_padding(group):
+    """Numbers of other kinds that the dtype holds."""
+    p = plan(AttnSlices.causal(3), group)
+    for dtype, value in [
+        (torch.int64, -100.0),
+        (torch.float16, Fraction(1, 2)),
+        (torch.bool, True),
+    ]:
+        x = p.shard(torch.zeros(3, dtype=dtype), 0, padding=value)
+        assert (x[p.is_padding] == float(value)).all()
+
+
+def test_exact_padding(ranks_of):
+    ranks_of(1).run(run_exact_padding)
 
 
 def run_labels(group):

@@ -332,6 +332,8 @@ def run_other_kinds(group):
     p, padded = (plan(causal(n), group, options=OPTIONS) for n in (96, 90))
     x, q = torch.zeros(1, 96), torch.zeros(1, 2, 96, 8)
     tokens, short = x.long(), x[:, :90].long()
+    with torch.inference_mode():
+        inferred = torch.zeros(1, 96)
     block = {"mesh": group, "mask": causal(96), "buffers": [x], "buffer_seq_dims": [1]}
     size = {"group": group, "device": "cpu", "dtype": torch.float32, "repeats": 1, "seqlen": 8}
 
@@ -374,12 +376,27 @@ def run_other_kinds(group):
         "`buffers[0]` must be a tensor, got BlockMask": lambda: gather(
             group, [p.block_mask], [None], p
         ),
+        "`buffers[0]` must not be a tensor of torch.inference_mode outside of that mode": lambda: (
+            enter(buffers=[inferred])
+        ),
         "`dim` must be an int for `x`, got True": lambda: p.shard(x, True),
         "`padding` must be a number, got None": lambda: p.shard(x, 1, padding=None),
         "`padding` must fit in torch.int64, got nan": lambda: padded.shard(
             short, 1, padding=math.nan
         ),
         "`padding` must fit in torch.float32, got 1000": lambda: p.shard(x, 1, padding=10**400),
+        **{
+            f"`padding` must fit in {dtype}, got {value}": lambda value=value, dtype=dtype: p.shard(
+                x.to(dtype), 1, padding=value
+            )
+            for dtype, value in [
+                *((torch.int64, value) for value in (-100.7, 0.5, True, math.inf, 1 << 63)),
+                *((torch.uint8, 300), (torch.bool, 2), (torch.bool, 0.5), (torch.float16, 1e5)),
+            ]
+        },
+        "`buffer_padding[0]` must fit in torch.int64, got -100.7": lambda: enter(
+            buffers=[tokens], buffer_padding=[-100.7]
+        ),
         "`tokens` must be integers, got dtype torch.bool": lambda: p.labels(x.bool()),
         "`is_shifted` must be True or False, got 1": lambda: p.labels(tokens, is_shifted=1),
         "`ignore_index` must be an int, got nan": lambda: p.labels(tokens, ignore_index=math.nan),
@@ -426,6 +443,11 @@ def test_arguments_of_other_kinds(ranks_of):
         (lambda: CostModel(1e-12, "x"), TypeError, "`seconds_per_row` must be a number, got 'x'"),
         (lambda: CostModel(0, 0, starts_early=1), TypeError, "`starts_early` must be True or"),
         (lambda: CostModel.of_heads(0), ValueError, "`nheads_q` must be at least 1, got 0"),
+        (
+            lambda: CostModel.of_heads(nheads_q=3, nheads_kv=2),
+            ValueError,
+            "`nheads_q` must be a multiple of `nheads_kv`, 2, got 3",
+        ),
         (lambda: CostModel.of_heads(1 << 64), ValueError, "`nheads_q` must fit in 64 bits"),
         (
             lambda: CostModel.of_heads(flops_per_second=0.0),

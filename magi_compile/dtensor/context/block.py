@@ -133,6 +133,11 @@ def _check_buffer(number: int, buffer: Any, others: Sequence[Tensor]) -> None:
         raise ValueError(
             f"`buffers[{number}]` must not require gradients, since it is changed in place; use SequencePlan.shard(x, dim)"
         )
+    if buffer.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"`buffers[{number}]` must not be a tensor of torch.inference_mode outside of that mode, since it is changed in place; "
+            "use its clone()"
+        )
     if any(buffer is other for other in others):
         raise ValueError(
             f"`buffers[{number}]` must be a tensor that is not in `buffers` already; remove it"

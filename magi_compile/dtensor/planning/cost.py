@@ -66,6 +66,7 @@ class CostModel:
         numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
         for name, given in (numbers | {"bytes_per_value": bytes_per_value}).items():
             check_count(name, given, 1)
+        check_groups(nheads_q, nheads_kv)
         rates = {"flops_per_second": flops_per_second, "bytes_per_second": bytes_per_second}
         for name, rate in rates.items():
             check_number(name, rate)
@@ -79,6 +80,14 @@ class CostModel:
             backward_stage_seconds_per_row=50 * stage,
             backward_wave_rows=wave_rows(nheads_kv, head_dim, num_sms=132),
             starts_early=True,
+        )
+
+
+def check_groups(nheads_q: int, nheads_kv: int) -> None:
+    """Raises where `nheads_kv` does not divide `nheads_q`."""
+    if nheads_q % nheads_kv:
+        raise ValueError(
+            f"`nheads_q` must be a multiple of `nheads_kv`, {nheads_kv}, got {nheads_q}"
         )
 
 

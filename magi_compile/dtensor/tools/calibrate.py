@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magi_compile.dtensor.planning.cost import CostModel, wave_rows
+from magi_compile.dtensor.planning.cost import CostModel, check_groups, wave_rows
 from magi_compile.dtensor.transport.collectives import Collective, Route, check_collective
 from magi_compile.dtensor.transport.collectives import select as select_collective
 from magi_compile.kernels.base import (
@@ -76,10 +76,7 @@ def calibrate(
     numbers = {"nheads_q": nheads_q, "nheads_kv": nheads_kv, "head_dim": head_dim}
     for name, given in (numbers | {"seqlen": seqlen, "repeats": repeats}).items():
         check_count(name, given, 1)
-    if nheads_q % nheads_kv:
-        raise ValueError(
-            f"`nheads_q` must be a multiple of `nheads_kv`, {nheads_kv}, got {nheads_q}"
-        )
+    check_groups(nheads_q, nheads_kv)
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be float32, bfloat16 or float16, got {dtype}")
     check_collective(collective)
