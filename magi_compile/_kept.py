@@ -132,12 +132,10 @@ class Memo(Generic[T]):
             return entry.value  # type: ignore[no-any-return]
         with _compat.outside_of_modes():
             made = make()
+        if is_captured:
+            return made.value  # type: ignore[no-any-return]
         tensors = [x for x in owners if isinstance(x, Tensor)]
-        if (
-            made.sources is None
-            or is_captured
-            or any(map(_is_uncounted, (*tensors, *made.sources)))
-        ):
+        if made.sources is None or any(map(_is_uncounted, (*tensors, *made.sources))):
             self._entries.pop(place, None)
             return made.value  # type: ignore[no-any-return]
 

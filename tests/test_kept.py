@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from magi_compile import _kept
 from magi_compile._kept import Made, Memo
 
 CPU = torch.device("cpu")
@@ -125,6 +126,19 @@ def test_owners_stay_mortal(memo):
     del owner
     gc.collect()
     assert ref() is None
+
+
+def test_while_a_graph_is_captured(memo, monkeypatch):
+    """What it makes is its own; what was kept before serves where the caller says so, and stays."""
+    owner = Owner()
+    assert count(memo, [owner]) == 1
+    with monkeypatch.context() as capture:
+        capture.setattr(_kept, "_stream_on", lambda device: (0, True))
+        assert count(memo, [owner]) == 2
+        assert count(memo, [owner], serves_capture=True) == 1
+        assert count(memo, [owner], "another", serves_capture=True) == 3
+    assert count(memo, [owner]) == 1
+    assert len(memo) == 1
 
 
 @pytest.mark.gpu

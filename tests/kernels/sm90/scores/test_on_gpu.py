@@ -137,7 +137,7 @@ def test_under_the_flag_a_learned_bias_stays_on_flex_attention():
 
     with deterministic_algorithms():
         attend(x)
-    assert "in any order" in str(lowering_report().refused[-1].reasons)
+    assert "with atomics" in str(lowering_report().refused[-1].reasons)
 
 
 def test_eager_gradients_of_a_learned_bias():
