@@ -50,7 +50,7 @@ def check_device(given: Any) -> torch.device:
 @cache
 def _touch(device: torch.device) -> None:
     """Raises where there is no such device."""
-    torch.empty(0, device=device)
+    torch.empty(0, dtype=torch.int32, device=device)
 
 
 def _host_ints(name: str, value: Sequence | Tensor) -> Tensor:
