@@ -143,7 +143,7 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
     by_entry = (batch, int(value_of(call.q).shape[1]), seqlen_q)
     given = _given_in_place(call, qkv)
     of_entries: tuple[Any, ...] = ()
-    if given != qkv or _may_be_written(emit, call, qkv[0], problem):
+    if given != qkv or _is_returned_in_place(emit, call, qkv[0], problem):
         of_entries = (batch, seqlen_q, by_entry[1], by_head)
     plan = _emit_plan(emit, found, mask, qkv)
     result = _emit_op(emit, call, found, mask, plan, given, of_entries)
@@ -174,7 +174,7 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
 def _given_in_place(call: FlexCall, qkv: tuple[Node, ...]) -> tuple[Node, ...]:
     """q, k and v, packed, but for those that code outside of the graph gives and may write to before the backward: a graph must not
     save a view of them, so that autograd sees it."""
-    if not value_of(call.node)[0].requires_grad or are_distributed(*[value_of(call.q)] * 3):
+    if not _has_backward_here(call):
         return qkv
     return tuple(
         node
@@ -184,11 +184,17 @@ def _given_in_place(call: FlexCall, qkv: tuple[Node, ...]) -> tuple[Node, ...]:
     )
 
 
-def _may_be_written(emit: Emitter, call: FlexCall, q: Node, problem: AttnProblem) -> bool:
+def _has_backward_here(call: FlexCall) -> bool:
+    """True if the call has a backward, whose saved tensors are this process's own and no shards."""
+    q = value_of(call.q)
+    return bool(value_of(call.node)[0].requires_grad) and not are_distributed(q, q, q)
+
+
+def _is_returned_in_place(emit: Emitter, call: FlexCall, q: Node, problem: AttnProblem) -> bool:
     """True if code behind the graph may write to what the backward needs, so that autograd has to see it: the output
     itself is returned, without a copy."""
     result = value_of(call.node)[0]
-    if not call.is_returned or not result.requires_grad or are_distributed(*[value_of(call.q)] * 3):
+    if not call.is_returned or not _has_backward_here(call):
         return False
     batch, nheads, seqlen, _ = result.shape
     with emit.fake_mode:
