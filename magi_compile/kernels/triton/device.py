@@ -1,9 +1,14 @@
 """The device code of the Triton kernel: each program owns one tile of one head and walks its runs.
 
-Strides are tuples (token, head, dim). Scores are `qk * factors[0]`, or, with a softcap,
-`tanh(qk * factors[0]) * factors[1]`; both are in base 2. An interval is `(lo, hi, col_end)`: the
-columns `[lo, hi)` that each row sees of a run, and where the columns of the run end. With `HAS_BITS` behind it stand the row of
+A tensor of rows is `(base, strides)`, with the strides (token, head, dim). An interval is `(lo, hi, col_end)`: the columns
+`[lo, hi)` that each row sees of a run, and where the columns of the run end. With `HAS_BITS` behind it stand the row of
 bits that is each row's, of a block (`plan/bit_runs.py`), or -1, and the first column of the run.
+
+Scores are in base 2: `qk * factors[0]`; with a softcap `tanh(qk * factors[0]) * factors[1]`; with a score program
+`SCORES(qk * factors[0], ...) * factors[1]`. `SCORES`, `SLOPES` and `ADD_GRADIENTS` are functions that `score_source.py` makes of
+the program, and None without one, like what they are given: `numbering` is `(seqlen_q, seqlen_k, nheads)` of its `ScoreCall`,
+and `captured` is `(tables, sizes, symbols)`. With a program all blocks are masked: no pair counts, or has its gradients added,
+which is not there.
 """
 
 from __future__ import annotations
@@ -25,8 +30,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_rows(
-    base,
-    strides,
+    tensor,
     row,
     live,
     ROWS: tl.constexpr,
@@ -35,6 +39,7 @@ def load_rows(
     IS_MASKED: tl.constexpr,
 ):
     """`[ROWS, PADDED_DIM]` from `row` on; 0 beyond `DIM`, and if `IS_MASKED` where not `live`."""
+    base, strides = tensor
     dim = tl.arange(0, PADDED_DIM)
     start = base + row.to(tl.int64) * strides[0]
     pointers = start + tl.arange(0, ROWS)[:, None] * strides[0] + dim[None, :] * strides[2]
@@ -48,8 +53,9 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(base, strides, row, live, block, DIM: tl.constexpr):
+def store_rows(tensor, row, live, block, DIM: tl.constexpr):
     """The `live` rows of `block`, up to `DIM`, to the rows from `row` on."""
+    base, strides = tensor
     dim = tl.arange(0, block.shape[1])
     start = base + row.to(tl.int64) * strides[0]
     pointers = (
@@ -95,38 +101,106 @@ def is_visible(cols, interval, bits_ptr, HAS_BITS: tl.constexpr, ROWS_ARE_KEYS: 
 
 
 @triton.jit
-def count_blocks(run, IS_MASKED: tl.constexpr):
+def hide(
+    values,
+    other,
+    visible,
+    cols,
+    interval,
+    bits_ptr,
+    HAS_BITS: tl.constexpr,
+    ROWS_ARE_KEYS: tl.constexpr,
+):
+    """`other` at hidden pairs. `visible` is there with a program, which needs it; else it would hold registers while products run."""
+    if visible is None:
+        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, ROWS_ARE_KEYS)
+    return tl.where(visible, values, other)
+
+
+@triton.jit
+def count_blocks(run, IS_MASKED: tl.constexpr, ALL_MASKED: tl.constexpr):
     """The numbers of blocks of a run that need the mask, or need none."""
-    num_masked = tl.load(run + 8) + tl.load(run + 9)
-    if IS_MASKED:
-        count = num_masked
+    if ALL_MASKED:
+        count = tl.load(run + 7)
     else:
-        count = tl.load(run + 7) - num_masked
+        num_masked = tl.load(run + 8) + tl.load(run + 9)
+        if IS_MASKED:
+            count = num_masked
+        else:
+            count = tl.load(run + 7) - num_masked
     return count
 
 
 @triton.jit
-def block_start(run, index, BLOCK_COLS: tl.constexpr, IS_MASKED: tl.constexpr):
+def block_start(
+    run, index, BLOCK_COLS: tl.constexpr, IS_MASKED: tl.constexpr, ALL_MASKED: tl.constexpr
+):
     """The first column of the `index`-th block that needs the mask, or that needs none."""
-    num_lead = tl.load(run + 8)
-    if IS_MASKED:
-        num_full = tl.load(run + 7) - num_lead - tl.load(run + 9)
-        block = index + tl.where(index < num_lead, 0, num_full)
+    if ALL_MASKED:
+        block = index
     else:
-        block = index + num_lead
+        num_lead = tl.load(run + 8)
+        if IS_MASKED:
+            num_full = tl.load(run + 7) - num_lead - tl.load(run + 9)
+            block = index + tl.where(index < num_lead, 0, num_full)
+        else:
+            block = index + num_lead
     return tl.load(run + 6) + block * BLOCK_COLS
 
 
 @triton.jit
-def cap_scores(qk, factors, HAS_SOFTCAP: tl.constexpr):
-    """Scores in base 2, and the derivative of the cap."""
+def queries_of(rows, head, numbering):
+    """Batch entry, head and query of packed rows, for a score program; where heads are batch entries `head` is 0."""
+    queries = rows, rows, rows
+    if numbering is not None:
+        entry = rows // numbering[0]
+        seqlen_q, _, nheads = numbering
+        queries = entry // nheads, entry % nheads + head.to(tl.int32), rows % seqlen_q
+    return queries
+
+
+@triton.jit
+def keys_of(rows, numbering):
+    """The keys of packed rows, for a score program."""
+    if numbering is not None:
+        rows = rows % numbering[1]
+    return rows
+
+
+@triton.jit
+def change_scores(
+    qk, place, visible, factors, captured, HAS_SOFTCAP: tl.constexpr, SCORES: tl.constexpr
+):
+    """Scores in base 2, and what `differentiate_scores` takes: those before a program, or the derivative of the cap."""
     scores = qk * factors[0]
-    slope = scores
-    if HAS_SOFTCAP:
+    kept = scores
+    if SCORES is not None:
+        scores = SCORES(kept, *place, visible, captured) * factors[1]
+    elif HAS_SOFTCAP:
         tanh = 2 * tl.sigmoid(2 * scores) - 1
         scores = tanh * factors[1]
-        slope = 1 - tanh * tanh
-    return scores, slope
+        kept = 1 - tanh * tanh
+    return scores, kept
+
+
+@triton.jit
+def differentiate_scores(
+    g, kept, place, visible, captured, HAS_SOFTCAP: tl.constexpr, SLOPES: tl.constexpr
+):
+    """The gradient of `qk * softmax_scale` from `g`, that of the changed scores."""
+    if SLOPES is not None:
+        g = SLOPES(g, kept, *place, visible, captured)
+    elif HAS_SOFTCAP:
+        g *= kept
+    return g
+
+
+@triton.jit
+def finite_lse(lse, SCORES: tl.constexpr):
+    """0 where a program has left a row without a score, so that nothing computes -inf - -inf."""
+    if SCORES is not None:
+        lse = tl.where(lse == -float("inf"), 0.0, lse)
+    return lse
 
 
 @triton.jit
@@ -135,30 +209,36 @@ def attend_block(
     row_sum,
     row_max,
     q,
-    k_base,
-    k_strides,
-    v_base,
-    v_strides,
+    k_rows,
+    v_rows,
     col,
     interval,
+    queries,
     factors,
     bits_ptr,
+    numbering,
+    captured,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    SCORES: tl.constexpr,
 ):
     """One step of online softmax: the rows of the tile meet the keys from `col` on."""
     cols = col + tl.arange(0, BLOCK_COLS)
     live = cols < interval[2]
-    k = load_rows(k_base, k_strides, col, live, BLOCK_COLS, DIM, q.shape[1], IS_MASKED)
-    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
-    scores, _ = cap_scores(qk, factors, HAS_SOFTCAP)
-    if IS_MASKED:
+    visible = None
+    if SCORES is not None:
         visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
-        scores = tl.where(visible, scores, -float("inf"))
+    k = load_rows(k_rows, col, live, BLOCK_COLS, DIM, q.shape[1], IS_MASKED)
+    qk = tl.dot(q, tl.trans(k), input_precision="ieee")
+    b, h, query = queries
+    place = b, h, query, keys_of(cols[None, :], numbering)
+    scores, _ = change_scores(qk, place, visible, factors, captured, HAS_SOFTCAP, SCORES)
+    if IS_MASKED:
+        scores = hide(scores, -float("inf"), visible, cols, interval, bits_ptr, HAS_BITS, False)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     finite_max = new_max
     if IS_MASKED:
@@ -167,7 +247,7 @@ def attend_block(
     p = tl.exp2(scores - finite_max[:, None])
     rescale = tl.exp2(row_max - finite_max)
     row_sum = row_sum * rescale + tl.sum(p, 1)
-    v = load_rows(v_base, v_strides, col, live, BLOCK_COLS, DIM_V, acc.shape[1], IS_MASKED)
+    v = load_rows(v_rows, col, live, BLOCK_COLS, DIM_V, acc.shape[1], IS_MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
     return acc, row_sum, new_max
 
@@ -199,6 +279,8 @@ def forward_kernel(
     nheads_q,
     qhead_per_kvhead,
     factors,
+    numbering,
+    captured,
     TILE_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
@@ -207,6 +289,7 @@ def forward_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    SCORES: tl.constexpr,
     HAS_MAX_SCORES: tl.constexpr,
 ):
     """out and lse of one q tile and head, and its largest scores; the heads of a tile run together, to share K and V."""
@@ -220,10 +303,12 @@ def forward_kernel(
 
     rows = row_begin + tl.arange(0, TILE_ROWS)
     live = rows < row_end
-    q_base = q_ptr + head * q_strides[1]
-    k_base = k_ptr + kv_head * k_strides[1]
-    v_base = v_ptr + kv_head * v_strides[1]
-    q = load_rows(q_base, q_strides, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
+    queries = queries_of(rows[:, None], head, numbering)
+    all_masked: tl.constexpr = SCORES is not None
+    q_rows = q_ptr + head * q_strides[1], q_strides
+    k_rows = k_ptr + kv_head * k_strides[1], k_strides
+    v_rows = v_ptr + kv_head * v_strides[1], v_strides
+    q = load_rows(q_rows, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM_V], tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     row_max = tl.full([TILE_ROWS], -float("inf"), tl.float32)
@@ -231,33 +316,36 @@ def forward_kernel(
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
         run = runs_ptr + index * RUN_FIELDS
         interval = row_interval(run, edges_ptr, rows)
-        for is_masked in tl.static_range(2):
-            for block in range(count_blocks(run, is_masked)):
+        for is_masked in tl.static_range(all_masked, 2):
+            for block in range(count_blocks(run, is_masked, all_masked)):
                 acc, row_sum, row_max = attend_block(
                     acc,
                     row_sum,
                     row_max,
                     q,
-                    k_base,
-                    k_strides,
-                    v_base,
-                    v_strides,
-                    block_start(run, block, BLOCK_COLS, is_masked),
+                    k_rows,
+                    v_rows,
+                    block_start(run, block, BLOCK_COLS, is_masked, all_masked),
                     interval,
+                    queries,
                     factors,
                     bits_ptr,
+                    numbering,
+                    captured,
                     BLOCK_COLS,
                     DIM,
                     DIM_V,
                     HAS_SOFTCAP,
                     HAS_BITS,
                     is_masked,
+                    SCORES,
                 )
 
     sees_nothing = row_sum == 0.0
     out = acc / tl.where(sees_nothing, 1.0, row_sum)[:, None]
     lse = tl.where(sees_nothing, -float("inf"), (row_max + tl.log2(row_sum)) * LN_2)
-    store_rows(out_ptr + head * out_strides[1], out_strides, row_begin, live, out, DIM_V)
+    out_rows = out_ptr + head * out_strides[1], out_strides
+    store_rows(out_rows, row_begin, live, out, DIM_V)
     tl.store(lse_ptr + head * total_q + rows, lse, mask=live)
     if HAS_MAX_SCORES:
         update_max_scores(max_scores_ptr + head * total_q + rows, row_max * LN_2, live)
@@ -284,10 +372,10 @@ def delta_kernel(
     row = (tl.program_id(0) // nheads_q) * ROWS
     rows = row + tl.arange(0, ROWS)
     live = rows < total_q
-    out_base = out_ptr + head * out_strides[1]
-    dout_base = dout_ptr + head * dout_strides[1]
-    out = load_rows(out_base, out_strides, row, live, ROWS, DIM_V, PADDED_DIM_V, True)
-    dout = load_rows(dout_base, dout_strides, row, live, ROWS, DIM_V, PADDED_DIM_V, True)
+    out_rows = out_ptr + head * out_strides[1], out_strides
+    dout_rows = dout_ptr + head * dout_strides[1], dout_strides
+    out = load_rows(out_rows, row, live, ROWS, DIM_V, PADDED_DIM_V, True)
+    dout = load_rows(dout_rows, row, live, ROWS, DIM_V, PADDED_DIM_V, True)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
     if HAS_DLSE:
         dlse = dlse_ptr + head * dlse_strides[0] + rows.to(tl.int64) * dlse_strides[1]
@@ -302,35 +390,45 @@ def dq_block(
     dout,
     lse,
     delta,
-    k_base,
-    k_strides,
-    v_base,
-    v_strides,
+    k_rows,
+    v_rows,
     col,
     interval,
+    queries,
     factors,
     bits_ptr,
+    numbering,
+    captured,
+    totals,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    SCORES: tl.constexpr,
+    SLOPES: tl.constexpr,
+    ADD_GRADIENTS: tl.constexpr,
 ):
-    """Adds what the keys from `col` on give to dq, less its factor softmax_scale."""
+    """Adds what the keys from `col` on give to dq, less its factor softmax_scale, and to the gradients of captured tensors."""
     cols = col + tl.arange(0, BLOCK_COLS)
     live = cols < interval[2]
-    k = load_rows(k_base, k_strides, col, live, BLOCK_COLS, DIM, q.shape[1], IS_MASKED)
-    v = load_rows(v_base, v_strides, col, live, BLOCK_COLS, DIM_V, dout.shape[1], IS_MASKED)
+    visible = None
+    if SCORES is not None:
+        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
+    k = load_rows(k_rows, col, live, BLOCK_COLS, DIM, q.shape[1], IS_MASKED)
+    v = load_rows(v_rows, col, live, BLOCK_COLS, DIM_V, dout.shape[1], IS_MASKED)
     qk = tl.dot(q, tl.trans(k), input_precision="ieee")
     dp = tl.dot(dout, tl.trans(v), input_precision="ieee")
-    scores, slope = cap_scores(qk, factors, HAS_SOFTCAP)
-    dscores = tl.exp2(scores - (lse * LOG2_E)[:, None]) * (dp - delta[:, None])
-    if HAS_SOFTCAP:
-        dscores *= slope
+    b, h, query = queries
+    place = b, h, query, keys_of(cols[None, :], numbering)
+    scores, kept = change_scores(qk, place, visible, factors, captured, HAS_SOFTCAP, SCORES)
+    g = tl.exp2(scores - (lse * LOG2_E)[:, None]) * (dp - delta[:, None])
+    if ADD_GRADIENTS is not None:
+        ADD_GRADIENTS(totals, g, kept, *place, visible, captured)
+    dscores = differentiate_scores(g, kept, place, visible, captured, HAS_SOFTCAP, SLOPES)
     if IS_MASKED:
-        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, False)
-        dscores = tl.where(visible, dscores, 0.0)
+        dscores = hide(dscores, 0.0, visible, cols, interval, bits_ptr, HAS_BITS, False)
     return tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
 
 
@@ -357,6 +455,9 @@ def dq_kernel(
     qhead_per_kvhead,
     softmax_scale,
     factors,
+    numbering,
+    captured,
+    totals,
     TILE_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
@@ -365,8 +466,11 @@ def dq_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    SCORES: tl.constexpr,
+    SLOPES: tl.constexpr,
+    ADD_GRADIENTS: tl.constexpr,
 ):
-    """dq of one q tile and head."""
+    """dq of one q tile and head, and what its pairs give to the gradients of captured tensors, `totals`."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_q) * TILE_FIELDS
     head = (tl.program_id(0) % nheads_q).to(tl.int64)
     kv_head = head // qhead_per_kvhead
@@ -377,45 +481,54 @@ def dq_kernel(
 
     rows = row_begin + tl.arange(0, TILE_ROWS)
     live = rows < row_end
-    q_base = q_ptr + head * q_strides[1]
-    dout_base = dout_ptr + head * dout_strides[1]
-    k_base = k_ptr + kv_head * k_strides[1]
-    v_base = v_ptr + kv_head * v_strides[1]
-    q = load_rows(q_base, q_strides, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
-    dout = load_rows(dout_base, dout_strides, row_begin, live, TILE_ROWS, DIM_V, PADDED_DIM_V, True)
+    queries = queries_of(rows[:, None], head, numbering)
+    all_masked: tl.constexpr = SCORES is not None
+    q_rows = q_ptr + head * q_strides[1], q_strides
+    dout_rows = dout_ptr + head * dout_strides[1], dout_strides
+    k_rows = k_ptr + kv_head * k_strides[1], k_strides
+    v_rows = v_ptr + kv_head * v_strides[1], v_strides
+    q = load_rows(q_rows, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
+    dout = load_rows(dout_rows, row_begin, live, TILE_ROWS, DIM_V, PADDED_DIM_V, True)
     lse = tl.load(lse_ptr + head * total_q + rows, mask=live, other=0.0)
+    lse = finite_lse(lse, SCORES)
     delta = tl.load(delta_ptr + head * total_q + rows, mask=live, other=0.0)
     dq = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
 
     for index in range(tl.load(tile + 2), tl.load(tile + 3)):
         run = runs_ptr + index * RUN_FIELDS
         interval = row_interval(run, edges_ptr, rows)
-        for is_masked in tl.static_range(2):
-            for block in range(count_blocks(run, is_masked)):
+        for is_masked in tl.static_range(all_masked, 2):
+            for block in range(count_blocks(run, is_masked, all_masked)):
                 dq = dq_block(
                     dq,
                     q,
                     dout,
                     lse,
                     delta,
-                    k_base,
-                    k_strides,
-                    v_base,
-                    v_strides,
-                    block_start(run, block, BLOCK_COLS, is_masked),
+                    k_rows,
+                    v_rows,
+                    block_start(run, block, BLOCK_COLS, is_masked, all_masked),
                     interval,
+                    queries,
                     factors,
                     bits_ptr,
+                    numbering,
+                    captured,
+                    totals,
                     BLOCK_COLS,
                     DIM,
                     DIM_V,
                     HAS_SOFTCAP,
                     HAS_BITS,
                     is_masked,
+                    SCORES,
+                    SLOPES,
+                    ADD_GRADIENTS,
                 )
 
     dq *= softmax_scale
-    store_rows(dq_ptr + head * dq_strides[1], dq_strides, row_begin, live, dq, DIM)
+    dq_rows = dq_ptr + head * dq_strides[1], dq_strides
+    store_rows(dq_rows, row_begin, live, dq, DIM)
 
 
 @triton.jit
@@ -424,22 +537,26 @@ def dkdv_block(
     dv,
     k,
     v,
-    q_base,
-    q_strides,
-    dout_base,
-    dout_strides,
+    q_rows,
+    dout_rows,
     lse_base,
     delta_base,
     col,
     interval,
+    head,
+    keys,
     factors,
     bits_ptr,
+    numbering,
+    captured,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
     IS_MASKED: tl.constexpr,
+    SCORES: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     """Adds what the queries from `col` on give to dv, and to dk less its factor softmax_scale.
 
@@ -447,24 +564,31 @@ def dkdv_block(
     """
     cols = col + tl.arange(0, BLOCK_COLS)
     live = cols < interval[2]
-    q = load_rows(q_base, q_strides, col, live, BLOCK_COLS, DIM, k.shape[1], IS_MASKED)
-    dout = load_rows(dout_base, dout_strides, col, live, BLOCK_COLS, DIM_V, v.shape[1], IS_MASKED)
+    visible = None
+    if SCORES is not None:
+        visible = is_visible(cols, interval, bits_ptr, HAS_BITS, True)
+    q = load_rows(q_rows, col, live, BLOCK_COLS, DIM, k.shape[1], IS_MASKED)
+    dout = load_rows(dout_rows, col, live, BLOCK_COLS, DIM_V, v.shape[1], IS_MASKED)
     if IS_MASKED:
         lse = tl.load(lse_base + cols, mask=live, other=0.0)
         delta = tl.load(delta_base + cols, mask=live, other=0.0)
     else:
         lse = tl.load(lse_base + cols)
         delta = tl.load(delta_base + cols)
+    lse = finite_lse(lse, SCORES)
     kq = tl.dot(k, tl.trans(q), input_precision="ieee")
-    scores, slope = cap_scores(kq, factors, HAS_SOFTCAP)
+    b, h, query = queries_of(cols[None, :], head, numbering)
+    place = b, h, query, keys
+    scores, kept = change_scores(kq, place, visible, factors, captured, HAS_SOFTCAP, SCORES)
     p = tl.exp2(scores - (lse * LOG2_E)[None, :])
     if IS_MASKED:
-        p = tl.where(is_visible(cols, interval, bits_ptr, HAS_BITS, True), p, 0.0)
+        p = hide(p, 0.0, visible, cols, interval, bits_ptr, HAS_BITS, True)
     dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
     dp = tl.dot(v, tl.trans(dout), input_precision="ieee")
-    dscores = p * (dp - delta[None, :])
-    if HAS_SOFTCAP:
-        dscores *= slope
+    g = p * (dp - delta[None, :])
+    dscores = differentiate_scores(g, kept, place, visible, captured, HAS_SOFTCAP, SLOPES)
+    if SLOPES is not None:
+        dscores = tl.where(visible, dscores, 0.0)  # a program may give nan of a hidden pair
     dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -494,6 +618,8 @@ def dkdv_kernel(
     qhead_per_kvhead,
     softmax_scale,
     factors,
+    numbering,
+    captured,
     TILE_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     DIM: tl.constexpr,
@@ -502,6 +628,8 @@ def dkdv_kernel(
     PADDED_DIM_V: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_BITS: tl.constexpr,
+    SCORES: tl.constexpr,
+    SLOPES: tl.constexpr,
 ):
     """dk and dv of one k tile and kv head; the sum over its q heads stays in registers."""
     tile = tiles_ptr + (tl.program_id(0) // nheads_kv) * TILE_FIELDS
@@ -513,10 +641,12 @@ def dkdv_kernel(
 
     rows = row_begin + tl.arange(0, TILE_ROWS)
     live = rows < row_end
-    k_base = k_ptr + kv_head * k_strides[1]
-    v_base = v_ptr + kv_head * v_strides[1]
-    k = load_rows(k_base, k_strides, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
-    v = load_rows(v_base, v_strides, row_begin, live, TILE_ROWS, DIM_V, PADDED_DIM_V, True)
+    keys = keys_of(rows[:, None], numbering)
+    all_masked: tl.constexpr = SCORES is not None
+    k_rows = k_ptr + kv_head * k_strides[1], k_strides
+    v_rows = v_ptr + kv_head * v_strides[1], v_strides
+    k = load_rows(k_rows, row_begin, live, TILE_ROWS, DIM, PADDED_DIM, True)
+    v = load_rows(v_rows, row_begin, live, TILE_ROWS, DIM_V, PADDED_DIM_V, True)
     dk = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     dv = tl.zeros([TILE_ROWS, PADDED_DIM_V], tl.float32)
 
@@ -527,31 +657,37 @@ def dkdv_kernel(
         for index in range(run_begin, run_end):
             run = runs_ptr + index * RUN_FIELDS
             interval = row_interval(run, edges_ptr, rows)
-            for is_masked in tl.static_range(2):
-                for block in range(count_blocks(run, is_masked)):
+            for is_masked in tl.static_range(all_masked, 2):
+                for block in range(count_blocks(run, is_masked, all_masked)):
                     dk, dv = dkdv_block(
                         dk,
                         dv,
                         k,
                         v,
-                        q_ptr + head * q_strides[1],
-                        q_strides,
-                        dout_ptr + head * dout_strides[1],
-                        dout_strides,
+                        (q_ptr + head * q_strides[1], q_strides),
+                        (dout_ptr + head * dout_strides[1], dout_strides),
                         lse_ptr + head * total_q,
                         delta_ptr + head * total_q,
-                        block_start(run, block, BLOCK_COLS, is_masked),
+                        block_start(run, block, BLOCK_COLS, is_masked, all_masked),
                         interval,
+                        head,
+                        keys,
                         factors,
                         bits_ptr,
+                        numbering,
+                        captured,
                         BLOCK_COLS,
                         DIM,
                         DIM_V,
                         HAS_SOFTCAP,
                         HAS_BITS,
                         is_masked,
+                        SCORES,
+                        SLOPES,
                     )
 
     dk *= softmax_scale
-    store_rows(dk_ptr + kv_head * dk_strides[1], dk_strides, row_begin, live, dk, DIM)
-    store_rows(dv_ptr + kv_head * dv_strides[1], dv_strides, row_begin, live, dv, DIM_V)
+    dk_rows = dk_ptr + kv_head * dk_strides[1], dk_strides
+    store_rows(dk_rows, row_begin, live, dk, DIM)
+    dv_rows = dv_ptr + kv_head * dv_strides[1], dv_strides
+    store_rows(dv_rows, row_begin, live, dv, DIM_V)

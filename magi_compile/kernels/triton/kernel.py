@@ -32,8 +32,7 @@ from magi_compile.kernels.scored import (
     refuse_atomics,
 )
 from magi_compile.kernels.triton.score_expressions import NoTritonCode
-from magi_compile.kernels.triton.score_source import score_source
-from magi_compile.kernels.triton.scored import ScoreArguments, totals_of
+from magi_compile.kernels.triton.score_source import score_arguments, score_source
 from magi_compile.masks.slices import AttnSlices
 from magi_compile.plan.tiles import build_tile_plan
 from magi_compile.score.program import ScoreCall, ScoreProgram
@@ -97,33 +96,32 @@ class TritonKernel:
         prior: ForwardOutput | None = None,
         out_dtype: torch.dtype | None = None,
         max_scores: Tensor | None = None,
+        score: ScoreCall | None = None,
     ) -> ForwardOutput:
         assert (max_scores is not None) == problem.has_max_scores
-        q_tiles, q_runs, q_edges, sizes, *_ = plan
-        bits = None if slices is None else slices.bits
+        tiles, runs, edges, sizes, *_ = plan
         check_sizes(sizes, plan_tiles(problem, self.name))
-        config = triton_config(problem)
+        config, program = triton_config(problem), score_arguments(score)
         total_q, nheads_q, _ = q.shape
         out = output_like(q, problem.head_dim_v)
         lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
         if out.numel():
             with torch.cuda.device_of(q):
-                _device_code().forward_kernel[(len(q_tiles) * nheads_q,)](
+                _device_code().forward_kernel[(len(tiles) * nheads_q,)](
                     *_with_strides(q, k, v, out),
                     lse,
                     lse if max_scores is None else max_scores,
-                    q_tiles,
-                    q_runs,
-                    q_edges,
-                    q_runs if bits is None else bits,
+                    *_walk(tiles, runs, edges, slices),
                     total_q,
                     nheads_q,
                     problem.qhead_per_kvhead,
                     _score_factors(problem),
+                    program.numbering,
+                    program.captured,
+                    SCORES=program.functions.scores,
                     TILE_ROWS=config.q_tile_rows,
                     BLOCK_COLS=config.q_block_cols,
-                    **_sizes(problem),
-                    HAS_BITS=bits is not None,
+                    **_constants(problem, slices),
                     HAS_MAX_SCORES=max_scores is not None,
                     **config.forward._asdict(),
                 )
@@ -139,55 +137,7 @@ class TritonKernel:
         *,
         deterministic: bool | None = None,
     ) -> BackwardOutput:
-        q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
-        bits = None if slices is None else slices.bits
-        check_sizes(sizes, plan_tiles(problem, self.name))
-        config = triton_config(problem)
-        (dout, dlse), (q, k, v, out, lse) = grads, saved
-        lse = lse.contiguous()
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        with torch.cuda.device_of(q):
-            given = (*_with_strides(q, k, v, dout), lse, _delta(out, dout, dlse))
-            scales = (
-                problem.qhead_per_kvhead,
-                problem.softmax_scale,
-                _score_factors(problem),
-            )
-            if dq.numel():
-                _device_code().dq_kernel[(len(q_tiles) * problem.nheads_q,)](
-                    *given,
-                    *_with_strides(dq),
-                    q_tiles,
-                    q_runs,
-                    q_edges,
-                    q_runs if bits is None else bits,
-                    q.shape[0],
-                    problem.nheads_q,
-                    *scales,
-                    TILE_ROWS=config.q_tile_rows,
-                    BLOCK_COLS=config.q_block_cols,
-                    **_sizes(problem),
-                    HAS_BITS=bits is not None,
-                    **config.dq._asdict(),
-                )
-            if dk.numel():
-                _device_code().dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
-                    *given,
-                    *_with_strides(dk, dv),
-                    k_tiles,
-                    k_runs,
-                    k_edges,
-                    k_runs if bits is None else bits,
-                    q.shape[0],
-                    problem.nheads_kv,
-                    *scales,
-                    TILE_ROWS=config.k_tile_rows,
-                    BLOCK_COLS=config.k_block_cols,
-                    **_sizes(problem),
-                    HAS_BITS=bits is not None,
-                    **config.dkdv._asdict(),
-                )
-        return BackwardOutput(dq, dk, dv)
+        return _backward(grads, saved, slices, plan, problem).qkv
 
     def scored_forward(
         self,
@@ -201,35 +151,7 @@ class TritonKernel:
         *,
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
-        assert (max_scores is not None) == problem.has_max_scores
-        q_tiles, q_runs, q_edges, sizes, *_ = plan
-        bits = None if slices is None else slices.bits
-        check_sizes(sizes, plan_tiles(problem, self.name))
-        config = triton_config(problem)
-        total_q, nheads_q, _ = q.shape
-        out = output_like(q, problem.head_dim_v)
-        lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
-        given = ScoreArguments.of(score)
-        if out.numel():
-            with torch.cuda.device_of(q):
-                _scored_device_code().scored_forward_kernel[(len(q_tiles) * nheads_q,)](
-                    *_with_strides(q, k, v, out),
-                    lse,
-                    lse if max_scores is None else max_scores,
-                    *_walk(q_tiles, q_runs, q_edges, bits),
-                    total_q,
-                    nheads_q,
-                    problem.qhead_per_kvhead,
-                    problem.softmax_scale,
-                    *given.positional(q_runs),
-                    SCORES=given.functions.scores,
-                    TILE_ROWS=config.q_tile_rows,
-                    BLOCK_COLS=config.q_block_cols,
-                    **_scored_sizes(problem, score, bits),
-                    HAS_MAX_SCORES=max_scores is not None,
-                    **config.forward._asdict(),
-                )
-        return ForwardOutput(out, lse)
+        return self.forward(q, k, v, slices, plan, problem, max_scores=max_scores, score=score)
 
     def table_refusals(
         self, program: ScoreProgram, dtypes: Sequence[torch.dtype], ranks: Sequence[int]
@@ -249,52 +171,7 @@ class TritonKernel:
         deterministic: bool,
     ) -> ScoredBackwardOutput:
         refuse_atomics(wanted, deterministic)
-        q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
-        bits = None if slices is None else slices.bits
-        check_sizes(sizes, plan_tiles(problem, self.name))
-        config = triton_config(problem)
-        (dout, dlse), (q, k, v, out, lse) = grads, saved
-        lse = lse.contiguous()
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        given, totals = ScoreArguments.of(score, tuple(wanted)), totals_of(score, wanted)
-        functions = {"SCORES": given.functions.scores, "SLOPES": given.functions.slopes}
-        with torch.cuda.device_of(q):
-            tensors = (*_with_strides(q, k, v, dout), lse, _delta(out, dout, dlse))
-            scores = (problem.qhead_per_kvhead, problem.softmax_scale, *given.positional(q_runs))
-            if dq.numel():
-                _scored_device_code().scored_dq_kernel[(len(q_tiles) * problem.nheads_q,)](
-                    *tensors,
-                    *_with_strides(dq),
-                    *_walk(q_tiles, q_runs, q_edges, bits),
-                    q.shape[0],
-                    problem.nheads_q,
-                    *scores,
-                    tuple(totals) or (q_runs,),
-                    ADD_GRADIENTS=given.functions.add_gradients,
-                    HAS_TOTALS=bool(wanted),
-                    TILE_ROWS=config.q_tile_rows,
-                    BLOCK_COLS=config.q_block_cols,
-                    **functions,
-                    **_scored_sizes(problem, score, bits),
-                    **config.dq._asdict(),
-                )
-            if dk.numel():
-                _scored_device_code().scored_dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
-                    *tensors,
-                    *_with_strides(dk, dv),
-                    *_walk(k_tiles, k_runs, k_edges, bits),
-                    q.shape[0],
-                    problem.nheads_kv,
-                    *scores,
-                    TILE_ROWS=config.k_tile_rows,
-                    BLOCK_COLS=config.k_block_cols,
-                    **functions,
-                    **_scored_sizes(problem, score, bits),
-                    **config.dkdv._asdict(),
-                )
-        return ScoredBackwardOutput(
-            BackwardOutput(dq, dk, dv), [totals[number] for number in wanted]
-        )
+        return _backward(grads, saved, slices, plan, problem, score, wanted)
 
     def score_refusals(
         self,
@@ -317,22 +194,68 @@ def _device_code() -> ModuleType:
     return triton_device
 
 
-def _walk(tiles: Tensor, runs: Tensor, edges: Tensor, bits: Tensor | None) -> tuple[Tensor, ...]:
+def _walk(
+    tiles: Tensor, runs: Tensor, edges: Tensor, slices: AttnSlices | None
+) -> tuple[Tensor, ...]:
     """A walk as the kernels take it; where there are no bits, something that nobody reads is in their place."""
-    return tiles, runs, edges, runs if bits is None else bits
+    has_bits = slices is not None and slices.bits is not None
+    return tiles, runs, edges, slices.bits if has_bits else runs
 
 
-def _scored_device_code() -> ModuleType:
-    """The same of attention with a score program."""
-    from magi_compile.kernels.triton import device_scores
-
-    return device_scores
-
-
-def _scored_sizes(problem: AttnProblem, score: ScoreCall, bits: Tensor | None) -> dict[str, Any]:
-    sizes = _sizes(problem)
-    del sizes["HAS_SOFTCAP"]
-    return {**sizes, "HAS_BITS": bits is not None, "BY_ENTRY": score.nheads > 1}
+def _backward(
+    grads: Grads,
+    saved: Saved,
+    slices: AttnSlices | None,
+    plan: list[Tensor],
+    problem: AttnProblem,
+    score: ScoreCall | None = None,
+    wanted: Sequence[int] = (),
+) -> ScoredBackwardOutput:
+    """All gradients: of the captured tensors of `score` those whose numbers are `wanted`."""
+    q_tiles, q_runs, q_edges, sizes, k_tiles, k_runs, k_edges = plan
+    check_sizes(sizes, plan_tiles(problem, TritonKernel.name))
+    config, program = triton_config(problem), score_arguments(score, wanted)
+    (dout, dlse), (q, k, v, out, lse) = grads, saved
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    with torch.cuda.device_of(q):
+        tensors = (*_with_strides(q, k, v, dout), lse.contiguous(), _delta(out, dout, dlse))
+        scores = (
+            *(problem.qhead_per_kvhead, problem.softmax_scale, _score_factors(problem)),
+            *(program.numbering, program.captured),
+        )
+        functions = {"SCORES": program.functions.scores, "SLOPES": program.functions.slopes}
+        if dq.numel():
+            _device_code().dq_kernel[(len(q_tiles) * problem.nheads_q,)](
+                *tensors,
+                *_with_strides(dq),
+                *_walk(q_tiles, q_runs, q_edges, slices),
+                q.shape[0],
+                problem.nheads_q,
+                *scores,
+                program.totals,
+                **functions,
+                ADD_GRADIENTS=program.functions.add_gradients,
+                TILE_ROWS=config.q_tile_rows,
+                BLOCK_COLS=config.q_block_cols,
+                **_constants(problem, slices),
+                **config.dq._asdict(),
+            )
+        if dk.numel():
+            _device_code().dkdv_kernel[(len(k_tiles) * problem.nheads_kv,)](
+                *tensors,
+                *_with_strides(dk, dv),
+                *_walk(k_tiles, k_runs, k_edges, slices),
+                q.shape[0],
+                problem.nheads_kv,
+                *scores,
+                **functions,
+                TILE_ROWS=config.k_tile_rows,
+                BLOCK_COLS=config.k_block_cols,
+                **_constants(problem, slices),
+                **config.dkdv._asdict(),
+            )
+    of_tables = [program.totals[number] for number in wanted] if program.totals else []
+    return ScoredBackwardOutput(BackwardOutput(dq, dk, dv), of_tables)
 
 
 def _delta(out: Tensor, dout: Tensor, dlse: Tensor | None) -> Tensor:
@@ -365,18 +288,21 @@ def _padded(head_dim: int) -> int:
 
 
 def _score_factors(problem: AttnProblem) -> tuple[float, float]:
-    """The factors of scores before and after the cap, to be in base 2."""
+    """The factors of scores before and after the cap or the score program, to be in base 2."""
     log2_e = math.log2(math.e)
+    if problem.has_score:
+        return problem.softmax_scale, log2_e
     if problem.softcap:
         return problem.softmax_scale / problem.softcap, problem.softcap * log2_e
     return problem.softmax_scale * log2_e, 1.0
 
 
-def _sizes(problem: AttnProblem) -> dict[str, Any]:
+def _constants(problem: AttnProblem, slices: AttnSlices | None) -> dict[str, Any]:
     return {
         "DIM": problem.head_dim,
         "PADDED_DIM": _padded(problem.head_dim),
         "DIM_V": problem.head_dim_v,
         "PADDED_DIM_V": _padded(problem.head_dim_v),
         "HAS_SOFTCAP": problem.softcap != 0.0,
+        "HAS_BITS": slices is not None and slices.bits is not None,
     }

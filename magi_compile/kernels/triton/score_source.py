@@ -13,12 +13,13 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from magi_compile import _compat
 from magi_compile.kernels.triton.score_expressions import NoTritonCode, Operand, expression
 from magi_compile.masks.program.source import INDICES, parameters
-from magi_compile.score.program import Look, ScoreProgram
+from magi_compile.score.program import Look, ScoreCall, ScoreProgram
 
 SCORE_ARGUMENTS = ("score", *INDICES)
 
@@ -26,9 +27,50 @@ SCORE_ARGUMENTS = ("score", *INDICES)
 class ScoreFunctions(NamedTuple):
     """Triton functions of a program."""
 
-    scores: Any
-    slopes: Any
-    add_gradients: Any
+    scores: Any = None
+    slopes: Any = None
+    add_gradients: Any = None
+
+
+class ScoreArguments(NamedTuple):
+    """The arguments of the kernels for a score program; those of a call without one are None.
+
+    Attributes:
+        numbering: seqlen_q, seqlen_k and how many heads are batch entries.
+        captured: the captured tensors, contiguous; the sizes of their dimensions, one behind the other; and the captured ints.
+        functions: the generated ones.
+        totals: zeros to add the gradients of the captured tensors to, fp32, or empty where none are wanted; None if of no tensor.
+    """
+
+    numbering: tuple[int, int, int] | None = None
+    captured: tuple[tuple[Any, ...], tuple[int, ...], tuple[int, ...]] | None = None
+    functions: ScoreFunctions = ScoreFunctions()
+    totals: tuple[Tensor, ...] | None = None
+
+
+def score_arguments(score: ScoreCall | None, wanted: Sequence[int] = ()) -> ScoreArguments:
+    """The arguments for a program and the gradients of the captured tensors whose numbers are `wanted`."""
+    if score is None:
+        return ScoreArguments()
+    program, tables, symbols, seqlen_q, seqlen_k, nheads = score
+    dtypes, ranks = tuple(x.dtype for x in tables), tuple(x.dim() for x in tables)
+    functions = score_functions(program.text, dtypes, ranks, tuple(wanted))
+    sizes = tuple(size for table in tables for size in table.shape)
+    # A tuple that would be empty has something in it that nobody reads.
+    captured = (tuple(map(_as_memory, tables)) or (1,), sizes or (1,), tuple(symbols) or (1,))
+    totals = None
+    if wanted:
+        shapes = [table.shape if i in wanted else (0,) for i, table in enumerate(tables)]
+        totals = tuple(
+            torch.zeros(shape, dtype=torch.float32, device=table.device)
+            for shape, table in zip(shapes, tables, strict=True)
+        )
+    return ScoreArguments((max(1, seqlen_q), max(1, seqlen_k), nheads), captured, functions, totals)
+
+
+def _as_memory(table: Tensor) -> Tensor:
+    table = table.detach().contiguous()
+    return table.view(torch.uint8) if table.dtype == torch.bool else table
 
 
 @lru_cache(maxsize=256)
@@ -44,7 +86,7 @@ def score_functions(
         wanted: which of them get gradients.
 
     Returns:
-        Functions that Triton compiles into its kernels.
+        Functions that Triton compiles into its kernels; no `add_gradients` where there is none to add.
 
     Raises:
         NoTritonCode: an operation is not written in Triton.
@@ -54,7 +96,7 @@ def score_functions(
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module: dict[str, Any] = {"__name__": __name__}
     exec(compile(source, name, "exec"), module)
-    return ScoreFunctions(*(module[field] for field in ScoreFunctions._fields))
+    return ScoreFunctions(*(module.get(field) for field in ScoreFunctions._fields))
 
 
 def score_source(
@@ -63,23 +105,23 @@ def score_source(
     """The text of the functions."""
     program = ScoreProgram.parse(text)
     head = "import triton\nimport triton.language as tl\n\n\n"
-    given = f"{', '.join(SCORE_ARGUMENTS)}, shown, tables, sizes, symbols"
+    arguments = f"{', '.join(SCORE_ARGUMENTS)}, shown, captured"
     writer = _Writer(program, dtypes, ranks)
     gradients = [look for look in program.looks if look.table in wanted]
     gradients = [look for look in gradients if look.derivative in program.functions]
-    scores = [*writer.look_ups("score"), *writer.result("score")]
-    slopes = [*writer.look_ups("d_score"), *writer.result("d_score")]
-    added = [
-        *writer.look_ups(*(look.derivative for look in gradients), taken=gradients),
-        *(line for look in gradients for line in writer.gradient(look)),
-        "    return\n",
+    functions = [
+        (f"scores({arguments})", [*writer.look_ups("score"), *writer.result("score")]),
+        (f"slopes(g, {arguments})", [*writer.look_ups("d_score"), *writer.result("d_score")]),
     ]
+    if gradients:
+        added = [
+            *writer.look_ups(*(look.derivative for look in gradients), taken=gradients),
+            *(line for look in gradients for line in writer.gradient(look)),
+        ]
+        functions.append((f"add_gradients(totals, g, {arguments})", added))
+    first = "    tables, sizes, symbols = captured\n"
     return head + "\n\n".join(
-        (
-            f"@triton.jit\ndef scores({given}):\n{''.join(scores)}",
-            f"@triton.jit\ndef slopes(g, {given}):\n{''.join(slopes)}",
-            f"@triton.jit\ndef add_gradients(totals, g, {given}):\n{''.join(added)}",
-        )
+        f"@triton.jit\ndef {name}:\n{first}{''.join(lines)}" for name, lines in functions
     )
 
 

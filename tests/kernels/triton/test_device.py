@@ -27,12 +27,22 @@ POINTERS = {
 }
 
 
-def shared_memory(name: str, head_dim: int, arch: tuple[int, int], has_bits: bool) -> int:
-    """Bytes of shared memory of a kernel for bf16 inputs with contiguous heads."""
+def shared_memory(
+    name: str,
+    head_dim: int,
+    arch: tuple[int, int],
+    has_bits: bool = False,
+    program: dict[str, Any] | None = None,
+    types: dict[str, Any] | None = None,
+) -> int:
+    """Bytes of shared memory of a kernel for bf16 inputs with contiguous heads; `types` are of the arguments of a program."""
     from magi_compile.kernels.triton import device as triton_device
 
     sizes = (8, 2, head_dim, head_dim)
-    problem = AttnProblem("cuda", arch, torch.bfloat16, *sizes, 1.0, has_bits=has_bits)
+    has_score = program is not None
+    problem = AttnProblem(
+        "cuda", arch, torch.bfloat16, *sizes, 1.0, has_bits=has_bits, has_score=has_score
+    )
     config = triton_config(problem)
     is_k_walk = name == "dkdv"
     constants = {
@@ -45,10 +55,13 @@ def shared_memory(name: str, head_dim: int, arch: tuple[int, int], has_bits: boo
         "HAS_SOFTCAP": False,
         "HAS_BITS": has_bits,
         "HAS_MAX_SCORES": True,  # of the forward
+        **(program or dict.fromkeys(("SCORES", "SLOPES", "ADD_GRADIENTS"))),
     }
+    types = {"factors": ("fp32", "fp32"), "softmax_scale": "fp32", **(types or {})}
+    constants |= {x: None for x in ("numbering", "captured", "totals") if x not in types}
     kernel = getattr(triton_device, f"{name}_kernel")
     signature: dict[str, Any] = {}
-    constexprs: dict[tuple[int, ...], int] = {}
+    constexprs: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list] = {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -61,10 +74,8 @@ def shared_memory(name: str, head_dim: int, arch: tuple[int, int], has_bits: boo
             signature[argument] = ("i32", "i32", "constexpr")
             constexprs[i, 2] = 1
             attributes[i, 0] = attributes[i, 1] = IS_ALIGNED
-        elif argument == "factors":
-            signature[argument] = ("fp32", "fp32")
         else:
-            signature[argument] = "fp32" if argument == "softmax_scale" else "i32"
+            signature[argument] = types.get(argument, "i32")
     major, minor = arch
     compiled = triton.compile(
         ASTSource(kernel, signature, constexprs, attributes),
