@@ -26,29 +26,6 @@ class Intervals(NamedTuple):
     num_cols: int
     most: int
 
-    def number_in_row(self) -> Tensor:
-        """The number of intervals of the same row before each: int64 `[num_intervals]`."""
-        first = torch.searchsorted(self.row, self.row)
-        return torch.arange(len(self.row), device=self.row.device) - first
-
-
-class Blocks(NamedTuple):
-    """The blocks of a mask, bool `[row blocks, column blocks]`."""
-
-    partial: Tensor  # some pairs of the block are visible, others are not
-    full: Tensor  # all pairs are visible
-
-
-class BlockLists(NamedTuple):
-    """For each row block the column blocks that it sees a part of, and those that it sees as a whole.
-
-    int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in increasing order,
-    and behind them those of all other blocks.
-    """
-
-    counts: Tensor
-    indices: Tensor
-
 
 def row_intervals(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
     """The intervals of the rows of disjoint trimmed rects, on their device. Waits for it twice."""
@@ -62,21 +39,16 @@ def row_intervals(rects: Rects, num_rows: int, num_cols: int) -> Intervals:
     starts[1:] = (row[1:] != row[:-1]) | (begin[1:] > end[:-1])
     stops = torch.ones_like(starts)
     stops[:-1] = starts[1:]
-    number = starts.cumsum(0) - 1
+    number = starts.cumsum(0)
     in_row = number - number.index_select(0, torch.searchsorted(row, row))
-    num_intervals, most = torch.stack([number[-1] + 1, in_row.max() + 1]).tolist()
-
-    def kept(values: Tensor, where: Tensor) -> Tensor:
-        """The value of each interval, which stands at one place of it."""
-        place = torch.where(where, number, num_intervals)
-        return values.new_empty(num_intervals + 1).scatter_(0, place, values)[:-1]
-
-    kept_rows = kept(row, starts), kept(begin, starts), kept(end, stops)
-    return Intervals(*kept_rows, num_rows, num_cols, most)
+    num_intervals, most = torch.stack([number[-1], in_row.max() + 1]).tolist()
+    first, last = (torch.nonzero_static(x, size=num_intervals)[:, 0] for x in (starts, stops))
+    return Intervals(row[first], begin[first], end[last], num_rows, num_cols, most)
 
 
-def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Blocks:
-    """The blocks of `block_rows` rows and `block_cols` columns, in memory of the size of their number."""
+def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Tensor:
+    """The blocks of `block_rows` rows and `block_cols` columns: bool `[2, row blocks, column blocks]`, those with some visible
+    pairs and some that are not, and those with visible ones alone. In memory of the size of their number."""
     row, begin, end, num_rows, num_cols, _ = intervals
     across, down = -(-num_cols // block_cols), -(-num_rows // block_rows)
     of_row = row // block_rows * (across + 1)
@@ -84,7 +56,7 @@ def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Blocks:
     def depth(first: Tensor, last: Tensor) -> Tensor:
         """The number of intervals that reach over each block: those from `first` to before `last` of each."""
         edges = torch.zeros(down * (across + 1), dtype=torch.int32, device=row.device)
-        one = torch.where(first < last, 1, 0).to(torch.int32)
+        one = (first < last).int()
         edges.scatter_add_(0, of_row + first, one)
         edges.scatter_add_(0, of_row + torch.maximum(first, last), -one)
         return edges.view(down, across + 1).cumsum(1)[:, :-1]
@@ -95,18 +67,19 @@ def blocks_of(intervals: Intervals, block_rows: int, block_cols: int) -> Blocks:
     rows_of_block = torch.full((down,), block_rows, device=row.device)
     rows_of_block[-1:] = num_rows - (down - 1) * block_rows
     full = depth((begin + block_cols - 1) // block_cols, whole_until) == rows_of_block[:, None]
-    return Blocks(seen & ~full, full)
+    return torch.stack([seen & ~full, full])
 
 
-def lists_of(blocks: Blocks) -> BlockLists:
-    """The lists of every row block; of `blocks` with rows and columns exchanged those of every column block."""
-    listed = torch.stack([*blocks]).contiguous()
-    indices = listed.byte().argsort(dim=-1, descending=True, stable=True)
-    return BlockLists(listed.sum(-1, dtype=torch.int32), indices.int())
+def lists_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row block the column blocks that it sees a part of, and those that it sees as a whole.
 
-
-def transposed(blocks: Blocks) -> Blocks:
-    return Blocks(*(x.t() for x in blocks))
+    Returns:
+        int32 `[2, row blocks]`, how many of both sorts, and int32 `[2, row blocks, column blocks]`, their numbers in increasing
+        order, and behind them those of all other blocks.
+    """
+    listed = blocks.byte().contiguous()
+    indices = listed.argsort(dim=-1, descending=True, stable=True)
+    return listed.sum(-1, dtype=torch.int32), indices.int()
 
 
 def unrolled_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
@@ -115,18 +88,17 @@ def unrolled_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
     A row with fewer intervals than the most, and one that is only there for kernels that read on behind the last row, has
     intervals `[0, 0)`.
     """
-    most = max(intervals.most, 1)
-    bounds = torch.zeros(padded_rows * 2 * most, dtype=torch.int32, device=intervals.row.device)
-    place = (intervals.row * most + intervals.number_in_row()) * 2
-    bounds[place], bounds[place + 1] = intervals.begin.int(), intervals.end.int()
-    return bounds
+    row, most = intervals.row, max(intervals.most, 1)
+    in_row = torch.arange(len(row), device=row.device) - torch.searchsorted(row, row)
+    bounds = torch.zeros(padded_rows * most, 2, dtype=torch.int32, device=row.device)
+    bounds[row * most + in_row] = torch.stack([intervals.begin, intervals.end], 1).int()
+    return bounds.flatten()
 
 
 def searched_bounds(intervals: Intervals, padded_rows: int) -> Tensor:
     """The bounds of all rows one after the other, increasing in each row, behind `padded_rows + 1` numbers that say where in the
     same tensor those of each row begin: int32 `[padded_rows + 1 + 2 * num_intervals]`."""
-    row = intervals.row
-    rows = torch.arange(padded_rows + 1, device=row.device)
-    offsets = padded_rows + 1 + 2 * torch.searchsorted(row, rows)
+    rows = torch.arange(padded_rows + 1, device=intervals.row.device)
+    offsets = padded_rows + 1 + 2 * torch.searchsorted(intervals.row, rows)
     bounds = torch.stack([intervals.begin, intervals.end], 1).flatten()
     return torch.cat([offsets, bounds]).int()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
+from enum import IntEnum
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -20,16 +21,14 @@ from magi_compile.kernels.base import (
     output_like,
 )
 from magi_compile.kernels.fa4.intervals import (
-    BlockLists,
     Intervals,
     blocks_of,
     lists_of,
     row_intervals,
     searched_bounds,
-    transposed,
     unrolled_bounds,
 )
-from magi_compile.kernels.fa4.native import Native, native_mask
+from magi_compile.kernels.fa4.native import native_mask
 from magi_compile.kernels.heuristics import (
     FA4_HEAD_DIMS,
     FA4_LEAST_ROWS,
@@ -55,43 +54,40 @@ _MOST_UNROLLED = 4
 _PADDING = 256
 
 
-class _Facts(NamedTuple):
-    """The facts of a plan that the host knows; an int64 tensor on a CPU. Where it `is_native`, all from `num_documents`
-    on is of `Native`, with -1 for None; else `most_keys` and `most_queries` say how many intervals a row of bounds has
-    at most.
-    """
+class _Kind(IntEnum):
+    """The kinds of plans, and the tensors that stand in them behind `_Facts`."""
 
-    q_tile_rows: int
-    q_block_cols: int
-    k_tile_rows: int
-    k_block_cols: int
-    is_native: int
-    most_keys: int = 0
+    NATIVE = (
+        0  # cu_seqlens, without elements for a single document: a mask that the package has itself
+    )
+    LISTS = 1  # bounds, counts and indices of what a query sees, for the forward, and of what a key is seen by
+    TRITON = 2  # the plan of Triton's kernel
+
+
+class _Facts(NamedTuple):
+    """The facts of a plan that the host knows; in a plan an int64 tensor on a CPU, its first one."""
+
+    kind: int
+    tiles: PlanTiles = PlanTiles(0, 0, 0, 0)
+    most_keys: int = 0  # LISTS: the most intervals of a row of bounds
     most_queries: int = 0
-    num_documents: int = 1
-    longest: int = 0
+    longest: int = 0  # NATIVE: the fields of `Native`, -1 for None
     left: int = -1
     right: int = -1
 
-    @property
-    def tiles(self) -> PlanTiles:
-        return PlanTiles(*self[:4])
+    def with_tensors(self, *tensors: Tensor) -> list[Tensor]:
+        """The plan of these facts."""
+        kind, tiles, *rest = self
+        return [torch.tensor([kind, *tiles, *rest], device="cpu"), *tensors]
 
-
-class _Plan(NamedTuple):
-    """A plan: int32 tensors on the device, and on the host `facts`, where that of Triton's kernel has its tile sizes.
-
-    `k_*` are what a query sees, for the forward, and `q_*` what a key is seen by, for the backward. A native mask has no lists, and
-    its bounds are `cu_seqlens`.
-    """
-
-    k_bounds: Tensor
-    k_counts: Tensor
-    k_indices: Tensor
-    facts: Tensor
-    q_bounds: Tensor
-    q_counts: Tensor
-    q_indices: Tensor
+    @classmethod
+    def read(cls, plan: list[Tensor], problem: AttnProblem) -> tuple[_Facts, list[Tensor]]:
+        """The facts of a plan, whose blocks must be those of `problem`, and its other tensors."""
+        kind, *rest = plan[0].tolist()
+        facts = cls(kind, PlanTiles(*rest[:4]), *rest[4:])
+        if kind != _Kind.TRITON:
+            check_sizes(facts.tiles, plan_tiles(problem, Fa4Kernel.name))
+        return facts, plan[1:]
 
 
 class Fa4Kernel:
@@ -143,20 +139,26 @@ class Fa4Kernel:
 
     def plan(self, slices: AttnSlices, problem: AttnProblem) -> list[Tensor]:
         """Waits for the device, up to five times."""
-        is_there = slices.device.type == problem.device_type
-        device = slices.device if is_there else torch.device(problem.device_type)
         if slices.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return self._triton.plan(slices, problem)
+            return _Facts(_Kind.TRITON).with_tensors(*self._triton.plan(slices, problem))
         tiles = plan_tiles(problem, self.name)
         rects = Rects.from_slices(slices).trimmed()
         by_query = row_intervals(rects, slices.seqlen_q, slices.seqlen_k)
         native = native_mask(by_query, FA4_LEAST_ROWS)
         if native is not None:
-            plan = _native_plan(native, tiles, slices.q_ranges)
+            left, right = (-1 if limit is None else limit for limit in (native.left, native.right))
+            facts = _Facts(_Kind.NATIVE, tiles, longest=native.longest, left=left, right=right)
+            documents = native.cu_seqlens
+            tensors = [slices.q_ranges.new_empty(0) if documents is None else documents]
         else:
             by_key = row_intervals(rects.transposed(), slices.seqlen_k, slices.seqlen_q)
-            plan = _listed_plan(by_query, by_key, tiles)
-        return [x if x is plan.facts else x.to(device) for x in plan]
+            facts = _Facts(_Kind.LISTS, tiles, by_query.most, by_key.most)
+            q_blocks = blocks_of(by_query, tiles.q_tile_rows, tiles.q_block_cols)
+            k_blocks = blocks_of(by_query, tiles.k_block_cols, tiles.k_tile_rows).mT
+            tensors = [_bounds(by_query), *lists_of(q_blocks), _bounds(by_key), *lists_of(k_blocks)]
+        is_there = slices.device.type == problem.device_type
+        device = slices.device if is_there else torch.device(problem.device_type)
+        return facts.with_tensors(*(x.to(device) for x in tensors))
 
     def pack(self, plan: list[Tensor]) -> list[Tensor]:
         return plan
@@ -181,25 +183,23 @@ class Fa4Kernel:
         max_scores: Tensor | None = None,
     ) -> ForwardOutput:
         assert max_scores is None
-        if _is_of_triton(plan):
+        facts, tensors = _Facts.read(plan, problem)
+        if facts.kind == _Kind.TRITON:
             return self._triton.forward(
-                q, k, v, slices, plan, problem, prior=prior, out_dtype=out_dtype
+                q, k, v, slices, tensors, problem, prior=prior, out_dtype=out_dtype
             )
-        facts, mask = _read(plan, problem)
-        total_q, nheads_q, _ = q.shape
         out = output_like(q, problem.head_dim_v)
-        lse = q.new_empty(nheads_q, total_q, dtype=torch.float32)
+        lse = q.new_empty(problem.nheads_q, q.shape[0], dtype=torch.float32)
         if q.numel() and k.numel():
-            packed = facts.num_documents > 1
+            mask = _mask(facts, tensors, problem, by_key=False)
             with torch.cuda.device_of(q):
                 _interface()._flash_attn_fwd(
-                    *(_batched(x, packed) for x in (q, k, v)),
+                    *_batched(mask, q, k, v),
                     softmax_scale=problem.softmax_scale,
                     pack_gqa=None if fa4_group_is_packed(problem) else False,
                     return_lse=True,
-                    out=_batched(out, packed),
-                    lse=_batched(lse, packed),
-                    **_forward_mask(facts, mask, problem),
+                    **dict(zip(("out", "lse"), _batched(mask, out, lse), strict=True)),
+                    **mask,
                 )
         else:
             out.zero_()
@@ -218,63 +218,34 @@ class Fa4Kernel:
     ) -> BackwardOutput:
         if deterministic is None:
             deterministic = torch.are_deterministic_algorithms_enabled()
-        if deterministic and not _is_of_triton(plan):
+        facts, tensors = _Facts.read(plan, problem)
+        if deterministic and facts.kind != _Kind.TRITON:
             assert slices is not None
-            plan = self._triton.plan(slices, problem)
-        if _is_of_triton(plan):
             return self._triton.backward(
-                grads, saved, slices, plan, problem, deterministic=deterministic
+                *(grads, saved, slices, self._triton.plan(slices, problem), problem),
+                deterministic=deterministic,
             )
-        facts, mask = _read(plan, problem)
+        if facts.kind == _Kind.TRITON:
+            return self._triton.backward(
+                grads, saved, slices, tensors, problem, deterministic=deterministic
+            )
         (dout, dlse), (q, k, v, out, lse) = grads, saved
-        dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-        if q.numel() and k.numel():
-            packed = facts.num_documents > 1
-            tensors = (q, k, v, out.to(q.dtype), dout.to(q.dtype), lse.contiguous())
-            with torch.cuda.device_of(q):
-                _interface()._flash_attn_bwd(
-                    *(_batched(x, packed) for x in tensors),
-                    softmax_scale=problem.softmax_scale,
-                    dq=_batched(dq, packed),
-                    dk=_batched(dk, packed),
-                    dv=_batched(dv, packed),
-                    dlse=None if dlse is None else _batched(dlse.float().contiguous(), packed),
-                    **_backward_mask(facts, mask),
-                )
-        else:
-            for gradient in (dq, dk, dv):
-                gradient.zero_()
-        return BackwardOutput(dq, dk, dv)
-
-
-# plans
-
-
-def _native_plan(native: Native, tiles: PlanTiles, like: Tensor) -> _Plan:
-    nothing = like.new_zeros(0)
-    documents = nothing if native.cu_seqlens is None else native.cu_seqlens
-    left, right = (-1 if limit is None else limit for limit in (native.left, native.right))
-    facts = _Facts(
-        *tiles,
-        is_native=1,
-        num_documents=max(len(documents) - 1, 1),
-        longest=native.longest,
-        left=left,
-        right=right,
-    )
-    return _Plan(documents, nothing, nothing, _on_host(facts), nothing, nothing, nothing)
-
-
-def _listed_plan(by_query: Intervals, by_key: Intervals, tiles: PlanTiles) -> _Plan:
-    q_lists = lists_of(blocks_of(by_query, tiles.q_tile_rows, tiles.q_block_cols))
-    backward_blocks = blocks_of(by_query, tiles.k_block_cols, tiles.k_tile_rows)
-    k_lists = lists_of(transposed(backward_blocks))
-    facts = _Facts(*tiles, is_native=0, most_keys=by_query.most, most_queries=by_key.most)
-    return _Plan(_bounds(by_query), *q_lists, _on_host(facts), _bounds(by_key), *k_lists)
-
-
-def _on_host(facts: _Facts) -> Tensor:
-    return torch.tensor(facts, dtype=torch.int64, device="cpu")
+        if not (q.numel() and k.numel()):
+            return BackwardOutput(*(x.new_zeros(x.shape) for x in (q, k, v)))
+        results = BackwardOutput(*(x.new_empty(x.shape) for x in (q, k, v)))
+        mask = _mask(facts, tensors, problem, by_key=True)
+        rest = (out.to(q.dtype), dout.to(q.dtype), lse.contiguous())
+        options = dict(zip(results._fields, _batched(mask, *results), strict=True))
+        of_lse = [None] if dlse is None else _batched(mask, dlse.float().contiguous())
+        with torch.cuda.device_of(q):
+            _interface()._flash_attn_bwd(
+                *_batched(mask, q, k, v, *rest),
+                softmax_scale=problem.softmax_scale,
+                dlse=of_lse[0],
+                **options,
+                **mask,
+            )
+        return results
 
 
 def _bounds(intervals: Intervals) -> Tensor:
@@ -282,81 +253,44 @@ def _bounds(intervals: Intervals) -> Tensor:
     return bounds_of(intervals, intervals.num_rows + _PADDING)
 
 
-def _is_of_triton(plan: list[Tensor]) -> bool:
-    """True if Triton's kernel has made a plan: there its tile sizes are a shape."""
-    return plan[3].dim() > 1
+def _batched(mask: dict[str, Any], *tensors: Tensor) -> list[Tensor]:
+    """Each as a batch of one, or for packed documents as it is."""
+    return [x if "cu_seqlens_q" in mask else x.unsqueeze(0) for x in tensors]
 
 
-def _read(plan: list[Tensor], problem: AttnProblem) -> tuple[_Facts, _Plan]:
-    mask = _Plan(*plan)
-    facts = _Facts(*mask.facts.tolist())
-    check_sizes(facts.tiles, plan_tiles(problem, Fa4Kernel.name))
-    return facts, mask
-
-
-# arguments of flash-attn-4
-
-
-def _batched(x: Tensor, packed: bool) -> Tensor:
-    """A batch of one, or for packed documents all of them as they are."""
-    return x if packed else x.unsqueeze(0)
-
-
-def _forward_mask(facts: _Facts, mask: _Plan, problem: AttnProblem) -> dict[str, Any]:
-    if facts.is_native:
-        return _native_arguments(facts, mask)
-    many_keys = problem.device_arch != (9, 0)  # what the forward for Hopper does not take
-    blocks = facts.tiles.q_tile_rows, facts.tiles.q_block_cols
-    return {
-        "mask_mod": _mask_mod(facts.most_keys, by_key=False, many_keys=many_keys),
-        "aux_tensors": [mask.k_bounds],
-        "block_sparse_tensors": _sparse(BlockLists(mask.k_counts, mask.k_indices), blocks),
-    }
-
-
-def _backward_mask(facts: _Facts, mask: _Plan) -> dict[str, Any]:
-    if facts.is_native:
-        return _native_arguments(facts, mask)
-    blocks = facts.tiles.k_block_cols, facts.tiles.k_tile_rows
-    # A thread of the backward has one key, or few, and many queries.
-    return {
-        "mask_mod": _mask_mod(facts.most_queries, by_key=True, many_keys=False),
-        "aux_tensors": [mask.q_bounds],
-        "block_sparse_tensors": _sparse(BlockLists(mask.q_counts, mask.q_indices), blocks),
-    }
-
-
-def _native_arguments(facts: _Facts, mask: _Plan) -> dict[str, Any]:
-    left, right = (None if limit < 0 else limit for limit in (facts.left, facts.right))
-    arguments: dict[str, Any] = {"causal": left is None and right == 0}
-    if not arguments["causal"]:
-        arguments |= {"window_size_left": left, "window_size_right": right}
-    if facts.num_documents > 1:
-        for side in "qk":
-            arguments[f"cu_seqlens_{side}"] = mask.k_bounds
-            arguments[f"max_seqlen_{side}"] = facts.longest
-    return arguments
-
-
-def _mask_mod(most: int, *, by_key: bool, many_keys: bool) -> Callable[..., Any]:
-    """The mask_mod that shows the columns of up to `most` intervals of a row: a query, or a key if `by_key`."""
+def _mask(
+    facts: _Facts, tensors: list[Tensor], problem: AttnProblem, *, by_key: bool
+) -> dict[str, Any]:
+    """The mask as arguments of the forward, or of the backward, whose lists are `by_key`."""
+    if facts.kind == _Kind.NATIVE:
+        left, right = (None if limit < 0 else limit for limit in (facts.left, facts.right))
+        arguments: dict[str, Any] = {"causal": left is None and right == 0}
+        if not arguments["causal"]:
+            arguments |= {"window_size_left": left, "window_size_right": right}
+        if tensors[0].numel():
+            for side in "qk":
+                arguments[f"cu_seqlens_{side}"] = tensors[0]
+                arguments[f"max_seqlen_{side}"] = facts.longest
+        return arguments
     mods = importlib.import_module("magi_compile.kernels.fa4.mask_mods")
+    sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
+    bounds, counts, indices = tensors[3:] if by_key else tensors[:3]
+    most, tiles = facts.most_queries if by_key else facts.most_keys, facts.tiles
     if most > _MOST_UNROLLED:
-        return mods.searched((2 * most).bit_length(), by_key=by_key)
-    most = max(most, 1)
-    return mods.unrolled_of_32_keys(most) if many_keys else mods.unrolled(most, by_key=by_key)
-
-
-def _sparse(lists: BlockLists, block_size: tuple[int, int]) -> Any:
-    """The lists for all heads of a batch of one."""
-    (partial, full), (partial_indices, full_indices) = (
-        x.unflatten(0, (2, 1, 1)).unbind(0) for x in lists
+        mask_mod = mods.searched((2 * most).bit_length(), by_key=by_key)
+    elif by_key or problem.device_arch == (9, 0):
+        mask_mod = mods.unrolled(max(most, 1), by_key=by_key)
+    else:  # a thread of the forward for Blackwell has one query and many keys
+        mask_mod = mods.unrolled_of_32_keys(max(most, 1))
+    block_size = (
+        (tiles.k_block_cols, tiles.k_tile_rows)
+        if by_key
+        else (tiles.q_tile_rows, tiles.q_block_cols)
     )
-    tensors = importlib.import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
-    return tensors(partial, partial_indices, full, full_indices, block_size=block_size)
-
-
-# the package
+    # For all heads of a batch of one.
+    lists = (x[kind][None, None] for kind in range(2) for x in (counts, indices))
+    sparse = sparsity.BlockSparseTensorsTorch(*lists, block_size=block_size)
+    return {"mask_mod": mask_mod, "aux_tensors": [bounds], "block_sparse_tensors": sparse}
 
 
 @cache

@@ -15,7 +15,6 @@ from magi_compile.kernels.fa4.intervals import (
     lists_of,
     row_intervals,
     searched_bounds,
-    transposed,
     unrolled_bounds,
 )
 from magi_compile.kernels.fa4.native import native_mask
@@ -126,7 +125,7 @@ def check_blocks(case: Case, block_rows: int, block_cols: int):
             assert bool(full[i, j]) == bool(block.all())
             assert bool(partial[i, j]) == bool(block.any() and not block.all())
     check_lists(lists_of(blocks_of(intervals, block_rows, block_cols)), partial, full)
-    by_column = lists_of(transposed(blocks_of(intervals, block_rows, block_cols)))
+    by_column = lists_of(blocks_of(intervals, block_rows, block_cols).mT)
     check_lists(by_column, partial.t(), full.t())
 
 
