@@ -198,8 +198,8 @@ def _walk(
     tiles: Tensor, runs: Tensor, edges: Tensor, slices: AttnSlices | None
 ) -> tuple[Tensor, ...]:
     """A walk as the kernels take it; where there are no bits, something that nobody reads is in their place."""
-    has_bits = slices is not None and slices.bits is not None
-    return tiles, runs, edges, slices.bits if has_bits else runs
+    bits = None if slices is None else slices.bits
+    return tiles, runs, edges, runs if bits is None else bits
 
 
 def _backward(
