@@ -109,6 +109,34 @@ def test_bit_blocks():
     check(BY_NAME["relative"], scattered)
 
 
+def test_heads_as_batch_entries():
+    """Each head of queries an entry of its own, `[batch * heads * seqlen, 1, dim]`, gives what heads give."""
+    case, (q, k, v) = BY_NAME["alibi"], (x.detach() for x in qkv())
+    (expected, expected_lse, *grads), *_ = run(case, slices_of(causal))
+    program, tables = trace_score_program(case.make(*case.tensors()), CPU)
+    score = ScoreCall(program, [x.detach() for x in tables], [], SEQLEN, SEQLEN, HEADS)
+    rows = [
+        (entry * SEQLEN, entry // (HEADS // HEADS_KV) * SEQLEN) for entry in range(BATCH * HEADS)
+    ]
+    q_ranges, k_ranges = ([(at, at + SEQLEN) for at in side] for side in zip(*rows, strict=True))
+    totals = BATCH * HEADS * SEQLEN, BATCH * HEADS_KV * SEQLEN
+    slices = AttnSlices.from_lists(q_ranges, k_ranges, [1] * len(rows), *totals)
+    problem = AttnProblem("cpu", None, torch.float32, 1, 1, DIM, DIM, DIM**-0.5, has_score=True)
+    kernel, packed = TritonKernel(), [x.reshape(-1, 1, DIM) for x in (q, k, v)]
+    plan = kernel.plan(slices, problem)
+    out, lse = kernel.scored_forward(*packed, slices, plan, problem, score)
+    torch.testing.assert_close(out.view(expected.shape), expected)
+    torch.testing.assert_close(lse.view(expected_lse.shape), expected_lse)
+    weights = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    found, of_tables = kernel.scored_backward(
+        *(Grads(weights, lse.cos()), Saved(*packed, out, lse), slices, plan, problem, score),
+        list(program.differentiable_tables),
+        deterministic=False,
+    )
+    for actual, gradient in zip((*found, *of_tables), grads, strict=True):
+        torch.testing.assert_close(actual.view(gradient.shape), gradient, rtol=1e-4, atol=1e-4)
+
+
 def test_atomics_under_deterministic_algorithms():
     slices = AttnSlices.from_lists([(0, 4)], [(0, 4)], [0], BATCH * SEQLEN, BATCH * SEQLEN)
     with pytest.raises(
