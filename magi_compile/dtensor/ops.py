@@ -69,7 +69,7 @@ class _Options(NamedTuple):
         problem = problem_of(q, k, v, scale, self.softcap)
         if has_max_scores:
             problem = replace(problem, has_max_scores=True)
-        chosen = _select_kernel(problem, self.kernel or None)
+        chosen = _select_kernel(problem, self.kernel or None).kernel
         moving = select_collective(self.collective, group, q.device)
         reduce_group = _compat.resolve_process_group(self.reduce_group_name)
         return Execution(plan, chosen, problem, moving, group, reduce_group)

@@ -206,7 +206,7 @@ def _refusal_of_kernels(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int, int]
 ) -> str:
     try:
-        select(problem_on(device, dtype, heads, 1.0, 0.0), None)
+        select(problem_on(device, dtype, heads, 1.0))
     except NotImplementedError as error:
         return str(error)
     return ""

@@ -21,14 +21,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.kernels.base import AttnProblem, output_like
-from magi_compile.kernels.select import (
-    ONLY_IF_FORCED,
-    load,
-    problem_of,
-    refusals_by_kernel,
-    select,
-)
+from magi_compile.kernels.base import AttnProblem, Kernel, output_like
+from magi_compile.kernels.select import Selection, problem_of, select
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.flex_call import FlexCall, graphs
 from magi_compile.lowering.masks import Mask, Way, emit_mask
@@ -42,13 +36,19 @@ from magi_compile.ops.validation import check_block_lists, check_padded_shapes
 
 @dataclass(frozen=True)
 class Analysis:
-    """The analysis of one call: it can be lowered if there are no `reasons`, and then no field is None."""
+    """The analysis of one call: it can be lowered if there are no `reasons`, and then there is a kernel."""
 
     reasons: tuple[str, ...]
     problem: AttnProblem
     way: Way
     scores: Scores
-    kernel: str | None
+    selection: Selection | None
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of a call that can be lowered."""
+        assert self.selection is not None
+        return self.selection.kernel
 
 
 def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
@@ -65,25 +65,15 @@ def analyze(call: FlexCall, options: LoweringOptions) -> Analysis:
     scores = Scores.of(call)
     reasons += scores.reasons
 
-    way, kernel = Way.of(call, options), None
-    problem = way.problem(_problem(call, scores))
-    obstacles = way.obstacles
-    if way.may_have_bits:
-        with_bits = replace(problem, has_bits=True)
-        try:
-            kernel, problem = select(with_bits, options.kernel).name, with_bits
-        except NotImplementedError as error:
-            obstacles = (str(error),)
-    if way.reasons and kernel is None:
-        reasons += (*way.reasons, *obstacles)
-    if kernel is None:
-        try:
-            kernel = select(problem, options.kernel).name
-        except NotImplementedError as error:
-            reasons.append(str(error))
-    if kernel is not None and scores.read is not None:
-        reasons += scores.refusals(load(kernel), problem)
-    return Analysis(tuple(reasons), problem, way, scores, kernel)
+    way = Way.of(call, options)
+    problem = replace(way.problem(_problem(call, scores)), has_bits=way.may_have_bits)
+    try:
+        selection, refusals = select(problem, options.kernel, scores.needs), []
+    except NotImplementedError as error:
+        selection, refusals = None, [str(error)]
+    if selection is None or not way.may_have_bits:
+        reasons += (*way.reasons, *way.obstacles)
+    return Analysis((*reasons, *refusals), problem, way, scores, selection)
 
 
 def _problem(call: FlexCall, scores: Scores) -> AttnProblem:
@@ -133,7 +123,6 @@ def emit_attention(emit: Emitter, call: FlexCall, found: Analysis, mask: Mask) -
         `[B, Hq, Sq]`, in the units of the call.
     """
     problem = found.problem
-    assert found.kernel is not None
     batch, seqlen_q = emit.size(call.q, 0), emit.size(call.q, 2)
     by_head = found.way.is_by_head
     qkv = tuple(
@@ -227,9 +216,7 @@ def _emit_op(
     of_entries: tuple[Any, ...],
 ) -> Node:
     """Emits the op of packed tensors, whose output has the entries of the batch if these are given."""
-    problem = found.problem
-    assert found.kernel is not None
-    kernel = load(found.kernel)
+    problem, kernel = found.problem, found.kernel
     needs_slices = kernel.needs_slices or not plan or problem.has_bits
     slices = list(mask.slices) if needs_slices else []
     name = "attention_with_max_scores" if problem.has_max_scores else "attention"
@@ -254,9 +241,7 @@ def _emit_op(
 
 def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]) -> list[Node]:
     """The plan, which calls of one mask share; nothing where it is found out in each call."""
-    problem = found.problem
-    assert found.kernel is not None
-    kernel = load(found.kernel)
+    problem, kernel = found.problem, found.kernel
     if not kernel.plans_in_graph:
         return []
     key = (kernel.name, kernel.plan_key(problem))
@@ -400,23 +385,16 @@ def _decision(call: FlexCall, found: Analysis) -> Decision:
     q_shape, k_shape = (
         tuple(s if isinstance(s, int) else str(s) for s in shape) for shape in shapes
     )
-    passed_over = []
-    for name, why in refusals_by_kernel(found.problem).items():
-        if name == found.kernel:
-            break
-        if name in ONLY_IF_FORCED:
-            continue
-        passed_over.append((name, tuple(why)))
     kernel = None if found.reasons else found.kernel
     return Decision(
         call.location,
         q_shape,
         k_shape,
         str(found.way.program),
-        kernel,
+        kernel.name if kernel else None,
         found.reasons,
-        tuple(passed_over),
-        (*found.way.notes, *load(kernel).notes(found.problem)) if kernel else (),
+        tuple(found.selection.passed_over.items()) if found.selection else (),
+        (*found.way.notes, *kernel.notes(found.problem)) if kernel else (),
         str(found.scores.program or ""),
     )
 

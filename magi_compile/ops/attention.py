@@ -15,8 +15,7 @@ from magi_compile import _compat
 from magi_compile._compat import has_torch_function_mode
 from magi_compile._kept import Made, Memo
 from magi_compile.kernels.base import AttnProblem
-from magi_compile.kernels.scored import ScoredKernel
-from magi_compile.kernels.select import load, problem_of
+from magi_compile.kernels.select import ScoreNeeds, problem_of, select
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
 from magi_compile.masks.block_lists import BlockLists
@@ -205,28 +204,10 @@ def packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
 
 
 def _kernel_of_eager_call(problem: AttnProblem, scored: _Scored | None = None) -> str:
-    """The kernel to ask for by name where the problem has bit blocks or a score program, or "" to let the problem choose: eager code
-    has no FlexAttention to stay on, so that Triton's runs on a GPU what the CUDA kernels refuse."""
-    is_left_to_cuda = problem.device_type != "cuda" or _has_cuda_code(problem, scored)
-    return "" if is_left_to_cuda else "triton"
-
-
-def _has_cuda_code(problem: AttnProblem, scored: _Scored | None) -> bool:
-    try:
-        chosen = load("cuda")
-    except ImportError:  # of cuda-bindings
-        return False
-    assert isinstance(chosen, ScoredKernel)
-    if chosen.refusals(problem):
-        return False
-    if scored is None:
-        return True
-    tables = scored.tables
-    wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tables)
-    kinds = (scored.program, [x.dtype for x in tables], [x.dim() for x in tables])
-    if chosen.score_refusals(problem, *kinds):
-        return False
-    return not (wants_gradients and chosen.table_refusals(*kinds))
+    """The kernel of a call with bit blocks or a score program: eager code has no FlexAttention to stay on, so that Triton's runs on a
+    GPU what the CUDA kernels refuse."""
+    score = None if scored is None else scored.needs
+    return select(problem, score=score, may_be_slower=True).kernel.name
 
 
 class _Scored(NamedTuple):
@@ -235,6 +216,14 @@ class _Scored(NamedTuple):
     program: ScoreProgram
     tables: list[Tensor]
     lengths: list[int]
+
+    @property
+    def needs(self) -> ScoreNeeds:
+        """What a kernel has to run. Where order matters no kernel of a GPU has gradients of tables, and the backward says so."""
+        dtypes, ranks = tuple(x.dtype for x in self.tables), tuple(x.dim() for x in self.tables)
+        has_order = torch.are_deterministic_algorithms_enabled()
+        wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in self.tables)
+        return ScoreNeeds(self.program, dtypes, ranks, wants_gradients and not has_order)
 
 
 def _lists_of(slices: AttnSlices) -> tuple[AttnSlices, list[Tensor]]:

@@ -76,7 +76,7 @@ def chosen_for(
     problem = replace(
         problem, has_bits=has_bits, has_score=has_score, has_max_scores=has_max_scores
     )
-    return Chosen(select(problem, kernel), problem)
+    return Chosen(select(problem, kernel).kernel, problem)
 
 
 def _plan(

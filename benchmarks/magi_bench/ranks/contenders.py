@@ -320,7 +320,7 @@ def kernel_on(workload: Workload, world: World, heads: Sequence[int]) -> Attend:
     case, slices = workload.case, workload.slices.to(world.device)
     sizes = (heads[0], heads[1], case.head_dim, case.head_dim)
     asked = problem_on(world.device, getattr(torch, case.dtype), sizes, case.head_dim**-0.5)
-    kernel = select(asked)
+    kernel = select(asked).kernel
     made = kernel.pack(kernel.plan(slices, asked))
     lists = (slices.q_ranges, slices.k_ranges, slices.mask_types)
 

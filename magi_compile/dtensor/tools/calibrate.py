@@ -113,7 +113,7 @@ class _Attention:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor):
         self.problem = problem_of(q, k, v, q.shape[2] ** -0.5, 0.0)
-        self.kernel = select(self.problem)
+        self.kernel = select(self.problem).kernel
         self.q, self.k, self.v = q, k, v
         self._whole = self.planned(AttnSlices.full(q.shape[0]).to(q.device))
         self.out, self.lse = self.forward()
