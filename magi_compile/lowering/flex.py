@@ -407,7 +407,7 @@ def _replace(
     way = found.way
     key = (way.program.text, way.heads, call.mask_buffers, call.block_lists, str(sizes))
     if key not in masks:
-        masks[key] = emit_mask(emit, call, way, options)
+        masks[key] = emit_mask(emit, way, options)
     attention, *outputs = emit_attention(emit, call, found, masks[key])
     for user in list(call.node.users):
         assert user.target is operator.getitem, user
