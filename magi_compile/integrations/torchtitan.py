@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from magi_compile.dtensor.make_plan import plan
 from magi_compile.dtensor.planning.rank_plan import ContextParallelOptions
 from magi_compile.dtensor.sequence_plan import SequencePlan
-from magi_compile.lowering.masks import MIN_CAPACITY, ROWS_PER_SLICE
+from magi_compile.kernels.heuristics import slice_capacity
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.program.read import trace_mask_mod
 from magi_compile.ops.attention import flex_flash_attention
@@ -122,8 +122,7 @@ def make_mask(
     program, tables, _ = trace_mask_mod(mask_mod, device)
     capacity = config.slice_capacity
     if capacity is None:
-        rows = seqlen // ROWS_PER_SLICE + MIN_CAPACITY
-        capacity = rows * max(1, program.max_intervals(seqlen, ()))
+        capacity = slice_capacity(seqlen, program.max_intervals(seqlen, ()))
     sizes = (batch, seqlen, seqlen, capacity * batch)
     lists = MaskSlices(
         *torch.ops.magi.mask_slices(tables, (), program.text, *sizes, device, [], [])

@@ -1,12 +1,14 @@
-"""The tile sizes of kernels: the only place with tile numbers.
+"""The tile sizes of kernels, and which masks they run well: the only place with tile numbers.
 
 Pure functions of the problem: no environment, no globals, no second table in the device code.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -360,3 +362,37 @@ def triton_config(problem: AttnProblem) -> TritonConfig:
         for launch in (config.forward, config.dq, config.dkdv)
     )
     return replace(config, forward=forward, dq=dq, dkdv=dkdv)
+
+
+# Of the default capacity: documents of 16 tokens on average, and no fewer than 256 slices.
+_ROWS_PER_SLICE = 16
+_MIN_CAPACITY = 256
+# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
+MIN_PERIOD = 256
+_FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
+MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
+
+
+def apply_now(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`."""
+    return function(*args)
+
+
+def slice_capacity(seqlen_q: Any, max_intervals: int, apply: Callable[..., Any] = apply_now) -> Any:
+    """Room for the slices of one mask, where nobody says how many there are.
+
+    Args:
+        seqlen_q: number of queries, an int or what `apply` takes for one.
+        max_intervals: the most key intervals that a row sees.
+        apply: computes `function(*args)`: at once, or by a node of a graph.
+
+    Returns:
+        The number of slices.
+    """
+    rows = apply(operator.floordiv, seqlen_q, _ROWS_PER_SLICE)
+    return apply(operator.mul, apply(operator.add, rows, _MIN_CAPACITY), max(1, max_intervals))
+
+
+def repeats_too_often(period: int, seqlen_k: int) -> bool:
+    """True if kernels walk more for a mask that repeats after `period` keys than FlexAttention does for its BlockMask."""
+    return period < MIN_PERIOD and period * _FEW_PERIODS < seqlen_k

@@ -18,6 +18,13 @@ from torch.fx import Node
 
 from magi_compile import _compat
 from magi_compile.kernels.base import AttnProblem
+from magi_compile.kernels.heuristics import (
+    MAX_BIT_BLOCKS,
+    MIN_PERIOD,
+    apply_now,
+    repeats_too_often,
+    slice_capacity,
+)
 from magi_compile.lowering.emit import Emitter, value_of
 from magi_compile.lowering.example_data import order_reasons
 from magi_compile.lowering.flex_call import FlexCall
@@ -34,13 +41,6 @@ from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
 from magi_compile.masks.solver.solve import refuse_broken
-
-ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
-MIN_CAPACITY = 256
-# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
-MIN_PERIOD = 256
-MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
-FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class MaskOfCall:
         options: LoweringOptions,
         batch: Any,
         seqlen_q: Any,
-        apply: Callable[..., Any] = lambda function, *args: function(*args),
+        apply: Callable[..., Any] = apply_now,
     ) -> Any:
         """Room for the slices of intervals.
 
@@ -142,9 +142,7 @@ class MaskOfCall:
         if options.slice_capacity is not None:
             capacity: Any = options.slice_capacity
         else:
-            rows = apply(operator.floordiv, seqlen_q, ROWS_PER_SLICE)
-            capacity = apply(operator.add, rows, MIN_CAPACITY)
-            capacity = apply(operator.mul, capacity, max(1, self.max_intervals))
+            capacity = slice_capacity(seqlen_q, self.max_intervals, apply)
             if least := self.least_capacity:  # so that lengths are ints
                 capacity = max(capacity, least)
         if self.heads.q > 1:
@@ -175,9 +173,7 @@ def period_reasons(mask: MaskOfCall) -> list[str]:
     """
     seqlen_k = mask.lengths[2]
     count, period = mask.max_intervals, mask.program.least_period(seqlen_k, mask.symbols)
-    if period is None or period >= MIN_PERIOD:
-        return []
-    if period * FEW_PERIODS >= (seqlen_k or MAX_SEQLEN):
+    if period is None or not repeats_too_often(period, seqlen_k or MAX_SEQLEN):
         return []
     return [
         f"a row sees up to {count} key intervals, one in each period of {period} keys; with periods of fewer than {MIN_PERIOD} "
