@@ -248,14 +248,16 @@ def _emit_plan(emit: Emitter, found: Analysis, mask: Mask, qkv: tuple[Node, ...]
     if key not in mask.plans:
         heads = (problem.nheads_q, problem.nheads_kv, problem.head_dim, problem.head_dim_v)
         totals = (emit.size(qkv[0], 0), emit.size(qkv[1], 0))
-        lists, bits = mask.slices[:3], list[Any](mask.slices[3:])
-        ops = torch.ops.magi
-        op = ops.plan_with_bits.default if bits else ops.plan.default
+        op, bits = torch.ops.magi.plan.default, [mask.bits]
         if problem.has_score:
-            op, bits = ops.plan_for_scores.default, bits or [None]
+            op = torch.ops.magi.plan_for_scores.default
+        elif mask.bits is not None:
+            op = torch.ops.magi.plan_with_bits.default
+        else:
+            bits = []
         mask.plans[key] = emit.call(
             op,
-            *lists,
+            *mask.ranges,
             *totals,
             problem.dtype,
             *heads,

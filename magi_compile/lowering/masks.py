@@ -322,10 +322,22 @@ def _is_by_head(mask: MaskOfCall) -> bool:
 
 @dataclass
 class Mask:
-    """The nodes of a mask that calls of one graph share: of its slices, three, or four with bit blocks."""
+    """The nodes of a mask that calls of one graph share.
 
-    slices: tuple[Node, ...]
+    Attributes:
+        ranges: of its slices: ranges of queries, ranges of keys, and types.
+        bits: of its bit blocks; None where it has none.
+        plans: of its plans, by what these depend on.
+    """
+
+    ranges: tuple[Node, ...]
+    bits: Node | None = None
     plans: dict[Any, Node] = field(default_factory=dict)
+
+    @property
+    def slices(self) -> tuple[Node, ...]:
+        """Its slices as ops take them."""
+        return self.ranges if self.bits is None else (*self.ranges, self.bits)
 
 
 def emit_mask(emit: Emitter, way: Way, options: LoweringOptions) -> Mask:
@@ -354,4 +366,5 @@ def emit_mask(emit: Emitter, way: Way, options: LoweringOptions) -> Mask:
         options.verify,
         *([list(way.heads)] if has_bits or way.is_by_head else []),
     )
-    return Mask(tuple(emit.call(operator.getitem, slices, i) for i in range(3 + has_bits)))
+    ranges = tuple(emit.call(operator.getitem, slices, i) for i in range(3))
+    return Mask(ranges, emit.call(operator.getitem, slices, 3) if has_bits else None)
