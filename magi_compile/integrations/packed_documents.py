@@ -36,15 +36,18 @@ def plain_block_mask(
 def lists_given(
     of_rows: Any, of_keys: Any, sizes: tuple[int, int, int]
 ) -> tuple[Tensor, Tensor] | None:
-    """`cu_seq_lens_q` and `cu_seq_lens_k`, or None where neither is given. Raises for kinds that do not fit; their numbers are read
-    later."""
+    """`cu_seq_lens_q` and `cu_seq_lens_k`, or None where neither is given.
+
+    Raises TypeError or ValueError for kinds that do not fit; `documents_of_lists` reads their numbers.
+    """
     if of_rows is None and of_keys is None:
         return None
     if of_rows is None:
         raise ValueError("`cu_seq_lens_q` must be given where `cu_seq_lens_k` is, got None")
     if of_keys is None and sizes[1] != sizes[2]:
         raise ValueError(
-            f"`cu_seq_lens_k` must be given with `cu_seq_lens_q` where rows and keys differ, {sizes[1]} and {sizes[2]}, got None"
+            "`cu_seq_lens_k` must be given with `cu_seq_lens_q` where rows and keys differ, "
+            f"{sizes[1]} and {sizes[2]}, got None"
         )
     for name, given in (("cu_seq_lens_q", of_rows), ("cu_seq_lens_k", of_keys)):
         if given is None:
@@ -88,9 +91,10 @@ def may_be_packed(
 ) -> bool:
     """True if documents have to be read from `positions`, which this attention got, but its mask perhaps did not.
 
-    transformers leaves documents out of a mask where the model does not hand the positions on (gpt-oss), where there is a
-    cache (the default of `use_cache`), and where there is an `attention_mask`. Its flash attention reads the positions in
-    each layer, unless the `attention_mask` has padding, and so do we. A BlockMask of the user's says everything itself.
+    transformers leaves documents out of a mask where the model does not hand the positions on (gpt-oss), where there
+    is a cache (the default of `use_cache`), and where there is an `attention_mask`. Its flash attention reads the
+    positions in each layer, unless the `attention_mask` has padding, and so do we. A BlockMask of the user's says
+    everything itself.
     """
     _, rows, keys = sizes
     is_open = getattr(mask, "_magi_lacks_documents", False)
@@ -163,13 +167,14 @@ def _is_in_inner_graph() -> bool:
 def documents_of_positions(
     tensors: tuple[Tensor, Tensor], sizes: tuple[int, int, int]
 ) -> Documents:
-    """A document begins where positions go back to 0. A gap, a step, a repeat or a jump back to another position is no border.
+    """A document begins where positions go back to 0.
 
-    0 behind 0 is a document of one token if all positions are 0 or go up by 1, as in a pack; else it is a repeat.
+    A gap, a step, a repeat or a jump back to another position is no border. 0 behind 0 is a document of one token if all
+    positions are 0 or go up by 1, as in a pack; else it is a repeat.
 
     Args:
-        tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the positions again
-            if there is none.
+        tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the
+            positions again if there is none.
         sizes: batch entries, rows and keys of each.
     """
     positions, padding = tensors
@@ -215,7 +220,8 @@ def _check_documents(lists: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) 
             )
         if missing := sorted({*range(0, end, max(length, 1))} - {*borders.tolist()}):
             raise ValueError(
-                f"`{name}` must hold the ends of batch entries, multiples of {length}, got {borders.tolist()} without {missing[0]}"
+                f"`{name}` must hold the ends of batch entries, multiples of {length}, "
+                f"got {borders.tolist()} without {missing[0]}"
             )
         entries.append(borders[:-1] // max(length, 1))
         has_tokens.append(borders.diff() > 0)
@@ -223,6 +229,6 @@ def _check_documents(lists: tuple[Tensor, Tensor], sizes: tuple[int, int, int]) 
     if of_others.any():
         number = int(of_others.nonzero()[0])
         raise ValueError(
-            f"`cu_seq_lens_k` must have each document in the batch entry where `cu_seq_lens_q` has it, got document {number} in "
-            f"entries {int(entries[1][number])} and {int(entries[0][number])}"
+            "`cu_seq_lens_k` must have each document in the batch entry where `cu_seq_lens_q` has it, "
+            f"got document {number} in entries {int(entries[1][number])} and {int(entries[0][number])}"
         )

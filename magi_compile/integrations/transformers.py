@@ -236,7 +236,8 @@ def magi_attention(
             Rows see keys of their own document only, whatever else the mask shows.
             `cu_seq_lens_k`: the same of keys, by default `cu_seq_lens_q`. Both start at 0, never decrease, and cut no batch entry's
             document. What is behind their last number is padding. Numbers on a GPU are not checked, nor those in a graph.
-            `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so (`may_be_packed`).
+            `position_ids`: int `[1 or B, L]`, where documents begin in a causal mask that does not say so
+            (`may_be_packed`).
 
     Returns:
         `(out [B, L, Hq, Dv], None)`.

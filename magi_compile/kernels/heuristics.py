@@ -367,7 +367,8 @@ def triton_config(problem: AttnProblem) -> TritonConfig:
 # Of the default capacity: documents of 16 tokens on average, and no fewer than 256 slices.
 _ROWS_PER_SLICE = 16
 _MIN_CAPACITY = 256
-# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks of a BlockMask.
+# Of keys, where a row sees several of a mask that repeats: what kernels walk for shorter ones is more than the blocks
+# of a BlockMask.
 MIN_PERIOD = 256
 _FEW_PERIODS = 4  # of which all keys consist: then there is little to walk
 MAX_BIT_BLOCKS = 1 << 18  # on a GPU: 512 MB, one mask of 64K queries and keys
@@ -394,5 +395,5 @@ def slice_capacity(seqlen_q: Any, max_intervals: int, apply: Callable[..., Any] 
 
 
 def repeats_too_often(period: int, seqlen_k: int) -> bool:
-    """True if kernels walk more for a mask that repeats after `period` keys than FlexAttention does for its BlockMask."""
+    """True if kernels walk more for a mask that repeats after `period` keys than FlexAttention for its BlockMask."""
     return period < MIN_PERIOD and period * _FEW_PERIODS < seqlen_k

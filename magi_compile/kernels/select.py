@@ -105,7 +105,8 @@ def select(
 
 
 def refusals(name: str, problem: AttnProblem, score: ScoreNeeds | None = None) -> list[str]:
-    """Every reason why the kernel called `name` cannot run `problem`, with `score` where that is known; empty when it can."""
+    """Every reason why the kernel called `name` cannot run `problem`, with `score` where it is known; empty when it
+    can."""
     try:
         kernel = load(name)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The analysis of a FlexAttention call: the kernel, the mask and the scores, or every reason to leave it where it is."""
+"""The analysis of a FlexAttention call: kernel, mask and scores, or every reason to leave it where it is."""
 
 from __future__ import annotations
 

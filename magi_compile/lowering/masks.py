@@ -102,8 +102,8 @@ class MaskOfCall:
 
     @cached_property
     def intervals(self) -> RowIntervals | None:
-        """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths are not
-        known."""
+        """The key intervals, in every run, of a mask that depends on no tensor; None for others, and while lengths
+        are not known."""
         sizes = self.sizes(self.heads)
         if self.program.reads_tensors or sizes is None or self.symbols is None:
             return None
@@ -112,8 +112,8 @@ class MaskOfCall:
 
     @property
     def least_capacity(self) -> int:
-        """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with masks of
-        their own; 0 where that is not known yet."""
+        """The number of slices of a mask that depends on no tensor, on average over batch entries and heads with
+        masks of their own; 0 where that is not known yet."""
         intervals = self.intervals
         if intervals is None or not intervals.sizes.entries:
             return 0

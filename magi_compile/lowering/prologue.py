@@ -188,7 +188,8 @@ def _needed_by(masks: Sequence[Node]) -> set[Node]:
 def _module_of(
     made: Sequence[Node], outputs: Sequence[Node], placeholders: Sequence[Node]
 ) -> tuple[GraphModule, list[Place]]:
-    """A function that computes `outputs` by the nodes `made`, and the places of its arguments among the graph's inputs."""
+    """A function that computes `outputs` by the nodes `made`, and the places of its arguments among the inputs of the
+    graph."""
     graph = Graph()
     copies: dict[Node, Node] = {}
     places = []
@@ -215,8 +216,10 @@ def _read_from_inputs(graph: Graph, outputs: Sequence[Node], last: Node) -> None
 
 
 def _erase_unread_inputs(graph: Graph, placeholders: Sequence[Node]) -> list[int]:
-    """Takes out tensors that nobody reads, and returns the numbers of the inputs that stay. Each input costs every call, and a
-    BlockMask has eight tensors."""
+    """Takes out tensors that nobody reads, and returns the numbers of the inputs that stay.
+
+    Each input costs every call, and a BlockMask has eight tensors.
+    """
     read = []
     for number, entry in enumerate(placeholders):
         if not entry.users and isinstance(value_of(entry), Tensor):

@@ -204,8 +204,8 @@ def packed_result(*found: Tensor) -> AttnOutput | AttnOutputWithMaxScores:
 
 
 def _kernel_of_eager_call(problem: AttnProblem, scored: _Scored | None = None) -> str:
-    """The kernel of a call with bit blocks or a score program: eager code has no FlexAttention to stay on, so that Triton's runs on a
-    GPU what the CUDA kernels refuse."""
+    """The kernel of a call with bit blocks or a score program: eager code has no FlexAttention to stay on, so that
+    Triton's runs on a GPU what the CUDA kernels refuse."""
     score = None if scored is None else scored.needs
     return select(problem, score=score, may_be_slower=True).kernel.name
 
@@ -219,7 +219,8 @@ class _Scored(NamedTuple):
 
     @property
     def needs(self) -> ScoreNeeds:
-        """What a kernel has to run. Where order matters no kernel of a GPU has gradients of tables, and the backward says so."""
+        """What a kernel has to run. Under `torch.use_deterministic_algorithms(True)` no kernel of a GPU has gradients
+        of tables, and the backward says so."""
         dtypes, ranks = tuple(x.dtype for x in self.tables), tuple(x.dim() for x in self.tables)
         has_order = torch.are_deterministic_algorithms_enabled()
         wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in self.tables)
