@@ -169,8 +169,8 @@ def documents_of_positions(
 ) -> Documents:
     """A document begins where positions go back to 0.
 
-    A gap, a step, a repeat or a jump back to another position is no border. 0 behind 0 is a document of one token if all
-    positions are 0 or go up by 1, as in a pack; else it is a repeat.
+    A gap, a step, a repeat or a jump back to another position is no border. 0 behind 0 is a document of one token if
+    all positions are 0 or go up by 1, as in a pack; else it is a repeat.
 
     Args:
         tensors: the positions, `[1 or B, L]`, and the padding mask, with whose padding there are no documents; the
