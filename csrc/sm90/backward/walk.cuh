@@ -68,7 +68,6 @@ private:
 template <int kBlockCols>
 __device__ __forceinline__ int blocks_of_tile(const Tile& tile, const Run* runs) {
     int sum = 0;
-#pragma unroll 4
 #pragma unroll 1
     for (int i = tile.run_begin; i < tile.run_end; ++i) {
         sum += RunWalk<kBlockCols>{runs[i], 1, false}.num_blocks();
