@@ -3,10 +3,10 @@
 
 #include "backward/params.cuh"
 #include "backward/schedule/cluster.cuh"
-#include "backward/statistics.cuh"
 #include "backward/walk.cuh"
 #include "common/choose.cuh"
 #include "common/ptx.cuh"
+#include "common/statistics.cuh"
 #include "common/store.cuh"
 #include "common/tile_plan.cuh"
 #include "scores/none.cuh"

@@ -13,11 +13,11 @@
 
 #include "backward/config.cuh"
 #include "backward/epilogue.cuh"
+#include "backward/scores.cuh"
 #include "common/bits.cuh"
 #include "common/mask.cuh"
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
-#include "scores/backward.cuh"
 
 namespace ffa {
 

@@ -4,8 +4,8 @@
 #include "backward/dq_convert.cuh"
 #include "backward/params.cuh"
 #include "backward/schedule/writer.cuh"
-#include "backward/statistics.cuh"
 #include "common/ptx.cuh"
+#include "common/statistics.cuh"
 
 namespace ffa {
 

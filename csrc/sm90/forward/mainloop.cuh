@@ -9,7 +9,7 @@
 #include "common/wgmma.cuh"
 #include "forward/config.cuh"
 #include "forward/max_scores.cuh"
-#include "scores/forward.cuh"
+#include "forward/scores.cuh"
 
 namespace ffa {
 
@@ -208,7 +208,7 @@ private:
             program.change(scores, uniform(smem_.blocks[scored_.slot].first));
         }
         if (sees == kPartial) {
-            const Block& block = smem_.blocks[scored_.slot];
+            const KeyBlock& block = smem_.blocks[scored_.slot];
             apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile),
                                            block.first + 2 * (lane_ % 4));
             if constexpr (Config::kHasBits) {
@@ -261,7 +261,7 @@ private:
         }
         --left_;
         mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
-        const Block& block = smem_.blocks[k_.slot];
+        const KeyBlock& block = smem_.blocks[k_.slot];
         k_.advance();
         if (!__any_sync(0xffffffff, block.is_edge)) {
             return kAll;

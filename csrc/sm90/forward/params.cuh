@@ -2,18 +2,11 @@
 #pragma once
 
 #include "common/ptx.cuh"
+#include "common/scheduler.cuh"
 #include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
 namespace ffa {
-
-struct Schedule {
-    const Tile* tiles;   // [num_tiles]
-    int* ticket;         // [1], zero at launch; unused where every block has one item at most
-    int num_tiles;
-    int num_heads;
-    int heads_per_section;   // divides num_heads
-};
 
 struct ForwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns

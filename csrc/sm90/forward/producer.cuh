@@ -2,9 +2,9 @@
 // V, and says what is to be seen.
 #pragma once
 
+#include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
 #include "forward/config.cuh"
-#include "forward/key_loader.cuh"
 #include "forward/scheduler_overlap.cuh"
 
 namespace ffa {

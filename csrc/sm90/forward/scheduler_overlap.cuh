@@ -8,8 +8,9 @@
 // that finds nothing to do ends, and one from behind the arrival has its place.
 #pragma once
 
+#include "common/scheduler.cuh"
 #include "forward/config.cuh"
-#include "forward/scheduler.cuh"
+#include "forward/items.cuh"
 
 namespace ffa {
 

@@ -6,8 +6,8 @@
 // and wait for one another between the steps.
 #pragma once
 #include "common/block.cuh"
-#include "masks/tables.cuh"
-#include "planner/search.cuh"
+#include "common/search.cuh"
+#include "common/tables.cuh"
 
 namespace ffa {
 

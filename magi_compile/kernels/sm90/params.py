@@ -16,7 +16,7 @@ def _ints(*names: str) -> dict[str, object]:
     return dict.fromkeys(names, INT)
 
 
-# forward/params.cuh, forward/combine.cu, planner/split_tiles.cu
+# common/scheduler.cuh, forward/params.cuh, forward/combine.cu, planner/split_tiles.cu
 
 SCHEDULE = Struct(
     "Schedule",

@@ -2,8 +2,8 @@
 // memory.
 #pragma once
 
+#include "common/key_loader.cuh"
 #include "common/pipeline.cuh"
-#include "forward/config.cuh"
 #include "scores/gradients/params.cuh"
 
 namespace ffa {
@@ -47,8 +47,8 @@ struct alignas(1024) TableGradientsStorage {
     Element dout[Config::kSlabs][Config::kQSlab];
     Element k[Config::kKStages][Config::kSlabs][Config::kKSlab];
     Element v[Config::kVStages][Config::kSlabs][Config::kKSlab];
-    Block blocks[Config::kKStages];   // travel with k
-    uint64_t q_full;                  // dout too
+    KeyBlock blocks[Config::kKStages];   // travel with k
+    uint64_t q_full;                     // dout too
     uint64_t k_full[Config::kKStages], k_empty[Config::kKStages];
     uint64_t v_full[Config::kVStages], v_empty[Config::kVStages];
     int num_blocks;   // of the tile

@@ -7,7 +7,7 @@
 //
 // The host names the variant: FFA_ELEMENT, FFA_HEAD_DIM, ... come from
 // magi_compile/kernels/heuristics.py through the compiler's command line.
-#include "forward/scheduler.cuh"
+#include "common/scheduler.cuh"
 #include "scores/gradients/mainloop.cuh"
 #include "scores/gradients/producer.cuh"
 #include "score_mod.cuh"   // made from the score program: ffa::Score

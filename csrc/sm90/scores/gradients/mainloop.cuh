@@ -138,7 +138,7 @@ private:
 
     // What this warpgroup sees of the block.
     __device__ __forceinline__ Visibility visible(const Tile& tile) const {
-        const Block& block = smem_.blocks[k_.slot];
+        const KeyBlock& block = smem_.blocks[k_.slot];
         const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
         const int row_end = min(row_begin + Config::kRows, tile.row_end);
         if (!__any_sync(0xffffffff, row_begin < tile.row_end)) {
@@ -162,7 +162,7 @@ private:
     __device__ __forceinline__ void mask(Scores& scores, Visibility sees, const Tile& tile) const {
         const int row = first_row(tile);
         if (sees == kPartial) {
-            const Block& block = smem_.blocks[k_.slot];
+            const KeyBlock& block = smem_.blocks[k_.slot];
             const int col = block.first + 2 * (lane_ % 4);
             apply_mask<true>(scores, block.run, params_.edges, row, col);
             if constexpr (Config::kHasBits) {

@@ -1,8 +1,10 @@
 // The parameters of the kernel of gradients of captured tensors, as the host packs them.
 #pragma once
 
-#include "backward/statistics.cuh"
-#include "forward/params.cuh"
+#include "common/ptx.cuh"
+#include "common/scheduler.cuh"
+#include "common/statistics.cuh"
+#include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
 namespace ffa {

@@ -1,8 +1,8 @@
 // The thread that loads a tile's Q and dO, and streams K and V of its runs.
 #pragma once
 
+#include "common/key_loader.cuh"
 #include "common/tile_plan.cuh"
-#include "forward/key_loader.cuh"
 #include "scores/gradients/config.cuh"
 
 namespace ffa {

@@ -125,7 +125,7 @@ class _Writer(Operations):
         head = f"static __device__ bool pair({arguments})"
         self.source.text = "\n".join(
             [
-                '#include "masks/pointwise.cuh"',
+                '#include "common/pointwise.cuh"',
                 "namespace ffa {",
                 "struct Mask {",
                 f"static constexpr int kNumChecks = {len(self.source.checks)};",

@@ -1,6 +1,6 @@
 """PyTorch's operators on numbers, as CUDA: in the dtypes that PyTorch computes in, with the values that it gives.
 
-`csrc/sm90/masks/pointwise.cuh` has the functions that are named here.
+`csrc/sm90/common/pointwise.cuh` has the functions that are named here.
 """
 
 from __future__ import annotations

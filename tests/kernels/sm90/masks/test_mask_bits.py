@@ -204,7 +204,7 @@ HOW = ("kNone", "kAgree", "kDecide")
 TRAPS = "-fsanitize=signed-integer-overflow,shift,integer-divide-by-zero"
 REPLACED = {
     "common/block.cuh": "one_thread.cuh",
-    "masks/lanes.cuh": "lanes_of_one_thread.cuh",
+    "common/lanes.cuh": "lanes_of_one_thread.cuh",
 }
 
 

@@ -1,6 +1,6 @@
 // PyTorch's operators on numbers, for masks made by magi_compile/kernels/sm90/masks/pointwise.py. Integers wrap around.
 #pragma once
-#include "masks/tables.cuh"
+#include "common/tables.cuh"
 
 namespace ffa {
 

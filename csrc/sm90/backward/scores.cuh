@@ -2,7 +2,8 @@
 // or nothing where there is none.
 #pragma once
 
-#include "backward/config.cuh"
+#include "common/ptx.cuh"
+#include "scores/places.cuh"
 
 namespace ffa {
 

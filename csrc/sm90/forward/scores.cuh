@@ -1,7 +1,7 @@
 // What a score program makes of the scores of a tile of the forward kernel, or nothing where there is none.
 #pragma once
 
-#include "forward/config.cuh"
+#include "scores/places.cuh"
 #include "scores/row.cuh"
 
 namespace ffa {

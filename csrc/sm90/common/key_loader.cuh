@@ -2,9 +2,26 @@
 #pragma once
 
 #include "common/pipeline.cuh"
-#include "forward/config.cuh"
+#include "common/ptx.cuh"
+#include "common/tile_plan.cuh"
 
 namespace ffa {
+
+// What the producer says about a block of K.
+struct alignas(16) KeyBlock {
+    Run run;   // only at an edge of the run, where a row may not see every column
+    int first;
+    uint32_t is_edge;
+};
+
+template <class Config, class Slab, int kSlabs>
+__device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const TensorMap& map, uint64_t& full, int row,
+                                           int head) {
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+        tma_load_3d(slabs[slab], map, full, slab * Config::kSlabCols, row, head);
+    }
+}
 
 // The base of the thread that loads. `Storage` has the rings `k` and `v` with their barriers, and `blocks`.
 template <class Config, class Storage>
@@ -16,7 +33,7 @@ public:
     // `edge` is the run whose edge the block lies on, if it does; it travels with the block.
     __device__ __forceinline__ void load_k(int col, int head, const Run* edge) {
         uint64_t& full = smem_.k_full[k_.slot];
-        Block& block = smem_.blocks[k_.slot];
+        KeyBlock& block = smem_.blocks[k_.slot];
         mbarrier_wait(smem_.k_empty[k_.slot], k_.phase ^ 1);
         block.first = col;
         block.is_edge = edge != nullptr;

@@ -1,13 +1,20 @@
-// Which (tile, head) a thread block of the forward pass works on next: the plan's tiles, longest first, for one L2
+// Which (tile, head) a thread block of a walk by queries works on next: the plan's tiles, longest first, for one L2
 // section of heads after another. The first item of a block is its index; the others are drawn from a counter, so that
 // no block waits while another has work left.
 #pragma once
 
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
-#include "forward/params.cuh"
 
 namespace ffa {
+
+struct Schedule {
+    const Tile* tiles;   // [num_tiles]
+    int* ticket;         // [1], zero at launch; unused where every block has one item at most
+    int num_tiles;
+    int num_heads;
+    int heads_per_section;   // divides num_heads
+};
 
 struct WorkItem {
     int tile;
@@ -55,31 +62,6 @@ private:
 
     const Schedule& schedule_;
     int item_;
-};
-
-struct SplitOfTile {
-    int shift;   // as ForwardParams::split_shifts
-    int item;    // of a launch that begins early: the item of kSplits that it is, or ~item if it is the rest of that
-                 // tile
-};
-
-template <class Config, bool kIsEarly = Config::kIsEarly>
-class Items;
-
-template <class Config>
-class Items<Config, false> : public Scheduler {
-public:
-    __device__ __forceinline__ explicit Items(const ForwardParams& params)
-        : Scheduler(params.schedule), params_(params) {}
-
-    __device__ __forceinline__ Tile tile(const WorkItem& item) const { return params_.schedule.tiles[item.tile]; }
-
-    __device__ __forceinline__ SplitOfTile split(const WorkItem& item) const {
-        return {params_.split_shifts ? params_.split_shifts[item.tile] : 0, 0};
-    }
-
-private:
-    const ForwardParams& params_;
 };
 
 }   // namespace ffa
