@@ -11,7 +11,7 @@
 #include "common/tile_plan.cuh"
 #include "scores/none.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Where 16 rows of a warp go.
 struct DqTarget {
@@ -276,4 +276,4 @@ __device__ __forceinline__ void init_stats(SharedStorage<Config>& smem) {
     fence_proxy_async_shared();
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -8,7 +8,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
 class DqWarpgroup {
@@ -283,4 +283,4 @@ private:
         {};   // of the rows that this lane has waited for, where additions have an order
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -7,7 +7,7 @@
 #include "backward/config.cuh"
 #include "backward/dq_convert.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
 class DqRows {
@@ -81,4 +81,4 @@ private:
     SharedStorage<Config>& smem_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -6,7 +6,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // A descriptor of the matmul dQ = dS K. The wait for a turn diverges, and the compiler no longer knows that it is that
 // of all lanes.
@@ -135,4 +135,4 @@ private:
     const int lane_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -4,7 +4,7 @@
 
 #include "backward/config.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config>
 class KeyGradients {
@@ -209,4 +209,4 @@ private:
     const int lane_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -19,7 +19,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // The matmuls of a warpgroup of the backward kernel that owns 64 keys. Scores and their gradients are transposed, keys
 // by queries, so that they are operands of the next matmul as they lie in registers.
@@ -546,4 +546,4 @@ private:
     int left_ = 0;                             // blocks of the tile
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

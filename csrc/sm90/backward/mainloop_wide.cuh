@@ -13,7 +13,7 @@
 #include "common/pipeline.cuh"
 #include "common/wgmma.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Where a consumer of wide heads stands in the rings of a block. Rings that are as long share a position, and so
 // registers.
@@ -457,4 +457,4 @@ __device__ __forceinline__ void consume_wide(const typename Config::Params& para
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

@@ -7,7 +7,7 @@
 #include "common/ptx.cuh"
 #include "common/statistics.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 5;   // left to itself, the compiler takes 40 registers, and spills
@@ -105,9 +105,9 @@ __device__ __forceinline__ void preprocess(const PreprocessParams& params) {
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward
 
-extern "C" __global__ void __launch_bounds__(ffa::kThreads, ffa::kBlocksPerSm)
-    ffa_backward_preprocess(const __grid_constant__ ffa::PreprocessParams params) {
-    ffa::preprocess(params);
+extern "C" __global__ void __launch_bounds__(ffa::backward::kThreads, ffa::backward::kBlocksPerSm)
+    ffa_backward_preprocess(const __grid_constant__ ffa::backward::PreprocessParams params) {
+    ffa::backward::preprocess(params);
 }

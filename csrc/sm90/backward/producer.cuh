@@ -7,7 +7,7 @@
 #include "backward/walk.cuh"
 #include "common/pipeline.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // The items of a thread block of the backward kernel: its own, or those that the first block of its cluster draws for
 // both.
@@ -199,4 +199,4 @@ private:
     int num_blocks_ = 0;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

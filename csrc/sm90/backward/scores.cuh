@@ -5,7 +5,7 @@
 #include "common/ptx.cuh"
 #include "scores/places.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 template <class Config, bool kHasScore = Config::kHasScore>
 class TileScores {
@@ -109,4 +109,4 @@ private:
     typename Score::Entry of_entry_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

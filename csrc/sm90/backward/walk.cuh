@@ -4,7 +4,7 @@
 
 #include "common/tile_plan.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // Blocks start at multiples of 16 queries, as dQ is laid out.
 constexpr int kBlockAlignment = 16;
@@ -81,4 +81,4 @@ __device__ __forceinline__ bool is_walked_head_by_head(const Tile& tile, const R
     return tile.run_end - tile.run_begin == 1 && RunWalk<kBlockCols>(runs[tile.run_begin], 1, false).is_window();
 }
 
-}   // namespace ffa
+}   // namespace ffa::backward

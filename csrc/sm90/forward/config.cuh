@@ -10,7 +10,7 @@
 #include "forward/params.cuh"
 #include "scores/none.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 constexpr int kMaxConsumers = 3;
 
@@ -122,4 +122,4 @@ __device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     fence_mbarrier_init();
 }
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -5,7 +5,7 @@
 #include "common/store.cuh"
 #include "forward/mainloop.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 // How much this output and the prior one weigh in each row; `lse` becomes that of both.
 template <class Config>
@@ -174,4 +174,4 @@ __device__ __forceinline__ void Consumer<Config>::store_rows(const Element* stag
     }
 }
 
-}   // namespace ffa
+}   // namespace ffa::forward

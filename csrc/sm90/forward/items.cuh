@@ -5,7 +5,7 @@
 #include "common/scheduler.cuh"
 #include "forward/params.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 struct SplitOfTile {
     int shift;   // as ForwardParams::split_shifts
@@ -32,4 +32,4 @@ private:
     const ForwardParams& params_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

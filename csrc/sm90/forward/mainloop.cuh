@@ -11,7 +11,7 @@
 #include "forward/max_scores.cuh"
 #include "forward/scores.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 // Its control flow is uniform, and told so that the compiler sees it: lanes vote, what a single lane does is
 // predicated, and the loop over blocks ends by a count. Descriptors, slots and phases then live in uniform registers.
@@ -336,4 +336,4 @@ private:
     int left_ = 0;   // blocks of the tile
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -4,7 +4,7 @@
 #include "common/softmax.cuh"
 #include "forward/config.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 template <class Config, bool kIsThere = Config::kHasMaxScores>
 class MaxScores {
@@ -58,4 +58,4 @@ private:
     float largest_[2] = {-kInfinity, -kInfinity};   // in front of the scale, which is positive
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -6,7 +6,7 @@
 #include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 struct ForwardParams {
     TensorMap q;       // [nheads_q, total_q, head_dim], boxes of tile rows x 64 columns
@@ -69,4 +69,4 @@ enum TileList {
 
 static_assert(sizeof(EarlyForwardParams) == 1088, "packed by magi_compile/kernels/sm90/params.py");
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -7,7 +7,7 @@
 #include "forward/config.cuh"
 #include "forward/scheduler_overlap.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 // The thread that hands out the tiles.
 //
@@ -129,4 +129,4 @@ private:
     static constexpr int kNoColumn = -1;
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -12,7 +12,7 @@
 #include "forward/config.cuh"
 #include "forward/items.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 template <class Config>
 class Items<Config, true> {
@@ -126,4 +126,4 @@ private:
     SplitOfTile split_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -4,7 +4,7 @@
 #include "scores/places.cuh"
 #include "scores/row.cuh"
 
-namespace ffa {
+namespace ffa::forward {
 
 template <class Config, bool kHasScore = Config::kHasScore>
 class TileScores {
@@ -54,4 +54,4 @@ private:
     const Row rows_[2];
 };
 
-}   // namespace ffa
+}   // namespace ffa::forward

@@ -24,7 +24,7 @@
 #include "common/block.cuh"
 #include "common/tile_plan.cuh"
 
-namespace ffa {
+namespace ffa::backward {
 
 // How long a part of a tile may be where tiles are few: thread blocks that run out of work wait for the longest part,
 // and each part costs something too.
@@ -368,4 +368,4 @@ private:
     int num_blocks_ = 0;   // of queries, in all of them, for one head
 };
 
-}   // namespace ffa
+}   // namespace ffa::backward

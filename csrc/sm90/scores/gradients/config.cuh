@@ -6,7 +6,7 @@
 #include "common/pipeline.cuh"
 #include "scores/gradients/params.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 // Tiles and blocks are those of the forward pass.
 template <class Element_, int kHeadDim_, int kBlockCols_, int kKStages_, int kVStages_, int kConsumers_,
@@ -40,7 +40,7 @@ struct TableGradientsConfig {
 };
 
 template <class Config>
-struct alignas(1024) TableGradientsStorage {
+struct alignas(1024) SharedStorage {
     using Element = typename Config::Element;
 
     Element q[Config::kSlabs][Config::kQSlab];
@@ -55,7 +55,7 @@ struct alignas(1024) TableGradientsStorage {
 };
 
 template <class Config>
-__device__ __forceinline__ void init_barriers(TableGradientsStorage<Config>& smem) {
+__device__ __forceinline__ void init_barriers(SharedStorage<Config>& smem) {
     constexpr int kConsumerWarps = Config::kConsumers * 4;
     mbarrier_init(smem.q_full, 1);
     init_ring(smem.k_full, smem.k_empty, kConsumerWarps);
@@ -63,4 +63,4 @@ __device__ __forceinline__ void init_barriers(TableGradientsStorage<Config>& sme
     fence_mbarrier_init();
 }
 
-}   // namespace ffa
+}   // namespace ffa::scores

@@ -15,7 +15,7 @@
 #include "scores/places.cuh"
 #include "scores/row.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 // Of the rows of a thread, `row` and `row + 8`.
 template <class Config>
@@ -60,10 +60,10 @@ struct RowsOfGradients {
 };
 
 template <class Config>
-class TableGradientsConsumer {
+class Consumer {
 public:
-    __device__ __forceinline__ TableGradientsConsumer(const typename Config::Params& params,
-                                                      TableGradientsStorage<Config>& smem, int warpgroup)
+    __device__ __forceinline__ Consumer(const typename Config::Params& params, SharedStorage<Config>& smem,
+                                        int warpgroup)
         : params_(params),
           smem_(smem),
           warpgroup_(warpgroup),
@@ -244,7 +244,7 @@ private:
     static constexpr int kKSlabBytes = Config::kKSlab * sizeof(Element);
 
     const typename Config::Params& params_;
-    TableGradientsStorage<Config>& smem_;
+    SharedStorage<Config>& smem_;
     const int warpgroup_;
     const int warp_;
     const int lane_;
@@ -254,4 +254,4 @@ private:
     Position<Config::kVStages> v_;
 };
 
-}   // namespace ffa
+}   // namespace ffa::scores

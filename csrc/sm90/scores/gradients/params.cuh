@@ -7,7 +7,7 @@
 #include "common/tile_plan.cuh"
 #include "scores/params.cuh"
 
-namespace ffa {
+namespace ffa::scores {
 
 // `kNumSums` are the look-ups whose tensors need gradients; those of one tensor add to the same numbers.
 template <int kNumWords, int kNumSums>
@@ -31,4 +31,4 @@ struct TableGradientsParams {
     ScoreParams<kNumWords> score;
 };
 
-}   // namespace ffa
+}   // namespace ffa::scores

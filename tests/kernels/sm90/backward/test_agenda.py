@@ -34,15 +34,15 @@ struct Config {
     static constexpr bool kIsDeterministic = false, kHandsOn = true;
     static constexpr int kCtas = 1;
     struct Params {
-        ffa::Agenda agenda;
+        ffa::backward::Agenda agenda;
     };
 };
 
-using Writer = ffa::AgendaWriter<64, 8>;
+using Writer = ffa::backward::AgendaWriter<64, 8>;
 
 extern "C" void write_agenda(const Writer::Params* params, int* order_of_dq) {
     launch(1, 256, [=] {
-        const ffa::DqOrder order = Writer(*params).write();
+        const ffa::backward::DqOrder order = Writer(*params).write();
         order_of_dq[0] = order.heads_of_turn, order_of_dq[1] = order.passes;
     });
 }
@@ -52,7 +52,7 @@ extern "C" int read_agenda(const Writer::Params* params, int (*items)[4]) {
     int count = 0;
     launch(params->num_blocks, 1, [=, &count] {
         const Config::Params lists{params->agenda};
-        for (ffa::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
+        for (ffa::backward::Items<Config> reader(lists); reader.has_work(); reader.advance()) {
             int* const item = items[count++];
             item[0] = blockIdx.x, item[1] = &reader.entry() - params->agenda.entries, item[2] = reader.head_in_section();
             item[3] = reader.wave_in_step();
