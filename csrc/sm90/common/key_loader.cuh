@@ -1,18 +1,12 @@
 // How blocks of K and V come into their rings: in the forward kernel, and in that of gradients of captured tensors.
 #pragma once
 
+#include "common/key_block.cuh"
 #include "common/pipeline.cuh"
 #include "common/ptx.cuh"
 #include "common/tile_plan.cuh"
 
 namespace ffa {
-
-// What the producer says about a block of K.
-struct alignas(16) KeyBlock {
-    Run run;   // only at an edge of the run, where a row may not see every column
-    int first;
-    uint32_t is_edge;
-};
 
 template <class Config, class Slab, int kSlabs>
 __device__ __forceinline__ void load_slabs(Slab (&slabs)[kSlabs], const TensorMap& map, uint64_t& full, int row,

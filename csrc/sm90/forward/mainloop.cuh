@@ -2,9 +2,9 @@
 // registers.
 #pragma once
 
-#include "common/bits.cuh"
-#include "common/mask.cuh"
+#include "common/key_block.cuh"
 #include "common/pipeline.cuh"
+#include "common/product.cuh"
 #include "common/softmax.cuh"
 #include "common/wgmma.cuh"
 #include "forward/config.cuh"
@@ -164,18 +164,7 @@ private:
     __device__ __forceinline__ uint32_t v_operand() const { return wgmma_descriptor(smem_.v[v_.slot], kKSlabBytes); }
 
     __device__ __forceinline__ void issue_scores(Scores& scores, uint32_t q, uint32_t k) {
-        constexpr int kStepsPerSlab = Config::kSlabCols / 16;
-        constexpr int kStepBytes = 32;
-        pin(scores);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < Config::kSteps; ++step) {
-            const int slab = step / kStepsPerSlab;
-            const int within = step % kStepsPerSlab * kStepBytes;
-            Wgmma<Element, Config::kBlockCols>::template ss<Major::K, Major::K>(
-                scores, q + ((slab * kQSlabBytes + within) >> 4), k + ((slab * kKSlabBytes + within) >> 4), step != 0);
-        }
-        wgmma_commit_group();
+        issue_product<Element, Config::kSteps, kKSlabBytes>(scores, SharedRows<kQSlabBytes>{q}, k);
     }
 
     // In two groups, for the two halves of the columns of P: a half of `probs` is free when its group has ended.
@@ -208,14 +197,7 @@ private:
             program.change(scores, uniform(smem_.blocks[scored_.slot].first));
         }
         if (sees == kPartial) {
-            const KeyBlock& block = smem_.blocks[scored_.slot];
-            apply_mask<Config::kHasStairs>(scores, block.run, params_.edges, first_row(tile),
-                                           block.first + 2 * (lane_ % 4));
-            if constexpr (Config::kHasBits) {
-                if (has_bits(block.run)) {
-                    apply_bits(scores, block.run, params_.bits, first_row(tile), block.first + 2 * (lane_ % 4));
-                }
-            }
+            mask_block<Config, Config::kHasStairs>(scores, smem_.blocks[scored_.slot], params_, first_row(tile), lane_);
         }
     }
 
@@ -263,20 +245,7 @@ private:
         mbarrier_wait_together(smem_.k_full[k_.slot], k_.phase);
         const KeyBlock& block = smem_.blocks[k_.slot];
         k_.advance();
-        if (!__any_sync(0xffffffff, block.is_edge)) {
-            return kAll;
-        }
-        const int row_begin = tile.row_begin + warpgroup_ * Config::kRows;
-        const int row_end = min(row_begin + Config::kRows, tile.row_end);
-        Visibility sees = visibility<Config::kHasStairs>(block.run, params_.edges, row_begin, row_end, block.first,
-                                                         Config::kBlockCols);
-        if constexpr (Config::kHasBits) {
-            if (sees != kNothing && has_bits(block.run)) {
-                sees = visibility_of_bits<Config::kBlockCols>(sees, block.run, params_.bits, row_begin, row_end,
-                                                              block.first);
-            }
-        }
-        return Visibility(uniform(sees));
+        return visibility_of_block<Config, Config::kHasStairs>(block, params_, tile, warpgroup_);
     }
 
     __device__ __forceinline__ bool test_v() {

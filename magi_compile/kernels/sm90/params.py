@@ -49,7 +49,9 @@ def _score_params(num_words: int) -> dict[str, object]:
 @cache
 def scored_forward_params(num_words: int) -> Struct:
     """The parameters of the forward kernel with a score program."""
-    return Struct(f"forward::ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD)
+    return Struct(
+        f"forward::ScoredForwardParams<{num_words}>", _score_params(num_words), base=FORWARD
+    )
 
 
 EARLY_FORWARD = Struct(
@@ -122,7 +124,9 @@ BITS_BACKWARD = Struct("backward::BitsBackwardParams", _addresses("bits"), base=
 @cache
 def scored_backward_params(num_words: int) -> Struct:
     """The parameters of the main kernel with a score program."""
-    return Struct(f"backward::ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD)
+    return Struct(
+        f"backward::ScoredBackwardParams<{num_words}>", _score_params(num_words), base=BACKWARD
+    )
 
 
 PREPROCESS = Struct(
