@@ -140,7 +140,7 @@ private:
             if constexpr (Config::kIsDeterministic) {
                 await_turn(rows, visits_[row_panel]);
             }
-            add(rows, staging_ + row_panel * uint32_t(sizeof(smem_.dq[0])));
+            add(rows, staging_ + row_panel * uint32_t(sizeof(smem_.dq.of_warps[0])));
         }
     }
 
@@ -172,8 +172,8 @@ private:
     }
 
     __device__ __forceinline__ void store(const Dq& dq, int panel) {
-        float* const staging =
-            smem_.dq[panel / Config::kDqColPanels][warp_] + panel % Config::kDqColPanels * kWarpRows * Config::kDqCols;
+        float* const staging = smem_.dq.of_warps[panel / Config::kDqColPanels][warp_] +
+                               panel % Config::kDqColPanels * kWarpRows * Config::kDqCols;
 #pragma unroll
         for (int i = 0; i < kValues / 4; ++i) {
             *reinterpret_cast<float4*>(staging + 128 * i + 4 * lane_) = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2],
@@ -184,7 +184,7 @@ private:
     __device__ __forceinline__ void add(const DqTarget& rows, uint32_t staging) {
         if (is_chosen<Config>(lane_)) {
             if (rows.are_in_run) {
-                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq[0][0]));
+                cp_reduce_async_bulk_add(rows.sum, staging, sizeof(smem_.dq.of_warps[0][0]));
             }
             cp_async_bulk_commit_group();
         }
@@ -262,7 +262,7 @@ private:
 
     __device__ __forceinline__ uint32_t staging(const SharedStorage<Config>& smem) const {
         if constexpr (!Config::kIsWide) {
-            return uniform(shared_address(smem.dq[0][warp_]));
+            return uniform(shared_address(smem.dq.of_warps[0][warp_]));
         } else {
             return 0;
         }

@@ -106,7 +106,7 @@ private:
         const int row = work.tile.row_begin + first_row_of_block<Config>();
         uint32_t bytes = sizeof(smem_.k) + sizeof(smem_.v);
         if constexpr (Config::kSharesDq) {
-            bytes += sizeof(smem_.peer_k);
+            bytes += sizeof(smem_.peer.k);
         }
         mbarrier_arrive_expect_tx(smem_.kv_full, bytes);
         load(smem_.k, params_.k, smem_.kv_full, row, work.kv_head);
@@ -115,7 +115,7 @@ private:
             const int peer_row = work.tile.row_begin + peer_rank<Config>() * Config::kRows;
 #pragma unroll 1
             for (int slab = 0; slab < Config::kPeerSlabs; ++slab) {
-                tma_load_3d(smem_.peer_k[slab], params_.k, smem_.kv_full,
+                tma_load_3d(smem_.peer.k[slab], params_.k, smem_.kv_full,
                             (first_peer_slab<Config>() + slab) * Config::kSlabCols, peer_row, work.kv_head);
             }
         }

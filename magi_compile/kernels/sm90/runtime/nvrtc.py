@@ -119,7 +119,7 @@ def source_dir() -> Path:
 def _options(variant: Variant) -> list[str]:
     return [
         f"--gpu-architecture={ARCH}",
-        "-std=c++17",
+        "-std=c++20",
         "--fmad=false" if variant.is_exact else "--use_fast_math",
         f"-I{source_dir()}",
         "--ptxas-options=-v",
