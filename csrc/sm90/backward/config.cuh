@@ -118,11 +118,11 @@ struct alignas(64) TileOfHead {
     Tile tile;
     int kv_head;
     int tile_index;
-    bool is_ascending;    // the walk starts with the first queries
-    int num_visits;       // blocks of queries, over all query heads
-    int visits_to_tell;   // after so many, those of a head or all, the warps of dQ tell what they have added
-    int wave_in_step;     // whose thread blocks stay together, or kNoWave
-    int num_qheads;       // of the group, from `qhead` on
+    bool is_ascending;     // the walk starts with the first queries
+    int num_visits;        // blocks of queries, over all query heads
+    int visits_to_count;   // after so many, those of a head or all, the warps of dQ count what they have added
+    int wave_in_step;      // whose thread blocks stay together, or kNoWave
+    int num_qheads;        // of the group, from `qhead` on
     int qhead;
     int part;   // of so many as the tile is divided into
     int num_parts;

@@ -28,10 +28,10 @@ public:
                 break;
             }
             const int num_visits = left;
-            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile tells of
+            // As `left`: when the next head is through, where others follow. Otherwise the end of the tile counts
             // all.
-            int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_tell) : 0;
-            int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not told
+            int through = Config::kRoundsDq ? num_visits - uniform(work().visits_to_count) : 0;
+            int end_head = uniform(work().qhead + work().num_qheads);   // of those that are not counted
             while (left > 0) {
                 // When a head is through, one more block: meanwhile what was added to it arrives.
                 const int end = max(through - 1, 0);
@@ -44,9 +44,9 @@ public:
                 }
                 if (Config::kRoundsDq && through > 0) {
                     await_additions<1>();
-                    tell(work(), end_head - 1, end_head);
+                    count_visits(work(), end_head - 1, end_head);
                     --end_head;
-                    through -= uniform(work().visits_to_tell);
+                    through -= uniform(work().visits_to_count);
                 }
             }
             if constexpr (Config::kIsDeterministic) {
@@ -60,7 +60,7 @@ public:
             kv_.advance();
             if constexpr (Config::kRoundsDq) {
                 await_additions<0>();
-                tell(done, uniform(done.qhead), end_head);
+                count_visits(done, uniform(done.qhead), end_head);
             }
         }
         cp_async_bulk_wait_group_read<0>();
@@ -241,7 +241,7 @@ private:
     }
 
     // Counts what this warp has added for some heads of a tile: once for each run that holds some of 16 rows.
-    __device__ __forceinline__ void tell(const TileOfHead& work, int first_head, int end_head) const {
+    __device__ __forceinline__ void count_visits(const TileOfHead& work, int first_head, int end_head) const {
         fence_acq_rel();
 #pragma unroll 1
         for (int i = uniform(work.tile.run_begin), run_end = uniform(work.tile.run_end); i < run_end; ++i) {

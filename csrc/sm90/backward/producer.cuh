@@ -89,7 +89,7 @@ private:
         work.num_qheads = params_.qhead_per_kvhead / work.num_parts;
         work.qhead = work.kv_head * params_.qhead_per_kvhead + work.part * work.num_qheads;
         work.num_visits = num_blocks * work.num_qheads;
-        work.visits_to_tell = is_head_by_head ? num_blocks : work.num_visits;
+        work.visits_to_count = is_head_by_head ? num_blocks : work.num_visits;
         if (work.num_visits == 0) {
             mbarrier_arrive(smem_.kv_full);
         } else {

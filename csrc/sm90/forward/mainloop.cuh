@@ -81,11 +81,11 @@ private:
             wgmma_wait_group<0>();
             pin(scores);
             change_and_mask(scores, sees, tile, program);
-            largest.see(scores);
+            largest.update(scores);
             release_k();
             bool is_v_there = test_v();
             float sum[2];
-            soften(scores, probs, sum, out, softmax);
+            rescale_and_exponentiate(scores, probs, sum, out, softmax);
             softmax.add(sum);
             sees = next;
 
@@ -99,7 +99,7 @@ private:
                 wgmma_wait_group<2>();
                 pin(scores);
                 change_and_mask(scores, sees, tile, program);
-                largest.see(scores);
+                largest.update(scores);
                 float sum[2] = {0.f, 0.f};
                 wgmma_wait_group<1>();
                 softmax.exponentiate<Element, 0, kFirstScores>(scores, probs, sum);
@@ -112,7 +112,7 @@ private:
                 is_v_there = test_v();
                 softmax.exponentiate<Element, kFirstScores, kScores>(scores, probs, sum);
                 if (softmax.has_unseen_rows() || !softmax.fits(sum)) {
-                    soften(scores, probs, sum, out, softmax);
+                    rescale_and_exponentiate(scores, probs, sum, out, softmax);
                 }
                 softmax.add(sum);
                 sees = next;
@@ -128,16 +128,16 @@ private:
         float normalize[2], lse[2];
         softmax.finish(normalize, lse);
         const bool is_split = __any_sync(0xffffffff, split_shift() != kNotASplit);
-        if (merges(is_split)) {
+        if (merges_prior(is_split)) {
             wait_for_split();
             float keep[2];
-            weigh(normalize, keep, lse, tile);
+            merge_weights(normalize, keep, lse, tile);
             scale_rows(out, normalize);
             add_prior(out, keep, tile);
         } else {
             scale_rows(out, normalize);
         }
-        const bool is_wide = leaves_wide(is_split);
+        const bool is_wide = stores_wide(is_split);
         if (is_wide) {
             store_wide(out, tile);
         } else {
@@ -146,7 +146,7 @@ private:
         store_lse(lse, is_wide, tile);
         largest.store(params_, tile, first_row(tile), lane_);
         if (is_wide) {
-            tell_of_split();
+            announce_split();
         }
         if constexpr (Config::kQBuffers == 1) {
             release_q();
@@ -202,11 +202,11 @@ private:
     }
 
     // The probabilities of a block that moves the reference of the softmax.
-    __device__ __forceinline__ static void soften(const Scores& scores, Probs& probs, float (&sum)[2], Out& out,
-                                                  OnlineSoftmax& softmax) {
-        float rescale[2];
-        softmax.move_reference(scores, rescale);
-        scale_rows(out, rescale);
+    __device__ __forceinline__ static void rescale_and_exponentiate(const Scores& scores, Probs& probs, float (&sum)[2],
+                                                                    Out& out, OnlineSoftmax& softmax) {
+        float factor[2];
+        softmax.move_reference(scores, factor);
+        scale_rows(out, factor);
         sum[0] = sum[1] = 0.f;
         softmax.exponentiate<Element, 0, kScores>(scores, probs, sum);
     }
@@ -220,14 +220,15 @@ private:
 
     // ---- the result, in epilogue.cuh
 
-    __device__ void weigh(float (&normalize)[2], float (&keep)[2], float (&lse)[2], const TileOfHead& tile) const;
+    __device__ void merge_weights(float (&normalize)[2], float (&keep)[2], float (&lse)[2],
+                                  const TileOfHead& tile) const;
     __device__ void add_prior(Out& out, const float (&keep)[2], const TileOfHead& tile) const;
     __device__ void store_wide(const Out& out, const TileOfHead& tile) const;
     __device__ void store_lse(const float (&lse)[2], bool is_wide, const TileOfHead& tile) const;
-    __device__ bool merges(bool is_split) const;
-    __device__ bool leaves_wide(bool is_split) const;
+    __device__ bool merges_prior(bool is_split) const;
+    __device__ bool stores_wide(bool is_split) const;
     __device__ void wait_for_split() const;
-    __device__ void tell_of_split() const;
+    __device__ void announce_split() const;
     __device__ int split_shift() const;
     __device__ long long wide_lse_offset(const TileOfHead& tile) const;
     __device__ long long wide_offset(const TileOfHead& tile, int row) const;
