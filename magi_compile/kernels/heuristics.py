@@ -154,6 +154,10 @@ _BACKWARD_CAPPED = {  # with soft-cap, or a score program
 
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
+#: Macros of `csrc/sm90/backward/schedule/writer.cuh`: with fewer waves tiles are few; how many blocks of queries a part of many tiles has
+#: at least, and a tile whose thread blocks keep together.
+AGENDA_NUMBERS = {"few_waves": 3, "least_visits": 24, "least_visits_in_step": 512}
+
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache. Where all heads together keep the SMs busy less than three times, one section balances better than several; tiles of a single
 # query head cannot be in parts, and balance better where they are many.
@@ -243,6 +247,9 @@ def _divisors(n: int) -> list[int]:
 _CUT_LEAST_BLOCKS, SPLIT_LEAST_BLOCKS = 32, 8
 _SPLITS_PER_SM = 4
 _MANY_SMS, _FEW_WAVES, SPLITS_MOST_TILES = 8, 3, 512
+#: Macros of `csrc/sm90/planner/split_tiles.cu`: splits are taken where they save one of so many parts of the time; all work takes one of so
+#: many parts of an SM's share longer for the chip's power limit.
+SPLIT_NUMBERS = {"least_gain": 20, "power": 3}
 
 
 def forward_splits(problem: AttnProblem, seqlen_k: int, num_tiles: int, num_sms: int) -> int:

@@ -121,9 +121,10 @@ inline __device__ __noinline__ float best_share(FewTiles tiles) {
     return FewTiles::share_of(least_of_warps(end * kNumShares + n) % kNumShares);
 }
 
-constexpr float kFewWaves = 3.f;
-constexpr int kLeastVisits = 24;   // of a part, where tiles are not few: less does not pay for what it leaves behind
-constexpr int kLeastVisitsInStep = 512;   // of a tile: shorter walks do not drift apart
+constexpr float kFewWaves = FFA_FEW_WAVES;
+constexpr int kLeastVisits =
+    FFA_LEAST_VISITS;   // of a part, where tiles are not few: less does not pay for what it leaves behind
+constexpr int kLeastVisitsInStep = FFA_LEAST_VISITS_IN_STEP;   // of a tile: shorter walks do not drift apart
 
 // Writes the agenda, by one thread block; so many warps have gradients of a tile's keys.
 template <int kBlockCols, int kTileWarps>

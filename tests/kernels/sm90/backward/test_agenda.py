@@ -11,13 +11,16 @@ import torch
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="needs cuda-bindings")
 
+from magi_compile.kernels.heuristics import AGENDA_NUMBERS
 from magi_compile.masks.slices import MaskType
 from magi_compile.plan.tiles import RUN_FIELDS, build_tile_plan
 from magi_compile.testing.cases import MASKS, Case, one, varlen
 from tests.kernels.support.cpp import compile_library
 
 BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
-LEAST_VISITS, LEAST_VISITS_IN_STEP = 24, 512
+LEAST_VISITS, LEAST_VISITS_IN_STEP = (
+    AGENDA_NUMBERS[name] for name in ("least_visits", "least_visits_in_step")
+)
 LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ8i")
@@ -100,9 +103,9 @@ class Agenda(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compile_library(
-        tmp_path_factory, SOURCE, "-O1 -pthread", {"common/ptx.cuh": "queue_ptx.cuh"}
-    )
+    numbers = " ".join(f"-DFFA_{name.upper()}={value}" for name, value in AGENDA_NUMBERS.items())
+    options, replaced = f"-O1 -pthread {numbers}", {"common/ptx.cuh": "queue_ptx.cuh"}
+    return compile_library(tmp_path_factory, SOURCE, options, replaced)
 
 
 def unwritten(num_words: int) -> torch.Tensor:
