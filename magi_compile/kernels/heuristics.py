@@ -154,9 +154,15 @@ _BACKWARD_CAPPED = {  # with soft-cap, or a score program
 
 BACKWARD_ROWS = 64  # of a thread block of the kernel in front, which only streams
 
-#: Macros of `csrc/sm90/backward/schedule/writer.cuh`: with fewer waves tiles are few; how many blocks of queries a part of many tiles has
+#: Macros of `csrc/sm90/backward/schedule/writer.cuh`: with fewer waves tiles are few; how many shares of
+#: all work a part of few tiles may take; how many blocks of queries a part of many tiles has
 #: at least, and a tile whose thread blocks keep together.
-AGENDA_NUMBERS = {"few_waves": 3, "least_visits": 24, "least_visits_in_step": 512}
+AGENDA_NUMBERS = {
+    "few_waves": 3,
+    "share_of_few": 1.5,
+    "least_visits": 24,
+    "least_visits_in_step": 512,
+}
 
 # Tiles of one head read the same queries at about the same time: fewer heads at a time share more of them in the L2
 # cache. Where all heads together keep the SMs busy less than three times, one section balances better than several; tiles of a single

@@ -12,7 +12,6 @@ namespace ffa::backward {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 5;   // left to itself, the compiler takes 40 registers, and spills
 using Writer = AgendaWriter<FFA_BLOCK_COLS, FFA_TILE_WARPS>;
-static_assert(kThreads == 32 * kNumShares, "a warp for each");
 
 struct PreprocessParams {
     const FFA_ELEMENT* out;    // [total_q, nheads_q, head_dim_v], rows of 16-byte multiples

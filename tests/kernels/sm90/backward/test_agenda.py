@@ -21,6 +21,7 @@ BLOCK_COLS, ALIGNMENT, ARRIVALS = 64, 16, 8
 LEAST_VISITS, LEAST_VISITS_IN_STEP = (
     AGENDA_NUMBERS[name] for name in ("least_visits", "least_visits_in_step")
 )
+SHARE_OF_FEW = AGENDA_NUMBERS["share_of_few"]
 LATEST_END = 2.25  # see `end_of`: a few short walks for many thread blocks are the worst
 COL_END, FIRST = (RUN_FIELDS.index(name) for name in ("col_end", "first"))
 ENTRY, PARAMS = struct.Struct("<i6h"), struct.Struct("<7Q2iQ8i")
@@ -255,10 +256,13 @@ def check_parts_of_few(places: list[Place], sizes: Sizes) -> None:
         if place.num_parts > 1:
             assert place.num_parts <= free
             free -= place.num_parts
-        elif place.visits(sizes) > 1.5 * share and sizes.group > 1:
+        elif place.visits(sizes) > SHARE_OF_FEW * share and sizes.group > 1:
             free = 0  # nor is there room for anybody behind
         if free > 0 and place.num_parts < sizes.group:
-            assert place.visits(sizes) <= 1.5 * share
+            assert place.visits(sizes) <= SHARE_OF_FEW * share
+        fewer = max((n for n in divisors(sizes) if n < place.num_parts), default=None)
+        if fewer is not None:
+            assert place._replace(num_parts=fewer).visits(sizes) > SHARE_OF_FEW * share - 1
 
 
 def end_of(places: list[Place], sizes: Sizes) -> float:
@@ -352,9 +356,9 @@ def test_few_tiles_of_one_section(case, num_blocks, group, library):
     check(library, case, Sizes(group, num_blocks, heads_per_section=4))
 
 
-@pytest.mark.parametrize(("num_blocks", "parts"), [(64, 1), (66, 1), (60, 4), (48, 2), (43, 2)])
-def test_ragged_waves_of_equal_tiles_are_in_parts(num_blocks, parts, library):
-    """16 tiles of 32 blocks for 4 heads: in parts where a part of a wave would keep the others waiting."""
+@pytest.mark.parametrize(("num_blocks", "parts"), [(22, 1), (96, 1), (97, 2), (192, 2), (193, 4)])
+def test_parts_of_few_equal_tiles(num_blocks, parts, library):
+    """16 tiles of 32 blocks for 4 heads: as few parts as it takes for none to be longer than one and a half shares."""
     entries = check(library, one(MaskType.FULL, 2048), Sizes(8, num_blocks, heads_per_section=4))
     assert {x.num_parts for x in entries} == {parts}
 
