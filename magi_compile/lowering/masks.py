@@ -27,11 +27,11 @@ from magi_compile.masks import (
     padded_slices_from_intervals,
     row_intervals,
 )
+from magi_compile.masks.errors import refuse_broken
 from magi_compile.masks.evaluation.bit_blocks import Grid
 from magi_compile.masks.evaluation.sizes import ONE_MASK, Heads, MaskSizes
 from magi_compile.masks.program.trace import read_graph
 from magi_compile.masks.slices import MAX_SEQLEN
-from magi_compile.masks.solver.solve import refuse_broken
 
 ROWS_PER_SLICE = 16  # of the default capacity: documents of 16 tokens on average
 MIN_CAPACITY = 256

@@ -22,8 +22,8 @@ from torch.fx import Graph, GraphModule, Node
 from magi_compile import _compat
 from magi_compile._checks import as_raised, raise_pending
 from magi_compile._kept import Made, Memo
+from magi_compile.functions.names import is_in_place
 from magi_compile.lowering.emit import value_key, value_of
-from magi_compile.masks.program.names import is_in_place
 from magi_compile.ops import library  # noqa: F401  (defines the ops)
 from magi_compile.ops.masks import mask_bits, mask_slices  # noqa: F401  (define the ops)
 

@@ -19,8 +19,8 @@ from magi_compile.kernels.scored import ScoredKernel
 from magi_compile.kernels.select import load, problem_of
 from magi_compile.masks import AttnSlices
 from magi_compile.masks.arguments import check_flag
-from magi_compile.masks.block_lists import BlockLists
 from magi_compile.masks.block_mask import Converted, convert_any_block_mask, reached_by
+from magi_compile.masks.evaluation.block_lists import BlockLists
 from magi_compile.masks.evaluation.sizes import Heads
 from magi_compile.ops.aux_request import asks_for_max_scores, returned
 from magi_compile.ops.dtensors import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from magi_compile.masks.program.source import functions, parameters
+from magi_compile.functions.text import functions, parameters
 
 _END_OF_LINE = ";; "
 _UNSAFE = re.compile(r"[#`;\s]+")
@@ -56,7 +56,7 @@ class ScoreProgram:
 
     Attributes:
         title: the score_mod for readers.
-        code: the functions, see `masks/program/source.py`.
+        code: the functions, see `functions/text.py`.
     """
 
     title: str

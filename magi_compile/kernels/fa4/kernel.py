@@ -40,7 +40,6 @@ from magi_compile.kernels.heuristics import (
 from magi_compile.kernels.merge import merge_prior
 from magi_compile.kernels.plan_sizes import check_sizes
 from magi_compile.kernels.triton import TritonKernel
-from magi_compile.masks.geometry import Rects
 from magi_compile.masks.slices import AttnSlices
 
 PACKAGE = "flash-attn-4"
@@ -148,7 +147,7 @@ class Fa4Kernel:
         if slices.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return self._triton.plan(slices, problem)
         tiles = plan_tiles(problem, self.name)
-        rects = Rects.from_slices(slices).trimmed()
+        rects = slices.untrimmed_rects().trimmed()
         by_query = row_intervals(rects, slices.seqlen_q, slices.seqlen_k)
         native = native_mask(by_query, FA4_LEAST_ROWS)
         if native is not None:

@@ -27,10 +27,10 @@ from magi_compile.kernels.sm90.backward.launch import (
     backward,
     scored_backward,
 )
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.forward.launch import ELEMENTS, forward
 from magi_compile.kernels.sm90.forward.overlap import EarlyForward, SplitPlan, split_plan
 from magi_compile.kernels.sm90.forward.split_kv import cut_tiles, forward_in_splits
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation
 from magi_compile.kernels.sm90.planner import packed_plan
 from magi_compile.kernels.sm90.planner.tile_plan import plan_on_device
 from magi_compile.kernels.sm90.scores.arguments import WantedTables

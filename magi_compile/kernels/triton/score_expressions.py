@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile.masks.program.source import name_of
+from magi_compile.functions.names import name_of
 
 _DTYPES = {
     torch.float64: "tl.float64",

@@ -16,8 +16,9 @@ import torch
 from torch.fx import Node
 
 from magi_compile import _compat
+from magi_compile.functions.names import INDICES
+from magi_compile.functions.text import parameters
 from magi_compile.kernels.triton.score_expressions import NoTritonCode, Operand, expression
-from magi_compile.masks.program.source import INDICES, parameters
 from magi_compile.score.program import Look, ScoreProgram
 
 SCORE_ARGUMENTS = ("score", *INDICES)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from magi_compile._checks import MaskCheck
+from magi_compile.functions.text import column, names_of_captures
 from magi_compile.masks.evaluation import messages
-from magi_compile.masks.evaluation.integers import INT32, INT64, Value, apply, counted
 from magi_compile.masks.evaluation.key_index import Groups, Marks, Stretches, gather
 from magi_compile.masks.evaluation.sizes import MaskSizes
-from magi_compile.masks.program.expr import TRUE, Expr
+from magi_compile.masks.expr.expr import TRUE, Expr
+from magi_compile.masks.expr.integers import INT32, INT64, Value, apply, counted
 from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.source import column, names_of_captures
 from magi_compile.masks.solver.key_sets import Lane, Promise, has_bounds
 
 

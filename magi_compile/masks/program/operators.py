@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from magi_compile.functions.names import is_numpy_scalar
 from magi_compile.masks.arguments import MAX_SEQLEN
-from magi_compile.masks.evaluation.integers import INT64, bounds_of
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.expr.expr import (
     FITS,
     ONE,
     ZERO,
@@ -25,6 +25,7 @@ from magi_compile.masks.program.expr import (
     is_le,
     table,
 )
+from magi_compile.masks.expr.integers import INT64, bounds_of
 
 # A tensor of these is compared with a number of PyTorch's default dtype exactly below this.
 EXACT_FLOAT = 2**24
@@ -75,7 +76,7 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
     """The result of an operation, of `typing.result`.
 
     Args:
-        name: of the operation, as `name_of` in masks/program/names.py spells it.
+        name: of the operation, as `name_of` in functions/names.py spells it.
         args: `Operand`s, and what is no number as it is; sequences of both.
         kwargs: likewise.
         typing: see `Typing`.
@@ -98,10 +99,6 @@ def call(name: str, args: Sequence[Any], kwargs: dict[str, Any], typing: Typing)
 def is_number(value: Any) -> bool:
     """True if it is a number of Python or numpy."""
     return isinstance(value, (bool, int, float)) or is_numpy_scalar(value)
-
-
-def is_numpy_scalar(value: Any) -> bool:
-    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
 
 
 # Operands

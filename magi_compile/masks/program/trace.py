@@ -17,32 +17,10 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.masks.evaluation.integers import INT64
-from magi_compile.masks.program.expr import (
-    Expr,
-    ExprError,
-    const,
-    symbol,
-    table,
-    unsupported,
-    var,
-)
-from magi_compile.masks.program.functional import functional
-from magi_compile.masks.program.in_place import without_writes
-from magi_compile.masks.program.names import is_in_place, is_random, name_of
-from magi_compile.masks.program.operators import (
-    INTEGERS,
-    Operand,
-    Typing,
-    Wraps,
-    call,
-    is_number,
-    is_numpy_scalar,
-    marked,
-)
-from magi_compile.masks.program.program import MaskProgram
-from magi_compile.masks.program.source import (
-    INDICES,
+from magi_compile.functions.functional import functional
+from magi_compile.functions.in_place import without_writes
+from magi_compile.functions.names import INDICES, is_in_place, is_numpy_scalar, is_random, name_of
+from magi_compile.functions.text import (
     SourceError,
     at_points,
     function_text,
@@ -52,6 +30,26 @@ from magi_compile.masks.program.source import (
     sortable,
     title_of,
 )
+from magi_compile.masks.expr.expr import (
+    Expr,
+    ExprError,
+    const,
+    symbol,
+    table,
+    unsupported,
+    var,
+)
+from magi_compile.masks.expr.integers import INT64
+from magi_compile.masks.program.operators import (
+    INTEGERS,
+    Operand,
+    Typing,
+    Wraps,
+    call,
+    is_number,
+    marked,
+)
+from magi_compile.masks.program.program import MaskProgram
 
 _ORDERED = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal")
 _COMPARISONS = (*_ORDERED, "eq", "ne", "not_equal")

@@ -5,7 +5,7 @@
                                        static __device__ Key key(...)      t0[kv]
                                        static __device__ bool pair(...)    the rest
 
-It computes what PyTorch does in the mask_mod's own graph (`mask_graph.py`), in its dtypes (`pointwise.py`). Sizes, captured ints and
+It computes what PyTorch does in the mask_mod's own graph (`mask_graph.py`), in its dtypes (`codegen/pointwise.py`). Sizes, captured ints and
 values of tensors come in as words: they change nothing here.
 """
 
@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile.kernels.sm90.masks.lazy import (
+from magi_compile.functions.guards import Divisor, Index
+from magi_compile.functions.names import name_of
+from magi_compile.kernels.sm90.codegen.lazy import (
     VIEWS,
     Body,
     Lazy,
@@ -28,9 +30,8 @@ from magi_compile.kernels.sm90.masks.lazy import (
     once,
     variables_of,
 )
-from magi_compile.kernels.sm90.masks.mask_graph import MaskGraph
-from magi_compile.kernels.sm90.masks.operations import Operations
-from magi_compile.kernels.sm90.masks.pointwise import (
+from magi_compile.kernels.sm90.codegen.operations import Operations
+from magi_compile.kernels.sm90.codegen.pointwise import (
     FILLS,
     UnknownOperation,
     cast,
@@ -38,8 +39,7 @@ from magi_compile.kernels.sm90.masks.pointwise import (
     is_float,
     literal,
 )
-from magi_compile.masks.program.look_ups import Divisor, Index
-from magi_compile.masks.program.names import name_of
+from magi_compile.kernels.sm90.masks.mask_graph import MaskGraph
 
 _INTEGERS = (torch.int32, torch.int64)  # of indices
 _OF_ROW, _OF_KEY = frozenset("bhq"), frozenset(("b", "h", "kv"))

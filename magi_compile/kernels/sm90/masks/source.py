@@ -19,8 +19,8 @@ import torch
 
 from magi_compile.masks.evaluation import messages as preconditions
 from magi_compile.masks.evaluation.evaluate import is_plain
-from magi_compile.masks.evaluation.integers import INT64
-from magi_compile.masks.program.expr import TRUE, Expr
+from magi_compile.masks.expr.expr import TRUE, Expr
+from magi_compile.masks.expr.integers import INT64
 from magi_compile.masks.program.program import MaskProgram
 from magi_compile.masks.solver.key_sets import KeySet, Lane, Promise, has_bounds
 

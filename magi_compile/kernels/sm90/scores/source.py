@@ -7,7 +7,7 @@
                                       static __device__ float score(...)   the rest
                                       static __device__ float slope(...)   how the new score changes with the old one
 
-It computes what PyTorch does, in its dtypes (`masks/pointwise.py`); numbers of 16 bits are floats that are rounded. Integers of 32 bits
+It computes what PyTorch does, in its dtypes (`codegen/pointwise.py`); numbers of 16 bits are floats that are rounded. Integers of 32 bits
 that positions are made of are floats from the start where they become such: below 2^24 that is the same number, and saves a conversion
 for each pair. A look-up out of bounds gives 0.
 """
@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
-from magi_compile.kernels.sm90.masks.lazy import (
+from magi_compile.functions.names import INDICES, name_of
+from magi_compile.functions.text import parameters
+from magi_compile.kernels.sm90.codegen.lazy import (
     Body,
     Lazy,
     Number,
@@ -32,8 +34,8 @@ from magi_compile.kernels.sm90.masks.lazy import (
     pointwise_of,
     variables_of,
 )
-from magi_compile.kernels.sm90.masks.operations import Operations
-from magi_compile.kernels.sm90.masks.pointwise import (
+from magi_compile.kernels.sm90.codegen.operations import Operations
+from magi_compile.kernels.sm90.codegen.pointwise import (
     FILLS,
     IN_RESULT,
     UnknownOperation,
@@ -41,9 +43,7 @@ from magi_compile.kernels.sm90.masks.pointwise import (
     is_float,
     literal,
 )
-from magi_compile.kernels.sm90.masks.pointwise import cast as plain_cast
-from magi_compile.masks.program.names import name_of
-from magi_compile.masks.program.source import INDICES, parameters
+from magi_compile.kernels.sm90.codegen.pointwise import cast as plain_cast
 from magi_compile.score.program import Look, ScoreProgram
 
 # Floats of 16 bits, as C++ calls them; what is computed of them is a float.

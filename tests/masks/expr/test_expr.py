@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from magi_compile.masks import MaskProgram
-from magi_compile.masks.program.expr import (
+from magi_compile.masks.expr.expr import (
     END,
     FALSE,
     TRUE,
@@ -14,8 +14,8 @@ from magi_compile.masks.program.expr import (
     table,
     var,
 )
-from magi_compile.masks.program.parse import parse
-from tests.masks.program.test_parse import PRINTED
+from magi_compile.masks.expr.parse import parse
+from tests.masks.expr.test_parse import PRINTED
 from tests.masks.support.helpers import evaluate
 
 

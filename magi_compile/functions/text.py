@@ -25,11 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from magi_compile import _compat
 from magi_compile._checks import require
-from magi_compile.masks.program import look_ups
-from magi_compile.masks.program.expr import VARIABLES
-from magi_compile.masks.program.names import name_of
-
-INDICES = ("b", "h", "q", "kv")
+from magi_compile.functions import guards
+from magi_compile.functions.names import INDICES, name_of
 
 # Of torch.isin: memory for each row.
 MAX_SOUGHT = 1024
@@ -126,7 +123,7 @@ def column(
     device: torch.device,
 ) -> Tensor:
     """A function's values for all of the b, h, q and kv that it takes: `[sizes[name] for name in them]`."""
-    names = [name for name in parameters(function) if name in VARIABLES]
+    names = [name for name in parameters(function) if name in INDICES]
     shape = [sizes[name] for name in names]
     grid = [torch.arange(size, device=device) for size in shape]
     if len(grid) > 1:
@@ -140,7 +137,7 @@ def at_points(
 ) -> Tensor:
     """A function's values at points, each given by as many entries of the tensors `points [n]`; as it is where it takes none."""
     names = parameters(function)
-    moving = [name for name in names if name in VARIABLES]
+    moving = [name for name in names if name in INDICES]
 
     def of_point(*index: Tensor) -> Tensor:
         values = {**captures, **dict(zip(moving, index, strict=True))}
@@ -148,8 +145,8 @@ def at_points(
 
     where = [*(points[name] for name in moving), *captures.values()]
     known = None
-    if any(isinstance(x, Tensor) and look_ups.is_needed(x.device) for x in where):
-        of_point, known = look_ups.guarded(of_point, names_by_id(captures))  # type: ignore[assignment]
+    if any(isinstance(x, Tensor) and guards.is_needed(x.device) for x in where):
+        of_point, known = guards.guarded(of_point, names_by_id(captures))  # type: ignore[assignment]
     with torch.no_grad(), _ScalarIndexing(), _compat.vmap_in_ops():
         given: Any = (
             of_point() if not moving else torch.vmap(of_point)(*(points[name] for name in moving))
@@ -157,7 +154,7 @@ def at_points(
     if known is not None:
         given, found = given
         if not _compat.is_fake(given):  # which has no values that could break a check
-            require(look_ups.checks(known, found))
+            require(guards.checks(known, found))
     return given if isinstance(given, Tensor) else torch.tensor(given, device="cpu")
 
 
@@ -195,7 +192,7 @@ class Shown(NamedTuple):
     """The results of a mask_mod on grids of queries and keys, `[n, rows, keys]`, and the invalid points among them."""
 
     values: Any
-    broken: list[look_ups.Broken]
+    broken: list[guards.Broken]
 
 
 def on_grids(
@@ -221,8 +218,8 @@ def on_grids(
     """
     known = None
     mask_mod = _of_truth_values(mask_mod)
-    if look_ups.is_needed(b.device):
-        mask_mod, known = look_ups.guarded(mask_mod, names or {})
+    if guards.is_needed(b.device):
+        mask_mod, known = guards.guarded(mask_mod, names or {})
     of_row = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
     of_grid = torch.vmap(of_row, in_dims=(None, None, 0, None))
     with torch.no_grad():
@@ -230,7 +227,7 @@ def on_grids(
     if known is None:
         return Shown(given, [])
     shown, found = given
-    return Shown(shown, look_ups.paired(known, found))
+    return Shown(shown, guards.paired(known, found))
 
 
 def _of_truth_values(mask_mod: Callable[..., Any]) -> Callable[..., Any]:

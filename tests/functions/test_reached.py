@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 import magi_compile
-from magi_compile.masks.program.reached import Reached
+from magi_compile.functions.reached import Reached
 
 NUMBER, TABLE = 3, torch.arange(4)
 CONFIG = types.ModuleType("config")

@@ -1,4 +1,4 @@
-"""Properties of PyTorch's operations that follow from their names."""
+"""Names: of the indices that a function takes, and properties of PyTorch's operations that follow from their names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from typing import Any
 
 from torch.fx import Node
 
+INDICES = ("b", "h", "q", "kv")
+
 
 def name_of(target: Any) -> str:
     """One spelling for `operator.eq`, `Tensor.__eq__`, `torch.eq`, "eq" and `aten.eq.Scalar`."""
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return name.split(".")[0].strip("_")
+
+
+def is_numpy_scalar(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0
 
 
 def is_in_place(node: Node) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from magi_compile.masks.program.expr import FITS, Expr
+from magi_compile.masks.expr.expr import FITS, Expr
 
 INT32 = (-(2**31), 2**31 - 1)
 INT64 = (-(2**63), 2**63 - 1)

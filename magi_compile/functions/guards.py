@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from magi_compile._checks import MaskCheck
-from magi_compile.masks.evaluation import messages
-from magi_compile.masks.program.names import name_of
+from magi_compile.functions.names import name_of
+
+_OF_COLUMN = "what the mask_mod computes of rows or of keys must"
 
 
 class Index(NamedTuple):
@@ -24,19 +25,23 @@ class Index(NamedTuple):
     size: int
 
     @property
-    def words_at_pair(self) -> messages.Words:
-        return messages.is_entry_at_pair(*self)
+    def words_at_pair(self) -> tuple[str, str]:
+        """The message and the detail of a `MaskCheck`."""
+        wanted = f"{self.tensor} at indices in [{self.least}, {self.size})"
+        return f"the mask_mod must look up {wanted}", "it looks up {} at q = {}, kv = {}"
 
     @property
-    def words_of_column(self) -> messages.Words:
-        return messages.is_entry_of_column(*self)
+    def words_of_column(self) -> tuple[str, str]:
+        """The same, of what is computed of rows or of keys alone."""
+        wanted = f"{self.tensor} at indices in [{self.least}, {self.size})"
+        return f"{_OF_COLUMN} look up {wanted}", "it looks up {}"
 
 
 class Divisor:
     """A number that must not be zero."""
 
-    words_at_pair = messages.divides_at_pair()
-    words_of_column = messages.divides_in_column()
+    words_at_pair = ("the mask_mod must not divide by zero", "it divides by {} at q = {}, kv = {}")
+    words_of_column = (f"{_OF_COLUMN} not divide by zero", "it does")
 
 
 class Broken(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from magi_compile.masks.program.names import is_in_place, name_of
+from magi_compile.functions.names import is_in_place, name_of
 
 # What gives memory of its own, whatever it is given. All else may give memory of an argument.
 _FRESH = frozenset(

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from magi_compile import MaskDataError
-from magi_compile.masks.evaluation.bit_blocks import (
-    Grid,
-    Heads,
-    slices_with_bits,
-    visible_blocks,
-)
-from magi_compile.masks.program import look_ups
-from magi_compile.masks.program.source import (
+from magi_compile.functions import guards
+from magi_compile.functions.text import (
     at_points,
     functions,
     in_ops,
     mask_mod_of,
     names_of_captures,
+)
+from magi_compile.masks.evaluation.bit_blocks import (
+    Grid,
+    Heads,
+    slices_with_bits,
+    visible_blocks,
 )
 from tests.masks.support.mask_mods import MASK_MODS
 
@@ -28,7 +28,7 @@ SQUARE = torch.arange(200 * 150).view(200, 150) % 5
 
 @pytest.fixture
 def always_guarded(monkeypatch):
-    monkeypatch.setattr(look_ups, "is_needed", lambda device: True)
+    monkeypatch.setattr(guards, "is_needed", lambda device: True)
 
 
 def mask_of(text, *tables, titles=()):
@@ -56,7 +56,7 @@ RIGHT = {
 def test_what_is_right_stays_the_same(name, monkeypatch):
     with in_ops():
         wanted = slices_with_bits(mask_of(*RIGHT[name]), GRID, None, CPU)
-        monkeypatch.setattr(look_ups, "is_needed", lambda device: True)
+        monkeypatch.setattr(guards, "is_needed", lambda device: True)
         found = slices_with_bits(mask_of(*RIGHT[name]), GRID, None, CPU)
     assert torch.equal(found.to_dense(), wanted.to_dense())
     assert int(wanted.to_dense().sum()) > 0
@@ -68,7 +68,7 @@ def test_named_masks_stay_the_same(name, monkeypatch):
     mask_mod = MASK_MODS[name](2, 130, 97)
     with in_ops():
         wanted = slices_with_bits(mask_mod, grid, None, CPU)
-        monkeypatch.setattr(look_ups, "is_needed", lambda device: True)
+        monkeypatch.setattr(guards, "is_needed", lambda device: True)
         found = slices_with_bits(mask_mod, grid, None, CPU)
     assert torch.equal(found.to_dense(), wanted.to_dense())
 

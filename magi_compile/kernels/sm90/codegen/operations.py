@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from magi_compile.kernels.sm90.masks.lazy import Lazy, Number, once, pointwise_of
-from magi_compile.kernels.sm90.masks.pointwise import (
+from magi_compile.kernels.sm90.codegen.lazy import Lazy, Number, once, pointwise_of
+from magi_compile.kernels.sm90.codegen.pointwise import (
     COMPARISONS,
     CONVERSIONS,
     DIVISIONS,

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-VARIABLES = ("b", "h", "q", "kv")
-
 
 class ExprError(ValueError):
     """An operation that mask expressions do not have, or a text that is not a mask expression."""

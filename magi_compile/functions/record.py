@@ -1,4 +1,4 @@
-"""A mask_mod as a graph, by calling it once with symbols: what Dynamo does inside torch.compile, for eager code."""
+"""A function of indices as a graph, by calling it once with symbols: what Dynamo does inside torch.compile, for eager code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from magi_compile.masks.program.names import is_random, name_of, writes
-from magi_compile.masks.program.operators import is_numpy_scalar
-from magi_compile.masks.program.reached import Reached
-from magi_compile.masks.program.source import INDICES, run, title_of
-from magi_compile.masks.solver.solve import UnsupportedMaskError
+from magi_compile.functions.names import is_numpy_scalar, is_random, name_of, writes
+from magi_compile.functions.reached import Reached
+from magi_compile.functions.text import run, title_of
 
-MaskMod = Callable[[Any, Any, Any, Any], Any]
+
+class UnreadableError(NotImplementedError):
+    """A function cannot be recorded; the message says why."""
 
 
 class Recording(NamedTuple):
@@ -38,23 +38,6 @@ class Recording(NamedTuple):
     values: dict[torch.fx.Node, Tensor]
 
 
-def record_mask_mod(mask_mod: MaskMod, device: torch.device) -> Recording:
-    """Calls `mask_mod(b, h, q, kv)` once, with symbols that stand for tensors on `device`.
-
-    Args:
-        mask_mod: a function of b, h, q and kv.
-        device: of the tensors that these stand for.
-
-    Returns:
-        What it did: the graph of the call, and the tensors that it captured.
-
-    Raises:
-        UnsupportedMaskError: it asks for the value of what it is called with.
-    """
-    index = torch.empty((), dtype=torch.int64, device="meta")
-    return record(mask_mod, dict.fromkeys(INDICES, index), device, "mask_mod")
-
-
 def record(
     function: Callable[..., Any], arguments: Mapping[str, Tensor], device: torch.device, what: str
 ) -> Recording:
@@ -70,7 +53,7 @@ def record(
         The graph of the call.
 
     Raises:
-        UnsupportedMaskError: it asks for the value of what it is called with.
+        UnreadableError: it asks for the value of what it is called with.
     """
     recorder = _Recorder(device, what)
     symbols = [recorder.argument(name, example) for name, example in arguments.items()]
@@ -165,11 +148,9 @@ for _name in (*_OPERATORS, "__abs__"):
 
 def _needs_value(name: str) -> Callable[..., Any]:
     def needs_value(self: _Symbol, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedMaskError(
-            [
-                f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot branch on its arguments, "
-                f"use & | ~ and torch.where"
-            ]
+        raise UnreadableError(
+            f"`{name}` of `{title_of(self.node, {})}` needs its value: a {self.recorder.what} cannot branch on its arguments, "
+            f"use & | ~ and torch.where"
         )
 
     return needs_value
@@ -205,13 +186,11 @@ class _Recorder(TorchFunctionMode):
         if self.is_running:
             return func(*args, **kwargs)
         if is_random(name := name_of(func)):
-            raise UnsupportedMaskError([f"`{name}` is random"])
+            raise UnreadableError(f"`{name}` is random")
         if any(isinstance(item, _Symbol) for item in items):
             return self.call(func, args, kwargs)
         if writes(func, kwargs):
-            raise UnsupportedMaskError(
-                [f"`{name}` writes to a tensor that is not made of b, h, q or kv"]
-            )
+            raise UnreadableError(f"`{name}` writes to a tensor that is not made of b, h, q or kv")
         result = func(*args, **kwargs)
         tensors = [item for item in items if isinstance(item, Tensor)]
         if tensors and getattr(func, "__name__", "") not in ("__get__", "size", "dim", "numel"):
@@ -236,7 +215,7 @@ class _Recorder(TorchFunctionMode):
         except Exception as error:
             # What the mask_mod goes on to do with it cannot be known.
             reason = f"`{title_of(node, {})}` cannot be followed: {error}"
-            raise UnsupportedMaskError([reason.splitlines()[0]]) from error
+            raise UnreadableError(reason.splitlines()[0]) from error
         finally:
             self.is_running = False
         if isinstance(example, (tuple, list)):

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from magi_compile import _compat
-from magi_compile.masks.program.names import is_in_place, is_random, name_of
-from magi_compile.masks.program.source import INDICES, in_ops, run
+from magi_compile.functions.names import INDICES, is_in_place, is_random, name_of
+from magi_compile.functions.text import in_ops, run
 
 MAX_CONSTANT = 1024  # numbers in a tensor of the mask_mod's own: they stand in its text
 

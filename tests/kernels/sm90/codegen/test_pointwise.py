@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation, cast, literal, promoted
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation, cast, literal, promoted
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from magi_compile.masks.program.expr import (
+from magi_compile.functions.names import INDICES
+from magi_compile.masks.expr.expr import (
     FITS,
-    VARIABLES,
     Expr,
     ExprError,
     build,
@@ -59,7 +59,7 @@ def _read(node: ast.expr) -> Expr:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return const(node.value)
     if isinstance(node, ast.Name):
-        if node.id in VARIABLES:
+        if node.id in INDICES:
             return var(node.id)
         number = node.id[1:]
         if node.id[0] in "st" and number.isdecimal():

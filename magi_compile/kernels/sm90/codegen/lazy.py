@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from magi_compile.kernels.sm90.masks.pointwise import UnknownOperation, element
+from magi_compile.kernels.sm90.codegen.pointwise import UnknownOperation, element
 
 
 @dataclass(frozen=True, eq=False)

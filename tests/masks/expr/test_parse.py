@@ -2,8 +2,8 @@
 
 import pytest
 
-from magi_compile.masks.program.expr import ExprError
-from magi_compile.masks.program.parse import parse
+from magi_compile.masks.expr.expr import ExprError
+from magi_compile.masks.expr.parse import parse
 
 PRINTED = [
     "(q >= kv) & (t0[b, q] == t0[b, kv])",
