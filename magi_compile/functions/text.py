@@ -289,12 +289,13 @@ def title_of(node: Node, names: Mapping[int, str]) -> str:
     if node.target is sortable:  # of what is converted
         return title_of(node.all_input_nodes[0].all_input_nodes[0], names)
     name, arguments = name_of(node.target), [show(arg) for arg in node.args]
-    if name == "getitem":
+    if name in ("getitem", "index"):
         return f"{arguments[0]}[{arguments[1]}]"
     if name == "getattr":
         return f"{arguments[0]}.{arguments[1]}"
-    if name in _SIGNS and len(arguments) == 2:
-        return f"({arguments[0]} {_SIGNS[name]} {arguments[1]})"
+    sign = _SIGNS.get(name.removeprefix("bitwise_"))
+    if sign is not None and len(arguments) == 2:
+        return f"({arguments[0]} {sign} {arguments[1]})"
     if node.op == "call_method":
         return f"{arguments[0]}.{name}({', '.join(arguments[1:])})"
     return f"{name}({', '.join(arguments)})"
