@@ -37,9 +37,7 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     if any(node.op == "get_attr" or is_random(name_of(node.target)) for node in graph.nodes):
         return None
-    # FlexAttention looks up `x[0]` as a value of its own, which does not see what is written to x later.
-    if any(map(is_in_place, graph.nodes)) and any(map(_has_number_as_index, graph.nodes)):
-        return None
+    has_writes = any(map(is_in_place, graph.nodes))
     captured = placeholders[len(INDICES) :]
     is_tensor = [isinstance(x, Tensor) for x in captures]
     tensors = [x for x in captures if isinstance(x, Tensor)]
@@ -55,6 +53,9 @@ def functional(graph: Graph, result: Any, captures: Sequence[Any]) -> Graph | No
             if node.op in ("call_function", "call_method"):
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), known.__getitem__)
                 known[node] = _run(node, args, kwargs)
+                # FlexAttention looks up `x[0]` as a value of its own, which does not see what is written to x later.
+                if has_writes and isinstance(known[node], Tensor) and _has_number_as_index(node):
+                    known[node] = known[node].clone()
         return known[result]
 
     devices = [x.device for x in tensors if x.dim()]
