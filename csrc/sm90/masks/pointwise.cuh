@@ -1,4 +1,4 @@
-// PyTorch's operators on numbers, for masks made by magi_compile/kernels/sm90/codegen/pointwise.py. Integers wrap around.
+// PyTorch's operators on numbers, for masks spelled in magi_compile/functions/operators.py. Integers wrap around.
 #pragma once
 #include "masks/tables.cuh"
 

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from magi_compile import _compat
 from magi_compile.functions.functional import functional
 from magi_compile.functions.names import INDICES, is_in_place, is_numpy_scalar, is_random, name_of
+from magi_compile.functions.operators import OPERATORS, Kind
 from magi_compile.functions.text import (
     SourceError,
     at_points,
@@ -50,8 +51,6 @@ from magi_compile.masks.program.operators import (
 )
 from magi_compile.masks.program.program import MaskProgram
 
-_ORDERED = ("lt", "less", "le", "less_equal", "gt", "greater", "ge", "greater_equal")
-_COMPARISONS = (*_ORDERED, "eq", "ne", "not_equal")
 _CLAMPS = ("clamp", "clip", "clamp_min", "clamp_max")
 _OF_ROW, _OF_KEY = frozenset(("b", "h", "q")), frozenset(("b", "h", "kv"))
 _ENDS = (-(2**63) + 2, 2**63 - 2)  # beyond the keys of all floats, with room for a sum with 1
@@ -350,7 +349,8 @@ class Tracer:
         arguments: Any = (node.args, node.kwargs)
         lookup: Any = self.values.__getitem__
         args, kwargs = torch.fx.map_arg(arguments, lookup)
-        if name in _COMPARISONS and not kwargs and len(args) == 2:
+        is_comparison = name in OPERATORS and OPERATORS[name].kind is Kind.COMPARISON
+        if is_comparison and not kwargs and len(args) == 2:
             found = self.float_comparison(name, node, [self.of_any(arg) for arg in args])
             if found is not None:
                 return found

@@ -115,8 +115,10 @@ def pointwise_of(
     shape: Sequence[int],
     operands: Sequence[Lazy],
     dtype: torch.dtype,
-    make: Callable[[Sequence[str]], str],
+    spelling: str,
 ) -> Lazy:
+    """An operation of operands that broadcast to `shape`."""
+
     def at(place: Sequence[Number]) -> Number:
         inner = []
         for operand in operands:
@@ -127,7 +129,7 @@ def pointwise_of(
                 )
             )
         return Number(
-            dtype, variables_of(inner), lambda body: make([body.text(number) for number in inner])
+            dtype, variables_of(inner), lambda body: spelling.format(*map(body.text, inner))
         )
 
     sizes = [f"Int({size}ll)" for size in shape]
@@ -182,7 +184,7 @@ def _reshape(tensor: Lazy, node: Node) -> Lazy:
 
 
 def _expand(tensor: Lazy, node: Node) -> Lazy:
-    return pointwise_of(node.meta["val"].shape, [tensor], tensor.dtype, lambda x: x[0])
+    return pointwise_of(node.meta["val"].shape, [tensor], tensor.dtype, "{0}")
 
 
 VIEWS: dict[str, Callable[[Lazy, Node], Lazy]] = {

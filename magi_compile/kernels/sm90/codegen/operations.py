@@ -5,33 +5,43 @@ A writer of a source says what the leaves of its graph are (`tensor`, `scalar`) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
+from magi_compile.functions.operators import OPERATORS, Kind, num_operands
 from magi_compile.kernels.sm90.codegen.lazy import Lazy, Number, once, pointwise_of
 from magi_compile.kernels.sm90.codegen.pointwise import (
-    COMPARISONS,
-    CONVERSIONS,
-    DIVISIONS,
-    IN_RESULT,
-    QUESTIONS,
-    TRUTHS,
     UnknownOperation,
     cast,
     is_float,
     promoted,
 )
 
+MUL = OPERATORS["mul"].cuda
 # Attributes of results that no value depends on.
 _IGNORED = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
 
 
+def filled(name: str, node: Node) -> Any:
+    """The number that stands in a call which makes a tensor of one; None in others."""
+    rule, _, place = OPERATORS[name].cuda.partition(" ") if name in OPERATORS else ("", "", "")
+    if rule == "argument":
+        return node.args[int(place)]
+    return int(place) if rule == "number" else None
+
+
 class Operations:
-    """Pointwise operators, each as a `Lazy` of its operands."""
+    """Pointwise operators, each as a `Lazy` of its operands, as the table of operators spells them.
+
+    Attributes:
+        is_approximate: whether functions of floats may differ from PyTorch's by rounding.
+    """
+
+    is_approximate = False
 
     def tensor(self, node: Node) -> Lazy:
         """The value of a node."""
@@ -67,38 +77,46 @@ class Operations:
         known = _IGNORED | {"alpha"} if name in ("add", "sub") else _IGNORED
         if set(node.kwargs) - known and name not in ("clamp", "div"):
             raise UnknownOperation(f"`{name}` with {', '.join(map(str, node.kwargs))}")
-        if name in CONVERSIONS:
-            return self.converted(self.tensor(args[0]), dtype)
-        if name == "where":
-            return self.where(node, dtype)
-        if name == "clamp":
-            return self.clamp(node, dtype)
-        if name == "pow":
-            return self.power(node, dtype)
-        if name == "div":
-            mode = node.kwargs.get("rounding_mode")
-            name = f"div_{mode}" if mode else name
-            if name == "div":
-                return self.combined(node, args, dtype, dtype, lambda x: f"({x[0]} / {x[1]})")
-        if name in DIVISIONS:
-            args[1] = self.divisor(args[1], dtype)
-            return self.combined(node, args, dtype, dtype, DIVISIONS[name])
-        if name in COMPARISONS:
-            within = promoted(*map(self.kind, args))
-            return self.combined(node, args, within, torch.bool, COMPARISONS[name])
-        if name in TRUTHS:
-            return self.combined(node, args, torch.bool, torch.bool, TRUTHS[name])
-        if name in QUESTIONS:
-            within = self.tensor(args[0]).dtype
-            return self.combined(node, args, within, torch.bool, QUESTIONS[name])
-        if name in ("floor", "ceil", "trunc", "round") and not is_float(dtype):
-            return self.tensor(args[0])
+        operator = OPERATORS.get(name)
+        if operator is None or not operator.cuda:
+            raise UnknownOperation(f"`{name}`")
+        if operator.kind is Kind.RULE:
+            return getattr(self, operator.cuda.partition(" ")[0])(node, dtype)
         if "alpha" in node.kwargs:
-            factors = (args[1], node.kwargs["alpha"])
-            args[1] = self.combined(node, factors, dtype, dtype, IN_RESULT["mul"])
-        if name in IN_RESULT and (name not in ("sqrt", "reciprocal") or is_float(dtype)):
-            return self.combined(node, args, dtype, dtype, IN_RESULT[name])
-        raise UnknownOperation(f"`{name}`")
+            args[1] = self.combined(node, (args[1], node.kwargs["alpha"]), dtype, dtype, MUL)
+        return self.spelled(name, node, args, dtype)
+
+    def spelled(self, name: str, node: Node, args: list[Any], dtype: torch.dtype) -> Lazy:
+        """An operator that its spelling says all of."""
+        _, kind, _, spelling, _ = OPERATORS[name]
+        if kind is Kind.ROUNDING and not is_float(dtype):
+            return self.tensor(args[0])
+        is_there = is_float(dtype) if kind in (Kind.ROOT, Kind.FLOAT) else True
+        if kind is Kind.FLOAT and not self.is_approximate:
+            is_there = False
+        if not is_there or len(args) != num_operands(spelling):
+            raise UnknownOperation(f"`{name}`")
+        if kind is Kind.COMPARISON:
+            return self.combined(node, args, promoted(*map(self.kind, args)), torch.bool, spelling)
+        if kind is Kind.TRUTH:
+            return self.combined(node, args, torch.bool, torch.bool, spelling)
+        if kind is Kind.QUESTION:
+            return self.combined(node, args, self.tensor(args[0]).dtype, torch.bool, spelling)
+        if kind is Kind.DIVISION:
+            args[1] = self.divisor(args[1], dtype)
+        return self.combined(node, args, dtype, dtype, spelling)
+
+    def convert(self, node: Node, dtype: torch.dtype) -> Lazy:
+        return self.converted(self.tensor(node.args[0]), dtype)  # type: ignore[arg-type]
+
+    def divide(self, node: Node, dtype: torch.dtype) -> Lazy:
+        mode, args = node.kwargs.get("rounding_mode"), list(node.args)
+        if mode:
+            return self.spelled(f"div_{mode}", node, args, dtype)
+        return self.combined(node, args, dtype, dtype, "({0} / {1})")
+
+    def relu(self, node: Node, dtype: torch.dtype) -> Lazy:
+        return self.combined(node, (node.args[0], 0), dtype, dtype, OPERATORS["maximum"].cuda)
 
     def kind(self, argument: Any) -> tuple[torch.dtype | type, int]:
         """The dtype of an argument and its number of dimensions."""
@@ -122,17 +140,17 @@ class Operations:
         args: Sequence[Any],
         within: torch.dtype,
         dtype: torch.dtype,
-        make: Callable[[Sequence[str]], str],
+        spelling: str,
     ) -> Lazy:
         """An operation on operands in the dtype `within`, which broadcast to the shape of `node`."""
         operands = [self.operand(argument, within) for argument in args]
-        return pointwise_of(node.meta["val"].shape, operands, dtype, make)
+        return pointwise_of(node.meta["val"].shape, operands, dtype, spelling)
 
     def where(self, node: Node, dtype: torch.dtype) -> Lazy:
         condition, *arms = node.args
         operands = [self.operand(condition, torch.bool), *(self.operand(x, dtype) for x in arms)]
         shape = node.meta["val"].shape
-        return pointwise_of(shape, operands, dtype, lambda x: f"({x[0]} ? {x[1]} : {x[2]})")
+        return pointwise_of(shape, operands, dtype, "({0} ? {1} : {2})")
 
     def clamp(self, node: Node, dtype: torch.dtype) -> Lazy:
         least, most = (
@@ -142,7 +160,7 @@ class Operations:
         found = self.operand(node.args[0], dtype)
         for limit, name in ((least, "clamp_min"), (most, "clamp_max")):
             if limit is not None:
-                found = self.combined(node, (found, limit), dtype, dtype, IN_RESULT[name])
+                found = self.combined(node, (found, limit), dtype, dtype, OPERATORS[name].cuda)
         return found
 
     def power(self, node: Node, dtype: torch.dtype) -> Lazy:
@@ -153,5 +171,5 @@ class Operations:
             raise UnknownOperation(f"`pow` with the exponent {exponent}")
         base = found = self.operand(base, dtype)
         for _ in range(exponent - 1):
-            found = self.combined(node, (found, base), dtype, dtype, IN_RESULT["mul"])
+            found = self.combined(node, (found, base), dtype, dtype, MUL)
         return found

@@ -30,9 +30,8 @@ from magi_compile.kernels.sm90.codegen.lazy import (
     once,
     variables_of,
 )
-from magi_compile.kernels.sm90.codegen.operations import Operations
+from magi_compile.kernels.sm90.codegen.operations import Operations, filled
 from magi_compile.kernels.sm90.codegen.pointwise import (
-    FILLS,
     UnknownOperation,
     cast,
     element,
@@ -190,12 +189,11 @@ class _Writer(Operations):
 
     def fill(self, node: Node) -> Lazy | None:
         """A tensor of one number, if the call says so."""
-        how = FILLS.get(name_of(node.target))
-        if how is None:
+        value = filled(name_of(node.target), node)
+        if value is None:
             return None
         example: Tensor = node.meta["val"]
-        place, value = how
-        number = self.scalar(node.args[place] if place is not None else value, example.dtype)
+        number = self.scalar(value, example.dtype)
         sizes = tuple(f"Int({size}ll)" for size in example.shape)
         return Lazy(example.dtype, tuple(example.shape), sizes, lambda _: number)
 

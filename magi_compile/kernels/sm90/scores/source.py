@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from magi_compile import _compat
 from magi_compile.functions.names import INDICES, name_of
+from magi_compile.functions.operators import OPERATORS
 from magi_compile.functions.text import parameters
 from magi_compile.kernels.sm90.codegen.lazy import (
     Body,
@@ -34,10 +35,8 @@ from magi_compile.kernels.sm90.codegen.lazy import (
     pointwise_of,
     variables_of,
 )
-from magi_compile.kernels.sm90.codegen.operations import Operations
+from magi_compile.kernels.sm90.codegen.operations import MUL, Operations, filled
 from magi_compile.kernels.sm90.codegen.pointwise import (
-    FILLS,
-    IN_RESULT,
     UnknownOperation,
     element,
     is_float,
@@ -48,11 +47,6 @@ from magi_compile.score.program import Look, ScoreProgram
 
 # Floats of 16 bits, as C++ calls them; what is computed of them is a float.
 _SHORT = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-# Functions of floats, in the dtype of the result.
-_FUNCTIONS = (
-    *("exp", "exp2", "expm1", "log", "log2", "log1p", "sin", "cos", "erf", "tanh", "sigmoid"),
-    "rsqrt",
-)
 _SYMBOLIC = {"add": "+", "sub": "-", "mul": "*"}
 # Below this, integers are the same numbers as floats.
 MOST_POSITIONS = 2**24
@@ -118,21 +112,15 @@ class _Whole(NamedTuple):
 
 # Operations of whole numbers that are the same of floats, and the range of their results.
 _Range = Callable[[list[tuple[int, int]]], tuple[int, int]]
-_RANGES: dict[Callable[[Sequence[str]], str], _Range] = {
-    IN_RESULT["add"]: lambda x: (x[0][0] + x[1][0], x[0][1] + x[1][1]),
-    IN_RESULT["sub"]: lambda x: (x[0][0] - x[1][1], x[0][1] - x[1][0]),
-    IN_RESULT["rsub"]: lambda x: (x[1][0] - x[0][1], x[1][1] - x[0][0]),
-    IN_RESULT["neg"]: lambda x: (-x[0][1], -x[0][0]),
-    IN_RESULT["abs"]: lambda x: (0, max(abs(x[0][0]), abs(x[0][1]))),
-    IN_RESULT["mul"]: lambda x: _ends([a * b for a in x[0] for b in x[1]]),
-    **{
-        IN_RESULT[name]: lambda x: (max(x[0][0], x[1][0]), max(x[0][1], x[1][1]))
-        for name in ("maximum", "clamp_min")
-    },
-    **{
-        IN_RESULT[name]: lambda x: (min(x[0][0], x[1][0]), min(x[0][1], x[1][1]))
-        for name in ("minimum", "clamp_max")
-    },
+_RANGES: dict[str, _Range] = {
+    OPERATORS["add"].cuda: lambda x: (x[0][0] + x[1][0], x[0][1] + x[1][1]),
+    OPERATORS["sub"].cuda: lambda x: (x[0][0] - x[1][1], x[0][1] - x[1][0]),
+    OPERATORS["rsub"].cuda: lambda x: (x[1][0] - x[0][1], x[1][1] - x[0][0]),
+    OPERATORS["neg"].cuda: lambda x: (-x[0][1], -x[0][0]),
+    OPERATORS["abs"].cuda: lambda x: (0, max(abs(x[0][0]), abs(x[0][1]))),
+    MUL: lambda x: _ends([a * b for a in x[0] for b in x[1]]),
+    OPERATORS["maximum"].cuda: lambda x: (max(x[0][0], x[1][0]), max(x[0][1], x[1][1])),
+    OPERATORS["minimum"].cuda: lambda x: (min(x[0][0], x[1][0]), min(x[0][1], x[1][1])),
 }
 
 
@@ -141,6 +129,8 @@ def _ends(values: list[int]) -> tuple[int, int]:
 
 
 class _Writer(Operations):
+    is_approximate = True
+
     def __init__(
         self,
         program: ScoreProgram,
@@ -522,23 +512,25 @@ class _Writer(Operations):
         args: Sequence[Any],
         within: torch.dtype,
         dtype: torch.dtype,
-        make: Callable[[Sequence[str]], str],
+        spelling: str,
     ) -> Lazy:
         operands = [self.operand(argument, within) for argument in args]
         if dtype in _SHORT:
             short = _SHORT[dtype]
-            rounded = pointwise_of(
-                (), operands, dtype, lambda texts: f"rounded_to<{short}>({make(texts)})"
-            )
+            rounded = pointwise_of((), operands, dtype, f"rounded_to<{short}>({spelling})")
             return _lazy(rounded.at(()))
-        found = _lazy(pointwise_of((), operands, dtype, make).at(()))
+        found = _lazy(pointwise_of((), operands, dtype, spelling).at(()))
         wholes = [self.wholes.get(operand.at(())) for operand in operands]
         known = [whole for whole in wholes if whole is not None]
-        if make in _RANGES and dtype in (torch.int32, torch.int64) and len(known) == len(wholes):
-            low, high = _RANGES[make]([(whole.low, whole.high) for whole in known])
+        if (
+            spelling in _RANGES
+            and dtype in (torch.int32, torch.int64)
+            and len(known) == len(wholes)
+        ):
+            low, high = _RANGES[spelling]([(whole.low, whole.high) for whole in known])
             if max(-low, high) < MOST_POSITIONS:
                 floats = [_lazy(whole.as_float) for whole in known]
-                as_float = pointwise_of((), floats, torch.float32, make).at(())
+                as_float = pointwise_of((), floats, torch.float32, spelling).at(())
                 self.wholes[found.at(())] = _Whole(as_float, low, high)
         return found
 
@@ -547,11 +539,9 @@ class _Writer(Operations):
         name, example = name_of(node.target), node.meta["val"]
         if not isinstance(example, Tensor):
             return self.of_symbols(name, node)
-        if name in FILLS:
-            place, value = FILLS[name]
-            return _lazy(
-                self.scalar(node.args[place] if place is not None else value, example.dtype)
-            )
+        value = filled(name, node)
+        if value is not None:
+            return _lazy(self.scalar(value, example.dtype))
         if name == "expand":
             return self.tensor(node.args[0])  # type: ignore[arg-type]
         return self.pointwise(name, node)
@@ -567,31 +557,16 @@ class _Writer(Operations):
         ]
         return _lazy(_constant(torch.int64, f"({texts[0]} {_SYMBOLIC[name]} {texts[1]})"))
 
-    def pointwise(self, name: str, node: Node) -> Lazy:
-        dtype = node.meta["val"].dtype
-        if name in _FUNCTIONS and is_float(dtype):
-            make = _called(f"ops::{name}")
-            return self.combined(node, node.args, dtype, dtype, make)
-        if name == "relu":
-            return self.combined(node, (node.args[0], 0), dtype, dtype, IN_RESULT["maximum"])
-        if name == "sgn":
-            name = "sign"
-        return super().pointwise(name, node)
-
     def power(self, node: Node, dtype: torch.dtype) -> Lazy:
         base, exponent = node.args
         if is_float(dtype) and exponent in (0, 1, 2, 3, 4):
             found = self.operand(base if exponent else 1.0, dtype)
             for _ in range(int(exponent) - 1):  # type: ignore[arg-type]
-                found = self.combined(node, (found, base), dtype, dtype, IN_RESULT["mul"])
+                found = self.combined(node, (found, base), dtype, dtype, MUL)
             return found
         if is_float(dtype) and exponent == 0.5:
-            return self.combined(node, (base,), dtype, dtype, IN_RESULT["sqrt"])
+            return self.combined(node, (base,), dtype, dtype, OPERATORS["sqrt"].cuda)
         return super().power(node, dtype)
-
-
-def _called(name: str) -> Callable[[Sequence[str]], str]:
-    return lambda texts: f"{name}({', '.join(texts)})"
 
 
 def _computed_in(dtype: torch.dtype) -> torch.dtype:
