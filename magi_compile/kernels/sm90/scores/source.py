@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from magi_compile import _compat
 from magi_compile.functions.names import INDICES, name_of
 from magi_compile.functions.operators import OPERATORS
-from magi_compile.functions.text import parameters
 from magi_compile.kernels.sm90.codegen.lazy import (
     Body,
     Lazy,
@@ -43,6 +41,7 @@ from magi_compile.kernels.sm90.codegen.pointwise import (
     literal,
 )
 from magi_compile.kernels.sm90.codegen.pointwise import cast as plain_cast
+from magi_compile.score.graphs import score_graphs
 from magi_compile.score.program import Look, ScoreProgram
 
 # Floats of 16 bits, as C++ calls them; what is computed of them is a float.
@@ -153,16 +152,7 @@ class _Writer(Operations):
         self.tables = tuple(sorted({look.table for look in program.looks}))
         self.words = {table: self.reserve(1 + 2 * ranks[table]) for table in self.tables}
         first_symbol = self.reserve(program.num_symbols)
-        self.mode = _compat.symbolic_fake_mode()
-        with self.mode:
-            kinds = {
-                **dict.fromkeys(("score", "g"), torch.float32),
-                **dict.fromkeys(INDICES, torch.int32),
-                **{look.name: dtypes[look.table] for look in program.looks},
-            }
-            self.examples: dict[str, Any] = {
-                name: torch.empty((), dtype=dtype, device="cpu") for name, dtype in kinds.items()
-            }
+        self.graphs = score_graphs(program, tuple(dtypes))
         one = Number(torch.float32, frozenset(), lambda _: "1.f", is_short=True)
         self.inputs = {
             "score": _variable("score", torch.float32, "score"),
@@ -170,7 +160,6 @@ class _Writer(Operations):
             **{name: self.index(name, has_short_sequences) for name in INDICES},
         }
         for i in range(program.num_symbols):
-            self.examples[f"s{i}"] = _compat.symbolic_int(self.mode, f"s{i}")
             self.inputs[f"s{i}"] = _constant(torch.int64, f"c.word({first_symbol + i})")
         for look in program.looks:
             self.inputs[look.name] = self.look_up(look)
@@ -279,43 +268,33 @@ class _Writer(Operations):
 
     # Functions of the program
 
-    def graph(self, name: str) -> tuple[GraphModule, list[str]]:
-        """The operations of a function, and what it takes."""
-        function = self.program.functions[name]
-        names = parameters(function)
-        given = [self.examples[name] for name in names]
-        traced = _compat.traced_to_aten(
-            lambda *args: function(*args), given, self.mode, decompose=True
-        )
-        return traced, names
-
     def result_of(self, name: str) -> Lazy:
-        traced, names = self.graph(name)
+        graph, names = self.graphs.of(name)
         left = iter(names)
-        for node in traced.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = _lazy(self.inputs[next(left)])
             elif node.op == "call_function":
                 self.values[node] = self.value(node)
             elif node.op != "output":
                 raise UnknownOperation(f"`{node.op} {node.target}`")
-        result: Any = traced.graph.output_node().args[0]
+        result: Any = graph.output_node().args[0]
         if not isinstance(result, Node):
             return _lazy(self.scalar(result, torch.float32 if "d_" in name else torch.int64))
         return self.values[result]
 
     def is_shift(self) -> bool:
         """True if the score is a sum of the old one and of what does not depend on it."""
-        traced, names = self.graph("score")
+        graph, names = self.graphs.of("score")
         if "score" not in names:
             return False
-        placeholders = traced.graph.find_nodes(op="placeholder")
+        placeholders = graph.find_nodes(op="placeholder")
         old = placeholders[names.index("score")]
         depends = {old}
-        for each in traced.graph.nodes:
+        for each in graph.nodes:
             if any(x in depends for x in each.all_input_nodes):
                 depends.add(each)
-        node: Any = traced.graph.output_node().args[0]
+        node: Any = graph.output_node().args[0]
         while node is not old:
             terms = [x for x in node.args if isinstance(x, Node) and x in depends]
             name = name_of(node.target)
