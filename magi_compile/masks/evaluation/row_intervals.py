@@ -114,9 +114,7 @@ def row_intervals(
     tables = with_columns(program, tables, symbols, sizes, device)
     run = Evaluation(program, tables, symbols, sizes, device)
     expect_ranges(run)
-    lanes = [run.lane(lane) for lane in keys.lanes]
-    for promise in keys.required:
-        run.expect(promise)
+    lanes = run.intervals(keys)
     if not lanes:
         zero = torch.zeros(1, 1, dtype=torch.int32, device=device)
         lanes = [(zero, zero)]
