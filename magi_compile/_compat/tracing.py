@@ -113,9 +113,9 @@ def graph_of(
     *,
     functional: bool = False,
 ) -> torch.fx.GraphModule:
-    """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without dimensions on
-    the device `indices[1]`, of tensors like `tensors`, with all values of their symbolic sizes, and of `num_ints` ints. Where it is
-    `functional`, operators that write only do so at its end, to what the function was given.
+    """The graph of PyTorch's operators that a function calls, for any values: of `indices[0]` int64 tensors without
+    dimensions on the device `indices[1]`, of tensors like `tensors`, with any symbolic sizes, and of `num_ints` ints. Where
+    it is `functional`, operators that write only do so at its end, to what the function was given.
 
     Raises:
         ValueError: the function does not do the same for all sizes.

@@ -1,12 +1,13 @@
-"""The table of PyTorch's operators on numbers: how each is spelled in every language that a function of indices is written in.
+"""The table of PyTorch's operators on numbers, with the spelling of each in every language of functions.
 
-A spelling with places for operands, `{0}` and `{1}`, is all that a language needs to know of an operator. Else it names a rule of the
-language's writer, which looks at the whole call. Without a spelling, a function with this operator has no text in that language.
+A spelling with places for operands, `{0}` and `{1}`, is all that a language needs to know of an operator. Else it names
+a rule of the language's writer, which looks at the whole call. Without a spelling, a function with this operator has no
+text in that language.
 
 | Language | Read by |
 |---|---|
 | `mask`: a rule, and its arguments | `masks/program/operators.py`, which makes mask expressions |
-| `cuda` | `kernels/sm90/codegen/operations.py` (functions of `csrc/sm90/masks/pointwise.cuh` and `scores/functions.cuh`) |
+| `cuda` | `kernels/sm90/codegen/operations.py`, with `masks/pointwise.cuh` and `scores/functions.cuh` |
 | `triton` | `kernels/triton/score_expressions.py` |
 """
 
@@ -46,7 +47,8 @@ def num_operands(spelling: str) -> int:
     return len({name for _, name, _, _ in Formatter().parse(spelling) if name is not None})
 
 
-_ALL = "propagate_nan=tl.PropagateNan.ALL"
+_MINIMUM = "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
+_MAXIMUM = "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)"
 _TABLE = [
     Operator("add", Kind.RESULT, "arithmetic add or", "ops::add({0}, {1})", "({0} + {1})"),
     Operator("sub subtract", Kind.RESULT, "arithmetic sub", "ops::sub({0}, {1})", "({0} - {1})"),
@@ -54,8 +56,8 @@ _TABLE = [
     Operator("mul multiply", Kind.RESULT, "arithmetic mul and", "ops::mul({0}, {1})", "({0} * {1})"),
     Operator("neg negative", Kind.RESULT, "arithmetic neg", "ops::neg({0})", "(-{0})"),
     Operator("abs absolute", Kind.RESULT, "arithmetic abs", "ops::abs({0})", "tl.abs({0})"),
-    Operator("minimum min", Kind.RESULT, "arithmetic min and", "ops::minimum({0}, {1})", f"tl.minimum({{0}}, {{1}}, {_ALL})"),
-    Operator("maximum max", Kind.RESULT, "arithmetic max or", "ops::maximum({0}, {1})", f"tl.maximum({{0}}, {{1}}, {_ALL})"),
+    Operator("minimum min", Kind.RESULT, "arithmetic min and", "ops::minimum({0}, {1})", _MINIMUM),
+    Operator("maximum max", Kind.RESULT, "arithmetic max or", "ops::maximum({0}, {1})", _MAXIMUM),
     Operator("clamp_min", Kind.RESULT, "clamp_min", "ops::maximum({0}, {1})"),
     Operator("clamp_max", Kind.RESULT, "clamp_max", "ops::minimum({0}, {1})"),
     Operator("sign sgn", Kind.RESULT, "", "ops::sign({0})", "sign"),

@@ -1,4 +1,4 @@
-"""A function of indices as a graph, by calling it once with symbols: what Dynamo does inside torch.compile, for eager code."""
+"""A function of indices as a graph, by calling it once with symbols: what Dynamo does in torch.compile, for eager code."""
 
 from __future__ import annotations
 

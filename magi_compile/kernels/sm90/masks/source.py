@@ -271,7 +271,9 @@ class _Body(Visitor[_Code, str]):
             return _literal(min(max(expr.args[0], INT64[0]), INT64[1]))
         return self.with_bounds(expr, bound).text
 
-    def narrow_to_group(self, group: _Group, when: _Code, lo: str, hi: str) -> tuple[str, str, str]:
+    def narrow_to_group(
+        self, group: _Searched, when: _Code, lo: str, hi: str
+    ) -> tuple[str, str, str]:
         name = f"v{len(self.lines)}"
         narrowed = f"c.narrow_to({group.name}, {group.number}, entry, {lo}, {hi})"
         self.lines.append(f"const bool {name} = {when.text} && !{narrowed};")
@@ -396,21 +398,21 @@ class _Body(Visitor[_Code, str]):
     def along_kv(self, keys: Expr) -> int:
         return self.writer.index(keys)
 
-    def group(self, keys: Expr, wanted: Expr) -> _Group:
+    def group(self, keys: Expr, wanted: Expr) -> _Searched:
         place = ("group", keys, wanted)
         if place not in self.known:
             index = self.writer.index(keys, is_searched=True)
             value = self.value(wanted).text
             name = f"v{len(self.lines)}"
             self.lines.append(f"const Group {name} = c.group({index}, entry, {value});")
-            self.known[place] = _Group(name, index)
+            self.known[place] = _Searched(name, index)
         return self.known[place]  # type: ignore[no-any-return]
 
-    def group_edge(self, group: _Group, edge: str) -> _Code:
+    def group_edge(self, group: _Searched, edge: str) -> _Code:
         return _Code(f"{group.name}.{edge}", False)
 
 
-class _Group(NamedTuple):
+class _Searched(NamedTuple):
     """The keys that a row wants, in C++, and the number of the index that they are found by."""
 
     name: str
