@@ -190,7 +190,11 @@ class Evaluation(Visitor[Value, Tensor]):
             raise TypeError(f"`{text}` must be bool where it is a truth value, got integers")
 
     def divisor(self, quotient: Expr, value: Value) -> Value:
-        text = self.program.describe(quotient.args[1])
+        return self.not_zero(quotient.args[1], value)
+
+    def not_zero(self, expr: Expr, value: Value) -> Value:
+        """A divisor; checks that it is not zero, and makes it 1 where it is."""
+        text = self.program.describe(expr)
         if not isinstance(value.data, Tensor):
             if value.data == 0:
                 raise ValueError(f"`{text}` must not be zero, it divides")

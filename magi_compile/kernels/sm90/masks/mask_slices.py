@@ -358,7 +358,7 @@ def _numbers(
     """The values of `source.numbers` for the captured ints."""
     run = Evaluation(program, (), symbols, MaskSizes(1, 1, 1), device)
     for expr in source.divisors:
-        run.divisor(expr, run.value(expr))
+        run.not_zero(expr, run.value(expr))
     numbers = (int(run.value(expr).data) for expr in source.numbers)
     return [min(max(number, INT64[0]), INT64[1]) % 2**64 for number in numbers]
 
